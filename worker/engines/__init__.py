@@ -1,0 +1,106 @@
+"""The interface that every engine serves: prompt and `SamplingParams` in, a stream of `TokenDelta` out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from worker.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine tells the runtime once it is ready.
+
+    Attributes:
+        name: ``embedded`` or ``trtllm``.
+        version: Version of the library that decodes.
+        context_length: Longest prompt + answer, in tokens.
+        vocab_size: Width of a row of logits; token ids are below it.
+        eos_token_ids: Ids that end an answer unless ``ignore_eos`` is set.
+        kv_block_size: Tokens per KV block.
+        total_kv_blocks: KV blocks that the engine owns.
+        max_num_seqs: Requests decoded in one step at most.
+        max_num_batched_tokens: Tokens computed in one step at most.
+    """
+
+    name: str
+    version: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    kv_block_size: int
+    total_kv_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one token at one position, with its 1-based rank among the vocabulary."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """What an engine has to say since its last delta about one choice of one request.
+
+    Attributes:
+        token_ids: New tokens, oldest first. Stop tokens that a request asked to hide are not among them.
+        index: The choice, 0 unless ``n`` > 1.
+        logprobs: For each new token the sampled token first, then the top-n, when logprobs were asked for.
+        finish_reason: Set on the last delta of the choice, and only there.
+        stop_reason: The stop token id that ended the choice, if one did.
+        error: Why the choice failed, exactly when ``finish_reason`` is ``error``.
+        num_cached_tokens: Prompt tokens whose KV was found in the cache.
+        engine_data: Cumulative extra data for the response (the receipt), or None.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    index: int = 0
+    logprobs: list[list[TokenLogprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    engine_data: dict[str, object] | None = None
+
+
+class Engine(Protocol):
+    """One decoding engine. `start` first, `stop` last; the rest may be called concurrently from one event loop."""
+
+    async def start(self) -> EngineInfo:
+        """Load the model. Raises `StartupError` with one clear line; `stop` is safe afterwards."""
+
+    def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Decode one request.
+
+        The request is admitted when the first item is awaited. The stream ends after a delta with a
+        `finish_reason`. Several tokens share a delta only when the consumer is behind.
+
+        Raises:
+            InvalidRequest: the request cannot be served by this engine; no other request is touched.
+            Overloaded: the queue is full.
+            Draining: `hand_off` gave the request away.
+            EngineBroken: the engine died.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """Free everything that the request holds; unknown ids are ignored. Its stream ends as ``cancelled``."""
+
+    def num_unfinished(self) -> int:
+        """Requests admitted and not yet finished."""
+
+    def hand_off(self) -> int:
+        """End every unfinished request with `Draining`; returns how many. New ones are refused the same way."""
+
+    async def stop(self) -> None:
+        """Stop decoding and release the device. Idempotent, and safe after a failed or missing `start`."""

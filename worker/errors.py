@@ -1,0 +1,38 @@
+"""What can go wrong while serving, one class per row of the failure contract (`docs/failures.md`).
+
+The engines and the request parser raise these; a runtime (`worker/runtimes/`) maps them to its own errors.
+"""
+
+
+class ServingError(Exception):
+    """Base of every error that the worker raises on purpose."""
+
+
+class InvalidRequest(ServingError):
+    """The caller's fault. The message names the field and what was expected.
+
+    Args:
+        field: Path of the field in the request, for example ``sampling_options.top_p``.
+        problem: What was expected and what came, for example ``must be between 0 and 1, got 7``.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class Overloaded(ServingError):
+    """The queue is full; the request was refused at once and may be retried elsewhere."""
+
+
+class Draining(ServingError):
+    """The worker is shutting down and hands its requests to another one."""
+
+
+class EngineBroken(ServingError):
+    """The engine cannot serve any more; the worker leaves with a non-zero status."""
+
+
+class StartupError(ServingError):
+    """The worker cannot start; the message is the one line that the operator sees."""

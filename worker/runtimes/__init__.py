@@ -1,0 +1,1 @@
+"""Distributed runtimes that the worker registers with. They know nothing about logits."""
