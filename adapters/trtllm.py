@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from adapters.batch import apply_chain
+from adapters.chain import ProcessorChain, ProcessorFailed
+
 if TYPE_CHECKING:
     _Base = object
 elif importlib.util.find_spec("tensorrt_llm") is not None:
@@ -162,6 +165,73 @@ class DynamoAdapter(TrtllmAdapter):
         return Failure(str(req_id), self.name, problem, f"{_PROBLEMS[problem]} at position {position}", position)
 
 
+class ChainAdapter(TrtllmAdapter):
+    """A whole `ProcessorChain` as one TensorRT-LLM callable; engines that batch take ``chain`` out of it.
+
+    It may be called again for a position it has seen (chunked prefill), or after tokens were dropped.
+
+    Args:
+        chain: Started after the request's prompt.
+        lagged: The engine overlaps steps, so that ``token_ids`` may lack the newest token. The position is then
+            counted by calls, and the prompt must be prefilled in one chunk.
+
+    Raises:
+        ValueError: ``lagged``, and the chain needs the last sampled token.
+    """
+
+    def __init__(
+        self,
+        chain: ProcessorChain,
+        *,
+        end_id: int | None = None,
+        report: Report | None = None,
+        lagged: bool = False,
+    ) -> None:
+        super().__init__(end_id=end_id, report=report)
+        if lagged and chain.needs_last_token:
+            names = ", ".join(member.name for member in chain.members)
+            raise ValueError(f"{names} need the last sampled token, which an engine that overlaps steps shows late")
+        self.chain = chain
+        self.lagged = lagged
+        self._called = False
+
+    @property
+    def name(self) -> str:
+        return "chain"
+
+    def edit_row(self, req_id: int | str, token_ids: Sequence[int], row: torch.Tensor) -> Failure | None:
+        before = row.clone() if self.chain.has_shaping else None
+        try:
+            self._move_to(token_ids)
+            if apply_chain(self.chain, row):
+                self._check(row)
+        except ProcessorFailed as failed:
+            if before is not None:
+                row.copy_(before)
+            return Failure(str(req_id), failed.processor, failed.reason, failed.message, self.chain.position)
+        except Exception as error:  # the callback boundary: nothing may reach the engine
+            message = f"raised {type(error).__name__} at position {self.chain.position}"
+            return Failure(str(req_id), self.name, "raised", message, self.chain.position)
+        return None
+
+    def _move_to(self, token_ids: Sequence[int]) -> None:
+        if not self.lagged:
+            self.chain.sync(token_ids)
+        elif self._called:
+            self.chain.accept(_UNSEEN, self.chain.position)
+        self._called = True
+
+    def _check(self, row: torch.Tensor) -> None:
+        problem = row_problem(row)
+        if problem is not None:
+            names = ", ".join(dict.fromkeys(member.name for member in self.chain.members))
+            reason = "unsatisfiable" if problem == "empty" else problem
+            raise self.chain.fail(names, reason, f"{_PROBLEMS[problem]} at position {self.chain.position}")
+
+
+_UNSEEN = -1
+"""Stands for a sampled token that the engine has not shown yet; no processor of a lagged chain looks at it."""
+
 _PROBLEMS = {
     "nan": "left NaN in the logits",
     "infinite": "left +inf in the logits",
@@ -183,19 +253,21 @@ def row_problem(row: torch.Tensor) -> str | None:
 
 
 def create_trtllm_adapters(
-    processors: Sequence[BaseLogitsProcessor],
+    processors: Sequence[BaseLogitsProcessor | ProcessorChain],
     *,
     end_id: int | None = None,
     report: Report | None = None,
+    lagged: bool = False,
 ) -> list[TrtllmAdapter]:
-    """TensorRT-LLM logits-processor callables for Dynamo logits processors, in their order.
+    """TensorRT-LLM logits-processor callables for Dynamo logits processors or chains, in their order.
 
     Args:
-        processors: Callables ``(input_ids, logits[V]) -> None`` that edit in place.
+        processors: Callables ``(input_ids, logits[V]) -> None`` that edit in place, or `ProcessorChain` objects.
         end_id: Token that a row is forced to once its processor has failed. Without it a failed row is only
             left as it was.
         report: Called once per failing processor with a `Failure`. It must pickle where the engine runs in
             another process.
+        lagged: The engine overlaps steps, so that the ids it shows may lack the newest token (chains only).
 
     Returns:
         One callable per processor. They pickle if the processors do, carry a cached ``__signature__``, and
@@ -203,11 +275,17 @@ def create_trtllm_adapters(
 
     Raises:
         TypeError: a processor is not callable, or is a class instead of an instance.
+        ValueError: ``lagged``, and a chain needs the last sampled token.
     """
+    adapters: list[TrtllmAdapter] = []
     for index, processor in enumerate(processors):
-        if isinstance(processor, type) or not callable(processor):
+        if isinstance(processor, ProcessorChain):
+            adapters.append(ChainAdapter(processor, end_id=end_id, report=report, lagged=lagged))
+        elif isinstance(processor, type) or not callable(processor):
             raise TypeError(f"processors[{index}] must be a callable (input_ids, logits), got {processor!r}")
-    return [DynamoAdapter(processor, end_id=end_id, report=report) for processor in processors]
+        else:
+            adapters.append(DynamoAdapter(processor, end_id=end_id, report=report))
+    return adapters
 
 
 def _on_stream(stream_ptr: int | None, logits: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -1,0 +1,201 @@
+"""Chains over rows: all rows' edits merged and applied in a handful of batched operations.
+
+Used by the embedded engine (many rows) and by the TensorRT-LLM adapter (one row), so that a chain does the same on
+both. What happens to a row never depends on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+
+from adapters.chain import Member, ProcessorChain, ProcessorFailed, RowPlan
+from adapters.contract import ShapingProcessor, Stage
+from adapters.edits import Ban, Bias, Scale, apply_bitmask, apply_sparse
+
+T = TypeVar("T")
+
+Planned = tuple[int, ProcessorChain, RowPlan]
+"""Row of the logits, its chain, and what the chain asks of it."""
+
+_SOFT_STAGES = (Stage.BIAS, Stage.PENALTY, Stage.SOFT)
+
+
+def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planned], dict[int, ProcessorFailed]]:
+    """Plans of ``(row, chain)`` pairs and the failures by row. Needs no logits: call it while the forward runs."""
+    planned: list[Planned] = []
+    failures: dict[int, ProcessorFailed] = {}
+    for row, chain in chains:
+        try:
+            plan = chain.plan()
+        except ProcessorFailed as failure:
+            failures[row] = failure
+            continue
+        if not plan.is_empty:
+            planned.append((row, chain, plan))
+    return planned, failures
+
+
+def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
+    """The order law up to the hard masks, on the rows that are not forced. Forced rows are left untouched.
+
+    Args:
+        logits: float32 ``[B, V]``, edited in place.
+        planned: From `plan_rows`.
+
+    Returns:
+        Failures by row. A failed row may be partly edited; it must not be sampled.
+    """
+    free = [(row, chain, plan) for row, chain, plan in planned if plan.force is None]
+    failures: dict[int, ProcessorFailed] = {}
+    for stage in _SOFT_STAGES:
+        _apply_soft(logits, free, stage, failures)
+    _apply_masks(logits, free)
+    return failures
+
+
+def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
+    """Temperature, truncation and sampling stages, on the rows that are not forced. As `apply_edits` otherwise."""
+    failures: dict[int, ProcessorFailed] = {}
+    queues = [(row, chain, plan.late) for row, chain, plan in planned if plan.force is None and plan.late]
+    for stage in (Stage.TEMPERATURE, Stage.TRUNCATION, Stage.SAMPLING):
+        steps = [(r, c, [m for m in members if m.processor.stage == stage]) for r, c, members in queues]
+        _in_waves(steps, lambda wave: _shape(logits, wave, failures))
+    return failures
+
+
+def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
+    """Apply one chain to one row, forcing included, in place; the dense form that TensorRT-LLM needs.
+
+    Args:
+        chain: At the position of the row.
+        row: float ``[V]``, edited in place.
+
+    Returns:
+        True if the row must be checked: masks or shaping processors may have left NaN, or no token.
+
+    Raises:
+        ProcessorFailed: as `ProcessorChain.plan`, or a processor failed on the logits.
+    """
+    plan = chain.plan()
+    if plan.is_empty:
+        return False
+    if plan.force is not None:
+        if bool(row[plan.force] == -torch.inf):
+            raise chain.fail("forcing", "unsatisfiable", f"token {plan.force} cannot be sampled by this model")
+        row.fill_(-torch.inf)
+        row[plan.force] = 0.0
+        return False
+    work = row.unsqueeze(0) if row.dtype == torch.float32 else row.float().unsqueeze(0)
+    planned = [(0, chain, plan)]
+    for apply in (apply_edits, apply_late):
+        for failure in apply(work, planned).values():
+            raise failure
+    if row.dtype != torch.float32:
+        row.copy_(work[0])
+    return chain.has_shaping or bool(plan.allows or plan.bans)
+
+
+def replay(chain: ProcessorChain, prompt: Sequence[int], generated: Sequence[int], logits: torch.Tensor) -> None:
+    """Rebuild a chain whose state depends on logits, by applying it again to the logits of the generated positions.
+
+    Args:
+        chain: The chain to rebuild.
+        prompt: Token ids of the prompt.
+        generated: Tokens of the earlier run.
+        logits: float32 ``[len(generated), V]``, the model's own logits at those positions; overwritten.
+
+    Raises:
+        ProcessorFailed: as `apply_chain`.
+    """
+    chain.start(prompt, mode="migrated")
+    for token_id, row in zip(generated, logits, strict=True):
+        apply_chain(chain, row)
+        chain.replay_token(token_id)
+
+
+def _apply_soft(
+    logits: torch.Tensor, rows: Sequence[Planned], stage: Stage, failures: dict[int, ProcessorFailed]
+) -> None:
+    steps = [(row, chain, [step for s, step in plan.soft if s is stage]) for row, chain, plan in rows if plan.soft]
+    shaped = [(row, chain, queue) for row, chain, queue in steps if any(isinstance(x, Member) for x in queue)]
+    sparse = [(row, step) for row, _, queue in steps for step in queue if isinstance(step, Bias | Scale)]
+    if not shaped:
+        apply_sparse(logits, list(sparse))
+        return
+
+    def apply_wave(wave: list[tuple[int, ProcessorChain, object]]) -> None:
+        apply_sparse(logits, [(row, step) for row, _, step in wave if isinstance(step, Bias | Scale)])
+        _shape(logits, [(row, chain, step) for row, chain, step in wave if isinstance(step, Member)], failures)
+
+    _in_waves(steps, apply_wave)
+
+
+def _in_waves(
+    queues: Sequence[tuple[int, ProcessorChain, Sequence[T]]],
+    apply: Callable[[list[tuple[int, ProcessorChain, T]]], None],
+) -> None:
+    """Hands out the first step of every row, then the second of every row, ..., so that each row keeps its order."""
+    depth = max((len(queue) for _, _, queue in queues), default=0)
+    for i in range(depth):
+        apply([(row, chain, queue[i]) for row, chain, queue in queues if i < len(queue)])
+
+
+def _apply_masks(logits: torch.Tensor, rows: Sequence[Planned]) -> None:
+    bans: list[tuple[int, Bias | Scale | Ban]] = [(row, ban) for row, _, plan in rows for ban in plan.bans]
+    apply_sparse(logits, bans)
+    masked = [(row, plan.allows) for row, _, plan in rows if plan.allows]
+    if masked:
+        apply_bitmask(logits, torch.stack([_intersection(masks) for _, masks in masked]), [row for row, _ in masked])
+
+
+def _intersection(bitmasks: list[torch.Tensor]) -> torch.Tensor:
+    result = bitmasks[0]
+    for bitmask in bitmasks[1:]:
+        result = result & bitmask
+    return result
+
+
+def _shape(
+    logits: torch.Tensor, wave: list[tuple[int, ProcessorChain, Member]], failures: dict[int, ProcessorFailed]
+) -> None:
+    """One shaping step of some rows, each class batched."""
+    groups: dict[type, list[tuple[int, ProcessorChain, Member]]] = {}
+    for row, chain, member in wave:
+        if row not in failures:
+            groups.setdefault(type(member.processor), []).append((row, chain, member))
+    for kind, group in groups.items():
+        _shape_group(kind, logits, group, failures)
+
+
+def _shape_group(
+    kind: type,
+    logits: torch.Tensor,
+    group: list[tuple[int, ProcessorChain, Member]],
+    failures: dict[int, ProcessorFailed],
+) -> None:
+    assert issubclass(kind, ShapingProcessor)
+    rows = [row for row, _, _ in group]
+    values = logits[rows]  # a copy: if one of them raises, the batch is as it was
+    began = perf_counter()
+    try:
+        kind.shape_rows([member.processor for _, _, member in group], values)
+    except Exception as error:  # the processor boundary: third-party code
+        if len(group) == 1:
+            _, chain, member = group[0]
+            message = f"raised {type(error).__name__} at position {chain.position}"
+            failures[rows[0]] = chain.fail(member.name, "raised", message)
+            return
+        for single in group:  # one of them is to blame; its batch-mates must not notice
+            _shape_group(kind, logits, [single], failures)
+        return
+    logits[rows] = values
+    seconds = (perf_counter() - began) / len(group)
+    for row, chain, member in group:
+        try:
+            chain.charge(member, seconds)
+        except ProcessorFailed as failure:
+            failures[row] = failure

@@ -1,0 +1,401 @@
+"""`ProcessorChain`: the processors of one choice of one request, in the order of the law, over one history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+
+from adapters.contract import Context, Processor, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
+from adapters.edits import Allow, Ban, Bias, Edit, Force, Scale, count_allowed, is_allowed
+from adapters.receipts import ProcessorRecord, Receipt
+from adapters.scope import Scope, ThinkingTracker
+
+DEFAULT_STEP_BUDGET_S = 0.1
+"""Longest that one processor may take for one step, seconds."""
+
+Mode = Literal["aggregated", "hand-off", "migrated"]
+
+
+class ProcessorFailed(Exception):
+    """A processor of this chain failed; the request ends with an error, its batch-mates are not touched.
+
+    Args:
+        processor: Name of the processor.
+        reason: ``raised``, ``nan``, ``infinite``, ``empty``, ``unsatisfiable`` or ``budget``.
+        message: One sentence for the caller.
+    """
+
+    def __init__(self, processor: str, reason: str, message: str) -> None:
+        super().__init__(f"logits processor {processor}: {message}")
+        self.processor = processor
+        self.reason = reason
+        self.message = message
+
+
+@dataclass(slots=True)
+class RowPlan:
+    """Everything that a chain asks of one row at one step, in the order law's order.
+
+    Attributes:
+        soft: Bias, scale and shaping steps up to the soft stage, in order: ``(stage, edit or member)``.
+        bans: Sparse hard masks.
+        allows: Packed hard masks, to be AND-ed.
+        force: The token, when one is forced. Nothing else of the plan then matters for the token.
+        late: Shaping steps of the temperature, truncation and sampling stages.
+    """
+
+    soft: list[tuple[Stage, Edit | Member]] = field(default_factory=list)
+    bans: list[Ban] = field(default_factory=list)
+    allows: list[torch.Tensor] = field(default_factory=list)
+    force: int | None = None
+    late: list[Member] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the row is left as it is."""
+        return self.force is None and not (self.soft or self.bans or self.allows or self.late)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One processor in its chain, with its scope and its record for the receipt."""
+
+    processor: Processor
+    scope: Scope
+    record: ProcessorRecord
+
+    @property
+    def name(self) -> str:
+        return self.processor.name
+
+
+class ProcessorChain:
+    """The ordered processors of one choice. Holds the history once; processors share it.
+
+    Args:
+        processors: In the order of the request; sorted by stage, ties keep that order.
+        context: Of the request.
+        scopes: Scope of each processor, ``all`` by default.
+        step_budget_s: Longest that one processor may take for one step, seconds.
+        attribution: Keep per-token attribution in the receipt.
+
+    Raises:
+        ValueError: a scope is asked for and the model has no thinking tags.
+    """
+
+    def __init__(
+        self,
+        processors: Sequence[Processor],
+        context: Context,
+        *,
+        scopes: Sequence[Scope] | None = None,
+        step_budget_s: float = DEFAULT_STEP_BUDGET_S,
+        attribution: bool = False,
+    ) -> None:
+        scopes = scopes or ["all"] * len(processors)
+        members = [Member(p, s, ProcessorRecord(p.name, p.version)) for p, s in zip(processors, scopes, strict=True)]
+        self.members = sorted(members, key=lambda member: member.processor.stage)
+        self.context = context
+        self.step_budget_s = step_budget_s
+        self.receipt = Receipt([member.record for member in self.members], attribution=attribution)
+        self.tokens: list[int] = []
+        self.prompt_length = 0
+        self.failure: ProcessorFailed | None = None
+        self._pending: list[tuple[Member, str, int]] = []
+        self._scoped = [member for member in self.members if member.scope != "all"]
+        self._tracker = ThinkingTracker(context.think_start, context.think_end) if self._scoped else None
+        self._scoped_counts: list[list[int]] = [[] for _ in self._scoped]
+
+    # Facts
+
+    @property
+    def observes_logits(self) -> bool:
+        """True if some state can only be rebuilt by replaying on logits (`adapters.batch.replay`)."""
+        return any(member.processor.observes_logits for member in self.members)
+
+    @property
+    def has_shaping(self) -> bool:
+        """True if a member maps the whole row, so that it can leave anything there."""
+        return any(isinstance(member.processor, ShapingProcessor) for member in self.members)
+
+    @property
+    def needs_last_token(self) -> bool:
+        """True if the chain needs the last sampled token, which engines that overlap steps do not show in time."""
+        return bool(self._scoped) or any(m.processor.reads is not Reads.NOTHING for m in self.members)
+
+    @property
+    def position(self) -> int:
+        """Absolute index of the token to be chosen next."""
+        return len(self.tokens)
+
+    # History
+
+    def start(self, prompt: Sequence[int], generated: Sequence[int] = (), *, mode: Mode = "aggregated") -> None:
+        """Begin after ``prompt``; ``generated`` tokens of an earlier run are replayed.
+
+        Raises:
+            ValueError: there are generated tokens and the chain observes logits; use `adapters.batch.replay`.
+        """
+        if generated and self.observes_logits:
+            names = ", ".join(m.name for m in self.members if m.processor.observes_logits)
+            raise ValueError(f"{names} can be rebuilt only by replaying on logits")
+        self.tokens = list(prompt)
+        self.prompt_length = len(prompt)
+        self.failure = None
+        if self._tracker is not None:
+            self._tracker.reset(prompt)
+            self._scoped_counts = [[] for _ in self._scoped]
+        for member in self.members:
+            member.processor.start(prompt, shared=None if member.scope != "all" else self.tokens)
+        self.receipt.begin(mode, len(prompt), len(generated))
+        for token_id in generated:
+            self._append(token_id)
+
+    def accept(self, token_id: int, position: int) -> None:
+        """Take the chosen token. Idempotent by absolute position; another token at a known position rewinds first.
+
+        Raises:
+            ValueError: the position is inside the prompt, or beyond the next one.
+        """
+        if not self.prompt_length <= position <= len(self.tokens):
+            raise ValueError(f"position {position} is not between {self.prompt_length} and {len(self.tokens)}")
+        if position < len(self.tokens):
+            if self.tokens[position] == token_id:
+                return
+            self.rewind(position)
+        for member, kind, masked in self._pending:
+            member.record.add(position, kind, masked)
+            self.receipt.attribute(position, token_id, member.record, kind)
+        self._pending = []
+        self._append(token_id)
+
+    def replay_token(self, token_id: int) -> None:
+        """Take a token that an earlier run chose: counted as replayed, not as this run's work."""
+        self._pending = []
+        self._append(token_id)
+        self.receipt.replayed += 1
+
+    def rewind(self, position: int) -> None:
+        """Forget every token from ``position`` on, as when draft tokens are rejected.
+
+        Raises:
+            ValueError: the position is inside the prompt or in the future.
+        """
+        if not self.prompt_length <= position <= len(self.tokens):
+            raise ValueError(f"cannot rewind to {position}: not between {self.prompt_length} and {len(self.tokens)}")
+        self._pending = []
+        for member in self.members:
+            if member.scope == "all":
+                member.processor.forget_from(position)
+        num_generated = position - self.prompt_length
+        for member, counts in zip(self._scoped, self._scoped_counts, strict=True):
+            if num_generated < len(counts):
+                member.processor.rewind(self.prompt_length + counts[num_generated])
+                del counts[num_generated:]
+        if self._tracker is not None:
+            self._tracker.rewind(num_generated)
+        del self.tokens[position:]
+
+    def sync(self, tokens: Sequence[int]) -> None:
+        """Make the history equal to ``tokens`` (prompt + generated), whatever was known before.
+
+        Costs the new tokens only: of the known ones the last 32 are compared.
+
+        Raises:
+            ValueError: ``tokens`` is shorter than the prompt.
+        """
+        if len(tokens) < self.prompt_length:
+            raise ValueError(f"history of {len(tokens)} tokens is shorter than the prompt of {self.prompt_length}")
+        known = min(len(tokens), len(self.tokens))
+        checked = max(self.prompt_length, known - 32)
+        while checked < known and tokens[checked] == self.tokens[checked]:
+            checked += 1
+        if checked < len(self.tokens):
+            self.rewind(checked)
+        for position in range(checked, len(tokens)):
+            self.accept(tokens[position], position)
+
+    def _append(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        if self._tracker is None:
+            return
+        inside = self._tracker.accept(token_id)
+        for member, counts in zip(self._scoped, self._scoped_counts, strict=True):
+            processor = member.processor
+            counts.append(processor.num_generated)
+            if inside is not None and inside == (member.scope == "thinking"):
+                processor.accept(token_id, processor.position)
+
+    # The step
+
+    def plan(self) -> RowPlan:
+        """What the chain asks of the row for the token at `position`. Needs no logits; calling it twice changes nothing.
+
+        Raises:
+            ProcessorFailed: a processor raised, was over its budget, or the chain cannot be satisfied here.
+        """
+        plan = RowPlan()
+        self._pending = []
+        forced_by: Member | None = None
+        for member in self.members:
+            if not self._is_active(member):
+                continue
+            processor = member.processor
+            if isinstance(processor, ShapingProcessor):
+                self._catch_up(member)
+                self._pending.append((member, "shaped", 0))
+                if processor.stage <= Stage.SOFT:
+                    plan.soft.append((processor.stage, member))
+                else:
+                    plan.late.append(member)
+                continue
+            assert isinstance(processor, SteeringProcessor)
+            edit = self._edit(member, processor)
+            if edit is None:
+                continue
+            if isinstance(edit, Force):
+                if forced_by is not None and plan.force != edit.token_id:
+                    message = f"forces token {edit.token_id} where {forced_by.name} forces {plan.force}"
+                    raise self._fail(member.name, "unsatisfiable", f"{message} at position {self.position}")
+                forced_by, plan.force = member, edit.token_id
+            self._add(plan, member, edit)
+        self._check(plan, forced_by)
+        return plan
+
+    def peek(self, draft: Sequence[int]) -> list[RowPlan]:
+        """Plans for the next position and for the one after each draft token; the history stays as it was.
+
+        Raises:
+            ProcessorFailed: as `plan`, for the next position only. The list is shorter than ``len(draft) + 1``
+                when the chain rules a draft token out, or fails, further on.
+        """
+        position = self.position
+        plans = [self.plan()]
+        pending, self._pending = self._pending, []
+        try:
+            for token_id in draft:
+                if not _permits(plans[-1], token_id):
+                    break
+                self._append(token_id)
+                plans.append(self.plan())
+        except ProcessorFailed:
+            self.failure = None
+        finally:
+            self.rewind(position)
+            self._pending = pending
+        return plans
+
+    def _is_active(self, member: Member) -> bool:
+        if self._tracker is None or member.scope == "all":
+            return True
+        return self._tracker.thinking == (member.scope == "thinking")
+
+    def _catch_up(self, member: Member) -> None:
+        try:
+            member.processor.catch_up()
+        except Exception as error:  # the processor boundary: third-party code
+            raise self._fail_from(member, error) from error
+
+    def _edit(self, member: Member, processor: SteeringProcessor) -> Edit | None:
+        began = perf_counter()
+        try:
+            processor.catch_up()
+            edit = processor.edit()
+        except Exception as error:  # the processor boundary: third-party code
+            raise self._fail_from(member, error) from error
+        self.charge(member, perf_counter() - began)
+        return edit
+
+    def charge(self, member: Member, seconds: float) -> None:
+        """Count time against a processor's budget.
+
+        Raises:
+            ProcessorFailed: it took longer than the budget.
+        """
+        member.record.seconds += seconds
+        if seconds > self.step_budget_s:
+            message = f"took {seconds * 1e3:.0f} ms for one step, the budget is {self.step_budget_s * 1e3:.0f} ms"
+            raise self._fail(member.name, "budget", message)
+
+    def _add(self, plan: RowPlan, member: Member, edit: Edit) -> None:
+        if isinstance(edit, Bias | Scale):
+            plan.soft.append((member.processor.stage, edit))
+            self._pending.append((member, "biased", 0))
+        elif isinstance(edit, Ban):
+            plan.bans.append(edit)
+            self._pending.append((member, "masked", len(edit.token_ids)))
+        elif isinstance(edit, Allow):
+            bitmask = self._with_opening_tag(member, edit.bitmask)
+            plan.allows.append(bitmask)
+            self._pending.append((member, "masked", self.context.vocabulary.num_tokens - count_allowed(bitmask)))
+        else:
+            self._pending.append((member, "forced", 0))
+
+    def _with_opening_tag(self, member: Member, bitmask: torch.Tensor) -> torch.Tensor:
+        """Before the first token a mask on the answer leaves the model free to open a thinking section."""
+        tracker, tag = self._tracker, self.context.think_start
+        if member.scope != "answer" or tracker is None or tracker.ever or self.position > self.prompt_length:
+            return bitmask
+        if len(tag) != 1 or is_allowed(bitmask, tag[0]):
+            return bitmask
+        bitmask = bitmask.clone()
+        word, bit = tag[0] >> 5, tag[0] & 31
+        bitmask[word] |= (1 << bit) if bit < 31 else -(1 << 31)
+        return bitmask
+
+    def _check(self, plan: RowPlan, forced_by: Member | None) -> None:
+        """A forced id that a mask forbids, or masks that leave nothing, are errors, never token 0 or NaN."""
+        if plan.force is not None and forced_by is not None:
+            if not _masks_permit(plan, plan.force):
+                message = f"forces token {plan.force}, which another processor forbids"
+                raise self._fail(forced_by.name, "unsatisfiable", f"{message} at position {self.position}")
+        elif plan.allows and not _leaves_a_token(plan):
+            names = ", ".join(dict.fromkeys(m.name for m, kind, _ in self._pending if kind == "masked"))
+            raise self._fail(names, "unsatisfiable", f"no token is left at position {self.position}")
+
+    def _fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
+        if isinstance(error, ProcessorFailed):
+            return error
+        if isinstance(error, Unsatisfiable):
+            return self._fail(member.name, "unsatisfiable", f"{error} at position {self.position}")
+        return self._fail(member.name, "raised", f"raised {type(error).__name__} at position {self.position}")
+
+    def _fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
+        self._pending = []
+        self.failure = ProcessorFailed(name, reason, message)
+        return self.failure
+
+    def fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
+        """Record that processor ``name`` failed on the logits; returns the error for the caller to raise or report."""
+        return self._fail(name, reason, message)
+
+    def report(self) -> dict[str, Any]:
+        """The receipt so far, as JSON data."""
+        return self.receipt.as_json()
+
+
+def _masks_permit(plan: RowPlan, token_id: int) -> bool:
+    if any(bool((ban.token_ids == token_id).any()) for ban in plan.bans):
+        return False
+    return all(is_allowed(bitmask, token_id) for bitmask in plan.allows)
+
+
+def _permits(plan: RowPlan, token_id: int) -> bool:
+    return plan.force == token_id if plan.force is not None else _masks_permit(plan, token_id)
+
+
+def _leaves_a_token(plan: RowPlan) -> bool:
+    width = min(len(bitmask) for bitmask in plan.allows)
+    allowed = plan.allows[0][:width].clone() if len(plan.allows) > 1 or plan.bans else plan.allows[0]
+    for bitmask in plan.allows[1:]:
+        allowed &= bitmask[:width]
+    if plan.bans:
+        for token_id in torch.cat([ban.token_ids for ban in plan.bans]).tolist():
+            if token_id >> 5 < width:
+                bit = token_id & 31
+                allowed[token_id >> 5] &= ~(1 << bit) if bit < 31 else 0x7FFFFFFF
+    return bool(allowed.any())

@@ -1,0 +1,194 @@
+"""Edits: what steering processors ask of a row of logits, and how many rows are edited in a few operations.
+
+An edit never holds a vocabulary-sized tensor of floats. The kinds are those of the order law's first five stages::
+
+    Bias(ids, values)      z <- z + value                       bias, penalties, soft boosts
+    Scale(ids, factors)    z <- z / f where z > 0, else z * f   penalties (CTRL, arXiv 1909.05858)
+    Ban(ids)               z <- -inf                            hard mask, sparse
+    Allow(bitmask)         z <- -inf where the bit is 0         hard mask, packed
+    Force(id)              the token is `id`                    forcing: the row of logits is not touched at all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Adds ``values`` to the logits at ``token_ids``.
+
+    Attributes:
+        token_ids: int64 ``[n]``, distinct.
+        values: float32 ``[n]``, finite.
+    """
+
+    token_ids: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], values: Sequence[float]) -> Bias:
+        """From plain lists."""
+        return cls(torch.tensor(token_ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Signed scale: positive logits at ``token_ids`` are divided by their factor, the others multiplied.
+
+    Attributes:
+        token_ids: int64 ``[n]``, distinct.
+        factors: float32 ``[n]``, above 0.
+    """
+
+    token_ids: torch.Tensor
+    factors: torch.Tensor
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], factors: Sequence[float]) -> Scale:
+        """From plain lists."""
+        return cls(torch.tensor(token_ids, dtype=torch.int64), torch.tensor(factors, dtype=torch.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Ban:
+    """Masks ``token_ids`` (int64 ``[n]``)."""
+
+    token_ids: torch.Tensor
+
+    @classmethod
+    def of(cls, token_ids: Iterable[int]) -> Ban:
+        """From plain ids."""
+        return cls(torch.tensor(sorted(token_ids), dtype=torch.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Allow:
+    """Masks every token whose bit is 0.
+
+    Attributes:
+        bitmask: int32 ``[ceil(V / 32)]`` on the CPU, token ``32 * i + j`` is bit j of word i. A bitmask narrower
+            than the row masks the ids beyond it.
+    """
+
+    bitmask: torch.Tensor
+
+    @classmethod
+    def of(cls, token_ids: Iterable[int], vocab_size: int) -> Allow:
+        """Allows exactly ``token_ids``."""
+        return cls(bitmask_of(token_ids, vocab_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Force:
+    """The token is ``token_id``, whatever the logits say. An override of the sampled id; no logit is read or written."""
+
+    token_id: int
+
+
+Edit = Bias | Scale | Ban | Allow | Force
+
+
+def bitmask_of(token_ids: Iterable[int], vocab_size: int) -> torch.Tensor:
+    """Packed int32 ``[ceil(vocab_size / 32)]`` with the bits of ``token_ids`` set.
+
+    Raises:
+        ValueError: an id is outside ``[0, vocab_size)``.
+    """
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    ids = np.fromiter(token_ids, dtype=np.int64)
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise ValueError(f"token ids must be between 0 and {vocab_size - 1}")
+    bits[ids] = 1
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32).copy())
+
+
+def is_allowed(bitmask: torch.Tensor, token_id: int) -> bool:
+    """Whether the bit of ``token_id`` is set; ids beyond the bitmask are not allowed."""
+    word = token_id >> 5
+    return word < bitmask.shape[0] and bool((int(bitmask[word]) >> (token_id & 31)) & 1)
+
+
+def count_allowed(bitmask: torch.Tensor) -> int:
+    """Number of bits set."""
+    return int(np.bitwise_count(bitmask.numpy().view(np.uint32)).sum())
+
+
+def apply_sparse(logits: torch.Tensor, edits: Sequence[tuple[int, Bias | Scale | Ban]]) -> None:
+    """Applies one sparse edit to each of some rows: a gather, a formula and a scatter for all of them together.
+
+    Args:
+        logits: float ``[B, V]``, edited in place.
+        edits: ``(row, edit)``; a row may occur several times, its edits are applied in the order given.
+    """
+    while edits:
+        wave, edits = _first_per_row(edits)
+        for kind in (Bias, Scale, Ban):
+            _apply_kind(logits, [(row, edit) for row, edit in wave if type(edit) is kind], kind)
+
+
+def _first_per_row(
+    edits: Sequence[tuple[int, Bias | Scale | Ban]],
+) -> tuple[list[tuple[int, Bias | Scale | Ban]], list[tuple[int, Bias | Scale | Ban]]]:
+    """Splits off the first edit of each row, so that one scatter never writes an element twice."""
+    seen: set[int] = set()
+    first, rest = [], []
+    for row, edit in edits:
+        (rest if row in seen else first).append((row, edit))
+        seen.add(row)
+    return first, rest
+
+
+def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Bias | Scale | Ban]], kind: type[Edit]) -> None:
+    if not edits:
+        return
+    device, width = logits.device, logits.shape[1]
+    flat = logits.view(-1)
+    ids = torch.cat([edit.token_ids for _, edit in edits])
+    counts = torch.tensor([len(edit.token_ids) for _, edit in edits])
+    starts = torch.tensor([row * width for row, _ in edits])
+    index = (ids + torch.repeat_interleave(starts, counts)).to(device, non_blocking=True)
+    if kind is Ban:
+        flat.index_fill_(0, index, -torch.inf)
+        return
+    values = torch.cat(
+        [edit.values if isinstance(edit, Bias) else edit.factors for _, edit in edits if not isinstance(edit, Ban)]
+    )
+    values = values.to(device, non_blocking=True)
+    z = flat[index].float()
+    z = z + values if kind is Bias else torch.where(z > 0, z / values, z * values)
+    flat.index_copy_(0, index, z.to(logits.dtype))
+
+
+# Bit i of the row number: 0 where the bit is set, -inf where it is not. 65,536 x 16 float32, 4 MiB, made on first use.
+_ADDENDS: dict[torch.device, torch.Tensor] = {}
+
+
+def _addends(device: torch.device) -> torch.Tensor:
+    table = _ADDENDS.get(device)
+    if table is None:
+        bits = (torch.arange(65536)[:, None] >> torch.arange(16)) & 1
+        table = torch.where(bits == 1, 0.0, -torch.inf).to(device)
+        _ADDENDS[device] = table
+    return table
+
+
+def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int] | None = None) -> None:
+    """Masks with -inf every logit whose bit is 0.
+
+    Args:
+        logits: float ``[B, V]``, edited in place.
+        bitmask: int32 ``[R, W]``, one row of bits for each of ``rows``; ids beyond ``32 * W`` are masked.
+        rows: Rows of ``logits`` to mask, all of them in order by default.
+    """
+    width = logits.shape[1]
+    covered = min(width, bitmask.shape[1] * 32)
+    halves = bitmask.to(logits.device, non_blocking=True).contiguous().view(torch.int16).int() & 0xFFFF
+    addends = torch.nn.functional.embedding(halves, _addends(logits.device)).flatten(1)[:, :covered]
+    for i, row in enumerate(range(len(bitmask)) if rows is None else rows):
+        logits[row, :covered] += addends[i]
+        logits[row, covered:] = -torch.inf

@@ -1,0 +1,64 @@
+"""Argument types that several processors share: bounded ids, phrases given as text or as token ids."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from adapters.contract import ArgumentError, Context, ProcessorArgs
+
+MAX_LIST = 4096
+"""Most entries of a list argument."""
+
+MAX_TEXT = 4096
+"""Most characters of a text argument."""
+
+MAX_INT = 2**31 - 1
+"""Largest integer argument: positions, counts and ids fit in an int32 everywhere."""
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LIST)]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+PositiveCount = Annotated[int, Field(ge=1, le=MAX_INT)]
+
+
+class Phrase(ProcessorArgs):
+    """One phrase: ``text``, encoded without special tokens, or ``token_ids``."""
+
+    text: Text | None = None
+    token_ids: TokenIds | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.text is None) == (self.token_ids is None):
+            raise ValueError("give either text or token_ids")
+        return self
+
+    def ids(self, context: Context) -> list[int]:
+        """The phrase as ids of the vocabulary.
+
+        Raises:
+            ArgumentError: an id is outside the vocabulary, or there is no tokenizer for the text.
+        """
+        if self.token_ids is not None:
+            context.check_ids("token_ids", self.token_ids)
+            return list(self.token_ids)
+        return encode(context, "text", self.text or "")
+
+
+def encode(context: Context, argument: str, text: str) -> list[int]:
+    """Ids of ``text``.
+
+    Raises:
+        ArgumentError: there is no tokenizer, or the text encodes to nothing.
+    """
+    try:
+        ids = context.vocabulary.encode(text)
+    except ValueError as error:
+        raise ArgumentError(argument, str(error)) from error
+    if not ids:
+        raise ArgumentError(argument, f"{text!r} encodes to no tokens")
+    return ids

@@ -1,0 +1,85 @@
+"""Receipts: proof of what each processor of a request did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class ProcessorRecord:
+    """What one processor has done to the tokens chosen so far. Positions are absolute (prompt + generated).
+
+    Attributes:
+        steps_active: Positions at which it asked for an edit.
+        tokens_forced: Positions at which it chose the token.
+        tokens_masked: Vocabulary entries masked, summed over positions.
+        seconds: Time spent in it.
+    """
+
+    name: str
+    version: int
+    steps_active: int = 0
+    tokens_forced: int = 0
+    tokens_masked: int = 0
+    first_position: int | None = None
+    last_position: int | None = None
+    seconds: float = 0.0
+
+    def add(self, position: int, kind: str, masked: int) -> None:
+        """Count one step at ``position``; ``kind`` is ``biased``, ``masked``, ``forced`` or ``shaped``."""
+        self.steps_active += 1
+        self.tokens_forced += kind == "forced"
+        self.tokens_masked += masked
+        if self.first_position is None:
+            self.first_position = position
+        self.last_position = position
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "version": self.version,
+            "steps_active": self.steps_active,
+            "tokens_forced": self.tokens_forced,
+            "tokens_masked": self.tokens_masked,
+            "first_position": self.first_position,
+            "last_position": self.last_position,
+        }
+
+
+@dataclass(slots=True)
+class Receipt:
+    """The receipt of one choice, cumulative over its chunks."""
+
+    records: list[ProcessorRecord]
+    attribution: bool = False
+    mode: str = "aggregated"
+    prompt_length: int = 0
+    replayed: int = 0
+    numerics: str = "fast"
+    tokens: list[dict[str, Any]] = field(default_factory=list)
+
+    def begin(self, mode: str, prompt_length: int, replayed: int) -> None:
+        """Start after a prompt; ``replayed`` tokens come from an earlier run, which migrated after them."""
+        self.mode = f"migrated at {replayed}" if mode == "migrated" else mode
+        self.prompt_length = prompt_length
+        self.replayed = replayed
+
+    def attribute(self, position: int, token_id: int, record: ProcessorRecord, kind: str) -> None:
+        """With attribution on, note what a processor did to the token at ``position``."""
+        if self.attribution:
+            self.tokens.append({"position": position, "token_id": token_id, "processor": record.name, "did": kind})
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON data; the key order is stable."""
+        data: dict[str, Any] = {
+            "version": 1,
+            "mode": self.mode,
+            "numerics": self.numerics,
+            "prompt_length": self.prompt_length,
+            "replayed_tokens": self.replayed,
+            "processors": [record.as_json() for record in self.records],
+        }
+        if self.attribution:
+            data["tokens"] = self.tokens
+        return data
