@@ -1,0 +1,87 @@
+"""The three simple processors, and that neither calls nor history decide anything but position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adapters import ForcedSequenceProcessor, HelloWorldProcessor, TemperatureProcessor, create_trtllm_adapters
+
+VOCAB, END = 32, 2
+
+
+class Characters:
+    """A tokenizer with one token per character."""
+
+    eos_token_id: int | None = END
+
+    def encode(self, text, *, add_special_tokens=True):
+        return [10 + "Helo wrd!".index(c) for c in text]
+
+
+def forced(processor, history):
+    logits = torch.zeros(VOCAB)
+    processor(history, logits)
+    return logits.isfinite().nonzero().flatten().tolist()
+
+
+def test_temperature_divides():
+    logits = torch.tensor([1.0, -2.0, 4.0])
+    TemperatureProcessor(0.5)([1], logits)
+    assert logits.tolist() == [2.0, -4.0, 8.0]
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_temperature_out_of_range(value):
+    with pytest.raises(ValueError, match="finite number above 0"):
+        TemperatureProcessor(value)
+
+
+def test_a_forced_sequence_follows_the_position_however_often_it_is_called():
+    processor = ForcedSequenceProcessor([5, 6, 7], END, prompt_length=3)
+    prompt = [1, 1, 1]
+    answer = [5, 6, 7, END, END]
+    order = [0, 0, 3, 1, 2, 1, 4, 0]
+    assert [forced(processor, prompt + answer[:i]) for i in order] == [[answer[i]] for i in order]
+
+
+def test_without_a_prompt_length_the_first_call_is_the_first_position():
+    processor = ForcedSequenceProcessor([5, 6], END)
+    assert [forced(processor, [1, 1, *[5, 6][:i]]) for i in (0, 1, 2)] == [[5], [6], [END]]
+
+
+def test_a_forced_token_that_was_banned_stays_banned_and_fails():
+    (adapter,) = create_trtllm_adapters([ForcedSequenceProcessor([5], END, prompt_length=1)], end_id=END)
+    logits = torch.zeros(1, 1, VOCAB)
+    logits[0, 0, 5] = -torch.inf
+    adapter(1, logits, [[1]], None, None)
+    assert adapter.failure is not None
+    assert adapter.failure.reason == "empty"
+    assert logits.isfinite().nonzero()[:, 2].tolist() == [END]
+
+
+def test_a_history_shorter_than_the_prompt_fails_instead_of_wrapping_around():
+    (adapter,) = create_trtllm_adapters([ForcedSequenceProcessor([5, 6], END, prompt_length=4)], end_id=END)
+    adapter(1, torch.zeros(1, 1, VOCAB), [[1, 2]], None, None)
+    assert adapter.failure is not None
+    assert adapter.failure.reason == "raised"
+
+
+@pytest.mark.parametrize("ids", [[-1], [True], [1.5]])
+def test_ids_are_integers_of_at_least_zero(ids):
+    with pytest.raises(ValueError, match="integers of at least 0"):
+        ForcedSequenceProcessor(ids, END)
+
+
+def test_hello_world_keeps_no_tokenizer():
+    processor = HelloWorldProcessor(Characters(), prompt_length=0)
+    assert processor.token_ids == [10, 11, 12, 12, 13, 14, 15, 13, 16, 12, 17, 18]
+    assert all(not isinstance(value, Characters) for value in vars(processor).values())
+
+
+def test_hello_world_needs_an_end_token():
+    class Endless(Characters):
+        eos_token_id = None
+
+    with pytest.raises(ValueError, match="no eos_token_id"):
+        HelloWorldProcessor(Endless())

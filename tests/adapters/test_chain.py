@@ -1,0 +1,560 @@
+"""The chain: order law, history by absolute position, scopes, unsatisfiable, receipts, one row and many."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters import create_trtllm_adapters
+from adapters.batch import apply_chain, apply_edits, apply_late, plan_rows, replay
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import Context, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
+from adapters.edits import Allow, Ban, Bias, Force
+from adapters.vocabulary import Vocabulary
+
+VOCAB = 40
+THINK, ANSWER = 38, 39
+CONTEXT = Context(Vocabulary(VOCAB), frozenset({0}), think_start=(THINK,), think_end=(ANSWER,))
+
+
+class Adds(SteeringProcessor):
+    name, stage, reads = "adds", Stage.BIAS, Reads.NOTHING
+
+    def __init__(self, token_id=1, value=1.0):
+        self.bias = Bias.of([token_id], [value])
+
+    def edit(self):
+        return self.bias
+
+
+class Halves(ShapingProcessor):
+    name, stage, reads = "halves", Stage.TEMPERATURE, Reads.NOTHING
+
+    def __init__(self, by=2.0):
+        self.by = by
+
+    def shape(self, logits):
+        logits.div_(self.by)
+
+
+class Squares(ShapingProcessor):
+    name, stage, reads = "squares", Stage.SOFT, Reads.NOTHING
+
+    def __init__(self):
+        pass
+
+    def shape(self, logits):
+        logits.pow_(2)
+
+
+class Allows(SteeringProcessor):
+    name, stage, reads = "allows", Stage.MASK, Reads.NOTHING
+
+    def __init__(self, *token_ids):
+        self.allow = Allow.of(token_ids, VOCAB)
+
+    def edit(self):
+        return self.allow
+
+
+class Bans(SteeringProcessor):
+    name, stage, reads = "bans", Stage.MASK, Reads.NOTHING
+
+    def __init__(self, *token_ids):
+        self.ban = Ban.of(token_ids)
+
+    def edit(self):
+        return self.ban
+
+
+class Forces(SteeringProcessor):
+    name, stage, reads = "forces", Stage.FORCE, Reads.NOTHING
+
+    def __init__(self, *token_ids):
+        self.ids = token_ids
+
+    def edit(self):
+        return Force(self.ids[self.num_generated]) if self.num_generated < len(self.ids) else None
+
+
+class NoRepeat(SteeringProcessor):
+    """Bans every generated token: the simplest processor with state. Counts its own calls of `advance`."""
+
+    name, stage, reads = "no_repeat", Stage.MASK, Reads.GENERATED
+
+    def __init__(self, cheap=False):
+        self.cheap = cheap
+        self.advances = 0
+
+    def reset(self):
+        self.seen = {}
+
+    def advance(self, token_id, index):
+        assert index == sum(self.seen.values())
+        self.advances += 1
+        self.seen[token_id] = self.seen.get(token_id, 0) + 1
+
+    def retract(self, token_ids):
+        if not self.cheap:
+            return False
+        for token_id in token_ids:
+            self.seen[token_id] -= 1
+            if not self.seen[token_id]:
+                del self.seen[token_id]
+        return True
+
+    def edit(self):
+        return Ban.of(self.seen) if self.seen else None
+
+
+class Drifts(ShapingProcessor):
+    """State from logits: adds the running sum of the logits of chosen tokens to token 1."""
+
+    name, stage, reads, observes_logits = "drifts", Stage.SOFT, Reads.GENERATED, True
+
+    def __init__(self):
+        pass
+
+    def reset(self):
+        self.sums, self.row = [0.0], None
+
+    def shape(self, logits):
+        self.row = logits.clone()
+        logits[1] += self.sums[-1]
+
+    def advance(self, token_id, index):
+        self.sums.append(self.sums[-1] + float(self.row[token_id]))
+
+    def retract(self, token_ids):
+        del self.sums[-len(token_ids) :]
+        return True
+
+
+class Raises(SteeringProcessor):
+    name, stage, reads = "raises", Stage.SOFT, Reads.NOTHING
+
+    def __init__(self, error):
+        self.error = error
+
+    def edit(self):
+        raise self.error
+
+
+def chain(*processors, scopes=None, prompt=(1, 2, 3), generated=(), context=CONTEXT, **options):
+    made = ProcessorChain(processors, context, scopes=scopes, **options)
+    made.start(prompt, generated)
+    return made
+
+
+def run(made, logits=None):
+    """One row through the batched path. Returns the row, or the forced token."""
+    logits = torch.arange(VOCAB, dtype=torch.float32)[None].clone() if logits is None else logits
+    planned, failures = plan_rows([(0, made)])
+    failures |= apply_edits(logits, planned)
+    failures |= apply_late(logits, planned)
+    for failure in failures.values():
+        raise failure
+    forced = planned[0][2].force if planned else None
+    return logits[0] if forced is None else forced
+
+
+def allowed(made):
+    return set(run(made).isfinite().nonzero().flatten().tolist())
+
+
+# The order law
+
+
+def test_the_order_is_the_laws_not_the_requests():
+    base = torch.arange(VOCAB, dtype=torch.float32)
+    expected = base.clone()
+    expected[1] += 1
+    expected = expected**2 / 2
+    for processors in ([Halves(), Squares(), Adds()], [Adds(), Squares(), Halves()], [Squares(), Adds(), Halves()]):
+        assert torch.equal(run(chain(*processors)), expected)
+
+
+def test_within_a_stage_the_request_decides():
+    class SoftAdds(Adds):
+        stage = Stage.SOFT
+
+    first = run(chain(SoftAdds(3), Squares()))
+    second = run(chain(Squares(), SoftAdds(3)))
+    assert first[3] == 16
+    assert second[3] == 10
+
+
+def test_masks_are_and_ed_and_an_empty_chain_asks_for_nothing():
+    assert allowed(chain(Allows(1, 2, 3), Bans(2), Allows(2, 3, 4))) == {3}
+    assert plan_rows([(0, chain())]) == ([], {})
+
+
+def test_a_forced_row_is_not_touched():
+    logits = torch.zeros(1, VOCAB)
+    assert run(chain(Forces(5), Adds(), Squares(), Halves()), logits) == 5
+    assert (logits == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("processors", "names"),
+    [
+        ([Forces(5), Bans(5)], "forces"),
+        ([Forces(5), Allows(6)], "forces"),
+        ([Forces(5), Forces(6)], "forces"),
+        ([Allows(1), Allows(2)], "allows"),
+        ([Allows(1), Bans(1)], "allows, bans"),
+        ([Allows(31), Bans(31)], "allows, bans"),
+        ([Raises(Unsatisfiable("nothing fits"))], "raises"),
+    ],
+)
+def test_what_cannot_be_satisfied_is_said_and_never_sampled(processors, names):
+    made = chain(*processors)
+    with pytest.raises(ProcessorFailed) as caught:
+        made.plan()
+    assert caught.value.reason == "unsatisfiable"
+    assert caught.value.processor == names
+    assert "position 3" in str(caught.value)
+    assert made.failure is caught.value
+
+
+def test_two_processors_may_force_the_same_token():
+    assert run(chain(Forces(5), Forces(5))) == 5
+
+
+# History
+
+
+def test_accept_is_idempotent_and_position_checked():
+    made = chain(NoRepeat())
+    made.accept(7, 3)
+    made.accept(7, 3)
+    assert allowed(made) == set(range(VOCAB)) - {7}
+    for position in (2, 5):
+        with pytest.raises(ValueError, match="is not between 3 and 4"):
+            made.accept(8, position)
+
+
+def test_another_token_at_a_known_position_rewrites_history():
+    made = chain(NoRepeat())
+    for position, token in enumerate([7, 8, 9], start=3):
+        made.accept(token, position)
+    made.accept(5, 4)
+    assert made.tokens == [1, 2, 3, 7, 5]
+    assert allowed(made) == set(range(VOCAB)) - {7, 5}
+
+
+histories = st.lists(st.integers(0, VOCAB - 1), max_size=12)
+
+
+def thinks(tokens):
+    return [THINK if t % 7 == 3 else ANSWER if t % 7 == 5 else t for t in tokens]
+
+
+def everything(cheap=False):
+    return (
+        [NoRepeat(cheap), NoRepeat(), NoRepeat(), Forces(4, 5), Adds(), Halves()],
+        ["all", "thinking", "answer", "thinking", "answer", "all"],
+    )
+
+
+def plan_facts(made):
+    try:
+        plan = made.plan()
+    except ProcessorFailed as failure:
+        return str(failure)
+    bans = [sorted(ban.token_ids.tolist()) for ban in plan.bans]
+    return plan.force, bans, len(plan.soft), len(plan.late)
+
+
+@settings(max_examples=100, deadline=None)
+@given(stream=histories, cut=st.integers(0, 12), tail=histories, cheap=st.booleans())
+def test_replay_rewind_and_peek_equal_plain_history(stream, cut, tail, cheap):
+    stream, tail = thinks(stream), thinks(tail)
+    processors, scopes = everything(cheap)
+    made = chain(*processors, scopes=scopes)
+    for token in stream:
+        made.plan() if made.position % 2 else None
+        made.accept(token, made.position)
+    made.rewind(3 + min(cut, len(stream)))
+    kept = stream[:cut]
+    processors, scopes = everything()
+    fresh = chain(*processors, scopes=scopes, generated=kept)
+    for token in tail:
+        assert plan_facts(made) == plan_facts(fresh)
+        before = plan_facts(made)
+        try:
+            made.peek([token, 1, THINK, 2, ANSWER, 3])
+        except ProcessorFailed:
+            assert isinstance(before, str)
+        assert plan_facts(made) == before
+        made.accept(token, made.position)
+        fresh.accept(token, fresh.position)
+    assert plan_facts(made) == plan_facts(fresh)
+
+
+@settings(max_examples=50, deadline=None)
+@given(stream=histories, steps=st.lists(st.integers(0, 12), max_size=6))
+def test_sync_makes_any_history_known(stream, steps):
+    made, reference = chain(NoRepeat()), set()
+    for length in steps:
+        made.sync([1, 2, 3, *stream[:length]])
+        reference = set(stream[:length])
+        assert made.tokens == [1, 2, 3, *stream[:length]]
+        assert allowed(made) == set(range(VOCAB)) - reference
+
+
+def test_history_work_is_done_once_per_token():
+    processor = NoRepeat()
+    made = chain(processor)
+    for position in range(3, 503):
+        made.plan()
+        made.plan()
+        made.accept(position % 7, position)
+    assert processor.advances == 499
+    made.plan()
+    assert processor.advances == 500
+
+
+def test_peek_plans_after_each_draft_token_and_stops_where_the_chain_forbids():
+    made = chain(NoRepeat())
+    plans = made.peek([4, 5, 4, 6])
+    assert [sorted(b.token_ids.tolist() for b in plan.bans) for plan in plans] == [[], [[4]], [[4, 5]]]
+    assert made.tokens == [1, 2, 3]
+
+
+# Scopes
+
+
+def test_a_scoped_processor_lives_in_its_section_only():
+    made = chain(Forces(10, 11), NoRepeat(), scopes=["answer", "thinking"], prompt=[1, THINK])
+    for token in (4, 4, ANSWER):
+        assert plan_facts(made)[0] is None
+        made.accept(token, made.position)
+    assert run(made) == 10
+
+
+def test_a_mask_on_the_answer_leaves_the_model_free_to_think_first():
+    made = chain(Allows(5), scopes=["answer"], prompt=[1])
+    assert allowed(made) == {5, THINK}
+    made.accept(5, 1)
+    assert allowed(made) == {5}
+    thought = chain(Allows(5), scopes=["answer"], prompt=[1, THINK, 2, ANSWER])
+    assert allowed(thought) == {5}
+
+
+def test_a_scope_needs_tags():
+    with pytest.raises(ValueError, match="opening and a closing tag"):
+        ProcessorChain([Adds()], Context(Vocabulary(VOCAB)), scopes=["answer"])
+
+
+# Logits-dependent state
+
+
+def test_state_from_logits_is_rebuilt_by_replaying_on_logits():
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
+    tokens = [4, 9, 9, 2, 7]
+    straight = chain(Adds(), Drifts())
+    for i, token in enumerate(tokens):
+        run(straight, logits[i : i + 1].clone())
+        straight.accept(token, 3 + i)
+    expected = run(straight, logits[5:].clone())
+    for k in range(len(tokens) + 1):
+        moved = ProcessorChain([Adds(), Drifts()], CONTEXT)
+        replay(moved, [1, 2, 3], tokens[:k], logits[:k].clone())
+        for i in range(k, len(tokens)):
+            run(moved, logits[i : i + 1].clone())
+            moved.accept(tokens[i], 3 + i)
+        assert torch.equal(run(moved, logits[5:].clone()), expected)
+        assert moved.report()["replayed_tokens"] == k
+
+
+def test_it_cannot_be_started_from_tokens_alone():
+    with pytest.raises(ValueError, match="drifts can be rebuilt only by replaying on logits"):
+        chain(Drifts(), generated=[4])
+
+
+# Batches and failures
+
+
+def test_every_row_of_a_mixed_batch_equals_its_solo_run():
+    def make():
+        return [
+            chain(Adds(1), Halves(3.0)),
+            chain(Allows(1, 2, 3), Squares()),
+            chain(Forces(9)),
+            chain(Squares(), Adds(5), Halves(7.0), Bans(2)),
+            chain(),
+        ]
+
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
+    order = [3, 1, 4, 0, 2]
+    batch = logits[order].clone()
+    planned, failures = plan_rows([(slot, make()[i]) for slot, i in enumerate(order)])
+    assert not failures | apply_edits(batch, planned) | apply_late(batch, planned)
+    for slot, i in enumerate(order):
+        if i != 2:
+            assert torch.equal(batch[slot], run(make()[i], logits[i : i + 1].clone()))
+
+
+def test_a_shaping_processor_that_raises_fails_alone():
+    class Fragile(Squares):
+        def __init__(self, breaks=False):
+            self.breaks = breaks
+
+        def shape(self, logits):
+            logits.add_(1)
+            if self.breaks:
+                raise RuntimeError("no")
+
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    batch = logits.clone()
+    chains = [chain(Fragile()), chain(Fragile(breaks=True)), chain(Fragile())]
+    planned, _ = plan_rows(list(enumerate(chains)))
+    failures = apply_edits(batch, planned)
+    assert {row: failure.reason for row, failure in failures.items()} == {1: "raised"}
+    for row in (0, 2):
+        assert torch.equal(batch[row], logits[row] + 1)
+
+
+def test_a_processor_over_its_budget_fails_its_request(monkeypatch):
+    clock = iter([0.0, 0.05, 1.0, 1.2])
+    monkeypatch.setattr("adapters.chain.perf_counter", lambda: next(clock))
+    assert chain(Adds()).plan().soft
+    with pytest.raises(ProcessorFailed, match=r"took 200 ms for one step, the budget is 100 ms") as caught:
+        chain(Adds()).plan()
+    assert caught.value.reason == "budget"
+
+
+def test_a_processor_that_raises_is_named_without_its_message():
+    with pytest.raises(ProcessorFailed, match="raised KeyError at position 3") as caught:
+        chain(Raises(KeyError("private"))).plan()
+    assert "private" not in str(caught.value)
+
+
+# Receipts
+
+
+def test_the_receipt_counts_positions_not_calls():
+    made = chain(Allows(1, 2, 5), Forces(5), Bans(9), attribution=True)
+    for token in (5, 1):
+        for _ in range(3):
+            made.plan()
+        made.peek([5, 1])
+        made.plan()
+        made.accept(token, made.position)
+        made.accept(token, made.position - 1)
+    report = made.report()
+    assert report["mode"] == "aggregated"
+    allows, bans, forces = report["processors"]
+    assert (allows["name"], allows["steps_active"], allows["tokens_masked"]) == ("allows", 2, 2 * (VOCAB - 3))
+    assert (bans["name"], bans["tokens_masked"], bans["first_position"], bans["last_position"]) == ("bans", 2, 3, 4)
+    assert (forces["steps_active"], forces["tokens_forced"], forces["last_position"]) == (1, 1, 3)
+    assert [(t["position"], t["processor"], t["did"]) for t in report["tokens"]] == [
+        (3, "allows", "masked"),
+        (3, "bans", "masked"),
+        (3, "forces", "forced"),
+        (4, "allows", "masked"),
+        (4, "bans", "masked"),
+    ]
+
+
+def test_the_receipt_of_a_continuation_says_so():
+    made = ProcessorChain([Adds()], CONTEXT)
+    made.start([1, 2], [3, 4, 5], mode="migrated")
+    report = made.report()
+    assert (report["mode"], report["replayed_tokens"], report["prompt_length"]) == ("migrated at 3", 3, 2)
+    assert report["processors"][0]["steps_active"] == 0
+
+
+# The TensorRT-LLM callable
+
+
+def decode(adapter, tokens, steps):
+    """Greedy decoding through the callable, as the engine calls it."""
+    tokens, base = list(tokens), torch.linspace(1, 0, VOCAB)
+    for _ in range(steps):
+        logits = base.view(1, 1, -1).clone()
+        adapter(1, logits, [tokens], None, None)
+        tokens.append(int(logits.argmax()))
+    return tokens
+
+
+def test_the_callable_equals_the_batched_path_on_chunks_repeats_and_rollback():
+    (adapter,) = create_trtllm_adapters([chain(Forces(9, 8), NoRepeat())], end_id=0)
+    for _ in range(3):  # chunked prefill: the same ids several times
+        logits = torch.zeros(1, 1, VOCAB)
+        adapter(1, logits, [[1, 2, 3]], None, None)
+        assert int(logits.argmax()) == 9
+    assert decode(adapter, [1, 2, 3], 4) == [1, 2, 3, 9, 8, 0, 1]
+    assert decode(adapter, [1, 2, 3, 9], 3) == [1, 2, 3, 9, 8, 0, 1]
+    assert adapter.failure is None
+
+
+def test_the_callable_is_exact_where_the_engine_shows_tokens_one_step_late():
+    expected = decode(create_trtllm_adapters([chain(Forces(9, 8, 7), Bans(0))])[0], [1, 2, 3], 5)
+    (adapter,) = create_trtllm_adapters([chain(Forces(9, 8, 7), Bans(0))], lagged=True)
+    tokens, shown = [1, 2, 3], [1, 2, 3]
+    for _ in range(5):
+        logits = torch.linspace(1, 0, VOCAB).view(1, 1, -1).clone()
+        adapter(1, logits, [list(shown)], None, None)
+        shown = list(tokens)
+        tokens.append(int(logits.argmax()))
+    assert tokens == expected
+
+
+@pytest.mark.parametrize(("processors", "scopes"), [([NoRepeat()], None), ([Forces(1)], ["answer"])])
+def test_a_chain_that_needs_the_last_token_is_refused_there(processors, scopes):
+    with pytest.raises(ValueError, match="need the last sampled token"):
+        create_trtllm_adapters([chain(*processors, scopes=scopes)], lagged=True)
+
+
+def test_a_failing_chain_is_undone_reported_and_forced_to_end():
+    class Nan(Squares):
+        def shape(self, logits):
+            logits.fill_(float("nan"))
+
+    failures = []
+    (adapter,) = create_trtllm_adapters([chain(Adds(), Nan())], end_id=0, report=failures.append)
+    logits = torch.zeros(1, 1, VOCAB)
+    adapter(1, logits, [[1, 2, 3]], None, None)
+    assert int(logits.argmax()) == 0
+    assert [f.reason for f in failures] == ["nan"]
+    (adapter,) = create_trtllm_adapters([chain(Adds(), Nan())], report=failures.append)
+    logits = torch.zeros(1, 1, VOCAB)
+    adapter(1, logits, [[1, 2, 3]], None, None)
+    assert (logits == 0).all()
+
+
+def test_a_forced_token_that_the_model_cannot_sample_fails():
+    (adapter,) = create_trtllm_adapters([chain(Forces(5))])
+    logits = torch.zeros(1, 1, VOCAB)
+    logits[0, 0, 5] = -torch.inf
+    adapter(1, logits, [[1, 2, 3]], None, None)
+    assert adapter.failure.reason == "unsatisfiable"
+
+
+def test_the_callable_pickles_mid_stream():
+    (adapter,) = create_trtllm_adapters([chain(Forces(9, 8), NoRepeat(), scopes=["all", "answer"])], end_id=0)
+    tokens = decode(adapter, [1, 2, 3], 2)
+    moved = pickle.loads(pickle.dumps(adapter))
+    assert decode(moved, tokens, 4) == decode(adapter, tokens, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_every_dtype_are_edited_in_place(dtype):
+    row = torch.ones(VOCAB, dtype=dtype)
+    apply_chain(chain(Adds(3, 2.0), Squares(), Halves(), Bans(4)), row)
+    assert row.dtype == dtype
+    assert (row[3], row[5], row[4]) == (4.5, 0.5, -torch.inf)
+
+
+def test_deepcopies_do_not_share_state():
+    made = chain(NoRepeat())
+    other = copy.deepcopy(made)
+    made.accept(7, 3)
+    assert allowed(other) == set(range(VOCAB))

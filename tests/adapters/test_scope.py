@@ -1,0 +1,48 @@
+"""Thinking sections, in the prompt and generated, with tags of one and several tokens."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.scope import ThinkingTracker
+
+tags = st.sampled_from([([7], [8]), ([7, 1], [8, 2]), ([1, 2], [1, 3]), ([5], [5, 6])])
+tokens = st.lists(st.integers(0, 8), max_size=20)
+
+
+def feed(tracker, stream):
+    return [tracker.accept(token) for token in stream]
+
+
+def test_tags_belong_to_neither_section():
+    tracker = ThinkingTracker([7], [8])
+    assert feed(tracker, [1, 7, 2, 3, 8, 4]) == [False, None, True, True, None, False]
+
+
+def test_a_section_opened_by_the_prompt():
+    tracker = ThinkingTracker([7], [8])
+    tracker.reset([1, 7, 2])
+    assert tracker.thinking
+    assert tracker.ever
+    tracker.reset([1, 7, 2, 8])
+    assert not tracker.thinking
+
+
+def test_a_tag_that_starts_in_the_prompt():
+    tracker = ThinkingTracker([7, 1], [8])
+    tracker.reset([7])
+    assert feed(tracker, [1, 4]) == [None, True]
+
+
+@settings(max_examples=100, deadline=None)
+@given(tag=tags, prompt=tokens, stream=tokens, cut=st.integers(0, 20), tail=tokens)
+def test_rewinding_is_as_if_it_had_never_been(tag, prompt, stream, cut, tail):
+    tracker, fresh = ThinkingTracker(*tag), ThinkingTracker(*tag)
+    tracker.reset(prompt)
+    fresh.reset(prompt)
+    feed(tracker, stream)
+    tracker.rewind(cut)
+    feed(fresh, stream[:cut])
+    assert feed(tracker, tail) == feed(fresh, tail)
+    assert (tracker.thinking, tracker.ever) == (fresh.thinking, fresh.ever)

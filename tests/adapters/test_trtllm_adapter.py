@@ -1,0 +1,209 @@
+"""The TensorRT-LLM calling contract, against calls shaped like the PyTorch backend's."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from adapters import Failure, ForcedSequenceProcessor, TemperatureProcessor, create_trtllm_adapters
+
+VOCAB = 16
+END = 3
+
+
+class Recorder:
+    """Picklable report target."""
+
+    def __init__(self) -> None:
+        self.failures: list[Failure] = []
+
+    def __call__(self, failure: Failure) -> None:
+        self.failures.append(failure)
+
+
+def call(adapter, logits, token_ids=None, stream=None):
+    """As `_execute_logit_post_processors` does: client id always None."""
+    return adapter(7, logits, [[1, 2]] if token_ids is None else token_ids, stream, None)
+
+
+def row() -> torch.Tensor:
+    return torch.linspace(-1, 1, VOCAB).view(1, 1, VOCAB).clone()
+
+
+def test_edits_in_place_with_the_row_view_and_the_flat_history():
+    seen = {}
+
+    def processor(input_ids, logits):
+        seen["ids"], seen["shape"] = input_ids, tuple(logits.shape)
+        logits[5] += 10
+
+    batch = torch.zeros(4, VOCAB)
+    (adapter,) = create_trtllm_adapters([processor], end_id=END)
+    result = call(adapter, batch[2].view(1, 1, -1), [[4, 5, 6]])
+    assert result is None
+    assert seen == {"ids": [4, 5, 6], "shape": (VOCAB,)}
+    assert batch[2, 5] == 10
+    assert batch.sum() == 10
+
+
+def test_several_adapters_share_the_view_in_order():
+    def double(_, logits):
+        logits.mul_(2)
+
+    def add_one(_, logits):
+        logits.add_(1)
+
+    logits = torch.ones(1, 1, VOCAB)
+    for adapter in create_trtllm_adapters([double, add_one]):
+        call(adapter, logits)
+    assert (logits == 3).all()
+
+
+def test_the_signature_is_cached_and_has_the_arity_that_the_engine_asserts():
+    (adapter,) = create_trtllm_adapters([TemperatureProcessor(2.0)])
+    signature = inspect.signature(adapter)
+    assert 4 <= len(signature.parameters) <= 5
+    assert signature is adapter.__signature__
+    assert list(signature.parameters) == ["req_id", "logits", "token_ids", "stream_ptr", "client_id"]
+
+
+@pytest.mark.parametrize("stream", [None, 0, 12345])
+def test_a_stream_handle_is_harmless_without_cuda(stream):
+    logits = row()
+    (adapter,) = create_trtllm_adapters([TemperatureProcessor(2.0)])
+    call(adapter, logits, stream=stream)
+    assert torch.equal(logits, row() / 2)
+
+
+@pytest.mark.parametrize("processor", [3, "x", None, TemperatureProcessor, object()])
+def test_what_is_not_a_processor_is_refused_at_creation(processor):
+    with pytest.raises(TypeError, match=r"processors\[1\] must be a callable"):
+        create_trtllm_adapters([TemperatureProcessor(), processor])
+
+
+def raises(_, logits):
+    logits[0] = 99.0
+    raise RuntimeError("secret prompt text")
+
+
+def leaves_nan(_, logits):
+    logits[4] = float("nan")
+
+
+def leaves_infinity(_, logits):
+    logits[4] = float("inf")
+
+
+def leaves_nothing(_, logits):
+    logits.fill_(-torch.inf)
+
+
+def wrong_shape(_, logits):
+    logits += torch.zeros(VOCAB + 1)
+
+
+FAULTS = [
+    (raises, "raised"),
+    (leaves_nan, "nan"),
+    (leaves_infinity, "infinite"),
+    (leaves_nothing, "empty"),
+    (wrong_shape, "raised"),
+]
+
+
+@pytest.mark.parametrize(("processor", "reason"), FAULTS)
+def test_a_failing_processor_is_undone_and_reported(processor, reason):
+    report, logits = Recorder(), row()
+    (adapter,) = create_trtllm_adapters([processor], report=report)
+    call(adapter, logits)
+    assert torch.equal(logits, row())
+    (failure,) = report.failures
+    assert failure.reason == reason
+    assert failure.processor == "function"
+    assert failure.position == 2
+    assert failure.request_id == "7"
+    assert "secret" not in str(failure)
+    assert adapter.failure == failure
+
+
+@pytest.mark.parametrize(("processor", "reason"), FAULTS)
+def test_with_an_end_id_the_row_is_forced_to_it_from_then_on(processor, reason):
+    report = Recorder()
+    (adapter,) = create_trtllm_adapters([processor], end_id=END, report=report)
+    for _ in range(3):
+        logits = row()
+        call(adapter, logits)
+        assert logits.isfinite().nonzero()[:, 2].tolist() == [END]
+    assert len(report.failures) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "lists"),
+    [((2, 1, VOCAB), 2), ((1, 2, VOCAB), 1), ((1, VOCAB), 1), ((1, 1, VOCAB), 2), ((1, 1, VOCAB), 0)],
+)
+def test_more_than_one_sequence_or_beam_is_refused(shape, lists):
+    report, logits = Recorder(), torch.zeros(shape)
+    (adapter,) = create_trtllm_adapters([TemperatureProcessor(2.0)], end_id=END, report=report)
+    call(adapter, logits, [[1]] * lists)
+    assert report.failures[0].reason == "shape"
+    assert "one sequence and one beam" in str(report.failures[0])
+    assert (logits[..., END] == 0).all()
+    assert logits.isfinite().sum() == logits[..., END].numel()
+
+
+def test_a_broken_reporter_does_not_reach_the_engine():
+    def broken(failure):
+        raise OSError("socket is gone")
+
+    logits = row()
+    (adapter,) = create_trtllm_adapters([raises], end_id=END, report=broken)
+    call(adapter, logits)
+    assert int(logits.argmax()) == END
+
+
+def test_pickles_into_another_process_with_its_state():
+    adapters = create_trtllm_adapters(
+        [TemperatureProcessor(2.0), ForcedSequenceProcessor([5, 6], END, prompt_length=2)],
+        end_id=END,
+        report=Recorder(),
+    )
+    code = """
+        import pickle, sys, torch
+        adapters = pickle.load(sys.stdin.buffer)
+        logits = torch.linspace(-1, 1, 16).view(1, 1, 16).clone()
+        for adapter in adapters:
+            adapter(1, logits, [[1, 2, 5]], None, None)
+        print(int(logits.argmax()))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        input=pickle.dumps(adapters),
+        capture_output=True,
+        check=True,
+        env={"PYTHONPATH": ":".join(["tests/adapters", *sys.path])},
+    )
+    assert done.stdout.decode().strip() == "6"
+
+
+def test_is_an_instance_of_the_engines_own_class_where_that_is_installed(tmp_path):
+    package = tmp_path / "tensorrt_llm"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sampling_params.py").write_text(
+        "from abc import ABC, abstractmethod\n"
+        "class LogitsProcessor(ABC):\n"
+        "    @abstractmethod\n"
+        "    def __call__(self, req_id, logits, token_ids, stream_ptr, client_id): ...\n"
+    )
+    code = (
+        "from tensorrt_llm.sampling_params import LogitsProcessor\n"
+        "from adapters import TemperatureProcessor, create_trtllm_adapters\n"
+        "assert isinstance(create_trtllm_adapters([TemperatureProcessor()])[0], LogitsProcessor)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join([str(tmp_path), *sys.path])})
