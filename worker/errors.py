@@ -22,6 +22,10 @@ class InvalidRequest(ServingError):
         self.problem = problem
 
 
+class RequestFailed(ServingError):
+    """This request failed while it ran, for example because its logits processor raised; no other one is touched."""
+
+
 class Overloaded(ServingError):
     """The queue is full; the request was refused at once and may be retried elsewhere."""
 
@@ -32,6 +36,10 @@ class Draining(ServingError):
 
 class EngineBroken(ServingError):
     """The engine cannot serve any more; the worker leaves with a non-zero status."""
+
+
+class ConfigurationError(ServingError):
+    """An argument, an environment variable or a file of options is wrong; the message is one line for the operator."""
 
 
 class StartupError(ServingError):

@@ -1,0 +1,334 @@
+"""The worker's options: one typed table, read from the command line, the environment and a YAML file.
+
+Nothing heavy is imported here, so that a wrong argument is answered before torch or the runtime is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from worker import __version__
+from worker.errors import ConfigurationError
+
+ENVIRONMENT_PREFIX = "WORKER_"
+
+# Kubernetes describes a Service named "worker" to every pod in these variables; they are not options.
+_KUBERNETES_SERVICE = re.compile(r"WORKER_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_\w+)?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How one field of `Arguments` is given.
+
+    Attributes:
+        name: Field name; ``--`` and hyphens make the command-line flag, underscores the key of the YAML file.
+        env: Environment variable.
+        parse: Turns the given text into the value; raises `ValueError` with what was expected.
+        default: Value when it is given nowhere.
+        choices: The accepted values, empty when any parsed value is.
+        help: One sentence; also the row of `docs/configuration.md`.
+        engine: Whether ``--extra-engine-args`` may set it.
+    """
+
+    name: str
+    env: str
+    parse: Callable[[str], Any]
+    default: Any
+    choices: tuple[str, ...]
+    help: str
+    engine: bool
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def read(self, text: str, source: str) -> Any:
+        """The value of ``text``, which came from ``source``. Raises `ConfigurationError`."""
+        if self.choices and text not in self.choices:
+            raise ConfigurationError(f"{source} must be one of {', '.join(self.choices)}, got {text!r}")
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ConfigurationError(f"{source} must be {error}, got {text!r}") from None
+
+
+def _text(text: str) -> str:
+    if not text.strip():
+        raise ValueError("a non-empty text")
+    return text
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
+        raise ValueError("an integer of at least 1")
+    return int(text)
+
+
+def _not_negative(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise ValueError("an integer of at least 0")
+    return int(text)
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
+        raise ValueError("auto, cpu, cuda or cuda:N")
+    return text
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
+        raise ValueError("a number of seconds of at least 0")
+    return float(text)
+
+
+def _option(
+    default: Any,
+    help: str,
+    *,
+    env: str | None = None,
+    parse: Callable[[str], Any] = _text,
+    choices: tuple[str, ...] = (),
+    engine: bool = False,
+) -> Any:
+    metadata = {"env": env, "parse": parse, "choices": choices, "help": help, "engine": engine}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Every option of ``python -m worker``. This class is the table: flag, variable, type, default, choices, help."""
+
+    model_path: str = _option(None, "Directory of the Hugging Face checkpoint to serve. Required.")
+    served_model_name: str = _option(None, "Name that clients ask for. Default: last part of the model path.")
+    engine: str = _option("embedded", "Engine that decodes.", choices=("embedded", "trtllm"))
+    device: str = _option(
+        "auto", "Where the embedded engine computes: auto (CUDA if there is any), cpu, cuda or cuda:N.", parse=_device
+    )
+    dtype: str = _option(
+        "auto",
+        "Data type of weights and activations; auto is the checkpoint's own, on a CPU float32 in place of float16.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        engine=True,
+    )
+    max_num_seqs: int = _option(64, "Requests decoded in one step at most.", parse=_positive, engine=True)
+    max_num_batched_tokens: int = _option(
+        1024, "Tokens computed in one step at most; at least max-num-seqs.", parse=_positive, engine=True
+    )
+    context_length: int | None = _option(
+        None, "Longest prompt + answer, in tokens. Default: the model's.", parse=_positive, engine=True
+    )
+    kv_block_size: int = _option(16, "Tokens per KV block.", parse=_positive, engine=True)
+    kv_blocks: int | None = _option(
+        None,
+        "KV blocks to own. Default: enough for max-num-seqs full contexts, or what fits into memory.",
+        parse=_positive,
+        engine=True,
+    )
+    max_queue: int = _option(
+        256, "Requests that may wait for a place; one more is refused.", parse=_not_negative, engine=True
+    )
+    extra_engine_args: str | None = _option(None, "YAML file of engine options, keyed by option name.")
+    drain_timeout_s: float = _option(
+        30.0, "Seconds that in-flight requests get to finish after SIGTERM; the rest are handed off.", parse=_seconds
+    )
+    disaggregation_mode: str = _option(
+        "aggregated", "Role of this worker.", choices=("aggregated", "agg", "prefill", "decode")
+    )
+    namespace: str = _option("dynamo", "Dynamo namespace.", env="DYN_NAMESPACE")
+    component: str = _option("backend", "Dynamo component.", env="DYN_COMPONENT")
+    endpoint: str = _option(
+        "generate", "Dynamo endpoint; dyn://namespace.component.endpoint names all three.", env="DYN_ENDPOINT"
+    )
+    endpoint_types: str = _option("chat,completions", "OpenAI endpoints to serve.", env="DYN_ENDPOINT_TYPES")
+    discovery_backend: str = _option(
+        "etcd", "Where workers register.", env="DYN_DISCOVERY_BACKEND", choices=("kubernetes", "etcd", "file", "mem")
+    )
+    request_plane: str = _option(
+        "tcp", "How requests reach this worker.", env="DYN_REQUEST_PLANE", choices=("tcp", "nats")
+    )
+    response_plane: str = _option(
+        "tcp", "How answers leave this worker; quic needs a Dynamo that has it.", env="DYN_RESPONSE_PLANE",
+        choices=("tcp", "quic"),
+    )
+    event_plane: str | None = _option(
+        None, "How events are published; Dynamo's default when unset.", env="DYN_EVENT_PLANE", choices=("nats", "zmq")
+    )
+    dyn_tool_call_parser: str | None = _option(
+        None, "Tool-call parser that the frontend applies.", env="DYN_TOOL_CALL_PARSER"
+    )
+    dyn_reasoning_parser: str | None = _option(
+        None, "Reasoning parser that the frontend applies.", env="DYN_REASONING_PARSER"
+    )
+    custom_jinja_template: str | None = _option(
+        None, "Chat template file that replaces the model's own.", env="DYN_CUSTOM_JINJA_TEMPLATE"
+    )
+
+
+def _table() -> tuple[Option, ...]:
+    return tuple(
+        Option(
+            name=f.name,
+            env=f.metadata["env"] or ENVIRONMENT_PREFIX + f.name.upper(),
+            parse=f.metadata["parse"],
+            default=f.default,
+            choices=f.metadata["choices"],
+            help=f.metadata["help"],
+            engine=f.metadata["engine"],
+        )
+        for f in dataclasses.fields(Arguments)
+    )
+
+
+OPTIONS: tuple[Option, ...] = _table()
+
+
+def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Arguments:
+    """Read the options: the command line wins over the environment, both over the defaults.
+
+    A YAML file given with ``--extra-engine-args`` may not contradict either of them.
+
+    Raises:
+        ConfigurationError: an option is unknown, malformed, contradictory or missing.
+        SystemExit: ``--help`` or ``--version`` was given.
+    """
+    environ = os.environ if environ is None else environ
+    given = _from_environment(environ) | _from_command_line(argv)
+    if given.get("extra_engine_args") is not None:
+        given = _with_file(given, str(given["extra_engine_args"]))
+    return _checked(_with_full_endpoint(given), environ)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigurationError(message)
+
+
+def _from_command_line(argv: Sequence[str] | None) -> dict[str, Any]:
+    parser = _Parser(prog="python -m worker", description="Serve a model through NVIDIA Dynamo.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"dynamo-logits-worker {__version__}")
+    for option in OPTIONS:
+        shown = f" ({' | '.join(option.choices)})" if option.choices else ""
+        default = "" if option.default is None else f" Default: {option.default}."
+        text = f"{option.help}{shown}{default} [{option.env}]".replace("%", "%%")
+        parser.add_argument(option.flag, dest=option.name, action="append", metavar="VALUE", help=text)
+    texts = vars(parser.parse_args(argv))
+    values = {}
+    for option in OPTIONS:
+        if texts[option.name] is not None:
+            if len(texts[option.name]) > 1:
+                raise ConfigurationError(f"{option.flag} is given {len(texts[option.name])} times")
+            values[option.name] = option.read(texts[option.name][0], option.flag)
+    return values
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    known = {option.env: option for option in OPTIONS}
+    for name in sorted(environ):
+        ours = name.startswith(ENVIRONMENT_PREFIX) and not _KUBERNETES_SERVICE.fullmatch(name)
+        if ours and name not in known:
+            raise ConfigurationError(f"unknown environment variable {name}")
+    # An empty variable is how a shell or a manifest leaves an option unset.
+    return {option.name: option.read(environ[name], name) for name, option in known.items() if environ.get(name)}
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML keeps the last of two equal keys in silence; here that is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"key {key!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def _with_file(given: dict[str, Any], path: str) -> dict[str, Any]:
+    engine_options = {option.name: option for option in OPTIONS if option.engine}
+    merged = dict(given)
+    for key, raw in _load_yaml(path).items():
+        option = engine_options.get(key)
+        if option is None:
+            known = ", ".join(sorted(engine_options))
+            raise ConfigurationError(f"--extra-engine-args {path}: unknown engine option {key!r}; known: {known}")
+        if isinstance(raw, (bool, list, dict)) or raw is None:
+            raise ConfigurationError(f"--extra-engine-args {path}: {key} must be one value, got {raw!r}")
+        value = option.read(str(raw), f"--extra-engine-args {path}: {key}")
+        if merged.setdefault(key, value) != value:
+            raise ConfigurationError(
+                f"{option.flag} is {merged[key]} but {path} says {key}: {value}; give it in one place"
+            )
+    return merged
+
+
+def _load_yaml(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"--extra-engine-args {path}: {reason}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"--extra-engine-args {path}: must be a mapping of option names to values")
+    return {str(key): value for key, value in content.items()}
+
+
+def _with_full_endpoint(given: dict[str, Any]) -> dict[str, Any]:
+    """Split ``dyn://namespace.component.endpoint``, Dynamo's long form, into the three names."""
+    endpoint = given.get("endpoint")
+    if endpoint is None or not endpoint.startswith("dyn://"):
+        return given
+    parts = endpoint.removeprefix("dyn://").split(".")
+    if len(parts) != 3 or not all(parts):
+        raise ConfigurationError(f"--endpoint must be a name or dyn://namespace.component.endpoint, got {endpoint!r}")
+    merged = dict(given)
+    del merged["endpoint"]
+    for name, part in zip(("namespace", "component", "endpoint"), parts, strict=True):
+        if merged.setdefault(name, part) != part:
+            raise ConfigurationError(f"--endpoint {endpoint} contradicts --{name} {merged[name]}")
+    return merged
+
+
+def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
+    if given.get("model_path") is None:
+        raise ConfigurationError("--model-path is required")
+    given.setdefault("served_model_name", Path(os.path.abspath(given["model_path"])).name)
+    if given.get("disaggregation_mode") == "agg":
+        given["disaggregation_mode"] = "aggregated"
+    suffix = environ.get("DYN_NAMESPACE_WORKER_SUFFIX")
+    if suffix:  # Dynamo's rule for several pools of workers of one model
+        given["namespace"] = f"{given.get('namespace', 'dynamo')}-{suffix}"
+    arguments = Arguments(**given)
+    _refuse_contradictions(arguments)
+    return arguments
+
+
+def _refuse_contradictions(a: Arguments) -> None:
+    if a.max_num_batched_tokens < a.max_num_seqs:
+        raise ConfigurationError(
+            f"--max-num-batched-tokens ({a.max_num_batched_tokens}) must be at least --max-num-seqs ({a.max_num_seqs})"
+        )
+    if a.context_length is not None and a.context_length < 2:
+        raise ConfigurationError(f"--context-length must be at least 2, got {a.context_length}")
+    if a.engine == "trtllm" and a.device == "cpu":
+        raise ConfigurationError("--engine trtllm needs CUDA, but --device is cpu")
+    if a.dtype == "float16" and a.device == "cpu":
+        raise ConfigurationError("--dtype float16 needs CUDA, but --device is cpu")
+    if a.disaggregation_mode != "aggregated":
+        raise ConfigurationError(
+            f"--disaggregation-mode {a.disaggregation_mode}: "
+            f"the {a.engine} engine serves aggregated only in this version"
+        )
+    unknown = set(a.endpoint_types.split(",")) - {"chat", "completions", "none"}
+    if unknown:
+        raise ConfigurationError(f"--endpoint-types must be of chat, completions, none, got {a.endpoint_types!r}")

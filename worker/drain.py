@@ -1,0 +1,111 @@
+"""Admission, and the drain: in-flight requests finish within a budget, the rest are handed to another worker."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from worker.engines import Engine
+from worker.errors import Draining, InvalidRequest
+
+HAND_OFF_TIMEOUT_S = 2.0
+"""Time for streams to carry `Draining` out to the runtime once the engine has given its requests away."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One admitted request.
+
+    Attributes:
+        request_id: Id that the runtime gave it.
+        num_tokens: Tokens of prompt and answer so far.
+    """
+
+    request_id: str
+    num_tokens: int
+
+
+class Gate:
+    """Who may enter, and who is inside. One event loop only.
+
+    A request leaves at the end of its stream or when it is aborted, whichever comes first: a cancelled stream may be
+    closed much later, by the garbage collector, when its id may already belong to a new request.
+    """
+
+    def __init__(self) -> None:
+        self._inside: dict[str, Flight] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.closed = False
+
+    def __len__(self) -> int:
+        return len(self._inside)
+
+    def flights(self) -> list[Flight]:
+        """Everybody inside."""
+        return list(self._inside.values())
+
+    def enter(self, request_id: str, num_tokens: int) -> Flight:
+        """Admit a request.
+
+        Raises:
+            Draining: the gate is closed.
+            InvalidRequest: a request with this id is inside already.
+        """
+        if self.closed:
+            raise Draining("this worker is shutting down")
+        if request_id in self._inside:
+            raise InvalidRequest("request id", f"{request_id[:60]!r} is being served already")
+        flight = Flight(request_id, num_tokens)
+        self._inside[request_id] = flight
+        self._empty.clear()
+        return flight
+
+    def leave(self, flight: Flight) -> None:
+        """Idempotent."""
+        if self._inside.get(flight.request_id) is flight:
+            self.evict(flight.request_id)
+
+    def evict(self, request_id: str) -> bool:
+        """Make the request with this id leave; whether there was one."""
+        found = self._inside.pop(request_id, None) is not None
+        if not self._inside:
+            self._empty.set()
+        return found
+
+    def close(self) -> None:
+        """Admit nobody from now on."""
+        self.closed = True
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        """Whether everybody has left within ``timeout_s``."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOutcome:
+    """How a drain ended.
+
+    Attributes:
+        num_finished: Requests that were in flight and finished (or were cancelled by their client).
+        num_handed_off: Requests that ended with `Draining`.
+    """
+
+    num_finished: int
+    num_handed_off: int
+
+
+async def drain(gate: Gate, engine: Engine, budget_s: float) -> DrainOutcome:
+    """Close the gate, wait up to ``budget_s`` for the requests inside, give the rest away."""
+    gate.close()
+    inside = len(gate)
+    if await gate.wait_empty(budget_s):
+        return DrainOutcome(inside, 0)
+    remaining = len(gate)
+    engine.hand_off()
+    await gate.wait_empty(HAND_OFF_TIMEOUT_S)
+    return DrainOutcome(inside - remaining, remaining)

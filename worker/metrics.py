@@ -1,0 +1,71 @@
+"""The worker's Prometheus metrics, prefix ``dlw_``; the runtime adds namespace, component, endpoint and model labels."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from worker.drain import DrainOutcome, Gate
+from worker.engines import EngineInfo
+from worker.request import FIELDS
+
+PREFIX = "dlw_"
+
+OUTCOMES = (
+    "stop",
+    "length",
+    "cancelled",
+    "refused",
+    "failed",
+    "overloaded",
+    "handed_off",
+    "engine_broken",
+    "unknown_error",
+)
+"""How a request can end; each request counts exactly once."""
+
+_FIELD_LABELS = frozenset(row.path for row in FIELDS)
+
+
+class WorkerMetrics:
+    """Counters and gauges of one worker, in a registry of its own."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = self._counter("requests", "Requests by how they ended.", "outcome")
+        self._refused = self._counter("refused_fields", "Refused requests by the field that was refused.", "field")
+        self._tokens = self._counter("tokens", "Tokens by kind.", "kind")
+        self._handed_off = self._counter("drain_handed_off", "Requests that a drain gave to another worker.")
+        in_flight = Gauge(PREFIX + "in_flight_requests", "Requests admitted and not ended.", registry=self.registry)
+        in_flight.set_function(lambda: len(gate))
+        draining = Gauge(PREFIX + "draining", "1 once the worker admits no more requests.", registry=self.registry)
+        draining.set_function(lambda: float(gate.closed))
+        for outcome in OUTCOMES:
+            self._requests.labels(outcome)
+        for kind in ("prompt", "cached", "generated"):
+            self._tokens.labels(kind)
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, documentation, labels, registry=self.registry)
+
+    def describe_engine(self, info: EngineInfo) -> None:
+        """Publish what the engine is and how large."""
+        described = Gauge(PREFIX + "engine_info", "Always 1.", ["engine", "version"], registry=self.registry)
+        described.labels(info.name, info.version).set(1)
+        sequences = Gauge(PREFIX + "max_num_seqs", "Requests decoded in one step at most.", registry=self.registry)
+        sequences.set(info.max_num_seqs)
+
+    def count_outcome(self, outcome: str) -> None:
+        if outcome not in OUTCOMES:
+            raise ValueError(f"unknown outcome {outcome!r}")
+        self._requests.labels(outcome).inc()
+
+    def count_refusal(self, field: str) -> None:
+        """``field`` is a label only if it is one of ours: a client must not be able to make labels."""
+        self._refused.labels(field if field in _FIELD_LABELS else "other").inc()
+
+    def count_tokens(self, prompt: int, cached: int, generated: int) -> None:
+        for kind, number in (("prompt", prompt), ("cached", cached), ("generated", generated)):
+            self._tokens.labels(kind).inc(number)
+
+    def count_drain(self, outcome: DrainOutcome) -> None:
+        self._handed_off.inc(outcome.num_handed_off)

@@ -1,0 +1,152 @@
+"""The one place that knows how ai-dynamo 1.4.2 and 1.6.1 differ: settings, exceptions, start and exit.
+
+`tests/worker/test_dynamo_contract.py` pins every fact of the SDK that is relied on here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+from worker.arguments import Arguments
+from worker.engines import EngineInfo
+from worker.errors import (
+    ConfigurationError,
+    Draining,
+    EngineBroken,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    ServingError,
+    StartupError,
+)
+
+if TYPE_CHECKING:
+    from dynamo.common.backend.engine import EngineConfig
+    from dynamo.common.backend.worker import WorkerConfig
+
+OLDEST_VERSION = (1, 4, 2)
+
+
+def check_installed() -> None:
+    """Raises `ConfigurationError` if ai-dynamo is missing or too old. Imports nothing."""
+    try:
+        version = importlib.metadata.version("ai-dynamo")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigurationError("ai-dynamo is not installed") from None
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+    if numbers < OLDEST_VERSION:
+        raise ConfigurationError(f"ai-dynamo {version} is too old, need {'.'.join(map(str, OLDEST_VERSION))}")
+
+
+def check_ports(environ: dict[str, str] | os._Environ[str]) -> None:
+    """Raises `StartupError` if a port that the runtime is told to open is taken, `ConfigurationError` if malformed.
+
+    The runtime itself finds out only after the model is loaded, and says so in several lines.
+    """
+    for host_name, port_name in (("DYN_SYSTEM_HOST", "DYN_SYSTEM_PORT"), ("DYN_TCP_RPC_HOST", "DYN_TCP_RPC_PORT")):
+        text = environ.get(port_name, "")
+        if not text or text in ("-1", "0"):
+            continue
+        if not text.isdecimal() or int(text) > 65535:
+            raise ConfigurationError(f"{port_name} must be a port number, got {text!r}")
+        _check_port(environ.get(host_name) or "0.0.0.0", int(text), port_name)
+
+
+def _check_port(host: str, port: int, name: str) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise StartupError(f"{name}: cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+
+def worker_config(arguments: Arguments) -> WorkerConfig:
+    """The SDK's settings. Fields that only one version has are set where they exist.
+
+    Raises:
+        ConfigurationError: an argument needs a field that the installed version lacks.
+    """
+    from dynamo.common.backend.worker import WorkerConfig
+    from dynamo.common.constants import DisaggregationMode
+    from dynamo.llm import ModelInput
+
+    known = {field.name for field in dataclasses.fields(WorkerConfig)}
+    if "response_plane" not in known and arguments.response_plane != "tcp":
+        raise ConfigurationError(f"--response-plane {arguments.response_plane} needs a newer ai-dynamo")
+    return WorkerConfig.from_runtime_config(
+        arguments,
+        model_name=arguments.model_path,
+        served_model_name=arguments.served_model_name,
+        model_input=ModelInput.Tokens,
+        disaggregation_mode=DisaggregationMode.AGGREGATED,
+        enable_local_indexer=False,
+    )
+
+
+def engine_config(info: EngineInfo, arguments: Arguments) -> EngineConfig:
+    """What the model is registered with. Uses only fields that both versions have."""
+    from dynamo.common.backend.engine import EngineConfig, LlmRegistration
+
+    return EngineConfig(
+        model=arguments.model_path,
+        served_model_name=arguments.served_model_name,
+        llm=LlmRegistration(
+            context_length=info.context_length,
+            kv_cache_block_size=info.kv_block_size,
+            total_kv_blocks=info.total_kv_blocks,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+        ),
+    )
+
+
+def to_dynamo(error: ServingError) -> Exception:
+    """The exception whose status and message reach the client best; measured on both versions (`docs/failures.md`).
+
+    `EngineShutdown` is the one error that 1.4.2 migrates, and it takes the instance out of rotation for seconds, so it
+    is only for a worker that leaves. An overloaded worker stays in rotation with `HttpError` 529. A failed request is
+    an `InvalidArgument` because only that carries its message to the client.
+    """
+    from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument, Unknown
+
+    if isinstance(error, (InvalidRequest, RequestFailed)):
+        return InvalidArgument(str(error))
+    if isinstance(error, Overloaded):
+        return HttpError(529, str(error))
+    if isinstance(error, (Draining, EngineBroken)):
+        return EngineShutdown(str(error))
+    return Unknown(str(error))
+
+
+def leave() -> None:
+    """Ask the runtime to shut this process down: unregister, grace period, `cleanup`, return from `run`."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run(engine: Any, config: WorkerConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Raises whatever kept the runtime from starting."""
+    import uvloop
+    from dynamo.common.backend.worker import Worker
+
+    uvloop.run(Worker(engine, config).run())
+
+
+def finish(status: int) -> None:
+    """End the process with ``status``, now.
+
+    Python's own exit would stop the interpreter under the runtime's native threads; on 1.4.2 they then abort the
+    process (SIGABRT), which looks like a crash. Everything of ours has been released by `WorkerEngine.cleanup`.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
