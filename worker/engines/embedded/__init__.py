@@ -1,0 +1,18 @@
+"""The embedded engine: continuous batching in torch, on CPU and CUDA, without a serving framework.
+
+One step, and the file that answers each of its words::
+
+    plan    = scheduler.schedule()            # scheduler.py, kv_cache.py
+    logits  = model.forward(plan)             # model.py, attention.py
+    samples = sampler.sample(logits, plan)    # sampler.py; processors, penalties, truncation, draws, logprobs
+    outputs = scheduler.commit(plan, samples)
+
+`plan.py` holds what they pass to each other; `step.py` holds that loop, synchronous; `engine.py` runs it in its own thread and turns it into streams;
+`admission.py` decides what a request may ask for.
+"""
+
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.engine import EmbeddedEngine
+from worker.engines.embedded.plan import Chunk, Model, Plan, Request
+
+__all__ = ["Chunk", "EmbeddedConfig", "EmbeddedEngine", "Model", "Plan", "Request"]

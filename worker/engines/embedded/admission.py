@@ -1,0 +1,161 @@
+"""What a request may ask of the embedded engine, and the `Request` made of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from worker.engines.embedded.plan import Model, Request
+from worker.errors import InvalidRequest
+from worker.sampling import SamplingParams
+
+HONOURED = frozenset(
+    {
+        "end_id",
+        "max_tokens",
+        "bad_token_ids",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "embedding_bias",
+        "logits_processor",
+        "logprobs_mode",
+        "top_k",
+        "top_p",
+        "seed",
+        "temperature",
+        "min_tokens",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "min_p",
+        "logprobs",
+        "ignore_eos",
+    }
+)
+
+IRRELEVANT = frozenset(
+    {"pad_id", "detokenize", "add_special_tokens", "skip_special_tokens", "spaces_between_special_tokens"}
+)
+"""Fields about text or padding: token ids go in and come out, whatever they say."""
+
+_BEAMS = "the embedded engine has no beam search"
+_TEXT = "the embedded engine works on token ids; the runtime applies it"
+_OUTPUT = "the embedded engine returns token ids and log probabilities only"
+
+REFUSED = {
+    "n": "the embedded engine answers once per request",
+    "best_of": "the embedded engine answers once per request",
+    "use_beam_search": _BEAMS,
+    "beam_search_diversity_rate": _BEAMS,
+    "length_penalty": _BEAMS,
+    "early_stopping": _BEAMS,
+    "beam_width_array": _BEAMS,
+    "stop": "the embedded engine works on token ids; the runtime applies stop strings",
+    "bad": "the embedded engine works on token ids; name them in bad_token_ids",
+    "truncate_prompt_tokens": _TEXT,
+    "apply_batched_logits_processor": "the embedded engine has no batched logits processor",
+    "top_p_min": "the embedded engine does not decay top_p",
+    "top_p_reset_ids": "the embedded engine does not decay top_p",
+    "top_p_decay": "the embedded engine does not decay top_p",
+    "prompt_ignore_length": "the presence and frequency penalties count generated tokens alone",
+    "no_repeat_ngram_size": "the embedded engine does not track n-grams",
+    "prompt_logprobs": "the embedded engine computes log probabilities of generated tokens alone",
+    "logprobs_simple_format": _OUTPUT,
+    "prompt_logprobs_simple_format": _OUTPUT,
+    "return_context_logits": _OUTPUT,
+    "return_generation_logits": _OUTPUT,
+    "exclude_input_from_output": _OUTPUT,
+    "return_encoder_output": _OUTPUT,
+    "return_perf_metrics": _OUTPUT,
+    "additional_model_outputs": _OUTPUT,
+    "lookahead_config": "the embedded engine does not look ahead",
+    "guided_decoding": "grammars reach the embedded engine as a logits_processor",
+    "thinking_token_budget": "thinking budgets reach the embedded engine as a logits_processor",
+}
+"""Fields that are not served, with the reason; refused when they differ from their default."""
+
+_DEFAULTS = SamplingParams()
+
+
+def admit(
+    request_id: str, number: int, prompt: Sequence[int], params: SamplingParams, model: Model, context_length: int
+) -> Request:
+    """Check a request and make the engine's own record of it.
+
+    Raises:
+        InvalidRequest: naming the first field that cannot be served, and why.
+    """
+    for name, reason in REFUSED.items():
+        if getattr(params, name) != getattr(_DEFAULTS, name):
+            raise InvalidRequest(f"sampling_params.{name}", reason)
+    tokens = _check_prompt(prompt, model.vocab_size, context_length)
+    end_ids = _end_ids(params, model)
+    _check_ids("sampling_params.bad_token_ids", params.bad_token_ids or (), model.vocab_size)
+    limit = context_length if params.max_tokens is None else min(len(tokens) + params.max_tokens, context_length)
+    return Request(
+        id=request_id,
+        number=number,
+        params=params,
+        tokens=tokens,
+        prompt_length=len(tokens),
+        limit=limit,
+        min_length=len(tokens) + (params.min_tokens or 0),
+        end_ids=end_ids,
+        seed=secrets.randbits(64) if params.seed is None else params.seed,
+        processors=tuple(params.logits_processors),
+        bias=_bias(params.embedding_bias, model),
+    )
+
+
+def _check_prompt(prompt: Sequence[int], vocab_size: int, context_length: int) -> list[int]:
+    tokens = list(prompt)
+    if not tokens:
+        raise InvalidRequest("prompt_token_ids", "must hold at least one token")
+    if len(tokens) >= context_length:
+        raise InvalidRequest(
+            "prompt_token_ids", f"must be shorter than the context of {context_length} tokens, got {len(tokens)}"
+        )
+    _check_ids("prompt_token_ids", tokens, vocab_size)
+    return tokens
+
+
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    for position, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            problem = f"must be token ids from 0 to {vocab_size - 1}, got {token!r} at index {position}"
+            raise InvalidRequest(name, problem)
+
+
+def _end_ids(params: SamplingParams, model: Model) -> frozenset[int]:
+    """The ids named by the request; without ``end_id`` the model's own, as in TensorRT-LLM, unless ``ignore_eos``."""
+    _check_ids("sampling_params.stop_token_ids", params.stop_token_ids or (), model.vocab_size)
+    if params.end_id is not None and params.end_id != -1:
+        _check_ids("sampling_params.end_id", (params.end_id,), model.vocab_size)
+    named = params.end_token_ids - {-1}
+    if params.end_id is None and not params.ignore_eos:
+        return named | frozenset(model.eos_token_ids)
+    return named
+
+
+def _bias(values: Any, model: Model) -> torch.Tensor | None:
+    if values is None:
+        return None
+    field = "sampling_params.embedding_bias"
+    try:
+        bias = torch.as_tensor(values, dtype=torch.float32).to(model.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequest(field, f"must be numbers, got {type(values).__name__}") from error
+    if bias.shape != (model.vocab_size,):
+        raise InvalidRequest(field, f"must have shape ({model.vocab_size},), got {tuple(bias.shape)}")
+    if bool(bias.isnan().any()) or bool(bias.isposinf().any()):
+        raise InvalidRequest(field, "must be finite or -inf")
+    return bias
+
+
+def unclassified_fields() -> set[str]:
+    """Fields of `SamplingParams` that no table of this file mentions; empty, or requests lose a control in silence."""
+    return {one.name for one in fields(SamplingParams)} - HONOURED - IRRELEVANT - set(REFUSED)

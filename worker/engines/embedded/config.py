@@ -1,0 +1,84 @@
+"""Settings of the embedded engine, in the worker's own argument names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from worker.errors import StartupError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedConfig:
+    """Settings of one embedded engine.
+
+    Attributes:
+        model_path: Directory of a Hugging Face causal language model, with safetensors weights.
+        device: ``auto`` (CUDA if there is any), ``cpu``, ``cuda`` or ``cuda:N``.
+        dtype: ``auto``, ``float32``, ``bfloat16`` or, on CUDA only, ``float16``. ``auto`` is the checkpoint's own;
+            on a CPU, float32 in place of float16.
+        max_num_seqs: Requests decoded in one step at most.
+        max_num_batched_tokens: Tokens computed in one step at most; longer prompts take several steps.
+        context_length: Longest prompt + answer in tokens; None means the model's own limit.
+        kv_block_size: Tokens per KV block.
+        kv_blocks: KV blocks to own; None means as many as `max_num_seqs` full contexts need, or as fit into memory.
+        max_queue: Requests that may wait for a place; more are refused with `Overloaded`.
+    """
+
+    model_path: str | Path
+    device: str = "auto"
+    dtype: str = "auto"
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    context_length: int | None = None
+    kv_block_size: int = 16
+    kv_blocks: int | None = None
+    max_queue: int = 256
+
+    def check(self) -> None:
+        """Raises `StartupError` naming the flag if a value cannot be served, whatever the model."""
+        for flag, value, minimum in (
+            ("--max-num-seqs", self.max_num_seqs, 1),
+            ("--max-num-batched-tokens", self.max_num_batched_tokens, 1),
+            ("--context-length", self.context_length, 2),
+            ("--kv-block-size", self.kv_block_size, 1),
+            ("--kv-blocks", self.kv_blocks, 1),
+            ("--max-queue", self.max_queue, 0),
+        ):
+            if value is not None and value < minimum:
+                raise StartupError(f"{flag} must be at least {minimum}, got {value}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise StartupError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
+                "every running request needs one token of each step"
+            )
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise StartupError(f"--dtype must be auto, {', '.join(DTYPES)}, got {self.dtype!r}")
+
+
+def resolve_device(device: str) -> torch.device:
+    """The torch device that `device` names. Raises `StartupError` if it is unknown or absent."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
+        raise StartupError(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(index or 0) >= count:
+            raise StartupError(f"--device {device}: torch sees {count} CUDA devices")
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
+    """The dtype to compute in. Raises `StartupError` for float16 on a CPU."""
+    if dtype != "auto":
+        if dtype == "float16" and device.type == "cpu":
+            raise StartupError("--dtype float16 needs CUDA; use bfloat16 or float32 on a CPU")
+        return DTYPES[dtype]
+    served = (torch.float32, torch.bfloat16) if device.type == "cpu" else tuple(DTYPES.values())
+    return checkpoint if checkpoint in served else torch.float32

@@ -1,0 +1,264 @@
+"""The async edge: requests go to the step thread, outputs come back as streams."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from queue import SimpleQueue
+
+import torch
+
+from worker.engines import EngineInfo, TokenDelta
+from worker.engines.embedded.admission import admit
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.memory import choose_kv_blocks
+from worker.engines.embedded.model import load_model
+from worker.engines.embedded.plan import Model, Output, Request
+from worker.engines.embedded.step import Stepper, make_stepper
+from worker.engines.embedded.stream import Stream
+from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, ServingError, StartupError
+from worker.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """To the step thread: a new request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """To the step thread: free what a request holds."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """To the step thread: leave."""
+
+
+class StepThread:
+    """Runs a `Stepper` in its own thread, and hands all outputs of a step over in one go.
+
+    Args:
+        stepper: Used by this thread alone from now on.
+        deliver: Called on `loop` with outputs, oldest first.
+        died: Called on `loop` with a text, if the thread ends without having been told to.
+        loop: The event loop of the callers.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        deliver: Callable[[list[Output]], None],
+        died: Callable[[str], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._stepper = stepper
+        self._deliver = deliver
+        self._died = died
+        self._loop = loop
+        self._inbox: SimpleQueue[Submit | Abort | Stop] = SimpleQueue()
+        self._outbox: list[Output] = []
+        self._outbox_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="embedded-step", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def tell(self, message: Submit | Abort | Stop) -> None:
+        """Leave a message, read between steps."""
+        self._inbox.put(message)
+
+    def join(self) -> None:
+        """Block until the thread has ended."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        cause = "the step thread ended"
+        try:
+            while self._read_messages():
+                if not self._stepper.scheduler.is_idle:
+                    self._publish(self._stepper.step())
+            cause = ""
+        except Exception as error:  # the thread's outermost frame: whatever it was, the engine is broken
+            cause = f"the step thread died of {type(error).__name__}: {error}"
+        finally:
+            if cause:
+                self._call_soon(self._died, cause)
+
+    def _read_messages(self) -> bool:
+        """Act on all messages, waiting for one if there is nothing else to do; False to leave."""
+        while self._stepper.scheduler.is_idle or not self._inbox.empty():
+            match self._inbox.get():
+                case Submit(request):
+                    self._stepper.add(request)
+                case Abort(request_id):
+                    cancelled = self._stepper.abort(request_id)
+                    if cancelled is not None:
+                        self._publish([cancelled])
+                case Stop():
+                    return False
+        return True
+
+    def _publish(self, outputs: list[Output]) -> None:
+        # while the loop is behind, outputs collect here and it is not woken again
+        with self._outbox_lock:
+            waiting = bool(self._outbox)
+            self._outbox += outputs
+        if outputs and not waiting:
+            self._call_soon(self._collect)
+
+    def _collect(self) -> None:
+        with self._outbox_lock:
+            outputs, self._outbox = self._outbox, []
+        self._deliver(outputs)
+
+    def _call_soon(self, callback: Callable[..., None], *arguments: str) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():  # closed: nobody is left to tell
+                raise
+
+
+class EmbeddedEngine:
+    """Implements `worker.engines.Engine` in torch.
+
+    Args:
+        config: Settings.
+        model: A model to use instead of the checkpoint in ``config.model_path``.
+    """
+
+    def __init__(self, config: EmbeddedConfig, model: Model | None = None) -> None:
+        self.config = config
+        self._injected_model = model
+        self._model: Model | None = None
+        self._info: EngineInfo | None = None
+        self._thread: StepThread | None = None
+        self._streams: dict[str, Stream] = {}
+        self._numbers = count()
+        self._refusal: ServingError | None = None
+
+    def __repr__(self) -> str:
+        state = "not started" if self._info is None else repr(self._refusal) if self._refusal else "serving"
+        return f"EmbeddedEngine({state}, {len(self._streams)} unfinished)"
+
+    async def start(self) -> EngineInfo:
+        """Load the model and start the step thread.
+
+        Raises:
+            StartupError: with one clear line.
+        """
+        if self._info is not None:
+            raise StartupError("the embedded engine was started twice")
+        self.config.check()
+        stepper, info = await asyncio.to_thread(self._load)
+        self._thread = StepThread(stepper, self._deliver, self._break, asyncio.get_running_loop())
+        self._model = stepper.model
+        self._info = info
+        self._thread.start()
+        return info
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Decode one request; see `worker.engines.Engine.generate`."""
+        stream = self._admit(request_id, prompt_token_ids, sampling_params)
+        try:
+            while True:
+                delta = await stream.take()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            if self._streams.get(request_id) is stream:
+                self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Free the request's slot and KV before the next step; its stream ends as ``cancelled``."""
+        if request_id in self._streams and self._thread is not None:
+            self._thread.tell(Abort(request_id))
+
+    def num_unfinished(self) -> int:
+        """Requests admitted and not yet finished."""
+        return len(self._streams)
+
+    def hand_off(self) -> int:
+        """End every unfinished request with `Draining`, and refuse new ones; returns how many were ended."""
+        return self._end_all(Draining("the worker is shutting down"))
+
+    async def stop(self) -> None:
+        """Stop the step thread and drop the model. Idempotent."""
+        self._end_all(Draining("the engine was stopped"))
+        thread, self._thread, self._model = self._thread, None, None
+        if thread is not None:
+            thread.tell(Stop())
+            await asyncio.to_thread(thread.join)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _load(self) -> tuple[Stepper, EngineInfo]:
+        config = self.config
+        model = self._injected_model or load_model(config)
+        context_length = config.context_length or model.context_length
+        if context_length > model.context_length:
+            raise StartupError(
+                f"--context-length {context_length} is above the model's own limit of {model.context_length} tokens"
+            )
+        num_kv_blocks = choose_kv_blocks(config, model, context_length)
+        info = EngineInfo(
+            name="embedded",
+            version=torch.__version__,
+            context_length=context_length,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            kv_block_size=config.kv_block_size,
+            total_kv_blocks=num_kv_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        return make_stepper(config, model, num_kv_blocks), info
+
+    def _admit(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Stream:
+        if self._refusal is not None:
+            raise self._refusal
+        if self._thread is None or self._model is None or self._info is None:
+            raise EngineBroken("the engine has not been started")
+        if request_id in self._streams:
+            raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
+        request = admit(request_id, next(self._numbers), prompt, params, self._model, self._info.context_length)
+        places = self.config.max_num_seqs + self.config.max_queue
+        if len(self._streams) >= places:
+            raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
+        stream = self._streams[request_id] = Stream(request_id)
+        self._thread.tell(Submit(request))
+        return stream
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue  # ended by hand_off or stop
+            stream.push(output)
+            if stream.finished:
+                del self._streams[output.request_id]
+
+    def _break(self, cause: str) -> None:
+        self._end_all(EngineBroken(cause))
+
+    def _end_all(self, failure: ServingError) -> int:
+        """Fail every stream and refuse new requests, for the first reason ever given."""
+        self._refusal = self._refusal or failure
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(failure)
+            if self._thread is not None:
+                self._thread.tell(Abort(stream.request_id))
+        return len(streams)

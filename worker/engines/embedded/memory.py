@@ -1,0 +1,54 @@
+"""How large the KV store may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.plan import Model
+from worker.errors import StartupError
+
+_SHARE = {"cuda": 0.85, "cpu": 0.5}
+"""Part of the memory that is free once the weights are loaded; activations and the rest of the machine need some."""
+
+
+def choose_kv_blocks(config: EmbeddedConfig, model: Model, context_length: int) -> int:
+    """Blocks of the KV store: those asked for, or enough for every slot's full context, as far as memory goes.
+
+    Raises:
+        StartupError: not even one full context fits.
+    """
+    per_context = -(-context_length // config.kv_block_size)
+    if config.kv_blocks is not None:
+        if config.kv_blocks < per_context:
+            raise StartupError(
+                f"--kv-blocks {config.kv_blocks} cannot hold one context of {context_length} tokens, "
+                f"which takes {per_context}"
+            )
+        return config.kv_blocks
+    wanted = per_context * config.max_num_seqs
+    block_bytes = model.kv_bytes_per_token * config.kv_block_size
+    free_bytes = free_memory(model.device)
+    if not block_bytes or free_bytes is None:
+        return wanted
+    fitting = int(free_bytes * _SHARE.get(model.device.type, 0.5)) // block_bytes
+    if fitting < per_context:
+        raise StartupError(
+            f"--context-length {context_length} needs {per_context * block_bytes / 2**30:.1f} GiB of KV store, "
+            f"{fitting * block_bytes / 2**30:.1f} GiB are available: lower it"
+        )
+    return min(wanted, fitting)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that may still be allocated on `device`; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None

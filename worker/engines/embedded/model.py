@@ -1,0 +1,202 @@
+"""The model of one step: a Hugging Face causal language model over a packed batch, with our own KV store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from worker.engines.embedded import attention
+from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
+from worker.engines.embedded.plan import Plan
+from worker.errors import StartupError
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Architectures that are tested; others may hide attention variants that `attention.py` does not know."""
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class HfModel:
+    """Implements `Model`. Build it with `load_model`.
+
+    Args:
+        network: transformers' causal language model, on its device, with `attention.IMPLEMENTATION` set.
+        eos_token_ids: Ids that end an answer.
+        undecodable_ids: Ids that the tokenizer does not know.
+    """
+
+    def __init__(self, network: Any, eos_token_ids: tuple[int, ...], undecodable_ids: tuple[int, ...]) -> None:
+        config = network.config
+        self._network = network
+        self.device: torch.device = network.device
+        self.dtype: torch.dtype = network.dtype
+        self.vocab_size = int(config.vocab_size)
+        self.context_length = int(config.max_position_embeddings)
+        self.eos_token_ids = eos_token_ids
+        self.undecodable_ids = undecodable_ids
+        self._layers = int(config.num_hidden_layers)
+        self._kv_heads = int(config.num_key_value_heads)
+        self._head_dim = int(network.model.layers[0].self_attn.head_dim)
+        self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
+        self._store = attention.KvStore([], [])
+
+    def allocate_kv(self, num_tokens: int) -> None:
+        """Allocate the KV store. Raises `StartupError` if the memory is not there."""
+        shape = (self._kv_heads, num_tokens, self._head_dim)
+
+        def tensors() -> list[torch.Tensor]:
+            return [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(self._layers)]
+
+        try:
+            self._store = attention.KvStore(tensors(), tensors())
+        except RuntimeError as error:  # out of memory, on either device
+            raise StartupError(
+                f"--kv-blocks: no memory for the KV of {num_tokens} tokens ({first_line(error)})"
+            ) from error
+
+    @torch.inference_mode()
+    def forward(self, plan: Plan) -> torch.Tensor:
+        """Logits ``[len(plan.sampled), vocab_size]`` in the model's dtype."""
+        ids, positions, kv_index, last, spans = _pack(plan)
+        tensors = torch.tensor([ids, positions, kv_index]).to(self.device, non_blocking=True)
+        step = attention.AttentionStep(self._store, spans, tensors[2])
+        hidden = self._network.model(
+            input_ids=tensors[:1],
+            position_ids=tensors[1:2],
+            use_cache=False,
+            **{attention.STEP_ARGUMENT: step},
+        ).last_hidden_state[0]
+        if len(last) < len(ids):
+            hidden = hidden[torch.tensor(last, device=self.device)]
+        logits: torch.Tensor = self._network.lm_head(hidden)
+        return logits
+
+
+def _pack(plan: Plan) -> tuple[list[int], list[int], list[int], list[int], list[attention.Span]]:
+    """Token ids, positions and KV places of all rows, the index of each sampled row's last token, and the rows."""
+    ids = [request.tokens[-1] for request in plan.decode]
+    positions = [len(request.tokens) - 1 for request in plan.decode]
+    kv_index = [request.kv_start + len(request.tokens) - 1 for request in plan.decode]
+    last = list(range(len(ids)))
+    spans = [attention.Span(request.kv_start, len(request.tokens) - 1, len(request.tokens)) for request in plan.decode]
+    for chunk in plan.chunks:
+        ids += chunk.request.tokens[chunk.start : chunk.stop]
+        positions += range(chunk.start, chunk.stop)
+        kv_index += range(chunk.request.kv_start + chunk.start, chunk.request.kv_start + chunk.stop)
+        spans.append(attention.Span(chunk.request.kv_start, chunk.start, chunk.stop))
+        if chunk.is_last:
+            last.append(len(ids) - 1)
+    return ids, positions, kv_index, last, spans
+
+
+def load_model(config: EmbeddedConfig) -> HfModel:
+    """Load the checkpoint in ``config.model_path``.
+
+    Raises:
+        StartupError: it is missing, unreadable, incomplete or of an architecture that is not served.
+    """
+    directory = Path(config.model_path)
+    settings = _read_settings(directory)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device, _checkpoint_dtype(settings))
+    attention.register()
+    network = _load_network(directory, dtype).to(device).eval()
+    network.set_attn_implementation(attention.IMPLEMENTATION)
+    vocab_size = int(network.config.vocab_size)
+    eos_token_ids = tuple(token for token in _eos_token_ids(directory, settings) if token < vocab_size)
+    return HfModel(network, eos_token_ids, _undecodable_ids(directory, vocab_size))
+
+
+def _read_settings(directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise StartupError(f"--model-path {directory}: no such directory")
+    settings = _read_json(directory / "config.json")
+    if settings is None:
+        raise StartupError(f"--model-path {directory}: it has no config.json")
+    kind = settings.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise StartupError(
+            f"--model-path {directory}: model type {kind!r} is not served by the embedded engine, "
+            f"which knows {', '.join(MODEL_TYPES)}"
+        )
+    if settings.get("quantization_config"):
+        raise StartupError(f"--model-path {directory}: quantised checkpoints are not served by the embedded engine")
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type"))
+    if rope_type in _LENGTH_DEPENDENT_ROPE:
+        raise StartupError(
+            f"--model-path {directory}: rope type {rope_type!r} depends on the longest sequence of a batch "
+            "and is not served by the embedded engine"
+        )
+    if not any(directory.glob("*.safetensors")):
+        raise StartupError(f"--model-path {directory}: it has no safetensors weights")
+    return settings
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StartupError(f"--model-path: cannot read {path}: {first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise StartupError(f"--model-path: {path} does not hold a JSON object")
+    return content
+
+
+def _checkpoint_dtype(settings: dict[str, Any]) -> torch.dtype:
+    name = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _load_network(directory: Path, dtype: torch.dtype) -> Any:
+    loader: Any = AutoModelForCausalLM
+    try:
+        network, report = loader.from_pretrained(
+            directory,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+        raise StartupError(f"--model-path {directory}: cannot load it: {first_line(error)}") from error
+    for problem in ("missing_keys", "mismatched_keys"):
+        if report.get(problem):
+            names = sorted(str(name) for name in report[problem])
+            raise StartupError(f"--model-path {directory}: weights are incomplete, {problem}: {', '.join(names[:3])}")
+    return network
+
+
+def _eos_token_ids(directory: Path, settings: dict[str, Any]) -> tuple[int, ...]:
+    generation = _read_json(directory / "generation_config.json") or {}
+    found = generation.get("eos_token_id", settings.get("eos_token_id"))
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+def _undecodable_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
+    """Ids of padding rows. Without a ``tokenizer.json`` nothing is known about ids, and all may be sampled."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return ()
+    try:
+        known = set(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values())
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise StartupError(f"--model-path: cannot read {path}: {first_line(error)}") from error
+    return tuple(token for token in range(vocab_size) if token not in known)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

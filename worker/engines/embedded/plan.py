@@ -1,0 +1,135 @@
+"""What the words of a step pass to each other: requests, plans, samples and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from worker.engines import FinishReason, TokenLogprob
+from worker.sampling import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """One admitted request, owned by the step thread.
+
+    Attributes:
+        id: The caller's id, unique among live requests.
+        number: The engine's own id, which logits processors see.
+        params: What was asked for; already checked by `admission`.
+        tokens: Prompt and generated token ids, oldest first.
+        prompt_length: Tokens of the prompt.
+        limit: Length of `tokens` at which the answer ends.
+        min_length: Length of `tokens` below which no end id may be sampled.
+        end_ids: Ids that end the answer.
+        seed: Seed of the draws, 64 bits.
+        processors: Logits processor callables, in order.
+        bias: float32 ``[V]`` added to the logits, or None.
+        kv_start: First token of the request's range in the KV store, while it runs.
+        num_computed: Prompt tokens whose KV has been computed; not maintained once the prompt is done.
+    """
+
+    id: str
+    number: int
+    params: SamplingParams
+    tokens: list[int]
+    prompt_length: int
+    limit: int
+    min_length: int
+    end_ids: frozenset[int]
+    seed: int
+    processors: tuple[Callable[..., None], ...] = ()
+    bias: torch.Tensor | None = None
+    kv_start: int = -1
+    num_computed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prompt tokens ``[start, stop)`` of one request, computed in one step."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt ends here, so that a token can be sampled."""
+        return self.stop == self.request.prompt_length
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The work of one step.
+
+    Attributes:
+        decode: Requests of which the newest token is computed.
+        chunks: Pieces of prompts.
+        sampled: Requests that get a token: those of `decode`, then those whose prompt ends in `chunks`.
+            The same tuple object in consecutive steps means the same rows.
+    """
+
+    decode: tuple[Request, ...]
+    chunks: tuple[Chunk, ...]
+    sampled: tuple[Request, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return len(self.decode) + sum(chunk.stop - chunk.start for chunk in self.chunks)
+
+
+class Model(Protocol):
+    """What the engine needs of a model. `HfModel` is the real one; a benchmark may bring its own.
+
+    Attributes:
+        vocab_size: Width of a row of logits.
+        context_length: Longest sequence that the model was made for.
+        eos_token_ids: Ids that end an answer.
+        undecodable_ids: Ids below `vocab_size` that the tokenizer does not know; never sampled.
+        device: Where logits are.
+        kv_bytes_per_token: Size of the KV of one token, 0 if there is none.
+    """
+
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    undecodable_ids: tuple[int, ...]
+    device: torch.device
+    kv_bytes_per_token: int
+
+    def allocate_kv(self, num_tokens: int) -> None:
+        """Make room for the KV of `num_tokens` tokens; requests address it from their `kv_start` on."""
+
+    def forward(self, plan: Plan) -> torch.Tensor:
+        """Logits ``[len(plan.sampled), vocab_size]``, of a floating dtype; the sampler may write into them."""
+
+
+@dataclass(slots=True)
+class Samples:
+    """What the sampler chose, by row of ``plan.sampled``.
+
+    Attributes:
+        token_ids: One id per row; meaningless for rows in `errors`.
+        errors: Why a row has no token.
+        logprobs: Sampled token first, then the top-n; only for rows that asked.
+    """
+
+    token_ids: list[int]
+    errors: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step has to say about one request; `token_id` is None if it shows no token."""
+
+    request_id: str
+    token_id: int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None

@@ -1,0 +1,179 @@
+"""Logits to tokens, in the order law: bias, penalties, processors, hard masks, temperature, truncation, draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from worker.engines.embedded.draws import uniforms
+from worker.engines.embedded.logprobs import token_logprobs
+from worker.engines.embedded.penalties import Penalties, wants_penalties
+from worker.engines.embedded.plan import Plan, Request, Samples
+from worker.engines.embedded.processors import run_processors
+from worker.engines.embedded.truncation import Truncation, draw, weigh
+
+_UNSATISFIABLE = "unsatisfiable: the request's controls leave no token that may be sampled"
+_NOT_FINITE = "the row of logits holds NaN or +inf"
+
+
+class RowTable:
+    """Which rows of a batch need which treatment; made once per set of rows, not once per step.
+
+    Args:
+        requests: The sampled requests, by row.
+        vocab_size: Width of a row.
+        device: Where logits are.
+    """
+
+    def __init__(self, requests: tuple[Request, ...], vocab_size: int, device: torch.device) -> None:
+        self.requests = requests
+        self.biased = _rows(requests, lambda request: request.bias is not None)
+        self.penalised = _rows(requests, wants_penalties)
+        self.processed = _rows(requests, lambda request: bool(request.processors))
+        self.banned = _rows(requests, lambda request: bool(request.params.bad_token_ids))
+        self.held_open = _rows(requests, lambda request: len(request.tokens) < request.min_length)
+        self.random = _rows(requests, lambda request: not request.params.is_greedy)
+        logprobs = _rows(requests, lambda request: request.params.logprobs is not None)
+        self.raw = [row for row in logprobs if requests[row].params.logprobs_mode == "raw"]
+        self.processed_logprobs = [row for row in logprobs if requests[row].params.logprobs_mode == "processed"]
+        chosen = [requests[row] for row in self.random]
+        self.random_index = torch.tensor(self.random, dtype=torch.long, device=device)
+        self.seeds = np.array([request.seed for request in chosen], np.uint64)
+        self.truncation = _truncation(chosen, vocab_size, device)
+
+
+def _rows(requests: tuple[Request, ...], wanted: Callable[[Request], bool]) -> list[int]:
+    return [row for row, request in enumerate(requests) if wanted(request)]
+
+
+def _truncation(requests: list[Request], vocab_size: int, device: torch.device) -> Truncation:
+    def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+    params = [request.params for request in requests]
+    temperature = [1.0 if one.temperature is None else one.temperature for one in params]
+    min_p = [one.min_p or 0.0 for one in params]
+    top_k = [min(one.top_k or vocab_size, vocab_size) for one in params]
+    top_p = [1.0 if one.top_p is None else one.top_p for one in params]
+    return Truncation(
+        column(temperature, torch.float64),
+        column(min_p, torch.float64) if any(min_p) else None,
+        column(top_k, torch.int64) if any(value < vocab_size for value in top_k) else None,
+        column(top_p, torch.float64) if any(value < 1 for value in top_p) else None,
+    )
+
+
+class Sampler:
+    """Chooses a token for each row; a row's result depends on that row alone.
+
+    Args:
+        vocab_size: Width of a row.
+        undecodable_ids: Ids that are never sampled.
+        device: Where logits are.
+    """
+
+    def __init__(self, vocab_size: int, undecodable_ids: tuple[int, ...], device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._never = _never(undecodable_ids, vocab_size, device)
+        self._table = RowTable((), vocab_size, device)
+        self._penalties: WeakKeyDictionary[Request, Penalties] = WeakKeyDictionary()
+
+    def sample(self, logits: torch.Tensor, plan: Plan) -> Samples:
+        """Tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it is float32."""
+        if not plan.sampled:
+            return Samples([])
+        if self._table.requests is not plan.sampled:
+            self._table = RowTable(plan.sampled, self._vocab_size, self._device)
+        table = self._table
+        logits = logits.float()
+        self._mask_never(logits)
+        raw = logits[table.raw] if table.raw else None
+        self._add_biases(logits, table)
+        errors = self._process(logits, table)
+        self._mask_hard(logits, table)
+        samples = self._choose(logits, table, errors)
+        if raw is not None:
+            _attach_logprobs(samples, raw, table.requests, table.raw)
+        return samples
+
+    def _mask_never(self, logits: torch.Tensor) -> None:
+        if isinstance(self._never, slice):
+            logits[:, self._never] = -torch.inf
+        elif self._never is not None:
+            logits.index_fill_(-1, self._never, -torch.inf)
+
+    def _add_biases(self, logits: torch.Tensor, table: RowTable) -> None:
+        for row in table.biased:
+            bias = table.requests[row].bias
+            if bias is not None:
+                logits[row].add_(bias)
+        for row in table.penalised:
+            request = table.requests[row]
+            if request not in self._penalties:
+                self._penalties[request] = Penalties(self._vocab_size, self._device)
+            self._penalties[request].apply(logits[row], request)
+
+    def _process(self, logits: torch.Tensor, table: RowTable) -> dict[int, str]:
+        errors = {}
+        for row in table.processed:
+            failure = run_processors(logits[row], table.requests[row])
+            if failure is not None:
+                errors[row] = failure
+        if table.processed:
+            self._mask_never(logits)
+        return errors
+
+    def _mask_hard(self, logits: torch.Tensor, table: RowTable) -> None:
+        for row in table.held_open:
+            request = table.requests[row]
+            if len(request.tokens) < request.min_length and request.end_ids:
+                logits[row, list(request.end_ids)] = -torch.inf
+        for row in table.banned:
+            logits[row, table.requests[row].params.bad_token_ids] = -torch.inf
+
+    def _choose(self, logits: torch.Tensor, table: RowTable, errors: dict[int, str]) -> Samples:
+        highest = logits.amax(-1)
+        token_ids = logits.argmax(-1) if len(table.random) < len(table.requests) else None
+        adjusted = None
+        if table.random:
+            adjusted, drawn = self._draw(logits, table)
+            token_ids = drawn if token_ids is None else token_ids.index_copy_(0, table.random_index, drawn)
+        assert token_ids is not None
+        if not bool(highest.isfinite().all()):
+            for row, value in enumerate(highest.tolist()):
+                if not math.isfinite(value) and row not in errors:
+                    errors[row] = _UNSATISFIABLE if value == -math.inf else _NOT_FINITE
+        samples = Samples(token_ids.tolist(), errors)
+        if table.processed_logprobs:
+            final = logits.double()
+            if adjusted is not None:
+                final.index_copy_(0, table.random_index, adjusted)
+            _attach_logprobs(samples, final[table.processed_logprobs], table.requests, table.processed_logprobs)
+        return samples
+
+    def _draw(self, logits: torch.Tensor, table: RowTable) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = np.array([len(table.requests[row].tokens) for row in table.random], np.uint64)
+        numbers = torch.from_numpy(uniforms(table.seeds, positions)).to(self._device)
+        rows = logits if len(table.random) == len(table.requests) else logits.index_select(0, table.random_index)
+        adjusted, weights = weigh(rows, table.truncation)
+        return adjusted, draw(weights, numbers)
+
+
+def _never(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> slice | torch.Tensor | None:
+    """Ids as an index; padding is a tail nearly always, and a slice is much cheaper to fill."""
+    if not ids:
+        return None
+    if ids == tuple(range(ids[0], vocab_size)):
+        return slice(ids[0], vocab_size)
+    return torch.tensor(ids, device=device)
+
+
+def _attach_logprobs(samples: Samples, logits: torch.Tensor, requests: tuple[Request, ...], rows: list[int]) -> None:
+    counts = [requests[row].params.logprobs or 0 for row in rows]
+    found = token_logprobs(logits, [samples.token_ids[row] for row in rows], counts)
+    samples.logprobs |= dict(zip(rows, found, strict=True))

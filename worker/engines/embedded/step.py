@@ -1,0 +1,48 @@
+"""The engine's loop body: synchronous, one thread, no I/O."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.plan import Model, Output, Request
+from worker.engines.embedded.sampler import Sampler
+from worker.engines.embedded.scheduler import Scheduler
+
+
+class Stepper:
+    """A model, a scheduler and a sampler.
+
+    Args:
+        model: What computes logits; its KV store must hold the blocks of `scheduler`.
+        scheduler: What decides the work of a step.
+    """
+
+    def __init__(self, model: Model, scheduler: Scheduler) -> None:
+        self.model = model
+        self.scheduler = scheduler
+        self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; it joins at the next step that has room."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> Output | None:
+        """Free what a request holds; None if it has ended already."""
+        return self.scheduler.abort(request_id)
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """Compute one step; returns one output for each request that got a token or ended."""
+        plan = self.scheduler.schedule()
+        logits = self.model.forward(plan)
+        samples = self.sampler.sample(logits, plan)
+        return self.scheduler.commit(plan, samples)
+
+
+def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> Stepper:
+    """A stepper for `model`, with a KV store of `num_kv_blocks` blocks. Raises `StartupError` if they do not fit."""
+    model.allocate_kv(num_kv_blocks * config.kv_block_size)
+    cache = KvCache(num_kv_blocks, config.kv_block_size)
+    return Stepper(model, Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens))

@@ -1,0 +1,61 @@
+"""The event loop's end of one request: outputs go in, as many at a time as there are; deltas come out."""
+
+from __future__ import annotations
+
+import asyncio
+
+from worker.engines import TokenDelta
+from worker.engines.embedded.plan import Output
+from worker.errors import ServingError
+
+
+class Stream:
+    """One request's pending delta. For one event loop and one consumer."""
+
+    __slots__ = ("_failure", "_pending", "_waiter", "finished", "request_id")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.finished = False  # whether the last output has come in, or a failure
+        self._pending: TokenDelta | None = None
+        self._failure: ServingError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, output: Output) -> None:
+        """Add one output to the pending delta; what comes after a failure is dropped."""
+        if self.finished:
+            return
+        delta = self._pending
+        if delta is None:
+            delta = self._pending = TokenDelta()
+        if output.token_id is not None:
+            delta.token_ids.append(output.token_id)
+            if output.logprobs is not None:
+                delta.logprobs = [*(delta.logprobs or ()), output.logprobs]
+        if output.finish_reason is not None:
+            delta.finish_reason = output.finish_reason
+            delta.stop_reason = output.stop_reason
+            delta.error = output.error
+            self.finished = True
+        self._wake()
+
+    def fail(self, failure: ServingError) -> None:
+        """End the stream with an exception, raised once the pending delta is consumed."""
+        if not self.finished:
+            self._failure = failure
+            self.finished = True
+            self._wake()
+
+    async def take(self) -> TokenDelta:
+        """Wait for the next delta. Raises what `fail` was given."""
+        while self._pending is None:
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        delta, self._pending = self._pending, None
+        return delta
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
