@@ -7,8 +7,8 @@ One step, and the file that answers each of its words::
     samples = sampler.sample(logits, plan)    # sampler.py; processors, penalties, truncation, draws, logprobs
     outputs = scheduler.commit(plan, samples)
 
-`plan.py` holds what they pass to each other; `step.py` holds that loop, synchronous; `engine.py` runs it in its own thread and turns it into streams;
-`admission.py` decides what a request may ask for.
+`plan.py` holds what they pass to each other, `step.py` the loop, synchronous; `engine.py` runs it in its own
+thread and turns it into streams (`stream.py`); `admission.py` decides what a request may ask for.
 """
 
 from worker.engines.embedded.config import EmbeddedConfig

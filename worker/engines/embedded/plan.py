@@ -123,7 +123,7 @@ class Samples:
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made per token, and frozen ones take three times as long
 class Output:
     """What one step has to say about one request; `token_id` is None if it shows no token."""
 
