@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
 
 from adapters.edits import Edit
+from adapters.scope import Scope
 from adapters.vocabulary import Vocabulary
 
 
@@ -111,6 +112,7 @@ class Processor(ABC):
         reads: What it looks at.
         Args: Its arguments.
         observes_logits: State depends on logits (mirostat's mu): it can only be rebuilt by replaying on logits.
+        scopes: The scopes that a request may give it.
     """
 
     name: ClassVar[str]
@@ -118,6 +120,7 @@ class Processor(ABC):
     stage: ClassVar[Stage]
     reads: ClassVar[Reads]
     observes_logits: ClassVar[bool] = False
+    scopes: ClassVar[tuple[Scope, ...]] = ("all", "thinking", "answer")
     Args: ClassVar[type[ProcessorArgs]]
 
     _tokens: list[int]
