@@ -44,3 +44,16 @@ class ConfigurationError(ServingError):
 
 class StartupError(ServingError):
     """The worker cannot start; the message is the one line that the operator sees."""
+
+
+class ProcessorUnavailable(ServingError):
+    """A third-party processor has failed too often; requests that name it are refused for a while.
+
+    Args:
+        processor: Its name.
+        wait_s: Seconds until it is tried again.
+    """
+
+    def __init__(self, processor: str, wait_s: float) -> None:
+        super().__init__(f"logits processor {processor} has failed too often; try again in {wait_s:.0f} s")
+        self.processor = processor
