@@ -7,6 +7,8 @@ SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014), chained over the four
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -38,8 +40,17 @@ def uniform(seed: int, choice: int, position: int, purpose: int = SAMPLE) -> flo
 
 def uniforms(key_: int, count: int) -> torch.Tensor:
     """Float64 ``[count]`` in (0, 1): element i is a hash of ``key_`` and i alone, the same on every machine."""
-    words = np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(key_ & _MASK)
+    return torch.from_numpy(_uniforms(key_, np.arange(count, dtype=np.uint64)))
+
+
+def uniforms_at(key_: int, indices: torch.Tensor) -> torch.Tensor:
+    """``uniforms(key_, n)[indices]`` at the cost of the indices only; ``indices`` are int64 and at least 0."""
+    return torch.from_numpy(_uniforms(key_, indices.cpu().numpy().astype(np.uint64)))
+
+
+def _uniforms(key_: int, indices: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    words = indices * np.uint64(_GAMMA) + np.uint64(key_ & _MASK)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     words ^= words >> np.uint64(31)
-    return torch.from_numpy(((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
+    return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53

@@ -1,0 +1,347 @@
+"""Temperature and truncation: which tokens of a row may still be drawn.
+
+Every truncation writes -inf and nothing else, so that what is kept stays as it was, and none ever leaves NaN in a row
+that had none. A row without a finite logit is left alone. All but `TypicalP` keep the most likely token, so that they
+change nothing for a greedy request. What happens to a row does not depend on the rows beside it, bit for bit:
+probabilities come from a row-wise softmax, other sums over the vocabulary are made one row at a time, and sums that
+decide a prefix are sums of integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from typing_extensions import Self
+
+from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.processors.arguments import MAX_INT
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this one are greedy: the lowest of the most likely ids is the only one left."""
+
+MASS_RESOLUTION = 2.0**-22
+"""A prefix whose mass lacks no more than this is long enough: about two units of float32 in a sum of probabilities."""
+
+_WIDEST_TOPK = 1024
+_PREFIX_WIDTHS = (128, 1024, 8192)
+_UNIT = 2.0**53
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class _RowWise(ShapingProcessor):
+    """A processor without state whose batched form is the only one."""
+
+    reads = Reads.NOTHING
+
+    def shape(self, logits: torch.Tensor) -> None:
+        self.shape_rows([self], logits.unsqueeze(0))
+
+
+class Temperature(_RowWise):
+    """Divides the logits by a temperature; 0 leaves only the most likely token.
+
+    Source: z / T (Ackley, Hinton and Sejnowski, Cognitive Science 1985). Below 1e-5 the request is greedy: of the
+    tokens with the highest logit the one with the lowest id is kept.
+    """
+
+    name = "temperature"
+    stage = Stage.TEMPERATURE
+
+    class Args(ProcessorArgs):
+        value: float = Field(ge=0.0, le=100.0, description="Temperature; 1 changes nothing, 0 is greedy.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.value = args.value
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        greedy = [row for row, p in enumerate(processors) if p.value < GREEDY_BELOW]
+        logits.div_(_column([1.0 if p.value < GREEDY_BELOW else p.value for p in processors], logits))
+        keep_most_likely(logits, greedy)
+
+
+class TopK(_RowWise):
+    """Keeps the k tokens with the highest logits.
+
+    Source: Fan, Lewis and Dauphin, arXiv 1805.04833. Tokens that tie with the k-th are kept too; 0 and -1 are off.
+    k = 1 is greedy: of tied tokens only the one with the lowest id is kept.
+    """
+
+    name = "top_k"
+    stage = Stage.TRUNCATION
+
+    class Args(ProcessorArgs):
+        k: int = Field(ge=-1, le=MAX_INT, description="How many tokens to keep; 0 or -1 keeps all, 1 is greedy.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.k = max(args.k, 0)
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        width = logits.shape[1]
+        keep_most_likely(logits, [row for row, p in enumerate(processors) if p.k == 1])
+        rows = [row for row, p in enumerate(processors) if 1 < p.k < width]
+        narrow = [row for row in rows if processors[row].k <= _WIDEST_TOPK]
+        for together in (narrow, *([row] for row in rows if processors[row].k > _WIDEST_TOPK)):
+            if together:
+                _keep_top_k(logits, together, [processors[row].k for row in together])
+
+
+class TopP(_RowWise):
+    """Keeps the shortest prefix of the most likely tokens whose probabilities sum to at least p.
+
+    Source: nucleus sampling (Holtzman et al., arXiv 1904.09751). The token that reaches p is kept. Of tokens with
+    the same logit those with the lower ids come first. 1 is off, 0 is greedy.
+    """
+
+    name = "top_p"
+    stage = Stage.TRUNCATION
+
+    class Args(ProcessorArgs):
+        p: Fraction = Field(description="Probability mass to keep; 1 keeps all, 0 is greedy.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.p = args.p
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        rows = [row for row, p in enumerate(processors) if p.p < 1.0]
+        if not rows:
+            return
+        part = _take(logits, rows)
+        cuts, room = _prefixes(part, part.softmax(-1), [processors[row].p for row in rows])
+        drop = part < cuts
+        for i, kept in enumerate(room):
+            if kept is not None:  # more tokens have the last logit than the prefix has room for
+                tied = part[i] == cuts[i]
+                drop[i] |= tied & (tied.cumsum(0) > kept)
+        _drop(logits, rows, part, drop)
+
+
+class MinP(_RowWise):
+    """Keeps the tokens at least p times as likely as the most likely one.
+
+    Source: Nguyen et al., arXiv 2407.01082. In logits: z >= max(z) + ln p. 0 is off.
+    """
+
+    name = "min_p"
+    stage = Stage.TRUNCATION
+
+    class Args(ProcessorArgs):
+        p: Fraction = Field(description="Least probability relative to the most likely token's; 0 keeps all.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.offset = math.log(args.p) if args.p > 0 else -math.inf
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        cuts = logits.amax(-1, keepdim=True) + _column([p.offset for p in processors], logits)
+        logits.masked_fill_(logits < cuts, -torch.inf)
+
+
+class TypicalP(_RowWise):
+    """Keeps the tokens whose information is closest to the row's entropy, up to a mass of p.
+
+    Source: locally typical sampling (Meister et al., arXiv 2202.00666). Tokens in the order of abs(-ln p(t) - H), the
+    shortest prefix whose mass is at least p, and all that tie with its last one. 1 is off. It may drop the most
+    likely token, so that a greedy request with it does not choose the token that it would choose without.
+    """
+
+    name = "typical_p"
+    stage = Stage.TRUNCATION
+
+    class Args(ProcessorArgs):
+        p: float = Field(gt=0.0, le=1.0, description="Probability mass to keep; 1 keeps all.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.p = args.p
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        rows = [row for row, p in enumerate(processors) if p.p < 1.0]
+        if not rows:
+            return
+        part = _take(logits, rows)
+        information = -part.log_softmax(-1)
+        probabilities = information.neg().exp_()
+        closeness = -(information - _entropy(information, probabilities)).abs_()
+        cuts, _ = _prefixes(closeness, probabilities, [processors[row].p for row in rows])
+        _drop(logits, rows, part, closeness < cuts)
+
+
+class TopNSigma(_RowWise):
+    """Keeps the logits within n standard deviations of the highest.
+
+    Source: Tang et al., arXiv 2411.07641: z >= max(z) - n * sigma(z). The population deviation over the finite
+    logits, so that masked tokens do not count.
+    """
+
+    name = "top_n_sigma"
+    stage = Stage.TRUNCATION
+
+    class Args(ProcessorArgs):
+        n: float = Field(ge=0.0, le=100.0, description="Standard deviations below the highest logit.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.n = args.n
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        highest = logits.amax(-1, keepdim=True)
+        finite = logits > -torch.inf
+        count = finite.sum(-1, keepdim=True)
+        below = (logits - highest).masked_fill_(~finite, 0.0)
+        mean = _row_sums(below) / count
+        squares = (below - mean).square_().masked_fill_(~finite, 0.0)
+        sigma = (_row_sums(squares) / count).sqrt_()
+        cuts = highest - _column([p.n for p in processors], logits) * sigma
+        logits.masked_fill_(logits < cuts, -torch.inf)
+
+
+class EpsilonCutoff(_RowWise):
+    """Keeps the tokens with a probability of at least epsilon, and always the most likely.
+
+    Source: Hewitt, Manning and Liang, arXiv 2210.15191. 0 is off.
+    """
+
+    name = "epsilon_cutoff"
+    stage = Stage.TRUNCATION
+
+    class Args(ProcessorArgs):
+        epsilon: float = Field(ge=0.0, lt=1.0, description="Least probability of a token; 0 keeps all.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.epsilon = args.epsilon
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        cuts = _column([p.epsilon for p in processors], logits)
+        _drop_unlikely(logits, logits.softmax(-1), cuts)
+
+
+class EtaCutoff(_RowWise):
+    """Keeps the tokens with a probability of at least eta, which falls with the row's entropy.
+
+    Source: Hewitt, Manning and Liang, arXiv 2210.15191: eta = min(epsilon, sqrt(epsilon) * exp(-H)). The most likely
+    token is always kept. 0 is off.
+    """
+
+    name = "eta_cutoff"
+    stage = Stage.TRUNCATION
+
+    class Args(ProcessorArgs):
+        epsilon: float = Field(ge=0.0, lt=1.0, description="Highest value of the cutoff eta; 0 keeps all.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.epsilon = args.epsilon
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        information = -logits.log_softmax(-1)
+        probabilities = logits.softmax(-1)
+        epsilon = _column([p.epsilon for p in processors], logits)
+        eta = torch.minimum(epsilon, epsilon.sqrt() * _entropy(information, probabilities).neg_().exp_())
+        _drop_unlikely(logits, probabilities, eta)
+
+
+def keep_most_likely(logits: torch.Tensor, rows: Sequence[int]) -> None:
+    """Masks all but the highest logit in ``rows`` of ``logits`` (float ``[B, V]``); of equals the lowest id stays."""
+    if not rows:
+        return
+    part = logits[rows]
+    best = part.argmax(-1, keepdim=True)
+    highest = part.gather(-1, best)
+    logits[rows] = part.fill_(-torch.inf).scatter_(-1, best, highest)
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """``[R, 1]`` on the device of ``like``."""
+    return torch.tensor(values, dtype=like.dtype).unsqueeze(1).to(like.device, non_blocking=True)
+
+
+def _take(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return logits if len(rows) == len(logits) else logits[rows]
+
+
+def _drop(logits: torch.Tensor, rows: list[int], part: torch.Tensor, drop: torch.Tensor) -> None:
+    """Masks in ``rows``, whose values `_take` returned as ``part``."""
+    part.masked_fill_(drop, -torch.inf)
+    if part is not logits:
+        logits[rows] = part
+
+
+def _drop_unlikely(logits: torch.Tensor, probabilities: torch.Tensor, cuts: torch.Tensor) -> None:
+    unlikely = (probabilities < cuts) & (logits < logits.amax(-1, keepdim=True))
+    logits.masked_fill_(unlikely, -torch.inf)
+
+
+def _keep_top_k(logits: torch.Tensor, rows: list[int], ks: list[int]) -> None:
+    part = _take(logits, rows)
+    last = torch.tensor(ks).unsqueeze(1).to(logits.device, non_blocking=True) - 1
+    cuts = part.topk(max(ks), dim=-1).values.gather(-1, last)
+    _drop(logits, rows, part, part < cuts)
+
+
+def _row_sums(values: torch.Tensor) -> torch.Tensor:
+    """``[R, 1]``. One row at a time: a sum over ``[1, V]`` is split among threads, one over ``[R, V]`` is not."""
+    return torch.stack([row.sum() for row in values]).unsqueeze(1)
+
+
+def _entropy(information: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats, ``[R, 1]``; masked tokens contribute nothing."""
+    return _row_sums((information * probabilities).masked_fill_(probabilities == 0, 0.0))
+
+
+def _prefixes(
+    keys: torch.Tensor, probabilities: torch.Tensor, masses: Sequence[float]
+) -> tuple[torch.Tensor, list[int | None]]:
+    """The shortest prefixes, in descending order of the keys, with at least the given mass.
+
+    A selection of the highest keys usually holds the whole prefix, which its mass proves; it is widened until it
+    does. Only a prefix of many thousands of tokens is found by sorting.
+
+    Args:
+        keys: float ``[R, V]``.
+        probabilities: float32 ``[R, V]``.
+        masses: One for each row.
+
+    Returns:
+        The key of the last token of each prefix, ``[R, 1]``; and how many tokens with that key the prefix holds,
+        None if it holds them all.
+    """
+    num_rows, width = keys.shape
+    cuts = keys.new_empty((num_rows, 1))
+    room: list[int | None] = [None] * num_rows
+    pending = list(range(num_rows))
+    for num_selected in (*(w for w in _PREFIX_WIDTHS if w < width), width):
+        ends, values = _ends(_take(keys, pending), _take(probabilities, pending), masses, pending, num_selected)
+        found = [i for i, end in enumerate(ends) if end + 1 < num_selected or num_selected == width]
+        for i in found:
+            row, end = pending[i], min(ends[i], width - 1)
+            cuts[row, 0] = values[i, end]
+            if end + 1 < width and bool(values[i, end + 1] == values[i, end]):
+                room[row] = end + 1 - int((values[i] > values[i, end]).sum())
+        pending = [row for i, row in enumerate(pending) if i not in found]
+        if not pending:
+            break
+    return cuts, room
+
+
+def _ends(
+    keys: torch.Tensor, probabilities: torch.Tensor, masses: Sequence[float], rows: list[int], num_selected: int
+) -> tuple[list[int], torch.Tensor]:
+    """Index of the last token of each prefix, ``num_selected`` if it is longer; and the selected keys, descending."""
+    if num_selected == keys.shape[1]:
+        values, ids = keys.sort(-1, descending=True)
+    else:
+        values, ids = keys.topk(num_selected, dim=-1)
+    reached = (probabilities.gather(-1, ids).double() * _UNIT).long().cumsum(-1)
+    targets = [max(1, math.ceil((masses[row] - MASS_RESOLUTION) * _UNIT)) for row in rows]
+    needed = torch.tensor(targets).unsqueeze(1).to(keys.device, non_blocking=True)
+    ends: list[int] = (reached < needed).sum(-1).tolist()
+    return ends, values

@@ -1,0 +1,358 @@
+"""Temperature and truncation against transformers' warpers and against the formulas in float64."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from adapters.batch import apply_chain, apply_edits, apply_late, plan_rows
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.edits import Ban
+from adapters.processors.truncation import (
+    EpsilonCutoff,
+    EtaCutoff,
+    MinP,
+    Temperature,
+    TopK,
+    TopNSigma,
+    TopP,
+    TypicalP,
+)
+from adapters.vocabulary import Vocabulary
+
+V = 40
+CONTEXT = Context(Vocabulary(V))
+ALL = [Temperature, TopK, TopP, MinP, TypicalP, TopNSigma, EpsilonCutoff, EtaCutoff]
+few = settings(max_examples=50, deadline=None)
+seeds = st.integers(0, 2**32 - 1)
+fractions = st.floats(0.01, 0.99)
+
+
+def make(kind, value):
+    (field,) = kind.Args.model_fields
+    return kind(kind.Args(**{field: value}), CONTEXT)
+
+
+def row_of(seed, *, quantised=False, masked=0, width=V, spread=3.0):
+    """A random row; ``quantised`` makes many ties, ``masked`` logits are -inf."""
+    random = np.random.default_rng(seed)
+    values = random.normal(0, spread, width)
+    if quantised:
+        values = np.round(values * 2) / 2
+    values[random.permutation(width)[:masked]] = -np.inf
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def shaped(row, *processors):
+    """The row after the chain of ``processors``, through the batched path."""
+    chain = ProcessorChain(processors, CONTEXT)
+    chain.start([1, 2])
+    logits = row.clone().unsqueeze(0)
+    planned, failures = plan_rows([(0, chain)])
+    assert not failures
+    assert not apply_edits(logits, planned)
+    assert not apply_late(logits, planned)
+    return logits[0]
+
+
+def warped(warper, row):
+    return warper(torch.zeros(1, 1, dtype=torch.long), row.clone().unsqueeze(0))[0]
+
+
+def kept(row):
+    return set(torch.nonzero(row > -torch.inf).flatten().tolist())
+
+
+rows = st.builds(row_of, seeds, masked=st.integers(0, V - 1))
+tied_rows = st.builds(row_of, seeds, quantised=st.booleans(), masked=st.integers(0, V - 1))
+
+
+# Each against transformers: the same logits in, the same logits out
+
+
+@few
+@given(tied_rows, st.floats(1e-4, 100))
+def test_temperature_is_that_of_transformers(row, value):
+    assert torch.equal(shaped(row, make(Temperature, value)), warped(TemperatureLogitsWarper(value), row))
+
+
+@few
+@given(tied_rows, st.integers(2, V + 5))
+def test_top_k_is_that_of_transformers_ties_included(row, k):
+    assert torch.equal(shaped(row, make(TopK, k)), warped(TopKLogitsWarper(k), row))
+
+
+@few
+@given(rows, fractions)
+def test_top_p_is_that_of_transformers(row, p):
+    assert torch.equal(shaped(row, make(TopP, p)), warped(TopPLogitsWarper(p), row))
+
+
+@few
+@given(rows, st.floats(0, 0.99))
+def test_min_p_is_that_of_transformers(row, p):
+    assert torch.equal(shaped(row, make(MinP, p)), warped(MinPLogitsWarper(p), row))
+
+
+@few
+@given(rows, fractions)
+def test_typical_p_is_that_of_transformers(row, p):
+    assert torch.equal(shaped(row, make(TypicalP, p)), warped(TypicalLogitsWarper(p), row))
+
+
+@few
+@given(tied_rows, st.floats(1e-4, 0.9))
+def test_epsilon_cutoff_is_that_of_transformers(row, epsilon):
+    assert torch.equal(shaped(row, make(EpsilonCutoff, epsilon)), warped(EpsilonLogitsWarper(epsilon), row))
+
+
+@few
+@given(st.builds(row_of, seeds), st.floats(1e-4, 0.9))
+def test_eta_cutoff_is_that_of_transformers(row, epsilon):
+    assert torch.equal(shaped(row, make(EtaCutoff, epsilon)), warped(EtaLogitsWarper(epsilon), row))
+
+
+@few
+@given(rows, st.floats(1e-4, 0.9))
+def test_eta_cutoff_with_masked_tokens_is_the_formula(row, epsilon):
+    p = torch.softmax(row.double(), -1).numpy()
+    entropy = -sum(x * math.log(x) for x in p if x > 0)
+    eta = min(epsilon, math.sqrt(epsilon) * math.exp(-entropy))
+    expected = {i for i in range(V) if p[i] >= eta and row[i] > -math.inf} | {int(row.argmax())}
+    assert kept(shaped(row, make(EtaCutoff, epsilon))) == expected
+
+
+# Against the formula, where transformers has no warper or another rule for ties
+
+
+def top_p_reference(row, p):
+    """By the definition, in float64: descending logits, then ascending ids; cut at the first mass of at least p."""
+    weights = np.exp(row.double().numpy() - float(row.max()))
+    order = sorted(range(len(row)), key=lambda i: (-float(row[i]), i))
+    mass, chosen = 0.0, set()
+    for i in order:
+        if row[i] == -math.inf:
+            break
+        chosen.add(i)
+        mass += weights[i] / weights.sum()
+        if mass >= p - 2.0**-22:
+            break
+    return chosen
+
+
+@few
+@given(st.builds(row_of, seeds, quantised=st.just(True), masked=st.integers(0, V - 1)), st.floats(0, 1))
+def test_top_p_takes_the_lowest_ids_of_tied_tokens(row, p):
+    assert kept(shaped(row, make(TopP, p))) == (top_p_reference(row, p) if p < 1 else kept(row))
+
+
+def test_top_p_at_the_exact_boundary_keeps_the_shortest_prefix():
+    row = torch.tensor([0.05, 0.5, 0.15, 0.3]).log()
+    assert kept(shaped(row, make(TopP, 0.8))) == {1, 3}
+    assert kept(shaped(row, make(TopP, 0.8001))) == {1, 2, 3}
+
+
+def test_top_p_of_equal_tokens_keeps_as_many_as_the_mass_needs():
+    assert kept(shaped(torch.zeros(8), make(TopP, 0.5))) == {0, 1, 2, 3}
+    assert kept(shaped(torch.zeros(8), make(TopP, 0.51))) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.5, 1.0, 4.0])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_top_p_is_the_same_however_far_the_selection_must_be_widened(spread, p, quantised):
+    row = row_of(5, width=12000, spread=spread, quantised=quantised)
+    row[::7] = row[0]  # a tie wider than the first selection
+    result = kept(shaped(row, make(TopP, p)))
+    order = sorted(range(len(row)), key=lambda i: (-float(row[i]), i))[: len(result)]
+    masses = torch.softmax(row.double(), -1)[order].cumsum(0)
+    assert result == set(order)
+    assert masses[-1] >= p - 1e-6
+    assert len(order) == 1 or masses[-2] < p + 1e-6
+
+
+@few
+@given(tied_rows, st.floats(0, 20))
+def test_top_n_sigma_is_the_formula_over_the_finite_logits(row, n):
+    z = row.double().numpy()
+    cut = z.max() - n * z[np.isfinite(z)].std()
+    near = {i for i in range(V) if abs(z[i] - cut) < 1e-4}
+    result = kept(shaped(row, make(TopNSigma, n)))
+    assert result - near == {i for i in range(V) if z[i] >= cut} - near
+    assert int(row.argmax()) in result
+
+
+@few
+@given(tied_rows, st.sampled_from([(Temperature, 0.0), (Temperature, 9e-6), (TopK, 1), (TopP, 0.0)]))
+def test_greedy_values_keep_the_lowest_of_the_most_likely_ids(row, greedy):
+    result = shaped(row, make(*greedy))
+    assert kept(result) == {int(row.argmax())}
+    assert result.max() == row.max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(Temperature, 1.0), (TopK, 0), (TopK, -1), (TopK, V), (TopP, 1.0), (MinP, 0.0), (TypicalP, 1.0)]
+    + [(EpsilonCutoff, 0.0), (EtaCutoff, 0.0)],
+)
+def test_off_values_change_nothing(kind, value):
+    row = row_of(3, masked=5)
+    assert torch.equal(shaped(row, make(kind, value)), row)
+
+
+def test_typical_p_may_drop_the_most_likely_token():
+    row = torch.tensor([0.3, *[0.1] * 7]).log()
+    assert kept(shaped(row, make(TypicalP, 0.5))) == {1, 2, 3, 4, 5, 6, 7}
+
+
+# Properties of all of them
+
+VALUES = {
+    Temperature: st.floats(0, 100),
+    TopK: st.integers(-1, V + 5),
+    TopP: st.floats(0, 1),
+    MinP: st.floats(0, 1),
+    TypicalP: st.floats(0.001, 1),
+    TopNSigma: st.floats(0, 100),
+    EpsilonCutoff: st.floats(0, 0.999),
+    EtaCutoff: st.floats(0, 0.999),
+}
+processors = st.sampled_from(ALL).flatmap(lambda kind: VALUES[kind].map(lambda value: make(kind, value)))
+
+
+@few
+@given(tied_rows, processors)
+def test_all_but_typical_p_keep_the_most_likely_token_and_none_touches_what_it_keeps(row, processor):
+    result = shaped(row, processor)
+    left = sorted(kept(result))
+    assert left
+    assert set(left) <= kept(row)
+    if not isinstance(processor, TypicalP):
+        assert int(result.argmax()) == int(row.argmax())
+    if not isinstance(processor, Temperature):
+        assert torch.equal(result[left], row[left])
+
+
+@few
+@given(st.data(), st.sampled_from(ALL), st.integers(2, 6))
+def test_a_row_does_not_depend_on_its_batch_mates(data, kind, count):
+    batch = torch.stack([data.draw(tied_rows) for _ in range(count)])
+    members = [make(kind, data.draw(VALUES[kind])) for _ in range(count)]
+    alone = []
+    for member, row in zip(members, batch, strict=True):
+        single = row.clone()
+        member.shape(single)
+        alone.append(single)
+    kind.shape_rows(members, batch)
+    assert torch.equal(batch, torch.stack(alone))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_rows_of_a_real_width_do_not_depend_on_their_batch_mates(kind):
+    value = {TopK: 3000, TopNSigma: 3.0, EpsilonCutoff: 1e-5, EtaCutoff: 1e-4}.get(kind, 0.9)
+    batch = torch.stack([row_of(seed, width=50003) for seed in range(3)])
+    members = [make(kind, value) for _ in range(3)]
+    alone = batch.clone()
+    for member, row in zip(members, alone, strict=True):
+        kind.shape_rows([member], row.clone().unsqueeze(0))
+        member.shape(row)
+    kind.shape_rows(members, batch)
+    assert torch.equal(batch, alone)
+
+
+@few
+@given(processors, st.integers(0, V - 1))
+def test_rows_with_nothing_or_one_token_left(processor, only):
+    empty = torch.full((V,), -torch.inf)
+    assert torch.equal(shaped(empty, processor), empty)
+    single = empty.clone()
+    single[only] = -2.5
+    assert kept(shaped(single, processor)) == {only}
+
+
+@few
+@given(processors, rows, st.integers(0, V - 1))
+def test_nan_is_never_hidden(processor, row, where):
+    row[where] = torch.nan
+    assert bool(shaped(row, processor).isnan().any())
+
+
+@few
+@given(processors, rows)
+def test_twice_is_pure_and_pickles(processor, row):
+    first = shaped(row, processor)
+    assert torch.equal(shaped(row, processor), first)
+    assert torch.equal(shaped(row, pickle.loads(pickle.dumps(processor))), first)
+
+
+def test_stages_follow_the_order_law_whatever_the_order_of_the_request():
+    row = row_of(11)
+    result = shaped(row, make(TopP, 0.7), make(Temperature, 2.5))
+    assert torch.equal(result, warped(TopPLogitsWarper(0.7), warped(TemperatureLogitsWarper(2.5), row)))
+    assert not torch.equal(result, warped(TemperatureLogitsWarper(2.5), warped(TopPLogitsWarper(0.7), row)))
+
+
+def test_within_a_stage_the_order_is_that_of_the_request():
+    row = row_of(12)
+    both = shaped(row, make(TopK, 4), make(TopP, 0.9))
+    assert torch.equal(both, warped(TopPLogitsWarper(0.9), warped(TopKLogitsWarper(4), row)))
+
+
+def test_a_mask_before_truncation_counts():
+    from adapters.contract import ProcessorArgs, Reads, Stage, SteeringProcessor
+
+    class BanBest(SteeringProcessor):
+        name, stage, reads, Args = "ban_best", Stage.MASK, Reads.NOTHING, ProcessorArgs
+
+        def edit(self):
+            return Ban.of([1])
+
+    row = torch.tensor([2.0, 9.0, 1.0, 0.0])
+    assert kept(shaped(row, BanBest(None, CONTEXT), make(TopK, 2))) == {0, 2}
+
+
+def test_half_precision_rows_of_the_dense_path():
+    chain = ProcessorChain([make(TopK, 3)], CONTEXT)
+    chain.start([1])
+    row = row_of(4).bfloat16()
+    expected = kept(shaped(row.float(), make(TopK, 3)))
+    assert apply_chain(chain, row)
+    assert row.dtype == torch.bfloat16
+    assert kept(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(Temperature, -0.1), (Temperature, 100.5), (TopK, -2), (TopK, 2**31), (TopK, 2.0), (TopP, -0.1), (TopP, 1.1)]
+    + [(MinP, -0.1), (MinP, 1.1), (TypicalP, 0.0), (TypicalP, 1.1), (TopNSigma, -1.0), (TopNSigma, 101.0)]
+    + [(EpsilonCutoff, -0.1), (EpsilonCutoff, 1.0), (EtaCutoff, -0.1), (EtaCutoff, 1.0)]
+    + [(kind, bad) for kind in ALL for bad in (math.nan, math.inf, "1", None, True)],
+)
+def test_arguments_out_of_bounds(kind, value):
+    with pytest.raises(ValidationError):
+        make(kind, value)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_unknown_and_missing_arguments(kind):
+    with pytest.raises(ValidationError):
+        kind.Args()
+    with pytest.raises(ValidationError):
+        kind.Args(value=1.0, k=2, p=0.5, n=1.0, epsilon=0.1)
