@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# One model behind an OpenAI-compatible endpoint: Dynamo's frontend and one worker, on this machine, on loopback.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: [VARIABLE=value ...] launch/agg.sh [worker argument ...]
+
+Starts Dynamo's frontend and one worker, waits until the model answers, and prints the URL. Ctrl-C stops both:
+requests under way finish first. The first run makes .venv.
+
+  MODEL_PATH         directory of a Hugging Face checkpoint (default: a tiny model with random weights)
+  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
+  ENGINE             embedded (default) or trtllm
+  HTTP_HOST          address to serve on (default: 127.0.0.1)
+  HTTP_PORT          port to serve on (default: 8000)
+  DYN_LOG            log filter of frontend and worker (default: warnings)
+  DLW_VENV           an environment to use as it is instead of .venv
+
+Other arguments go to the worker; `python -m worker --help` lists them.
+Exit status: 0 after Ctrl-C or SIGTERM once the model has answered; non-zero when it could not start, or when the
+frontend or the worker ended by itself.
+TEXT
+}
+
+for argument in "$@"; do
+    if [[ $argument == -h || $argument == --help ]]; then
+        usage
+        exit 0
+    fi
+done
+
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+worker_arguments=()
+[[ -z ${SERVED_MODEL_NAME:-} ]] || worker_arguments+=(--served-model-name "$SERVED_MODEL_NAME")
+[[ -z ${ENGINE:-} ]] || worker_arguments+=(--engine "$ENGINE")
+
+check_http_port
+prepare_environment
+prepare_runtime
+prepare_model
+start_frontend
+start_worker "${worker_arguments[@]}" "$@"
+await_model
+announce
+watch

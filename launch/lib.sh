@@ -1,0 +1,201 @@
+# Shared by the launch scripts: environment, a scratch directory, processes that start and stop together.
+# Source it after `set -euo pipefail`. Needs bash 4.3.
+
+launch_name=$(basename "$0" .sh)
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+scratch=
+declare -a process_names=() # in the order they were started
+declare -A process_pids=()
+
+say() {
+    echo "$launch_name: $*"
+}
+
+fail() {
+    echo "$launch_name: error: $*" >&2
+    exit 1
+}
+
+# Sets HTTP_HOST and HTTP_PORT, and stops if the port is not free.
+check_http_port() {
+    HTTP_HOST=${HTTP_HOST:-127.0.0.1}
+    HTTP_PORT=${HTTP_PORT:-8000}
+    if [[ ! $HTTP_PORT =~ ^[1-9][0-9]{0,4}$ ]] || ((HTTP_PORT > 65535)); then
+        fail "HTTP_PORT must be a port number, got '$HTTP_PORT'"
+    fi
+    if (exec 3<> "/dev/tcp/$HTTP_HOST/$HTTP_PORT") 2> /dev/null; then
+        fail "port $HTTP_PORT on $HTTP_HOST is taken; set HTTP_PORT to a free one"
+    fi
+}
+
+# Sets python, the interpreter of an environment that has everything; makes the environment on first use.
+prepare_environment() {
+    "$repository/scripts/install" --runtime-only
+    python=$(realpath -s "${DLW_VENV:-$repository/.venv}")/bin/python
+    # The checkout goes first, and the current directory is no place to import from.
+    export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+}
+
+# Everything on loopback, no services, and all state in a scratch directory.
+prepare_runtime() {
+    scratch=$(mktemp -d "${TMPDIR:-/tmp}/dynamo-logits-worker.XXXXXX")
+    mkdir "$scratch/discovery" "$scratch/home"
+    export DYN_DISCOVERY_BACKEND=file DYN_FILE_KV=$scratch/discovery
+    export DYN_REQUEST_PLANE=tcp DYN_TCP_RPC_HOST=127.0.0.1
+    export DYN_TCP_RESPONSE_STREAM_HOST=lo # the name of an interface, not an address
+    export DYN_SYSTEM_HOST=127.0.0.1
+    # Dynamo's ZeroMQ event plane listens on every address unless it is told of a broker, which it connects to.
+    # Round-robin routing listens to no events, so there is none.
+    export DYN_EVENT_PLANE=zmq
+    local broker=ipc://@${scratch##*/}
+    export DYN_ZMQ_BROKER_URL="xsub=$broker-in , xpub=$broker-out"
+    # Nothing to wait for before a drain: there is no other worker that requests could be sent to.
+    export DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS=${DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS:-0}
+    export DYN_LOG=${DYN_LOG:-warn,mm_routing=error,dynamo_llm::local_model=error,dynamo_runtime::component=off,dynamo_llm::discovery=error}
+}
+
+# Sets MODEL_PATH to a tiny model with random weights, made on first use, unless it is set.
+prepare_model() {
+    [[ -z ${MODEL_PATH:-} ]] || return 0
+    local cache=${XDG_CACHE_HOME:-${HOME:-$scratch}/.cache}/dynamo-logits-worker
+    mkdir -p "$cache" 2> /dev/null && [[ -w $cache ]] || cache=$scratch
+    MODEL_PATH=$cache/tiny-model
+    say "MODEL_PATH is not set: a tiny model with random weights answers, in $MODEL_PATH"
+    "$python" -m worker.tiny_model "$MODEL_PATH" > /dev/null
+}
+
+# start NAME COMMAND...: in a session of its own, so that Ctrl-C reaches this script alone, which then stops
+# everything in order. The kernel ends it too, should this script be killed.
+start() {
+    local name=$1
+    shift
+    local lifeline=()
+    if command -v setpriv > /dev/null; then
+        lifeline=(setpriv --pdeathsig TERM --)
+    fi
+    setsid "${lifeline[@]}" "$@" < /dev/null &
+    process_names+=("$name")
+    process_pids[$name]=$!
+}
+
+start_frontend() {
+    # The frontend leaves copies of every model's tokenizer in ~/.cache; the scratch directory goes away.
+    start frontend env HOME="$scratch/home" "$python" -m dynamo.frontend \
+        --http-host "$HTTP_HOST" --http-port "$HTTP_PORT" "$@"
+}
+
+start_worker() {
+    start worker "$python" -m worker --model-path "$MODEL_PATH" "$@"
+}
+
+alive() {
+    kill -0 "${process_pids[$1]}" 2> /dev/null
+}
+
+# The name of a process that is gone, if one is.
+first_dead() {
+    local name
+    for name in "${process_names[@]}"; do
+        alive "$name" || { echo "$name"; return; }
+    done
+}
+
+# Ends this script because NAME died.
+report_death() {
+    local status=0
+    wait "${process_pids[$1]}" || status=$?
+    fail "the $1 ended with status $status; stopping"
+}
+
+# Waits until a request is answered; sets base_url and served_model.
+await_model() {
+    local host=$HTTP_HOST started=$SECONDS dead probe status=0
+    [[ $host != 0.0.0.0 ]] || host=127.0.0.1
+    [[ $host != *:* ]] || host="[$host]"
+    base_url=http://$host:$HTTP_PORT
+    say "loading the model ..."
+    "$python" "$repository/launch/await_model.py" "$base_url" > "$scratch/model" &
+    probe=$!
+    while kill -0 "$probe" 2> /dev/null; do
+        dead=$(first_dead)
+        if [[ -n $dead ]]; then
+            kill "$probe" 2> /dev/null || true
+            report_death "$dead"
+        fi
+        sleep 0.1
+        if ((SECONDS - started >= 10)); then
+            say "still loading the model ..."
+            started=$SECONDS
+        fi
+    done
+    wait "$probe" || status=$?
+    ((status == 0)) || fail "the model does not answer"
+    served_model=$(< "$scratch/model")
+}
+
+announce() {
+    cat <<TEXT
+
+$launch_name: ready. $served_model answers at $base_url/v1; Ctrl-C stops it. Try:
+
+curl $base_url/v1/chat/completions -H 'Content-Type: application/json' \\
+  -d '{"model": "$served_model", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
+
+TEXT
+}
+
+# Ends the script, with 1, when a process dies.
+watch() {
+    local dead
+    ready=yes
+    while dead=$(first_dead) && [[ -z $dead ]]; do
+        sleep 0.5
+    done
+    report_death "$dead"
+}
+
+ready=
+forced=
+
+on_signal() {
+    local status=$1
+    [[ -z $ready ]] || status=0
+    say "stopping; Ctrl-C again to kill"
+    exit "$status"
+}
+
+# Stops NAME: asks, waits while it finishes its requests, and kills what is left of its session.
+stop() {
+    local pid=${process_pids[$1]} deadline=$((SECONDS + 10))
+    [[ -z $ready ]] || deadline=$((SECONDS + stop_timeout_s))
+    kill -TERM "$pid" 2> /dev/null || true
+    while alive "$1" && [[ -z $forced ]] && ((SECONDS < deadline)); do
+        sleep 0.1
+    done
+    ! alive "$1" || say "killing the $1"
+    kill -KILL -- "-$pid" 2> /dev/null || true
+    wait "$pid" 2> /dev/null
+}
+
+# The last started stops first: the worker drains while the frontend still carries its answers.
+clean_up() {
+    local status=$? index name stopped
+    trap 'forced=yes' INT TERM HUP
+    for ((index = ${#process_names[@]} - 1; index >= 0; index--)); do
+        name=${process_names[index]} stopped=0
+        stop "$name" || stopped=$?
+        if ((status == 0 && stopped != 0)); then
+            say "the $name ended with status $stopped"
+            status=1
+        fi
+    done
+    [[ -z $scratch ]] || rm -rf "$scratch"
+    trap - EXIT
+    exit "$status"
+}
+
+stop_timeout_s=120
+trap 'on_signal 130' INT
+trap 'on_signal 143' TERM
+trap 'on_signal 129' HUP
+trap clean_up EXIT
