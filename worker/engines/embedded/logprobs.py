@@ -21,18 +21,25 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Seque
         counts: n of each row's top-n.
     """
     logprobs = logits.double().log_softmax(-1)
-    values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
     sampled = torch.tensor(token_ids, device=logits.device)[:, None]
-    ranks = (ids == sampled).int().argmax(-1).tolist()
-    chosen = logprobs.gather(-1, sampled)[:, 0].tolist()
-    most = max(counts)
-    top_values, top_ids = values[:, :most].tolist(), ids[:, :most].tolist()
-    answers = []
-    for row, token in enumerate(token_ids):
-        entries = [TokenLogprob(token, chosen[row], ranks[row] + 1)]
-        top = zip(top_ids[row][: counts[row]], top_values[row], strict=False)
-        entries += [
-            TokenLogprob(other, value, rank) for rank, (other, value) in enumerate(top, start=1) if value > -math.inf
-        ]
-        answers.append(entries)
-    return answers
+    chosen = logprobs.gather(-1, sampled)
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    ahead = (logprobs > chosen) | ((logprobs == chosen) & (ids < sampled))
+    ranks = (ahead.sum(-1) + 1).tolist()
+    values = chosen[:, 0].tolist()
+    tops = _tops(logprobs, counts) if max(counts) else [[]] * len(counts)
+    return [[TokenLogprob(token_ids[row], values[row], ranks[row]), *top] for row, top in enumerate(tops)]
+
+
+def _tops(logprobs: torch.Tensor, counts: Sequence[int]) -> list[list[TokenLogprob]]:
+    # one more than asked for, to see whether `topk`, which takes any of equal values, had a choice
+    found = logprobs.topk(min(max(counts) + 1, logprobs.shape[-1]))
+    tops = []
+    for row, (count, values, ids) in enumerate(zip(counts, found.values.tolist(), found.indices.tolist(), strict=True)):
+        if 0 < count < len(values) and values[count - 1] == values[-1]:
+            ids = (logprobs[row] >= values[-1]).nonzero()[:, 0].tolist()
+            values = logprobs[row, ids].tolist()
+        best = sorted(zip(values, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))[:count]
+        ranked = enumerate(best, start=1)
+        tops.append([TokenLogprob(token, value, rank) for rank, (value, token) in ranked if value > -math.inf])
+    return tops

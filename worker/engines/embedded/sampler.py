@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
-from worker.engines.embedded.draws import uniforms
+from adapters.draws import SAMPLE, uniform
 from worker.engines.embedded.logprobs import token_logprobs
 from worker.engines.embedded.penalties import Penalties, wants_penalties
 from worker.engines.embedded.plan import Plan, Request, Samples
@@ -42,7 +41,6 @@ class RowTable:
         self.processed_logprobs = [row for row in logprobs if requests[row].params.logprobs_mode == "processed"]
         chosen = [requests[row] for row in self.random]
         self.random_index = torch.tensor(self.random, dtype=torch.long, device=device)
-        self.seeds = np.array([request.seed for request in chosen], np.uint64)
         self.truncation = _truncation(chosen, vocab_size, device)
 
 
@@ -157,11 +155,11 @@ class Sampler:
         return samples
 
     def _draw(self, logits: torch.Tensor, table: RowTable) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = np.array([len(table.requests[row].tokens) for row in table.random], np.uint64)
-        numbers = torch.from_numpy(uniforms(table.seeds, positions)).to(self._device)
+        chosen = [table.requests[row] for row in table.random]
+        numbers = [uniform(request.seed, 0, len(request.tokens), SAMPLE) for request in chosen]
         rows = logits if len(table.random) == len(table.requests) else logits.index_select(0, table.random_index)
         adjusted, weights = weigh(rows, table.truncation)
-        return adjusted, draw(weights, numbers)
+        return adjusted, draw(weights, torch.tensor(numbers, dtype=torch.float64, device=self._device))
 
 
 def _never(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> slice | torch.Tensor | None:

@@ -64,7 +64,7 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
     Args:
         weights: int64 ``[m, V]``, at least 0.
-        uniforms: float64 ``[m]`` in [0, 1).
+        uniforms: float64 ``[m]`` in [0, 1].
 
     Returns:
         int64 ``[m]``: token ids.
