@@ -209,8 +209,10 @@ def test_greedy_values_keep_the_lowest_of_the_most_likely_ids(row, greedy):
 
 @pytest.mark.parametrize(
     ("kind", "value"),
-    [(Temperature, 1.0), (TopK, 0), (TopK, -1), (TopK, V), (TopP, 1.0), (MinP, 0.0), (TypicalP, 1.0)]
-    + [(EpsilonCutoff, 0.0), (EtaCutoff, 0.0)],
+    [
+        *[(Temperature, 1.0), (TopK, 0), (TopK, -1), (TopK, V), (TopP, 1.0), (MinP, 0.0), (TypicalP, 1.0)],
+        *[(EpsilonCutoff, 0.0), (EtaCutoff, 0.0)],
+    ],
 )
 def test_off_values_change_nothing(kind, value):
     row = row_of(3, masked=5)

@@ -1,0 +1,135 @@
+"""Truncations with a coin or a memory: XTC and mirostat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from typing_extensions import Self
+
+from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.draws import uniform
+
+XTC = 1
+"""Purpose of the coin that `Xtc` tosses (`adapters.draws`)."""
+
+
+class Xtc(ShapingProcessor):
+    """Now and then excludes the top choices: of the tokens at or above a threshold only the least likely stays.
+
+    Source: "Exclude Top Choices" (p-e-w, text-generation-webui pull request 6335; llama.cpp, `xtc`). At each position,
+    with the given probability: if two or more tokens have p >= threshold, all of them but the least likely are
+    dropped. Tokens that tie for the least likely all stay. No token is protected, end tokens included. The coin
+    depends on the request's seed, the choice and the absolute position only. Above 0.5 a threshold never drops any.
+    """
+
+    name = "xtc"
+    stage = Stage.TRUNCATION
+    reads = Reads.NOTHING
+
+    class Args(ProcessorArgs):
+        threshold: float = Field(default=0.1, ge=0.0, le=1.0, description="Least probability of a top choice.")
+        probability: float = Field(ge=0.0, le=1.0, description="How often the top choices are excluded.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.threshold = args.threshold
+        self.probability = args.probability
+        self.seed, self.choice = context.seed, context.choice
+
+    @property
+    def excludes(self) -> bool:
+        """Whether the coin at `position` excludes the top choices."""
+        return uniform(self.seed, self.choice, self.position, XTC) < self.probability
+
+    def shape(self, logits: torch.Tensor) -> None:
+        self.shape_rows([self], logits.unsqueeze(0))
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        rows = [row for row, processor in enumerate(processors) if processor.excludes]
+        if not rows:
+            return
+        part = logits[rows]
+        thresholds = torch.tensor([processors[row].threshold for row in rows]).unsqueeze(1)
+        probabilities = part.softmax(-1)
+        choice = (probabilities >= thresholds.to(logits.device, non_blocking=True)) & (part > -torch.inf)
+        least = part.masked_fill(~choice, torch.inf).amin(-1, keepdim=True)
+        logits[rows] = part.masked_fill(choice & (part > least), -torch.inf)
+
+
+class Mirostat(ShapingProcessor):
+    """Steers the surprise of the chosen tokens towards tau (mirostat 2.0).
+
+    Source: Basu et al., arXiv 2007.14966, algorithm 2, and llama.cpp's `mirostat_v2`. The surprise of a token is
+    -log2 p. Tokens with a surprise above mu are dropped, the most likely ones never; after a token with surprise s
+    among what was kept, renormalised, mu becomes mu - eta * (s - tau). mu begins at 2 * tau.
+
+    A forced token, and one that this processor had dropped, is no observation and leaves mu as it is. What later
+    processors of the request drop is not renormalised away from s. The state depends on logits: a continuation
+    rebuilds it by replaying on them (`adapters.batch.replay`).
+    """
+
+    name = "mirostat"
+    stage = Stage.TRUNCATION
+    reads = Reads.GENERATED
+    observes_logits = True
+
+    class Args(ProcessorArgs):
+        tau: float = Field(default=5.0, ge=0.0, le=100.0, description="Surprise to aim for, in bits per token.")
+        eta: float = Field(default=0.1, ge=0.0, le=1.0, description="Learning rate of mu.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.tau, self.eta = args.tau, args.eta
+        self._mus = [2.0 * args.tau]  # before generated token 0, 1, ...
+        self._index = -1  # generated token that `_surprises` is about
+        self._surprises: torch.Tensor | None = None
+
+    @property
+    def mu(self) -> float:
+        """Highest surprise of a token at `position`, in bits."""
+        return self._mus[-1]
+
+    def reset(self) -> None:
+        del self._mus[1:]
+        self._surprises = None
+
+    def advance(self, token_id: int, index: int) -> None:
+        mu = self._mus[-1]
+        if self._surprises is not None and self._index == index:
+            surprise = float(self._surprises[token_id])
+            if math.isfinite(surprise):
+                mu -= self.eta * (surprise - self.tau)
+        self._mus.append(mu)
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        del self._mus[len(self._mus) - len(token_ids) :]
+        if self._index >= len(self._mus):  # it followed a history that is gone
+            self._surprises = None
+        return True
+
+    def shape(self, logits: torch.Tensor) -> None:
+        self.shape_rows([self], logits.unsqueeze(0))
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        mus = torch.tensor([processor.mu for processor in processors], dtype=logits.dtype).unsqueeze(1)
+        surprises = _surprises(logits)
+        unlikely = (surprises > mus.to(logits.device, non_blocking=True)) & (logits < logits.amax(-1, keepdim=True))
+        logits.masked_fill_(unlikely, -torch.inf)
+        for processor, row in zip(processors, _surprises(logits), strict=True):
+            processor._index, processor._surprises = processor.num_generated, row
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state with the observed row alone, not the batch it is a row of."""
+        state = dict(vars(self))
+        if self._surprises is not None:
+            state["_surprises"] = self._surprises.clone()
+        return state
+
+
+def _surprises(logits: torch.Tensor) -> torch.Tensor:
+    """-log2 of the probabilities, ``[R, V]``; +inf for masked tokens."""
+    return logits.log_softmax(-1).mul_(-1.0 / math.log(2.0))
