@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from threading import Lock
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -25,13 +26,41 @@ class Vocabulary:
         size: Width of a row of logits; ids are below it. Ids from the tokenizer's length on are padding.
         tokenizer: Hugging Face fast tokenizer, or None where only ids are used.
         eos_token_ids: Ids that end an answer by default.
+        path: Directory that the tokenizer can be loaded from again, in another process.
     """
 
-    def __init__(self, size: int, tokenizer: Tokenizer | None = None, eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Sequence[int] = (),
+        *,
+        path: str | None = None,
+    ) -> None:
         self.size = size
+        self.path = path
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self._derived: dict[str, Any] = {}
+
+    @classmethod
+    def from_pretrained(cls, path: str, size: int, eos_token_ids: Sequence[int] | None = None) -> Vocabulary:
+        """The vocabulary of a checkpoint.
+
+        Args:
+            path: Local directory of the checkpoint; code in it is never run.
+            size: Width of a row of logits.
+            eos_token_ids: The tokenizer's own by default.
+
+        Raises:
+            OSError: there is no tokenizer in it.
+        """
+        from transformers import AutoTokenizer
+
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if eos_token_ids is None:
+            eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        return cls(size, tokenizer, eos_token_ids, path=path)
 
     @cached_property
     def num_tokens(self) -> int:
@@ -74,8 +103,32 @@ class Vocabulary:
         return frozenset(listed) | self.eos_token_ids
 
     def derived(self, key: str, make: Callable[[], T]) -> T:
-        """``make()``, computed once per vocabulary and key: masks by script, tokenizer tries, compiled grammars' environment."""
+        """``make()``, once per vocabulary and key: masks by script, tokenizer tries, the cache of compiled grammars."""
         if key not in self._derived:
             self._derived[key] = make()
         value: T = self._derived[key]
         return value
+
+    def __reduce__(self) -> tuple[Callable[..., Vocabulary], tuple[Any, ...]]:
+        """By path where there is one, else with the tokenizer; what was derived is derived again."""
+        eos_token_ids = tuple(sorted(self.eos_token_ids))
+        if self.path is not None:
+            return vocabulary_at, (self.path, self.size, eos_token_ids)
+        return Vocabulary, (self.size, self.tokenizer, eos_token_ids)
+
+
+_BY_PATH: dict[tuple[str, int, tuple[int, ...] | None], Vocabulary] = {}
+_BY_PATH_LOCK = Lock()
+
+
+def vocabulary_at(path: str, size: int, eos_token_ids: tuple[int, ...] | None = None) -> Vocabulary:
+    """`Vocabulary.from_pretrained`, once per process: what is left of a vocabulary that was pickled into another one.
+
+    Raises:
+        OSError: there is no tokenizer at ``path``.
+    """
+    key = (path, size, eos_token_ids)
+    with _BY_PATH_LOCK:
+        if key not in _BY_PATH:
+            _BY_PATH[key] = Vocabulary.from_pretrained(path, size, eos_token_ids)
+        return _BY_PATH[key]

@@ -1,0 +1,406 @@
+"""Grammars: JSON Schema, regular expressions, choices and Lark grammars, enforced by llguidance.
+
+A grammar is compiled when its processor is built, at admission and off the step, within `LIMITS`, and probed there, so
+that one that explodes is refused before the first token. Compiled grammars are kept per vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from pydantic import Field
+
+from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor, Unsatisfiable
+from adapters.edits import Allow, Edit
+from adapters.processors.arguments import MAX_LIST, MAX_TEXT
+from adapters.scope import Scope
+from adapters.vocabulary import Vocabulary, vocabulary_at
+
+MAX_SOURCE = 1024 * 1024
+"""Most characters of a grammar's source."""
+
+LIMITS = LLParserLimits(
+    max_items_in_row=2_000,
+    initial_lexer_fuel=1_000_000,  # about 20 ms
+    step_lexer_fuel=200_000,  # about 14 ms
+    step_max_items=50_000,  # about 3 ms
+    max_lexer_states=50_000,  # 1 to 2 kB each
+    max_grammar_size=500_000,
+    verbose_errors=False,  # an error must not repeat the grammar
+)
+
+CACHED_GRAMMARS = 64
+"""Compiled grammars kept for each vocabulary."""
+
+PROBE_STEPS = 48
+"""Tokens that a new grammar is walked along: some are cheap to compile and explode only further on."""
+
+_REASON = 160
+_QUOTED = re.compile(r'"([^"]*)"?|\(at .*')
+_LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')
+_IGNORED_ATTRIBUTE = re.compile(r"\btemperature\s*=")
+
+
+class GrammarRefused(ValueError):
+    """A grammar is malformed, matches nothing, or is beyond `LIMITS`."""
+
+
+class GrammarCache:
+    """Compiled grammars of one vocabulary, the least recently used dropped first. Safe to use from several threads.
+
+    Args:
+        tokenizer: Of the vocabulary.
+        capacity: Most grammars kept.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, capacity: int = CACHED_GRAMMARS) -> None:
+        self.tokenizer = tokenizer
+        self._capacity = capacity
+        self._known: OrderedDict[tuple[str, str], LLMatcher | GrammarRefused] = OrderedDict()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def compiled(self, kind: str, grammar: str) -> LLMatcher:
+        """A matcher at the beginning of ``grammar``, to be copied and never to be advanced.
+
+        Raises:
+            GrammarRefused: as the class says; refusals are kept too.
+        """
+        key = (kind, grammar)
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+        if known is None:
+            known = self._compile(grammar)
+            with self._lock:
+                self._known[key] = known
+                while len(self._known) > self._capacity:
+                    self._known.popitem(last=False)
+        if isinstance(known, GrammarRefused):
+            raise GrammarRefused(str(known))
+        return known
+
+    def _compile(self, grammar: str) -> LLMatcher | GrammarRefused:
+        matcher = LLMatcher(self.tokenizer, grammar, limits=LIMITS, log_level=0)
+        if not matcher.is_error():
+            bits_of(matcher, self.tokenizer.vocab_size)
+        if not matcher.is_error():
+            error = _probe(matcher.deep_copy(), self.tokenizer)
+            return matcher if not error else GrammarRefused(error)
+        return GrammarRefused(_reason(matcher.get_error()))
+
+
+def _probe(matcher: LLMatcher, tokenizer: LLTokenizer) -> str:
+    """Walks along one path; the reason to refuse the grammar, or an empty text."""
+    never, _ = _end_words(tokenizer.vocab_size, tokenizer.eos_tokens, ())
+    for step in range(PROBE_STEPS):
+        bits = bits_of(matcher, tokenizer.vocab_size)
+        if matcher.is_error():
+            return _reason(matcher.get_error())
+        for word, kept in never:
+            bits[word] &= kept
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        if not allowed.size:
+            unable = step == 0 and not matcher.is_accepting()
+            return "no token of this model can begin a text of it" if unable else ""
+        # Spread over the ids, so that the path meets long tokens and rare branches as well.
+        matcher.try_consume_tokens([int(allowed[step * 7919 % allowed.size])])
+    return ""
+
+
+def bits_of(matcher: LLMatcher, width: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Packed mask int32 ``[ceil(width / 32)]`` of the tokens that ``matcher`` allows next."""
+    bits = np.zeros(-(-width // 32), dtype=np.int32)
+    matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+    return bits
+
+
+def grammar_cache(vocabulary: Vocabulary) -> GrammarCache:
+    """The compiled grammars of ``vocabulary``.
+
+    Raises:
+        ValueError: it has no tokenizer.
+    """
+    return vocabulary.derived("grammars", lambda: GrammarCache(_ll_tokenizer(vocabulary)))
+
+
+def _ll_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    if vocabulary.tokenizer is None:
+        raise ValueError("a grammar needs a tokenizer, and this model was loaded without one")
+    end = sorted(vocabulary.eos_token_ids) or None
+    tokenizer: Any = vocabulary.tokenizer
+    if hasattr(tokenizer, "backend_tokenizer"):
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(tokenizer, n_vocab=vocabulary.size, eos_token=end)
+    return LLTokenizer(TokenizerWrapper(_Bytes(vocabulary)), eos_token=end)
+
+
+class _Bytes:
+    """What llguidance asks of a tokenizer that is not a Hugging Face one."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        special = vocabulary.special_token_ids
+        self.eos_token_id = min(vocabulary.eos_token_ids, default=0)
+        self.special_token_ids = sorted(special)
+        self.tokens = [
+            b"<|%d|>" % token_id if token_id in special else text
+            for token_id, text in enumerate(vocabulary.token_bytes)
+        ]
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+def _reason(error: str) -> str:
+    """One short line of llguidance's message, without the grammar that it repeats."""
+    if error.startswith("NoExtension"):
+        return "no text matches it"
+    lines = error.splitlines() or ["it cannot be compiled"]
+    line = next((line for line in lines if line.startswith("error: ")), lines[0])
+    line = _QUOTED.sub(lambda found: found[0] if found[1] and len(found[1]) <= 24 else "…", line)
+    return line.removeprefix("error: ")[:_REASON]
+
+
+class GrammarProcessor(SteeringProcessor):
+    """Allows exactly the tokens that can continue a text of the grammar.
+
+    An end token is allowed exactly where the text so far is complete, and where nothing can follow only end tokens
+    are left, so a complete answer ends. Subclasses say what the grammar is.
+    """
+
+    stage = Stage.MASK
+    reads = Reads.GENERATED
+    scopes: ClassVar[tuple[Scope, ...]] = ("all", "answer")  # in a thinking section an end token would end the answer
+    argument: ClassVar[str]
+    """Argument that holds the grammar."""
+
+    _matcher: LLMatcher
+
+    def __init__(self, args: Any, context: Context) -> None:
+        if not context.end_token_ids:
+            raise ArgumentError(self.argument, "needs an end token, and this request has none")
+        self._grammar = self.grammar(args)
+        self._end = sorted(context.end_token_ids)
+        vocabulary = context.vocabulary
+        self._vocabulary_at = (vocabulary.path, vocabulary.size, tuple(sorted(vocabulary.eos_token_ids)))
+        try:
+            self._use(grammar_cache(vocabulary))
+        except ValueError as error:
+            raise ArgumentError(self.argument, str(error)) from error
+
+    @abstractmethod
+    def grammar(self, args: Any) -> str:
+        """The grammar in llguidance's JSON form.
+
+        Raises:
+            ArgumentError: it is malformed.
+        """
+
+    def _use(self, cache: GrammarCache) -> None:
+        self._width = cache.tokenizer.vocab_size
+        self._compiled = cache.compiled(self.name, self._grammar)
+        self._never, self._ends = _end_words(self._width, cache.tokenizer.eos_tokens, self._end)
+        self.reset()
+
+    def reset(self) -> None:
+        self._matcher = self._compiled.deep_copy()
+        self._edit: Allow | None = None
+        self._num_outside = 0
+        self._violated = False
+
+    def advance(self, token_id: int, index: int) -> None:
+        self._edit = None
+        if self._num_outside == 0 and self._takes(token_id):
+            return
+        self._num_outside += 1
+
+    def _takes(self, token_id: int) -> bool:
+        """Feed the matcher; False if the token ends the answer, or is none that the grammar allows."""
+        if token_id in self._end and self._matcher.is_accepting():
+            return False
+        if self._matcher.try_consume_tokens([token_id]) == 1:
+            return True
+        self._violated = True
+        return False
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        self._edit = None
+        outside = min(len(token_ids), self._num_outside)
+        self._num_outside -= outside
+        if self._num_outside == 0:
+            self._violated = False
+        return bool(self._matcher.rollback(len(token_ids) - outside))
+
+    def edit(self) -> Edit:
+        if self._violated:
+            raise Unsatisfiable("the tokens so far do not match the grammar")
+        if self._edit is None:
+            self._edit = Allow(torch.from_numpy(self._bits()))
+        return self._edit
+
+    def _bits(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        if self._num_outside:  # the answer has ended
+            bits = np.zeros(-(-self._width // 32), dtype=np.int32)
+            complete = True
+        else:
+            bits = bits_of(self._matcher, self._width)
+            if self._matcher.is_error():
+                raise Unsatisfiable(f"the grammar went beyond its limits ({_reason(self._matcher.get_error())})")
+            complete = self._matcher.is_accepting()
+        for word, never in self._never:
+            bits[word] &= never
+        if complete:
+            for word, ends in self._ends:
+                bits[word] |= ends
+        return bits
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._vocabulary_at[0] is None:
+            raise pickle.PicklingError(f"{self.name} can only be rebuilt elsewhere if its vocabulary has a path")
+        state = dict(self.__dict__)
+        for name in ("_compiled", "_matcher", "_edit"):
+            del state[name]
+        state["_consumed"] = -1  # the history is replayed at the next step
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        path, size, end = self._vocabulary_at
+        assert path is not None
+        self._use(grammar_cache(vocabulary_at(path, size, end)))
+
+
+def _end_words(
+    width: int, tokenizer_ends: Sequence[int], request_ends: Sequence[int]
+) -> tuple[list[tuple[int, np.int32]], list[tuple[int, np.int32]]]:
+    """Words of the mask to clear of every end token, and the same words to set the request's own: ``(index, bits)``."""
+    known = [token_id for token_id in {*tokenizer_ends, *request_ends} if token_id < width]
+    never = {token_id >> 5: 0xFFFFFFFF for token_id in known}
+    ends = {token_id >> 5: 0 for token_id in request_ends if token_id < width}
+    for token_id in known:
+        never[token_id >> 5] &= ~(1 << (token_id & 31))
+    for token_id in request_ends:
+        if token_id < width:
+            ends[token_id >> 5] |= 1 << (token_id & 31)
+    return _words(never), _words(ends)
+
+
+def _words(words: dict[int, int]) -> list[tuple[int, np.int32]]:
+    return [(index, np.uint32(bits).astype(np.int32)) for index, bits in words.items()]
+
+
+class JsonSchema(GrammarProcessor):
+    """Restricts the answer to JSON that a JSON Schema describes.
+
+    Source: JSON Schema draft 2020-12 as llguidance implements it; a keyword that it does not implement is an error.
+    """
+
+    name = "json_schema"
+    argument = "schema"
+
+    class Args(ProcessorArgs):
+        schema_: Annotated[
+            dict[str, Any] | bool,
+            Field(alias="schema", description="A JSON Schema; true allows any JSON."),
+        ]
+        compact: bool = Field(default=True, description="No whitespace between tokens of the JSON.")
+
+    def grammar(self, args: Args) -> str:
+        """See `GrammarProcessor.grammar`."""
+        if args.schema_ is False:
+            raise ArgumentError("schema", "false matches no JSON")
+        options: Any = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": not args.compact}
+        options["lenient"] = False  # a keyword that cannot be enforced is an error
+        schema = {} if args.schema_ is True else args.schema_
+        try:
+            text = json.dumps(schema)
+        except RecursionError:
+            raise ArgumentError("schema", "is nested too deeply") from None
+        _check_length("schema", text)
+        return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+
+
+class Regex(GrammarProcessor):
+    """Restricts the answer to what a regular expression matches as a whole.
+
+    Source: the regex syntax of Rust's ``regex`` crate, as llguidance implements it: no look-around, no back-references.
+    """
+
+    name = "regex"
+    argument = "pattern"
+
+    class Args(ProcessorArgs):
+        pattern: str = Field(min_length=1, max_length=MAX_SOURCE, description="Matches the whole answer.")
+
+    def grammar(self, args: Args) -> str:
+        """See `GrammarProcessor.grammar`."""
+        return str(LLMatcher.grammar_from_regex(args.pattern))
+
+
+class Choice(GrammarProcessor):
+    """Restricts the answer to one of several texts.
+
+    Source: a union of literals; as ``guided_choice`` elsewhere.
+    """
+
+    name = "choice"
+    argument = "choices"
+
+    class Args(ProcessorArgs):
+        choices: list[Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]] = Field(
+            min_length=1, max_length=MAX_LIST, description="The texts; one of them is the whole answer."
+        )
+
+    def grammar(self, args: Args) -> str:
+        """See `GrammarProcessor.grammar`."""
+        pattern = "|".join(map(_literal, args.choices))
+        _check_length("choices", pattern)
+        return str(LLMatcher.grammar_from_regex(pattern))
+
+
+class Grammar(GrammarProcessor):
+    """Restricts the answer to what a context-free grammar describes.
+
+    Source: Lark's grammar syntax as llguidance implements it; ``%json`` and ``%regex`` are allowed.
+    """
+
+    name = "grammar"
+    argument = "lark"
+
+    class Args(ProcessorArgs):
+        lark: str = Field(min_length=1, max_length=MAX_SOURCE, description="A Lark grammar with a rule named start.")
+
+    def grammar(self, args: Args) -> str:
+        """See `GrammarProcessor.grammar`."""
+        if args.lark.lstrip().startswith("{"):
+            raise ArgumentError("lark", "expected a grammar in Lark's syntax, got JSON")
+        if _IGNORED_ATTRIBUTE.search(_LITERALS.sub("", args.lark)):
+            raise ArgumentError("lark", "a rule's temperature cannot be honoured")
+        return str(LLMatcher.grammar_from_lark(args.lark))
+
+
+def _literal(text: str) -> str:
+    """A regular expression that matches ``text`` and nothing else."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
+
+
+def _check_length(argument: str, source: str) -> None:
+    if len(source) > MAX_SOURCE:
+        raise ArgumentError(argument, f"expected at most {MAX_SOURCE} characters, got {len(source)}")
