@@ -55,7 +55,7 @@ def build(argv: Sequence[str] | None = None) -> tuple[WorkerEngine, Any]:
     from worker.llm_engine import WorkerEngine
 
     config = runtime.worker_config(arguments)
-    return WorkerEngine(_engine(arguments), arguments, smoke=smoke), config
+    return WorkerEngine(make_engine(arguments), arguments, smoke=smoke), config
 
 
 def check_adapters_package() -> None:
@@ -96,7 +96,8 @@ def check_model(arguments: Arguments) -> None:
         raise StartupError(f"--custom-jinja-template {template}: no such file")
 
 
-def _engine(arguments: Arguments) -> Engine:
+def make_engine(arguments: Arguments) -> Engine:
+    """The engine that the arguments choose, not started."""
     from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 
     config = EmbeddedConfig(

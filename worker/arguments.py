@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from worker import __version__
 from worker.errors import ConfigurationError
@@ -83,6 +83,12 @@ def _device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
         raise ValueError("auto, cpu, cuda or cuda:N")
     return text
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError("true or false")
+    return text.lower() == "true"
 
 
 def _seconds(text: str) -> float:
@@ -157,11 +163,18 @@ class Arguments:
         "tcp", "How requests reach this worker.", env="DYN_REQUEST_PLANE", choices=("tcp", "nats")
     )
     response_plane: str = _option(
-        "tcp", "How answers leave this worker; quic needs a Dynamo that has it.", env="DYN_RESPONSE_PLANE",
+        "tcp",
+        "How answers leave this worker; quic needs a Dynamo that has it.",
+        env="DYN_RESPONSE_PLANE",
         choices=("tcp", "quic"),
     )
     event_plane: str | None = _option(
         None, "How events are published; Dynamo's default when unset.", env="DYN_EVENT_PLANE", choices=("nats", "zmq")
+    )
+    enable_kv_routing: bool = _option(
+        True,
+        "Publish load for the KV-aware router: true or false. With the zmq event plane, true listens on 0.0.0.0.",
+        parse=_truth,
     )
     dyn_tool_call_parser: str | None = _option(
         None, "Tool-call parser that the frontend applies.", env="DYN_TOOL_CALL_PARSER"
@@ -241,7 +254,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return {option.name: option.read(environ[name], name) for name, option in known.items() if environ.get(name)}
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
     """YAML keeps the last of two equal keys in silence; here that is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -249,7 +262,8 @@ class _UniqueKeys(yaml.SafeLoader):
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.YAMLError(f"key {key!r} is given twice")
-        return super().construct_mapping(node, deep)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def _with_file(given: dict[str, Any], path: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The worker's Prometheus metrics, prefix ``dlw_``; the runtime adds namespace, component, endpoint and model labels."""
+"""The worker's Prometheus metrics, prefix ``dlw_``; the runtime adds namespace, component and model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from worker.drain import DrainOutcome, Gate
 from worker.engines import EngineInfo
-from worker.request import FIELDS
+from worker.fields import FIELDS
 
 PREFIX = "dlw_"
 

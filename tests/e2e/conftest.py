@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from e2e_stack import Stack, Worker, running_stack
+
+from worker.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny_model(directory)
+    return directory
+
+
+@pytest.fixture
+def stack(tmp_path: Path, tiny_model: Path) -> Iterator[Stack]:
+    """An empty stack of this test's own: it starts what it needs, everything is killed afterwards."""
+    with running_stack(tmp_path, tiny_model) as empty:
+        yield empty
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Stack, Worker]]:
+    """One frontend and one worker with the real engine, for tests that leave them as they were."""
+    with running_stack(tmp_path_factory.mktemp("stack"), tiny_model) as stack:
+        stack.start_frontend()
+        yield stack, stack.start_worker("--device", "cpu", "--dtype", "float32")

@@ -1,0 +1,197 @@
+"""Real frontend and worker processes on loopback, with file discovery and no services."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import openai
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL = "tiny"
+START_TIMEOUT_S = 90.0
+DYNAMO = tuple(int(part) for part in version("ai-dynamo").split(".")[:2])
+"""(1, 4) or (1, 6): what a client sees of an error differs."""
+
+
+def free_port() -> int:
+    """Below 32768: ai-dynamo 1.4.2 reads its system port as a signed 16-bit number."""
+    while True:
+        port = random.randrange(12_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def wait_for(condition: Any, what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
+    """The first true value of ``condition()``; other processes offer nothing to await."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"{what}: not within {timeout_s:g} s")
+
+
+def http(url: str, body: Any = None, timeout_s: float = 30.0) -> tuple[int, str]:
+    """Status and text of one request, POST if there is a body; (0, reason) if there is no answer."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError as error:
+        return 0, str(error)
+
+
+class Process:
+    """One child process, its log in a file; ended by its pid."""
+
+    def __init__(self, command: list[str], environ: Mapping[str, str], log: Path) -> None:
+        self.log_path = log
+        with log.open("wb") as output:
+            self.child = subprocess.Popen(command, env=dict(environ), stdout=output, stderr=subprocess.STDOUT)
+
+    @property
+    def log(self) -> str:
+        """Everything that it wrote, without colours."""
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.log_path.read_text(errors="replace"))
+
+    def signal(self, number: int) -> None:
+        self.child.send_signal(number)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Exit status; negative for a signal."""
+        return self.child.wait(timeout_s)
+
+    @property
+    def running(self) -> bool:
+        return self.child.poll() is None
+
+    def end(self) -> None:
+        if self.running:
+            self.child.send_signal(signal.SIGKILL)
+        self.child.wait(30)
+
+
+class Worker(Process):
+    """A worker process with its system port."""
+
+    def __init__(self, command: list[str], environ: Mapping[str, str], log: Path, port: int) -> None:
+        super().__init__(command, environ, log)
+        self.port = port
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of metric ``name`` that carry all ``labels``."""
+        status, text = http(f"http://127.0.0.1:{self.port}/metrics")
+        assert status == 200, text
+        total = 0.0
+        for line in text.splitlines():
+            match = re.match(rf"{name}(?:{{(.*)}})? (\S+)$", line)
+            if match and all(f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()):
+                total += float(match[2])
+        return total
+
+
+class Stack:
+    """Processes that find each other in one directory."""
+
+    def __init__(self, directory: Path, model_path: Path) -> None:
+        self.directory = directory
+        self.model_path = model_path
+        self.http_port = free_port()
+        self.url = f"http://127.0.0.1:{self.http_port}"
+        self._processes: list[Process] = []
+        self.environ = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "DYNAMO_", "WORKER_"))},
+            "DYN_DISCOVERY_BACKEND": "file",
+            "DYN_FILE_KV": str(directory / "discovery"),
+            "DYN_REQUEST_PLANE": "tcp",
+            "DYN_EVENT_PLANE": "zmq",
+            "DYN_TCP_RPC_HOST": "127.0.0.1",
+            "DYN_TCP_RESPONSE_STREAM_HOST": "lo",
+            "DYN_HTTP_HOST": "127.0.0.1",
+            "DYN_SYSTEM_HOST": "127.0.0.1",
+            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+            "WORKER_ENABLE_KV_ROUTING": "false",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(REPOSITORY),
+        }
+
+    def start_frontend(self, *arguments: str) -> Process:
+        command = [sys.executable, "-m", "dynamo.frontend", "--http-port", str(self.http_port), *arguments]
+        frontend = Process(command, self.environ, self.directory / f"frontend{len(self._processes)}.log")
+        self._processes.append(frontend)
+        wait_for(lambda: http(f"{self.url}/health")[0] == 200 or not frontend.running, "frontend")
+        assert frontend.running, frontend.log
+        return frontend
+
+    def start_worker(self, *arguments: str, scripted: bool = False, wait: bool = True, **environ: str) -> Worker:
+        """Start a worker; ``scripted`` replaces its engine by `scripted_worker.ScriptedEngine`."""
+        program = [str(Path(__file__).with_name("scripted_worker.py"))] if scripted else ["-m", "worker"]
+        command = [sys.executable, *program, "--served-model-name", MODEL, *arguments]
+        if not any(argument.startswith("--model-path") for argument in arguments):
+            command += ["--model-path", str(self.model_path)]
+        port = int(environ.pop("DYN_SYSTEM_PORT", "0")) or free_port()
+        log = self.directory / f"worker{len(self._processes)}.log"
+        worker = Worker(command, {**self.environ, "DYN_SYSTEM_PORT": str(port), **environ}, log, port)
+        self._processes.append(worker)
+        if wait:
+            self.wait_registered(worker)
+        return worker
+
+    def wait_registered(self, worker: Worker) -> None:
+        """Until the frontend lists the model and this worker serves its system port."""
+        wait_for(lambda: http(f"http://127.0.0.1:{worker.port}/metrics")[0] == 200 or not worker.running, "worker")
+        wait_for(lambda: "Registered endpoint" in worker.log or not worker.running, "registration")
+        assert worker.running, worker.log
+        wait_for(lambda: f'"{MODEL}"' in http(f"{self.url}/v1/models")[1], "model in the frontend")
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def post(self, path: str, **body: Any) -> tuple[int, str]:
+        return http(f"{self.url}/v1/{path}", {"model": MODEL, **body})
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [process for process in self._processes if isinstance(process, Worker)]
+
+    def registered(self) -> list[Path]:
+        """Instances in the discovery directory."""
+        return [path for path in (self.directory / "discovery").glob("v1/instances/*") if path.is_file()]
+
+    def end(self) -> None:
+        for process in reversed(self._processes):
+            process.end()
+
+
+@contextlib.contextmanager
+def running_stack(directory: Path, model_path: Path) -> Iterator[Stack]:
+    directory.mkdir(parents=True, exist_ok=True)
+    stack = Stack(directory, model_path)
+    try:
+        yield stack
+    finally:
+        stack.end()

@@ -1,0 +1,90 @@
+"""SIGTERM with requests in flight: they finish, the rest is handed off, new ones are refused; and the exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import openai
+import pytest
+from e2e_stack import DYNAMO, MODEL, Stack, wait_for
+
+
+async def stream_text(client: openai.AsyncOpenAI, num_tokens: int, started: asyncio.Event | None = None) -> str:
+    stream = await client.completions.create(model=MODEL, prompt="z", max_tokens=num_tokens, stream=True)
+    text = ""
+    async for chunk in stream:
+        text += chunk.choices[0].text
+        if started is not None:
+            started.set()
+    return text
+
+
+async def test_in_flight_requests_finish(stack: Stack) -> None:
+    stack.start_frontend()
+    worker = stack.start_worker("--drain-timeout-s", "30", scripted=True)
+    async with stack.async_client() as client:
+        started = [asyncio.Event() for _ in range(8)]
+        streams = [asyncio.create_task(stream_text(client, 100, event)) for event in started]
+        await asyncio.gather(*(event.wait() for event in started))
+        worker.signal(signal.SIGTERM)
+        assert await asyncio.gather(*streams) == ["x" * 100] * 8
+    assert worker.wait() == 0
+    assert "drained: 8 finished, 0 handed off" in worker.log
+    assert stack.registered() == []
+
+
+async def test_requests_past_the_budget_are_cut_with_an_error(stack: Stack) -> None:
+    stack.start_frontend()
+    worker = stack.start_worker("--drain-timeout-s", "0.2", scripted=True)
+    async with stack.async_client() as client:
+        started = asyncio.Event()
+        stream = asyncio.create_task(stream_text(client, 1000, started))
+        await started.wait()
+        worker.signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError) as cut:
+            await stream
+    assert cut.value.body is not None
+    assert cut.value.body["code"] == (500 if DYNAMO < (1, 6) else 503)
+    assert worker.wait() == 0
+    assert "drained: 0 finished, 1 handed off" in worker.log
+
+
+async def test_requests_past_the_budget_move_to_another_worker(stack: Stack) -> None:
+    stack.start_frontend("--migration-limit", "3")
+    leaving = stack.start_worker("--drain-timeout-s", "0.2", scripted=True)
+    async with stack.async_client() as client:
+        started = [asyncio.Event() for _ in range(8)]
+        streams = [asyncio.create_task(stream_text(client, 250, event)) for event in started]
+        await asyncio.gather(*(event.wait() for event in started))
+        staying = await asyncio.to_thread(stack.start_worker, scripted=True)
+        leaving.signal(signal.SIGTERM)
+        assert await asyncio.gather(*streams) == ["x" * 250] * 8
+    assert leaving.wait() == 0
+    assert "8 handed off" in leaving.log
+    assert staying.running
+
+
+async def test_new_requests_are_refused_while_draining(stack: Stack) -> None:
+    stack.start_frontend()
+    worker = stack.start_worker("--drain-timeout-s", "30", scripted=True)
+    async with stack.async_client() as client:
+        started = asyncio.Event()
+        stream = asyncio.create_task(stream_text(client, 150, started))
+        await started.wait()
+        worker.signal(signal.SIGTERM)
+        await asyncio.to_thread(wait_for, lambda: worker.metric("dlw_draining") == 1, "drain", 10)
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.completions.create(model=MODEL, prompt="z", max_tokens=4)
+        assert refused.value.status_code >= 500
+        assert await stream == "x" * 150
+    assert worker.wait() == 0
+
+
+def test_an_idle_worker_leaves_at_once(stack: Stack) -> None:
+    stack.start_frontend()
+    worker = stack.start_worker("--device", "cpu")
+    worker.signal(signal.SIGTERM)
+    assert worker.wait(20) == 0
+    assert "drained: 0 finished, 0 handed off" in worker.log
+    assert stack.registered() == []

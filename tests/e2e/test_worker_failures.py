@@ -1,0 +1,164 @@
+"""What a client sees when something breaks, and what becomes of the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+
+import openai
+import pytest
+from e2e_stack import DYNAMO, MODEL, Stack, free_port, http, wait_for
+
+
+def test_a_request_that_fails_in_the_middle_is_an_error(stack: Stack) -> None:
+    """A failed processor must never look like a short answer."""
+    stack.start_frontend()
+    worker = stack.start_worker(scripted=True)
+    for stream in (False, True):
+        status, text = stack.post("completions", prompt="p", max_tokens=20, stream=stream)
+        if DYNAMO < (1, 6):
+            assert status == (200 if stream else 500)
+            assert '"code":500' in text
+        else:
+            assert status == (200 if stream else 400)
+            assert '"code":400' in text
+            assert "logits processor Bad: raised ValueError" in text
+        assert 'finish_reason":"' not in text
+    assert worker.metric("dlw_requests_total", outcome="failed") == 2
+    assert stack.post("completions", prompt="z", max_tokens=4)[0] == 200
+
+
+def test_overload_leaves_the_worker_in_rotation(stack: Stack) -> None:
+    stack.start_frontend()
+    worker = stack.start_worker(scripted=True)
+    status, text = stack.post("chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=2)
+    assert status == 200, text
+    for _ in range(3):
+        status, _ = stack.post("completions", prompt="o", max_tokens=4)
+        assert status == (500 if DYNAMO < (1, 6) else 529)
+        assert stack.post("completions", prompt="z", max_tokens=4)[0] == 200
+    assert worker.metric("dlw_requests_total", outcome="overloaded") == 3
+
+
+def test_unknown_errors_end_their_request_until_there_are_too_many(stack: Stack) -> None:
+    stack.start_frontend()
+    worker = stack.start_worker(scripted=True)
+    for _ in range(7):
+        status, text = stack.post("completions", prompt="u", max_tokens=20)
+        assert status == 500
+        assert "foresaw" not in text
+        assert stack.post("completions", prompt="z", max_tokens=2)[0] == 200
+    assert worker.running
+    stack.post("completions", prompt="u", max_tokens=20)
+    assert worker.wait(30) == 1
+    assert worker.log.rstrip().endswith("worker: error: engine broken: 8 unknown errors within 60 s")
+    assert stack.registered() == []
+
+
+async def test_a_broken_engine_hands_its_requests_off_and_leaves(stack: Stack) -> None:
+    stack.start_frontend("--migration-limit", "3")
+    broken = stack.start_worker(scripted=True, SCRIPT_BREAKS="true")
+    async with stack.async_client() as client:
+
+        async def text(prompt: str, num_tokens: int) -> str:
+            answer = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=num_tokens)
+            return answer.choices[0].text
+
+        innocent = [asyncio.create_task(text("z", 300)) for _ in range(4)]
+        await asyncio.to_thread(wait_for, lambda: broken.metric("dlw_in_flight_requests") == 4, "in flight", 10)
+        staying = await asyncio.to_thread(stack.start_worker, scripted=True)
+        fatal = [asyncio.create_task(text("b", 20)) for _ in range(2)]  # round-robin: one to each worker
+        assert await asyncio.gather(*innocent) == ["x" * 300] * 4
+        assert await asyncio.gather(*fatal) == ["x" * 20] * 2
+    assert broken.wait(30) == 1
+    assert broken.log.rstrip().endswith("worker: error: engine broken: the device is gone")
+    assert staying.running
+
+
+def test_kill_of_the_worker_ends_its_streams_with_an_error(stack: Stack) -> None:
+    stack.start_frontend()
+    worker = stack.start_worker(scripted=True)
+    with stack.client().completions.create(model=MODEL, prompt="z", max_tokens=1000, stream=True) as stream:
+        next(iter(stream))
+        worker.signal(signal.SIGKILL)
+        with pytest.raises(openai.APIError):
+            for _ in stream:
+                pass
+    stack.start_worker(scripted=True)
+    assert wait_for(lambda: stack.post("completions", prompt="z", max_tokens=4)[0] == 200, "serving again", 30)
+
+
+def test_kill_of_the_frontend_frees_its_requests(stack: Stack) -> None:
+    frontend = stack.start_frontend()
+    worker = stack.start_worker(scripted=True)
+    with stack.client().completions.create(model=MODEL, prompt="z", max_tokens=2000, stream=True) as stream:
+        next(iter(stream))
+        assert worker.metric("dlw_in_flight_requests") == 1
+        frontend.signal(signal.SIGKILL)
+        wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "request freed", 10)
+    stack.start_frontend()
+    assert wait_for(lambda: stack.post("completions", prompt="z", max_tokens=4)[0] == 200, "serving again", 30)
+    assert worker.running
+
+
+def test_the_canary_passes_while_idle(stack: Stack) -> None:
+    stack.start_frontend()
+    worker = stack.start_worker(
+        "--device",
+        "cpu",
+        DYN_HEALTH_CHECK_ENABLED="true",
+        DYN_CANARY_WAIT_TIME="1",
+        DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS='["generate"]',
+    )
+    wait_for(lambda: worker.metric("dlw_requests_total", outcome="length") >= 2, "two probes", 30)
+    assert http(f"http://127.0.0.1:{worker.port}/health")[0] == 200
+    assert worker.metric("dlw_requests_total", outcome="refused") == 0
+
+
+STARTUP_FAILURES = {
+    "missing model": (["--model-path", "/nowhere"], 1, "--model-path /nowhere: no such directory"),
+    "bad number": (["--max-num-seqs", "0"], 2, "--max-num-seqs must be an integer of at least 1, got '0'"),
+    "unknown flag": (["--max-num-seq", "4"], 2, "unrecognized arguments: --max-num-seq 4"),
+    "trtllm": (["--engine", "trtllm"], 2, "--engine trtllm: tensorrt_llm is not installed"),
+    "prefill": (
+        ["--disaggregation-mode", "prefill"],
+        2,
+        "--disaggregation-mode prefill: the embedded engine serves aggregated only in this version",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STARTUP_FAILURES)
+def test_startup_failure_is_one_line(stack: Stack, name: str) -> None:
+    arguments, status, message = STARTUP_FAILURES[name]
+    worker = stack.start_worker(*arguments, wait=False)
+    assert worker.wait(20) == status
+    assert worker.log.strip() == f"worker: error: {message}"
+    assert stack.registered() == []
+
+
+def test_taken_port_is_one_line(stack: Stack) -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        worker = stack.start_worker("--device", "cpu", wait=False, DYN_SYSTEM_PORT=str(port))
+        assert worker.wait(20) == 1
+    assert worker.log.strip().startswith(f"worker: error: DYN_SYSTEM_PORT: cannot listen on 127.0.0.1:{port}: ")
+    assert stack.registered() == []
+
+
+def test_broken_weights_end_the_start(stack: Stack) -> None:
+    """Half-way: the runtime is up, the model does not load."""
+    copy = stack.directory / "broken"
+    copy.mkdir()
+    for path in stack.model_path.iterdir():
+        content = path.read_bytes()
+        (copy / path.name).write_bytes(content[:100] if path.suffix == ".safetensors" else content)
+    stack.start_frontend()
+    worker = stack.start_worker("--model-path", str(copy), "--device", "cpu", wait=False)
+    assert worker.wait(60) == 1
+    last = worker.log.strip().splitlines()[-1]
+    assert last.startswith("worker: error: ")
+    assert str(copy) in last
+    assert stack.registered() == []
+    assert f'"{MODEL}"' not in http(f"{stack.url}/v1/models")[1]
