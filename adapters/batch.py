@@ -14,7 +14,7 @@ import torch
 
 from adapters.chain import Member, ProcessorChain, ProcessorFailed, RowPlan
 from adapters.contract import ShapingProcessor, Stage
-from adapters.edits import Ban, Bias, Scale, apply_bitmask, apply_sparse
+from adapters.edits import Edit, Sparse, apply_bitmask, apply_sparse
 
 T = TypeVar("T")
 
@@ -122,13 +122,13 @@ def _apply_soft(
 ) -> None:
     steps = [(row, chain, [step for s, step in plan.soft if s is stage]) for row, chain, plan in rows if plan.soft]
     shaped = [(row, chain, queue) for row, chain, queue in steps if any(isinstance(x, Member) for x in queue)]
-    sparse = [(row, step) for row, _, queue in steps for step in queue if isinstance(step, Bias | Scale)]
+    sparse = [(row, step) for row, _, queue in steps for step in queue if isinstance(step, Sparse)]
     if not shaped:
         apply_sparse(logits, list(sparse))
         return
 
-    def apply_wave(wave: list[tuple[int, ProcessorChain, object]]) -> None:
-        apply_sparse(logits, [(row, step) for row, _, step in wave if isinstance(step, Bias | Scale)])
+    def apply_wave(wave: list[tuple[int, ProcessorChain, Edit | Member]]) -> None:
+        apply_sparse(logits, [(row, step) for row, _, step in wave if isinstance(step, Sparse)])
         _shape(logits, [(row, chain, step) for row, chain, step in wave if isinstance(step, Member)], failures)
 
     _in_waves(steps, apply_wave)
@@ -145,7 +145,7 @@ def _in_waves(
 
 
 def _apply_masks(logits: torch.Tensor, rows: Sequence[Planned]) -> None:
-    bans: list[tuple[int, Bias | Scale | Ban]] = [(row, ban) for row, _, plan in rows for ban in plan.bans]
+    bans: list[tuple[int, Sparse]] = [(row, ban) for row, _, plan in rows for ban in plan.bans]
     apply_sparse(logits, bans)
     masked = [(row, plan.allows) for row, _, plan in rows if plan.allows]
     if masked:
@@ -163,31 +163,29 @@ def _shape(
     logits: torch.Tensor, wave: list[tuple[int, ProcessorChain, Member]], failures: dict[int, ProcessorFailed]
 ) -> None:
     """One shaping step of some rows, each class batched."""
-    groups: dict[type, list[tuple[int, ProcessorChain, Member]]] = {}
+    groups: dict[type[ShapingProcessor], list[tuple[int, ProcessorChain, Member]]] = {}
     for row, chain, member in wave:
-        if row not in failures:
+        if row not in failures and isinstance(member.processor, ShapingProcessor):
             groups.setdefault(type(member.processor), []).append((row, chain, member))
     for kind, group in groups.items():
         _shape_group(kind, logits, group, failures)
 
 
 def _shape_group(
-    kind: type,
+    kind: type[ShapingProcessor],
     logits: torch.Tensor,
     group: list[tuple[int, ProcessorChain, Member]],
     failures: dict[int, ProcessorFailed],
 ) -> None:
-    assert issubclass(kind, ShapingProcessor)
+    processors = [member.processor for _, _, member in group if isinstance(member.processor, ShapingProcessor)]
     rows = [row for row, _, _ in group]
     values = logits[rows]  # a copy: if one of them raises, the batch is as it was
     began = perf_counter()
     try:
-        kind.shape_rows([member.processor for _, _, member in group], values)
+        kind.shape_rows(processors, values)
     except Exception as error:  # the processor boundary: third-party code
         if len(group) == 1:
-            _, chain, member = group[0]
-            message = f"raised {type(error).__name__} at position {chain.position}"
-            failures[rows[0]] = chain.fail(member.name, "raised", message)
+            failures[rows[0]] = group[0][1].fail_from(group[0][2], error)
             return
         for single in group:  # one of them is to blame; its batch-mates must not notice
             _shape_group(kind, logits, [single], failures)

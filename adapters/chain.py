@@ -96,7 +96,7 @@ class ProcessorChain:
         step_budget_s: float = DEFAULT_STEP_BUDGET_S,
         attribution: bool = False,
     ) -> None:
-        scopes = scopes or ["all"] * len(processors)
+        scopes = ["all"] * len(processors) if scopes is None else scopes
         members = [Member(p, s, ProcessorRecord(p.name, p.version)) for p, s in zip(processors, scopes, strict=True)]
         self.members = sorted(members, key=lambda member: member.processor.stage)
         self.context = context
@@ -105,6 +105,7 @@ class ProcessorChain:
         self.tokens: list[int] = []
         self.prompt_length = 0
         self.failure: ProcessorFailed | None = None
+        self.wants_receipt = False
         self._pending: list[tuple[Member, str, int]] = []
         self._scoped = [member for member in self.members if member.scope != "all"]
         self._tracker = ThinkingTracker(context.think_start, context.think_end) if self._scoped else None
@@ -123,6 +124,11 @@ class ProcessorChain:
         return any(isinstance(member.processor, ShapingProcessor) for member in self.members)
 
     @property
+    def shapes_late(self) -> bool:
+        """True if a member acts at the temperature stage or after it; the request's own truncation then joins the chain."""
+        return any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
+
+    @property
     def needs_last_token(self) -> bool:
         """True if the chain needs the last sampled token, which engines that overlap steps do not show in time."""
         return bool(self._scoped) or any(m.processor.reads is not Reads.NOTHING for m in self.members)
@@ -133,6 +139,20 @@ class ProcessorChain:
         return len(self.tokens)
 
     # History
+
+    def with_fields(self, processors: Sequence[Processor]) -> ProcessorChain:
+        """This chain with ``processors`` before its own of the same stage, begun after the same history."""
+        unscoped: list[Scope] = ["all"] * len(processors)
+        chain = ProcessorChain(
+            [*processors, *(member.processor for member in self.members)],
+            self.context,
+            scopes=unscoped + [member.scope for member in self.members],
+            step_budget_s=self.step_budget_s,
+            attribution=self.receipt.attribution,
+        )
+        chain.wants_receipt = self.wants_receipt
+        chain.start(self.tokens[: self.prompt_length], self.tokens[self.prompt_length :])
+        return chain
 
     def start(self, prompt: Sequence[int], generated: Sequence[int] = (), *, mode: Mode = "aggregated") -> None:
         """Begin after ``prompt``; ``generated`` tokens of an earlier run are replayed.
@@ -194,7 +214,7 @@ class ProcessorChain:
         num_generated = position - self.prompt_length
         for member, counts in zip(self._scoped, self._scoped_counts, strict=True):
             if num_generated < len(counts):
-                member.processor.rewind(self.prompt_length + counts[num_generated])
+                member.processor.truncate(self.prompt_length + counts[num_generated])
                 del counts[num_generated:]
         if self._tracker is not None:
             self._tracker.rewind(num_generated)
@@ -228,7 +248,7 @@ class ProcessorChain:
             processor = member.processor
             counts.append(processor.num_generated)
             if inside is not None and inside == (member.scope == "thinking"):
-                processor.accept(token_id, processor.position)
+                processor.append(token_id)
 
     # The step
 
@@ -260,7 +280,7 @@ class ProcessorChain:
             if isinstance(edit, Force):
                 if forced_by is not None and plan.force != edit.token_id:
                     message = f"forces token {edit.token_id} where {forced_by.name} forces {plan.force}"
-                    raise self._fail(member.name, "unsatisfiable", f"{message} at position {self.position}")
+                    raise self.fail(member.name, "unsatisfiable", f"{message} at position {self.position}")
                 forced_by, plan.force = member, edit.token_id
             self._add(plan, member, edit)
         self._check(plan, forced_by)
@@ -298,7 +318,7 @@ class ProcessorChain:
         try:
             member.processor.catch_up()
         except Exception as error:  # the processor boundary: third-party code
-            raise self._fail_from(member, error) from error
+            raise self.fail_from(member, error) from error
 
     def _edit(self, member: Member, processor: SteeringProcessor) -> Edit | None:
         began = perf_counter()
@@ -306,7 +326,7 @@ class ProcessorChain:
             processor.catch_up()
             edit = processor.edit()
         except Exception as error:  # the processor boundary: third-party code
-            raise self._fail_from(member, error) from error
+            raise self.fail_from(member, error) from error
         self.charge(member, perf_counter() - began)
         return edit
 
@@ -319,7 +339,7 @@ class ProcessorChain:
         member.record.seconds += seconds
         if seconds > self.step_budget_s:
             message = f"took {seconds * 1e3:.0f} ms for one step, the budget is {self.step_budget_s * 1e3:.0f} ms"
-            raise self._fail(member.name, "budget", message)
+            raise self.fail(member.name, "budget", message)
 
     def _add(self, plan: RowPlan, member: Member, edit: Edit) -> None:
         if isinstance(edit, Bias | Scale):
@@ -352,26 +372,24 @@ class ProcessorChain:
         if plan.force is not None and forced_by is not None:
             if not _masks_permit(plan, plan.force):
                 message = f"forces token {plan.force}, which another processor forbids"
-                raise self._fail(forced_by.name, "unsatisfiable", f"{message} at position {self.position}")
+                raise self.fail(forced_by.name, "unsatisfiable", f"{message} at position {self.position}")
         elif plan.allows and not _leaves_a_token(plan):
             names = ", ".join(dict.fromkeys(m.name for m, kind, _ in self._pending if kind == "masked"))
-            raise self._fail(names, "unsatisfiable", f"no token is left at position {self.position}")
+            raise self.fail(names, "unsatisfiable", f"no token is left at position {self.position}")
 
-    def _fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
+    def fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
+        """Record that ``member`` raised ``error``; returns the failure for the caller to raise or report."""
         if isinstance(error, ProcessorFailed):
-            return error
+            return self.fail(error.processor, error.reason, error.message)
         if isinstance(error, Unsatisfiable):
-            return self._fail(member.name, "unsatisfiable", f"{error} at position {self.position}")
-        return self._fail(member.name, "raised", f"raised {type(error).__name__} at position {self.position}")
+            return self.fail(member.name, "unsatisfiable", f"{error} at position {self.position}")
+        return self.fail(member.name, "raised", f"raised {type(error).__name__} at position {self.position}")
 
-    def _fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
+    def fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
+        """Record that processor ``name`` failed; returns the failure for the caller to raise or report."""
         self._pending = []
         self.failure = ProcessorFailed(name, reason, message)
         return self.failure
-
-    def fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
-        """Record that processor ``name`` failed on the logits; returns the error for the caller to raise or report."""
-        return self._fail(name, reason, message)
 
     def report(self) -> dict[str, Any]:
         """The receipt so far, as JSON data."""

@@ -212,14 +212,25 @@ class Processor(ABC):
         """
         if not self._prompt_length <= position <= len(self._tokens):
             raise ValueError(f"cannot rewind to {position}: not between {self._prompt_length} and {len(self._tokens)}")
+        self.truncate(position)
+        self.catch_up()
+
+    def truncate(self, position: int) -> None:
+        """As `rewind` for a history that is not shared, without bringing the state up to date at once."""
         self.forget_from(position)
         del self._tokens[position:]
-        self.catch_up()
+
+    def append(self, token_id: int) -> None:
+        """Add one token to a history that is not shared; the state takes it at the next `catch_up`."""
+        self._tokens.append(token_id)
 
     def forget_from(self, position: int) -> None:
         """Bring the state back to ``position``; the owner of a shared history then truncates it."""
         if self._consumed > position:
-            undone = self.retract(self._tokens[position : self._consumed])
+            try:
+                undone = self.retract(self._tokens[position : self._consumed])
+            except Exception:  # the processor boundary: a replay, at the next step, will show whether it is broken
+                undone = False
             self._consumed = position if undone else -1
 
     def catch_up(self) -> None:

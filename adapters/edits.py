@@ -90,7 +90,8 @@ class Force:
     token_id: int
 
 
-Edit = Bias | Scale | Ban | Allow | Force
+Sparse = Bias | Scale | Ban
+Edit = Sparse | Allow | Force
 
 
 def bitmask_of(token_ids: Iterable[int], vocab_size: int) -> torch.Tensor:
@@ -118,7 +119,7 @@ def count_allowed(bitmask: torch.Tensor) -> int:
     return int(np.bitwise_count(bitmask.numpy().view(np.uint32)).sum())
 
 
-def apply_sparse(logits: torch.Tensor, edits: Sequence[tuple[int, Bias | Scale | Ban]]) -> None:
+def apply_sparse(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]]) -> None:
     """Applies one sparse edit to each of some rows: a gather, a formula and a scatter for all of them together.
 
     Args:
@@ -132,18 +133,19 @@ def apply_sparse(logits: torch.Tensor, edits: Sequence[tuple[int, Bias | Scale |
 
 
 def _first_per_row(
-    edits: Sequence[tuple[int, Bias | Scale | Ban]],
-) -> tuple[list[tuple[int, Bias | Scale | Ban]], list[tuple[int, Bias | Scale | Ban]]]:
+    edits: Sequence[tuple[int, Sparse]],
+) -> tuple[list[tuple[int, Sparse]], list[tuple[int, Sparse]]]:
     """Splits off the first edit of each row, so that one scatter never writes an element twice."""
     seen: set[int] = set()
-    first, rest = [], []
+    first: list[tuple[int, Sparse]] = []
+    rest: list[tuple[int, Sparse]] = []
     for row, edit in edits:
         (rest if row in seen else first).append((row, edit))
         seen.add(row)
     return first, rest
 
 
-def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Bias | Scale | Ban]], kind: type[Edit]) -> None:
+def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Sparse]], kind: type[Edit]) -> None:
     if not edits:
         return
     device, width = logits.device, logits.shape[1]

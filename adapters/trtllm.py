@@ -69,7 +69,7 @@ _CALL_SIGNATURE = inspect.Signature(
 )
 
 
-class TrtllmAdapter(_Base):  # type: ignore[misc, valid-type]
+class TrtllmAdapter(_Base):
     """Base of the callables: stream, shape check, sticky failure, forced end. Subclasses edit one row.
 
     Attributes:
@@ -292,4 +292,4 @@ def _on_stream(stream_ptr: int | None, logits: torch.Tensor) -> contextlib.Abstr
     """The caller's CUDA stream; nothing to do on a CPU, where a handle has no meaning."""
     if stream_ptr is None or not logits.is_cuda:
         return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream_ptr))
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream_ptr))  # type: ignore[no-untyped-call]

@@ -9,6 +9,11 @@ from typing import Any
 
 import torch
 
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, Processor
+from adapters.lowered import ForeignCallable
+from adapters.trtllm import ChainAdapter
+from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.plan import Model, Request
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
@@ -96,6 +101,7 @@ def admit(
     end_ids = _end_ids(params, model)
     _check_ids("sampling_params.bad_token_ids", params.bad_token_ids or (), model.vocab_size)
     limit = context_length if params.max_tokens is None else min(len(tokens) + params.max_tokens, context_length)
+    seed = secrets.randbits(64) if params.seed is None else params.seed
     return Request(
         id=request_id,
         number=number,
@@ -105,10 +111,29 @@ def admit(
         limit=limit,
         min_length=len(tokens) + (params.min_tokens or 0),
         end_ids=end_ids,
-        seed=secrets.randbits(64) if params.seed is None else params.seed,
-        processors=tuple(params.logits_processors),
+        seed=seed,
+        chain=_chain(params, tokens, number, Context(Vocabulary(model.vocab_size), end_ids, seed)),
         bias=_bias(params.embedding_bias, model),
     )
+
+
+def _chain(params: SamplingParams, prompt: list[int], number: int, context: Context) -> ProcessorChain | None:
+    """One chain of everything in ``logits_processor``: chains are taken out of their callables, the rest is wrapped."""
+    if not params.logits_processors:
+        return None
+    foreign: list[Processor] = []
+    chain: ProcessorChain | None = None
+    for callable_ in params.logits_processors:
+        if not isinstance(callable_, ChainAdapter):
+            foreign.append(ForeignCallable(callable_, number))
+        elif chain is None:
+            chain = callable_.chain
+        else:
+            raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
+    if chain is None:
+        chain = ProcessorChain([], context)
+    chain.start(prompt)
+    return chain.with_fields(foreign) if foreign else chain
 
 
 def _check_prompt(prompt: Sequence[int], vocab_size: int, context_length: int) -> list[int]:

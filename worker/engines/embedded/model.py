@@ -73,7 +73,7 @@ class HfModel:
             **{attention.STEP_ARGUMENT: step},
         ).last_hidden_state[0]
         if len(last) < len(ids):
-            hidden = hidden[torch.tensor(last, device=self.device)]
+            hidden = hidden[torch.tensor(last, dtype=torch.long, device=self.device)]
         logits: torch.Tensor = self._network.lm_head(hidden)
         return logits
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from adapters.batch import Planned
+from adapters.chain import ProcessorChain, ProcessorFailed
 from worker.engines import FinishReason, TokenLogprob
 from worker.sampling import SamplingParams
 
@@ -26,7 +27,7 @@ class Request:
         min_length: Length of `tokens` below which no end id may be sampled.
         end_ids: Ids that end the answer.
         seed: Seed of the draws, 64 bits.
-        processors: Logits processor callables, in order.
+        chain: Its logits processors, in the order law's order, over its own history; None if it has none.
         bias: float32 ``[V]`` added to the logits, or None.
         kv_start: First token of the request's range in the KV store, while it runs.
         num_computed: Prompt tokens whose KV has been computed; not maintained once the prompt is done.
@@ -41,7 +42,7 @@ class Request:
     min_length: int
     end_ids: frozenset[int]
     seed: int
-    processors: tuple[Callable[..., None], ...] = ()
+    chain: ProcessorChain | None = None
     bias: torch.Tensor | None = None
     kv_start: int = -1
     num_computed: int = 0
@@ -109,6 +110,19 @@ class Model(Protocol):
 
 
 @dataclass(slots=True)
+class Edits:
+    """What the chains ask of the rows of one step.
+
+    Attributes:
+        planned: Row, chain and plan, for the rows whose chain asks for anything.
+        failures: Rows whose chain failed.
+    """
+
+    planned: list[Planned] = field(default_factory=list)
+    failures: dict[int, ProcessorFailed] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Samples:
     """What the sampler chose, by row of ``plan.sampled``.
 
@@ -133,3 +147,4 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
+    engine_data: dict[str, object] | None = None

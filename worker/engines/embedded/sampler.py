@@ -8,11 +8,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from adapters.batch import Planned, apply_edits, apply_late
 from adapters.draws import SAMPLE, uniform
 from worker.engines.embedded.logprobs import token_logprobs
 from worker.engines.embedded.penalties import Penalties, wants_penalties
-from worker.engines.embedded.plan import Plan, Request, Samples
-from worker.engines.embedded.processors import run_processors
+from worker.engines.embedded.plan import Edits, Plan, Request, Samples
 from worker.engines.embedded.truncation import Truncation, draw, weigh
 
 _UNSATISFIABLE = "unsatisfiable: the request's controls leave no token that may be sampled"
@@ -32,7 +32,6 @@ class RowTable:
         self.requests = requests
         self.biased = _rows(requests, lambda request: request.bias is not None)
         self.penalised = _rows(requests, wants_penalties)
-        self.processed = _rows(requests, lambda request: bool(request.processors))
         self.banned = _rows(requests, lambda request: bool(request.params.bad_token_ids))
         self.held_open = _rows(requests, lambda request: len(request.tokens) < request.min_length)
         self.random = _rows(requests, lambda request: not request.params.is_greedy)
@@ -81,7 +80,7 @@ class Sampler:
         self._table = RowTable((), vocab_size, device)
         self._penalties: WeakKeyDictionary[Request, Penalties] = WeakKeyDictionary()
 
-    def sample(self, logits: torch.Tensor, plan: Plan) -> Samples:
+    def sample(self, logits: torch.Tensor, edits: Edits, plan: Plan) -> Samples:
         """Tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it is float32."""
         if not plan.sampled:
             return Samples([])
@@ -92,12 +91,19 @@ class Sampler:
         self._mask_never(logits)
         raw = logits[table.raw] if table.raw else None
         self._add_biases(logits, table)
-        errors = self._process(logits, table)
+        errors = {row: str(failure) for row, failure in edits.failures.items()}
+        if edits.planned:
+            self._apply_chains(logits, edits.planned, errors)
         self._mask_hard(logits, table)
-        samples = self._choose(logits, table, errors)
+        samples = self._choose(logits, table, edits.planned, errors)
         if raw is not None:
             _attach_logprobs(samples, raw, table.requests, table.raw)
         return samples
+
+    def _apply_chains(self, logits: torch.Tensor, planned: list[Planned], errors: dict[int, str]) -> None:
+        for apply in (apply_edits, apply_late):
+            errors |= {row: str(failure) for row, failure in apply(logits, planned).items()}
+        self._mask_never(logits)  # a shaping processor may have written there
 
     def _mask_never(self, logits: torch.Tensor) -> None:
         if isinstance(self._never, slice):
@@ -116,16 +122,6 @@ class Sampler:
                 self._penalties[request] = Penalties(self._vocab_size, self._device)
             self._penalties[request].apply(logits[row], request)
 
-    def _process(self, logits: torch.Tensor, table: RowTable) -> dict[int, str]:
-        errors = {}
-        for row in table.processed:
-            failure = run_processors(logits[row], table.requests[row])
-            if failure is not None:
-                errors[row] = failure
-        if table.processed:
-            self._mask_never(logits)
-        return errors
-
     def _mask_hard(self, logits: torch.Tensor, table: RowTable) -> None:
         for row in table.held_open:
             request = table.requests[row]
@@ -134,7 +130,7 @@ class Sampler:
         for row in table.banned:
             logits[row, table.requests[row].params.bad_token_ids] = -torch.inf
 
-    def _choose(self, logits: torch.Tensor, table: RowTable, errors: dict[int, str]) -> Samples:
+    def _choose(self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]) -> Samples:
         highest = logits.amax(-1)
         token_ids = logits.argmax(-1) if len(table.random) < len(table.requests) else None
         adjusted = None
@@ -147,12 +143,28 @@ class Sampler:
                 if not math.isfinite(value) and row not in errors:
                     errors[row] = _UNSATISFIABLE if value == -math.inf else _NOT_FINITE
         samples = Samples(token_ids.tolist(), errors)
+        forced = {row: plan.force for row, _, plan in planned if plan.force is not None and row not in errors}
+        self._force(logits, samples, forced)
         if table.processed_logprobs:
             final = logits.double()
             if adjusted is not None:
                 final.index_copy_(0, table.random_index, adjusted)
+            for row, token_id in forced.items():
+                final[row] = -torch.inf
+                final[row, token_id] = 0.0
             _attach_logprobs(samples, final[table.processed_logprobs], table.requests, table.processed_logprobs)
         return samples
+
+    def _force(self, logits: torch.Tensor, samples: Samples, forced: dict[int, int]) -> None:
+        """Override the sampled ids. One that this engine never samples, or masks, cannot be forced either."""
+        if not forced:
+            return
+        values = logits[list(forced), list(forced.values())].tolist()
+        for (row, token_id), value in zip(forced.items(), values, strict=True):
+            if value == -math.inf:
+                samples.errors[row] = f"{_UNSATISFIABLE}: token {token_id} is forced"
+            else:
+                samples.token_ids[row] = token_id
 
     def _draw(self, logits: torch.Tensor, table: RowTable) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = [table.requests[row] for row in table.random]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from adapters.chain import ProcessorChain
+from worker.engines import FinishReason
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.plan import Chunk, Output, Plan, Request, Samples
 
@@ -135,8 +137,16 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     token = samples.token_ids[row]
     logprobs = samples.logprobs.get(row) if samples.logprobs else None
     request.tokens.append(token)
+    data = _accept(request.chain, token, len(request.tokens) - 1) if request.chain is not None else None
     if token in request.end_ids:
         if not request.params.include_stop_str_in_output:
-            return Output(request.id, finish_reason="stop", stop_reason=token)
-        return Output(request.id, token, logprobs, "stop", token)
-    return Output(request.id, token, logprobs, "length" if len(request.tokens) >= request.limit else None)
+            return Output(request.id, finish_reason="stop", stop_reason=token, engine_data=data)
+        return Output(request.id, token, logprobs, "stop", token, engine_data=data)
+    finish: FinishReason | None = "length" if len(request.tokens) >= request.limit else None
+    return Output(request.id, token, logprobs, finish, engine_data=data)
+
+
+def _accept(chain: ProcessorChain, token_id: int, position: int) -> dict[str, object] | None:
+    """Tell the chain; its receipt so far, if the request wants one."""
+    chain.accept(token_id, position)
+    return {"logits_processors": chain.report()} if chain.wants_receipt else None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from adapters.batch import plan_rows
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache import KvCache
-from worker.engines.embedded.plan import Model, Output, Request
+from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampler import Sampler
 from worker.engines.embedded.scheduler import Scheduler
 
@@ -36,9 +37,16 @@ class Stepper:
     def step(self) -> list[Output]:
         """Compute one step; returns one output for each request that got a token or ended."""
         plan = self.scheduler.schedule()
+        edits = plan_edits(plan)
         logits = self.model.forward(plan)
-        samples = self.sampler.sample(logits, plan)
+        samples = self.sampler.sample(logits, edits, plan)
         return self.scheduler.commit(plan, samples)
+
+
+def plan_edits(plan: Plan) -> Edits:
+    """What the chains of the sampled rows ask for; needs no logits."""
+    chains = [(row, request.chain) for row, request in enumerate(plan.sampled) if request.chain is not None]
+    return Edits(*plan_rows(chains)) if chains else Edits()
 
 
 def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> Stepper:

@@ -32,6 +32,8 @@ class Stream:
             delta.token_ids.append(output.token_id)
             if output.logprobs is not None:
                 delta.logprobs = [*(delta.logprobs or ()), output.logprobs]
+        if output.engine_data is not None:
+            delta.engine_data = output.engine_data
         if output.finish_reason is not None:
             delta.finish_reason = output.finish_reason
             delta.stop_reason = output.stop_reason
