@@ -1,0 +1,115 @@
+"""A model without a network, and short ways to drive an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from worker.engines import TokenDelta
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Plan, Request
+from worker.engines.embedded.admission import admit
+from worker.engines.embedded.step import Stepper, make_stepper
+from worker.sampling import SamplingParams
+
+WIDTH = 96
+PADDING = 6
+END = 2
+
+
+class ScriptedModel:
+    """Logits are a fixed function of a row's last token and position, bit by bit the same in any batch.
+
+    ``hook`` runs before each forward, on the step thread: it may block, raise, or edit the logits it is given.
+    """
+
+    vocab_size = WIDTH
+    context_length = 256
+    eos_token_ids = (END,)
+    undecodable_ids = tuple(range(WIDTH - PADDING, WIDTH))
+    device = torch.device("cpu")
+    kv_bytes_per_token = 0
+
+    def __init__(self, hook: Callable[[Plan, torch.Tensor], None] | None = None) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.by_token = torch.randn(WIDTH, WIDTH, generator=generator)
+        self.by_position = torch.randn(self.context_length, WIDTH, generator=generator)
+        self.hook = hook
+        self.num_kv_tokens = 0
+        self.plans: list[Plan] = []
+
+    def allocate_kv(self, num_tokens: int) -> None:
+        self.num_kv_tokens = num_tokens
+
+    def row(self, tokens: Sequence[int]) -> torch.Tensor:
+        return 2 * (self.by_token[tokens[-1]] + self.by_position[len(tokens) - 1])
+
+    def forward(self, plan: Plan) -> torch.Tensor:
+        self.plans.append(plan)
+        rows = [self.row(request.tokens) for request in plan.sampled]
+        logits = torch.stack(rows) if rows else torch.empty(0, WIDTH)
+        if self.hook is not None:
+            self.hook(plan, logits)
+        return logits
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """What a greedy answer of `count` tokens is, END included."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.row(tokens)[: WIDTH - PADDING].argmax()))
+        return tokens[len(prompt) :]
+
+
+def config(**changes: object) -> EmbeddedConfig:
+    settings: dict[str, object] = {"model_path": "unused", "device": "cpu", "max_num_seqs": 4, "max_queue": 4}
+    return EmbeddedConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+def stepper(model: ScriptedModel, **changes: object) -> Stepper:
+    settings = config(**changes)
+    blocks = settings.max_num_seqs * -(-model.context_length // settings.kv_block_size)
+    return make_stepper(settings, model, blocks)
+
+
+def request(model: ScriptedModel, name: str, prompt: Sequence[int], params: SamplingParams) -> Request:
+    return admit(name, 0, prompt, params, model, model.context_length)
+
+
+def run_alone(model: ScriptedModel, prompt: Sequence[int], params: SamplingParams) -> TokenDelta:
+    """The whole answer to one request, as one delta, decoded with nothing beside it."""
+    return run_together(model, {"alone": (prompt, params)})["alone"]
+
+
+def run_together(
+    model: ScriptedModel, wanted: dict[str, tuple[Sequence[int], SamplingParams]]
+) -> dict[str, TokenDelta]:
+    """The whole answers to several requests, decoded at once."""
+    driver = stepper(model, max_num_seqs=max(4, len(wanted)))
+    for name, (prompt, params) in wanted.items():
+        driver.add(request(model, name, prompt, params))
+    answers = {name: TokenDelta() for name in wanted}
+    while not driver.scheduler.is_idle:
+        for output in driver.step():
+            answer = answers[output.request_id]
+            if output.token_id is not None:
+                answer.token_ids.append(output.token_id)
+            if output.logprobs is not None:
+                answer.logprobs = [*(answer.logprobs or ()), output.logprobs]
+            answer.finish_reason, answer.stop_reason, answer.error = (
+                output.finish_reason,
+                output.stop_reason,
+                output.error,
+            )
+        driver.scheduler.check_integrity()
+    return answers
+
+
+async def collect(
+    engine: EmbeddedEngine, name: str, prompt: Sequence[int], params: SamplingParams
+) -> tuple[list[int], TokenDelta]:
+    """All tokens of one stream, and its last delta."""
+    tokens: list[int] = []
+    delta = TokenDelta()
+    async for delta in engine.generate(name, prompt, params):
+        tokens += delta.token_ids
+    return tokens, delta

@@ -1,0 +1,136 @@
+"""Greedy tokens are transformers' own, whatever shares the batch and however prompts are cut."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Model
+from worker.engines.embedded.admission import admit
+from worker.engines.embedded.model import load_model
+from worker.engines.embedded.step import make_stepper
+from worker.sampling import SamplingParams
+from worker.tiny_model import ARCHITECTURES, SLIDING_WINDOW
+
+LENGTHS = (1, 7, 33, 64, 130)
+NEW_TOKENS = 40
+assert SLIDING_WINDOW < max(LENGTHS)
+
+
+@dataclass(frozen=True)
+class Case:
+    config: EmbeddedConfig
+    model: Model
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+
+def reference(path: Path, device: str, prompt: list[int], never: tuple[int, ...]) -> list[int]:
+    network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    tokens = network.generate(
+        torch.tensor([prompt], device=device),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=device),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        suppress_tokens=list(never),
+    )
+    return [int(token) for token in tokens[0, len(prompt) :]]
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[tuple[str, str], Case]:
+    return {}
+
+
+@pytest.fixture
+def case(arch: str, device: str, checkpoints: dict[str, Path], cases: dict[tuple[str, str], Case]) -> Case:
+    if (arch, device) not in cases:
+        config = EmbeddedConfig(model_path=checkpoints[arch], device=device, dtype="float32")
+        model = load_model(config)
+        source = random.Random(arch)
+        prompts = [[source.randrange(model.vocab_size) for _ in range(length)] for length in LENGTHS]
+        answers = [reference(checkpoints[arch], device, prompt, model.undecodable_ids) for prompt in prompts]
+        cases[arch, device] = Case(config, model, prompts, answers)
+    return cases[arch, device]
+
+
+def params() -> SamplingParams:
+    return SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+pytestmark = pytest.mark.parametrize("arch", ARCHITECTURES)
+
+
+async def test_alone(case: Case) -> None:
+    engine = EmbeddedEngine(case.config)
+    await engine.start()
+    try:
+        for prompt, answer in zip(case.prompts, case.answers, strict=True):
+            tokens: list[int] = []
+            async for delta in engine.generate("one", prompt, params()):
+                tokens += delta.token_ids
+            assert tokens == answer
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(("budget", "seed"), [(5, 0), (5, 1), (48, 2), (4096, 3)])
+def test_mixed_batches_that_requests_join_at_random_steps(case: Case, budget: int, seed: int) -> None:
+    config = EmbeddedConfig(model_path="", max_num_seqs=4, max_num_batched_tokens=budget)
+    driver = make_stepper(config, case.model, num_kv_blocks=64)
+    source = random.Random(seed)
+    arrivals = sorted((source.randrange(30), which) for which in range(len(LENGTHS)))
+    tokens: dict[str, list[int]] = {str(which): [] for which in range(len(LENGTHS))}
+    step = 0
+    while arrivals or not driver.scheduler.is_idle:
+        while arrivals and arrivals[0][0] <= step:
+            which = arrivals.pop(0)[1]
+            driver.add(admit(str(which), which, case.prompts[which], params(), case.model, 2048))
+        for output in [] if driver.scheduler.is_idle else driver.step():
+            assert output.token_id is not None
+            tokens[output.request_id].append(output.token_id)
+        step += 1
+    assert [tokens[str(which)] for which in range(len(LENGTHS))] == case.answers
+
+
+async def test_concurrent_streams(case: Case) -> None:
+    engine = EmbeddedEngine(case.config)
+    await engine.start()
+
+    async def answer(which: int) -> list[int]:
+        tokens: list[int] = []
+        async for delta in engine.generate(str(which), case.prompts[which], params()):
+            tokens += delta.token_ids
+        return tokens
+
+    try:
+        assert await asyncio.gather(*map(answer, range(len(LENGTHS)))) == case.answers
+    finally:
+        await engine.stop()
+
+
+def test_logits_of_a_prompt_in_pieces(case: Case, checkpoints: dict[str, Path], arch: str) -> None:
+    prompt = case.prompts[-1]
+    network: Any = AutoModelForCausalLM.from_pretrained(checkpoints[arch], dtype=torch.float32)
+    with torch.inference_mode():
+        expected = network(torch.tensor([prompt])).logits[0, -1]
+    for budget in (1, 17, 130):
+        config = EmbeddedConfig(model_path="", max_num_seqs=1, max_num_batched_tokens=budget)
+        driver = make_stepper(config, case.model, num_kv_blocks=64)
+        driver.add(admit("one", 0, prompt, params(), case.model, 2048))
+        plan = driver.scheduler.schedule()
+        logits = case.model.forward(plan)
+        while not plan.sampled:
+            for chunk in plan.chunks:
+                chunk.request.num_computed = chunk.stop
+            plan = driver.scheduler.schedule()
+            logits = case.model.forward(plan)
+        torch.testing.assert_close(logits[0].cpu(), expected, atol=2e-4, rtol=0)
