@@ -39,7 +39,8 @@ prepare_environment() {
 # Everything on loopback, no services, and all state in a scratch directory.
 prepare_runtime() {
     scratch=$(mktemp -d "${TMPDIR:-/tmp}/dynamo-logits-worker.XXXXXX")
-    mkdir "$scratch/discovery" "$scratch/home"
+    mkdir "$scratch/discovery" "$scratch/home" "$scratch/tmp"
+    export TMPDIR=$scratch/tmp # the frontend and torch leave files there
     export DYN_DISCOVERY_BACKEND=file DYN_FILE_KV=$scratch/discovery
     export DYN_REQUEST_PLANE=tcp DYN_TCP_RPC_HOST=127.0.0.1
     export DYN_TCP_RESPONSE_STREAM_HOST=lo # the name of an interface, not an address

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+# The developer's own settings of the worker and of Dynamo are no part of a test.
+for name in list(os.environ):
+    if name.startswith(("DYN_", "DYNAMO_", "WORKER_")):
+        del os.environ[name]
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+settings.register_profile("repository", deadline=None, print_blob=True)
+settings.load_profile("repository")

@@ -1,0 +1,145 @@
+"""Runs a launch script as a user does at a terminal, in a home, cache and temporary directory of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+READY = re.compile(r"ready\. (?P<model>\S+) answers at (?P<url>\S+);")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class LaunchedScript:
+    process: subprocess.Popen[str]
+    port: int
+    directory: Path
+    lines: list[str]
+    model: str = ""
+    url: str = ""
+
+    def wait_until_ready(self) -> None:
+        """Raises `AssertionError` with the output if the script ends first."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            found = READY.search(line)
+            if found:
+                self.model, self.url = found["model"], found["url"]
+                return
+        raise AssertionError(f"ended with {self.process.wait()}:\n{''.join(self.lines)}")
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
+
+    def named(self, module: str) -> psutil.Process:
+        """The child that runs ``python -m module``."""
+        (found,) = (child for child in self.children() if f"-m {module} " in _command_line(child))
+        return found
+
+    def children(self) -> list[psutil.Process]:
+        """The frontend and the worker, and not the ``sleep`` that the script is in."""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in below if " -m " in _command_line(child)]
+
+    def listening(self) -> list[str]:
+        return [
+            connection.laddr.ip
+            for child in self.children()
+            for connection in child.net_connections(kind="inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def finish(self) -> int:
+        """Read what it still prints; its exit status."""
+        assert self.process.stdout is not None
+        self.lines.extend(self.process.stdout)
+        return self.process.wait()
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def assert_nothing_left(self, children: list[psutil.Process]) -> None:
+        assert [child for child in children if child.is_running()] == []
+        assert list((self.directory / "tmp").iterdir()) == []
+        assert not (self.directory / "home/.cache").exists()
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", self.port)) != 0
+
+
+@contextlib.contextmanager
+def launched(
+    directory: Path, *arguments: str, variables: Mapping[str, str] | None = None, script: str = "agg.sh"
+) -> Iterator[LaunchedScript]:
+    """A launch script at work; killed with everything it started if the test leaves it running."""
+    for name in ("tmp", "home", "cache"):
+        (directory / name).mkdir(exist_ok=True)
+    port = free_port()
+    environment = os.environ | {
+        "DLW_VENV": sys.prefix,
+        "HOME": str(directory / "home"),
+        "HTTP_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(directory / "tmp"),
+        "XDG_CACHE_HOME": str(directory / "cache"),
+    }
+    process = subprocess.Popen(
+        [str(REPOSITORY / "launch" / script), *arguments],
+        cwd=directory,
+        env=environment | dict(variables or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    running = LaunchedScript(process, port, directory, [])
+    try:
+        yield running
+    finally:
+        _kill(process)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.wait()
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a zombie is one too
+        return ""
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

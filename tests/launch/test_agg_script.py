@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from launched_script import REPOSITORY, LaunchedScript, is_loopback, launched
+
+from worker.tiny_model import write_tiny_model
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def chat(script: LaunchedScript, max_tokens: int = 16) -> str | None:
+    with script.client() as client:
+        answer = client.chat.completions.create(model=script.model, messages=HELLO, max_tokens=max_tokens)
+    return answer.choices[0].message.content
+
+
+def streamed_chat(script: LaunchedScript, max_tokens: int = 16) -> str:
+    with script.client() as client:
+        stream = client.chat.completions.create(model=script.model, messages=HELLO, max_tokens=max_tokens, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def test_serves_on_loopback_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    with launched(tmp_path) as script:
+        script.wait_until_ready()
+        assert script.url == f"http://127.0.0.1:{script.port}/v1"
+        assert script.model == "tiny-model"
+        answer = chat(script)
+        assert answer
+        assert streamed_chat(script) == answer
+        listening = script.listening()
+        assert len(listening) >= 2
+        assert [address for address in listening if not is_loopback(address)] == []
+        children = script.children()
+        script.press_ctrl_c()
+        assert script.finish() == 0, script.output
+        script.assert_nothing_left(children)
+
+
+def test_the_printed_curl_works(tmp_path: Path) -> None:
+    with launched(tmp_path) as script:
+        script.wait_until_ready()
+        assert script.process.stdout is not None
+        command = ""
+        while not command.endswith("}'\n"):
+            line = script.process.stdout.readline()
+            assert line, "ended"
+            command += line
+        done = subprocess.run(["bash", "-c", f"{command.strip()} -sf"], capture_output=True, text=True, check=True)
+        assert '"finish_reason":"length"' in done.stdout
+
+
+def test_a_request_under_way_at_sigterm_finishes(tmp_path: Path) -> None:
+    with launched(tmp_path) as script:
+        script.wait_until_ready()
+        children = script.children()
+        with script.client() as client:
+            stream = client.completions.create(
+                model=script.model,
+                prompt="Hello",
+                max_tokens=1000,
+                stream=True,
+                extra_body={"ignore_eos": True, "stream_options": {"include_usage": True}},
+            )
+            chunks = iter(stream)
+            next(chunks)
+            script.process.send_signal(signal.SIGTERM)
+            rest = list(chunks)
+        assert [c.choices[0].finish_reason for c in rest if c.choices][-1] == "length"
+        assert rest[-1].usage is not None
+        assert rest[-1].usage.completion_tokens == 1000
+        assert script.finish() == 0, script.output
+        script.assert_nothing_left(children)
+
+
+@pytest.mark.parametrize(("module", "name"), [("worker", "worker"), ("dynamo.frontend", "frontend")])
+def test_the_death_of_one_stops_the_other(tmp_path: Path, module: str, name: str) -> None:
+    with launched(tmp_path) as script:
+        script.wait_until_ready()
+        children = script.children()
+        script.named(module).kill()
+        assert script.finish() == 1
+        assert f"error: the {name} ended with status 137; stopping" in script.output
+        script.assert_nothing_left(children)
+
+
+def test_nothing_outlives_a_killed_script(tmp_path: Path) -> None:
+    with launched(tmp_path) as script:
+        script.wait_until_ready()
+        processes = [script.named("dynamo.frontend"), script.named("worker")]
+        script.process.kill()
+        script.process.wait()
+        _, alive = psutil.wait_procs(processes, timeout=60)
+        assert alive == []
+
+
+@pytest.mark.parametrize("variable", ["DYNAMO_ENABLE_TEST_LOGITS_PROCESSOR", "DYN_ENABLE_TEST_LOGITS_PROCESSOR"])
+def test_smoke(tmp_path: Path, variable: str) -> None:
+    with launched(tmp_path, variables={variable: "1"}) as script:
+        script.wait_until_ready()
+        assert chat(script) == "Hello world!"
+        assert streamed_chat(script) == "Hello world!"
+
+
+def test_model_name_and_arguments_reach_the_worker(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "checkpoint")
+    variables = {"MODEL_PATH": "checkpoint", "SERVED_MODEL_NAME": "mine", "ENGINE": "embedded"}
+    with launched(tmp_path, "--context-length", "40", variables=variables) as script:
+        script.wait_until_ready()
+        assert script.model == "mine"
+        with script.client() as client:
+            answer = client.completions.create(model="mine", prompt="a", extra_body={"ignore_eos": True})
+        assert answer.usage is not None
+        assert answer.usage.total_tokens == 40
+        assert not (tmp_path / "cache/dynamo-logits-worker").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "line"),
+    [
+        ((), {"MODEL_PATH": "nowhere"}, "worker: error: --model-path nowhere: no such directory"),
+        (("--no-such-option",), {}, "worker: error: unrecognized arguments: --no-such-option"),
+        ((), {"ENGINE": "vroom"}, "worker: error: --engine must be one of embedded, trtllm, got 'vroom'"),
+    ],
+)
+def test_a_worker_that_refuses_to_start(
+    tmp_path: Path, arguments: tuple[str, ...], variables: dict[str, str], line: str
+) -> None:
+    with launched(tmp_path, *arguments, variables=variables) as script:
+        assert script.finish() == 1
+        assert line in script.output.splitlines()
+        assert "error: the worker ended with status" in script.output
+        script.assert_nothing_left([])
+
+
+def test_a_taken_port(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with launched(tmp_path, variables={"HTTP_PORT": port}) as script:
+            assert script.finish() == 1
+            assert script.output == f"agg: error: port {port} on 127.0.0.1 is taken; set HTTP_PORT to a free one\n"
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "http", "-1"])
+def test_no_port(tmp_path: Path, port: str) -> None:
+    with launched(tmp_path, variables={"HTTP_PORT": port}) as script:
+        assert script.finish() == 1
+        assert script.output == f"agg: error: HTTP_PORT must be a port number, got '{port}'\n"
+
+
+def test_help_names_every_variable() -> None:
+    command = [str(REPOSITORY / "launch/agg.sh"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    for variable in ("MODEL_PATH", "SERVED_MODEL_NAME", "ENGINE", "HTTP_HOST", "HTTP_PORT"):
+        assert f"  {variable} " in done.stdout
