@@ -1,0 +1,74 @@
+"""For clients: selects logits processors in a request to the OpenAI-compatible endpoint.
+
+    client.chat.completions.create(
+        model=..., messages=...,
+        extra_body=logits_processors(processor("min_tokens", n=8), receipt=True),
+    )
+
+Needs only the standard library: the file may be copied into a client's own code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+ANNOTATION = "logits_processors:"
+HEADER = "x-dynamo-meta-logits-processors"
+
+
+def processor(name: str, /, **args: Any) -> dict[str, Any]:
+    """One entry of a selection, such as ``processor("min_tokens", n=8, scope="answer")``."""
+    return {"name": name, "args": args}
+
+
+def from_openai_logit_bias(logit_bias: Mapping[str, float] | Mapping[int, float]) -> dict[str, Any]:
+    """OpenAI's ``logit_bias`` as a processor; Dynamo's frontend drops the field itself without a word.
+
+    Raises:
+        ValueError: a key is not a token id, or a value is not between -100 and 100.
+    """
+    bias = {}
+    for token_id, value in logit_bias.items():
+        if not str(token_id).isdecimal():
+            raise ValueError(f"logit_bias: expected token ids as keys, got {token_id!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise ValueError(f"logit_bias[{token_id}]: expected a number between -100 and 100, got {value!r}")
+        bias[str(int(token_id))] = value
+    return processor("logit_bias", bias=bias)
+
+
+def selection(*processors: Mapping[str, Any], receipt: bool | Literal["debug"] = False) -> str:
+    """The selection as JSON text, ASCII only: the value of the annotation or of the header `HEADER`.
+
+    Raises:
+        ValueError: a number is NaN or infinite.
+        TypeError: an argument is not JSON data.
+    """
+    data = {"version": 1, "processors": list(processors), "receipt": receipt}
+    return json.dumps(data, allow_nan=False, separators=(",", ":"))
+
+
+def logits_processors(
+    *processors: Mapping[str, Any],
+    receipt: bool | Literal["debug"] = False,
+    nvext: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """``extra_body`` that selects ``processors``, in this order within a stage.
+
+    Args:
+        processors: From `processor` and `from_openai_logit_bias`.
+        receipt: Ask for the receipt, in ``nvext.engine_data`` of the reply; "debug" tells what was done to each token.
+        nvext: Further fields of ``nvext``; annotations and extra fields are kept.
+
+    Raises:
+        ValueError: a number is NaN or infinite.
+        TypeError: an argument is not JSON data.
+    """
+    fields = dict(nvext or {})
+    annotation = ANNOTATION + selection(*processors, receipt=receipt)
+    fields["annotations"] = [*fields.get("annotations", ()), annotation]
+    if receipt:
+        fields["extra_fields"] = list(dict.fromkeys([*fields.get("extra_fields", ()), "engine_data"]))
+    return {"nvext": fields}

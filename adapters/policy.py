@@ -1,0 +1,262 @@
+"""The operator's policy: processors that every request of a served model gets, gets by default, or must not name.
+
+A YAML file::
+
+    keys:
+      house: {file: /run/secrets/watermark}
+    models:
+      my-model:
+        mandatory:
+          - {name: watermark, args: {key_id: house}}
+        default:
+          - {name: loop_stop}
+        forbidden: [mirostat]
+      "*":
+        forbidden: [watermark]
+
+``"*"`` is for models without a section of their own. Whatever is unknown in the file is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from adapters.catalog import Catalog
+from adapters.contract import Context
+from adapters.selection import Requested, Selection, SelectionError, parse_processor
+
+MIN_KEY_BYTES = 16
+"""Shortest watermark key."""
+
+ANY_MODEL = "*"
+
+
+class PolicyError(ValueError):
+    """The policy file cannot be honoured.
+
+    Args:
+        file: Its path.
+        key: Where in it, ``models.my-model.default[0].args.n``; empty for the whole.
+        problem: What was expected and what came.
+    """
+
+    def __init__(self, file: str, key: str, problem: str) -> None:
+        super().__init__(f"{file}: {key}: {problem}" if key else f"{file}: {problem}")
+        self.file = file
+        self.key = key
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPolicy:
+    """What the operator wants of one served model's requests.
+
+    Attributes:
+        mandatory: In every chain, before the client's.
+        default: In every chain whose client does not name that processor, before the client's.
+        forbidden: Names that a client must not use.
+    """
+
+    mandatory: tuple[Requested, ...] = ()
+    default: tuple[Requested, ...] = ()
+    forbidden: frozenset[str] = frozenset()
+
+    def apply(self, selection: Selection, catalog: Catalog) -> Selection:
+        """``selection`` with the operator's processors in it.
+
+        Raises:
+            SelectionError: the client names a forbidden processor, or a mandatory one with other arguments.
+        """
+        mandatory = {requested.name: requested for requested in self.mandatory}
+        own = []
+        for requested in selection.processors:
+            if requested.name in self.forbidden:
+                problem = f"the logits processor {requested.name} is not allowed for this model"
+                raise SelectionError(f"{requested.path}.name", problem)
+            if requested.name not in mandatory:
+                own.append(requested)
+            elif not _same(requested, mandatory[requested.name], catalog):
+                problem = f"the logits processor {requested.name} is set by the operator and cannot be changed"
+                raise SelectionError(requested.path, problem)
+        named = {requested.name for requested in own}
+        default = (requested for requested in self.default if requested.name not in named)
+        return Selection((*self.mandatory, *default, *own), selection.receipt)
+
+
+def _same(asked: Requested, set_by_operator: Requested, catalog: Catalog) -> bool:
+    if asked.scope != set_by_operator.scope:
+        return False
+    return catalog.parse_args(asked) == catalog.parse_args(set_by_operator)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The policies of all served models, and the watermark keys.
+
+    Attributes:
+        file: Where it was read from.
+        models: By served model name.
+        watermark_keys: By key id; never shown, not in errors either.
+    """
+
+    file: str = ""
+    models: Mapping[str, ModelPolicy] = field(default_factory=dict)
+    watermark_keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def load(cls, path: str | Path, catalog: Catalog, environment: Mapping[str, str] = os.environ) -> Policy:
+        """Read a policy file.
+
+        Args:
+            path: Of the file.
+            catalog: Every processor that it names must be there.
+            environment: Where keys given by ``env`` are.
+
+        Raises:
+            PolicyError: the file, or one of its keys, cannot be honoured.
+        """
+        return _Reader(str(path), catalog, environment).policy()
+
+    def for_model(self, name: str) -> ModelPolicy:
+        """The policy of the served model ``name``."""
+        return self.models.get(name) or self.models.get(ANY_MODEL) or ModelPolicy()
+
+    def check(self, model: str, catalog: Catalog, context: Context) -> None:
+        """Build every processor of a model's policy once, so that what cannot be honoured stops the start.
+
+        Args:
+            model: Served model name.
+            catalog: As for `load`.
+            context: Of that model, with `watermark_keys`.
+
+        Raises:
+            PolicyError: one of them cannot be honoured.
+        """
+        policy = self.for_model(model)
+        for requested in (*policy.mandatory, *policy.default):
+            try:
+                catalog.build(requested, context)
+            except SelectionError as error:
+                raise PolicyError(self.file, error.path, error.problem) from error
+
+
+class _Reader:
+    """Turns one file into a `Policy`; every error names the file and the key."""
+
+    def __init__(self, file: str, catalog: Catalog, environment: Mapping[str, str]) -> None:
+        self._file = file
+        self._catalog = catalog
+        self._environment = environment
+
+    def policy(self) -> Policy:
+        data = self._mapping(self._yaml(), "", ("keys", "models"))
+        keys = self._mapping(data.get("keys"), "keys")
+        models = self._mapping(data.get("models"), "models")
+        return Policy(
+            self._file,
+            {name: self._model(section, f"models.{name}") for name, section in models.items()},
+            {key_id: self._key(source, f"keys.{key_id}") for key_id, source in keys.items()},
+        )
+
+    def _yaml(self) -> object:
+        try:
+            text = Path(self._file).read_text(encoding="utf-8")
+            return yaml.load(text, _Loader)
+        except (OSError, UnicodeDecodeError) as error:
+            self._fail("", f"cannot be read: {error}")
+        except yaml.YAMLError as error:
+            self._fail("", f"is not YAML: {' '.join(str(error).split())}")
+
+    def _model(self, section: object, key: str) -> ModelPolicy:
+        data = self._mapping(section, key, ("mandatory", "default", "forbidden"))
+        mandatory = self._processors(data.get("mandatory"), f"{key}.mandatory")
+        default = self._processors(data.get("default"), f"{key}.default")
+        forbidden = self._names(data.get("forbidden"), f"{key}.forbidden")
+        seen: dict[str, str] = dict.fromkeys(forbidden, "forbidden")
+        for kind, group in (("mandatory", mandatory), ("default", default)):
+            for requested in group:
+                if requested.name in seen:
+                    self._fail(requested.path, f"{requested.name} is named before, as {seen[requested.name]}")
+                seen[requested.name] = kind
+        return ModelPolicy(mandatory, default, frozenset(forbidden))
+
+    def _processors(self, value: object, key: str) -> tuple[Requested, ...]:
+        found = []
+        for i, entry in enumerate(self._list(value, key)):
+            try:
+                requested = parse_processor(entry, f"{key}[{i}]")
+                self._catalog.parse_args(requested)
+            except SelectionError as error:
+                self._fail(error.path, error.problem)
+            found.append(requested)
+        return tuple(found)
+
+    def _names(self, value: object, key: str) -> list[str]:
+        names = self._list(value, key)
+        for i, name in enumerate(names):
+            if not isinstance(name, str) or name not in self._catalog:
+                self._fail(f"{key}[{i}]", f"expected the name of a processor in the catalogue, got {name!r}")
+        return names
+
+    def _key(self, source: object, key: str) -> bytes:
+        data = self._mapping(source, key, ("file", "env"))
+        if len(data) != 1 or not all(isinstance(value, str) for value in data.values()):
+            self._fail(key, "expected either file: PATH or env: NAME")
+        value = self._key_from_file(data["file"], key) if "file" in data else self._key_from_env(data["env"], key)
+        if len(value) < MIN_KEY_BYTES:
+            self._fail(key, f"expected a key of at least {MIN_KEY_BYTES} bytes, got {len(value)}")
+        return value
+
+    def _key_from_file(self, path: str, key: str) -> bytes:
+        try:
+            return Path(path).read_bytes().rstrip(b"\r\n")
+        except OSError as error:
+            self._fail(key, f"cannot be read: {error}")
+
+    def _key_from_env(self, name: str, key: str) -> bytes:
+        if name not in self._environment:
+            self._fail(key, f"the environment variable {name} is not set")
+        return os.fsencode(self._environment[name])
+
+    def _mapping(self, value: object, key: str, known: Sequence[str] | None = None) -> dict[str, Any]:
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            self._fail(key, f"expected a mapping, got {type(value).__name__}")
+        for name in value:
+            if not isinstance(name, str):
+                self._fail(key, f"expected text as the key, got {name!r}")
+            if known is not None and name not in known:
+                self._fail(f"{key}.{name}" if key else name, f"unknown key; known are {', '.join(known)}")
+        return value
+
+    def _list(self, value: object, key: str) -> list[Any]:
+        if value is not None and not isinstance(value, list):
+            self._fail(key, f"expected a list, got {type(value).__name__}")
+        return value or []
+
+    def _fail(self, key: str, problem: str) -> NoReturn:
+        raise PolicyError(self._file, key, problem)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe types; a key that occurs twice is an error, not the last one's value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue  # the base class refuses it
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} occurs twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
