@@ -18,7 +18,7 @@ class Flight:
 
     Attributes:
         request_id: Id that the runtime gave it.
-        num_tokens: Tokens of prompt and answer so far.
+        num_tokens: Tokens of prompt and answer so far; only `Gate.grow` changes it.
     """
 
     request_id: str
@@ -37,13 +37,12 @@ class Gate:
         self._empty = asyncio.Event()
         self._empty.set()
         self.closed = False
+        self.block_size = 1
+        self.num_blocks = 0
+        """KV blocks of `block_size` tokens that the requests inside need."""
 
     def __len__(self) -> int:
         return len(self._inside)
-
-    def flights(self) -> list[Flight]:
-        """Everybody inside."""
-        return list(self._inside.values())
 
     def enter(self, request_id: str, num_tokens: int) -> Flight:
         """Admit a request.
@@ -59,7 +58,15 @@ class Gate:
         flight = Flight(request_id, num_tokens)
         self._inside[request_id] = flight
         self._empty.clear()
+        self.num_blocks += self._blocks(num_tokens)
         return flight
+
+    def grow(self, flight: Flight, num_tokens: int) -> None:
+        """Count ``num_tokens`` more tokens of a request, if it is still inside."""
+        if self._inside.get(flight.request_id) is flight:
+            before = self._blocks(flight.num_tokens)
+            flight.num_tokens += num_tokens
+            self.num_blocks += self._blocks(flight.num_tokens) - before
 
     def leave(self, flight: Flight) -> None:
         """Idempotent."""
@@ -68,10 +75,15 @@ class Gate:
 
     def evict(self, request_id: str) -> bool:
         """Make the request with this id leave; whether there was one."""
-        found = self._inside.pop(request_id, None) is not None
+        flight = self._inside.pop(request_id, None)
+        if flight is not None:
+            self.num_blocks -= self._blocks(flight.num_tokens)
         if not self._inside:
             self._empty.set()
-        return found
+        return flight is not None
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
     def close(self) -> None:
         """Admit nobody from now on."""

@@ -240,13 +240,17 @@ FIELDS: tuple[Field, ...] = (
     _honoured(
         "sampling_options.presence_penalty",
         number(-2, 2),
-        "Subtracted from the logits of generated tokens, where the engine has penalties; refused where it has not.",
+        "Subtracted once from the logit of every token that the answer has.",
     ),
-    _honoured("sampling_options.frequency_penalty", number(-2, 2), "As presence_penalty, times the count."),
+    _honoured(
+        "sampling_options.frequency_penalty",
+        number(-2, 2),
+        "As presence_penalty, times how often the answer has the token.",
+    ),
     _honoured(
         "sampling_options.repetition_penalty",
         number(0, 100, above_low=True),
-        "Scales the logits of tokens of prompt and answer, where the engine has penalties; refused where it has not.",
+        "Scales the logits of all tokens of prompt and answer away from being drawn (below 1: towards).",
     ),
     _honoured("sampling_options.temperature", number(0, 100), "0 is greedy; nothing set is greedy too."),
     _honoured("sampling_options.top_p", number(0, 1), "Shortest prefix of the ranked tokens whose mass reaches it."),

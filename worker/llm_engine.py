@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dynamo.common.backend.engine import EngineConfig, LLMEngine
@@ -16,12 +17,13 @@ from dynamo.common.backend.publisher import ComponentSnapshot
 from worker import __version__
 from worker.arguments import Arguments
 from worker.drain import Flight, Gate, drain
-from worker.engines import Engine, EngineInfo
+from worker.engines import Engine, EngineInfo, TokenDelta
 from worker.errors import (
     Draining,
     EngineBroken,
     InvalidRequest,
     Overloaded,
+    ProcessorUnavailable,
     RequestFailed,
     ServingError,
     StartupError,
@@ -29,7 +31,7 @@ from worker.errors import (
 from worker.faults import FaultWindow
 from worker.lowering import lower
 from worker.metrics import WorkerMetrics
-from worker.request import GenerationRequest, RequestLimits, parse_request
+from worker.request import RequestLimits, parse_request
 from worker.response import ResponseBuilder
 from worker.runtimes import dynamo as runtime
 from worker.smoke import SmokeTest
@@ -40,9 +42,19 @@ _OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
     (InvalidRequest, "refused"),
     (RequestFailed, "failed"),
     (Overloaded, "overloaded"),
+    (ProcessorUnavailable, "unavailable"),
     (Draining, "handed_off"),
     (EngineBroken, "engine_broken"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """One admitted request."""
+
+    flight: Flight
+    builder: ResponseBuilder
+    deltas: AsyncGenerator[TokenDelta, None]
 
 
 class WorkerEngine(LLMEngine):
@@ -95,47 +107,52 @@ class WorkerEngine(LLMEngine):
             self.startup_error = " ".join(str(error).split()) or type(error).__name__
             raise
         self._info = info
+        self.gate.block_size = info.kv_block_size
         self.metrics.describe_engine(info)
         return runtime.engine_config(info, self.arguments)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
-        request_id = context.id()
         try:
-            async with contextlib.aclosing(self._serve(request_id, request)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            serving = self._admit(context.id(), request)
+            try:
+                async with contextlib.aclosing(serving.deltas) as deltas:
+                    async for delta in deltas:
+                        chunk = self._chunk(serving, delta)
+                        if chunk is not None:
+                            yield chunk
+            finally:
+                self._leave_gate(serving)
         except ServingError as error:
             self._record(error)
             raise runtime.to_dynamo(error) from None
         except Exception as error:  # the request boundary: one request's unknown error stays its own
-            logger.exception("request %s failed", request_id)
+            logger.exception("request %s failed", context.id())
             self.metrics.count_outcome("unknown_error")
             if self._faults.record():
                 self._break(f"{self._faults.limit} unknown errors within {self._faults.window_s:g} s")
             raise runtime.to_dynamo(ServingError("internal error")) from error
 
-    async def _serve(self, request_id: str, raw: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    def _admit(self, request_id: str, raw: Mapping[str, Any]) -> _Serving:
         info = self._ready_info()
         request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size))
-        processors = self._smoke.processors(len(request.prompt_token_ids)) if self._smoke else []
-        params = lower(request, info.eos_token_ids, processors)
-        flight = self.gate.enter(request_id, len(request.prompt_token_ids))
-        self._publish_load()
+        prompt = request.prompt_token_ids
+        params = lower(request, info.eos_token_ids, self._smoke.processors(len(prompt)) if self._smoke else ())
         builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
-        try:
-            stream = self.engine.generate(request_id, request.prompt_token_ids, params)
-            async with contextlib.aclosing(stream) as deltas:
-                async for delta in deltas:
-                    chunk = builder.chunk(delta)
-                    flight.num_tokens += len(delta.token_ids)
-                    self._publish_load()
-                    if delta.finish_reason is not None:
-                        self.metrics.count_outcome(delta.finish_reason)
-                    if chunk["token_ids"] or "finish_reason" in chunk or "engine_data" in chunk:
-                        yield chunk
-        finally:
-            self._leave_gate(flight, request, builder)
+        deltas = self.engine.generate(request_id, prompt, params)
+        flight = self.gate.enter(request_id, len(prompt))  # last: nothing after it may raise
+        self._publish_load()
+        return _Serving(flight, builder, deltas)
+
+    def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
+        chunk = serving.builder.chunk(delta)
+        self.gate.grow(serving.flight, len(delta.token_ids))
+        self._publish_load()
+        if delta.finish_reason is not None:
+            self.metrics.count_outcome(delta.finish_reason)
+        elif not chunk["token_ids"] and "engine_data" not in chunk:
+            return None
+        return chunk
 
     def _ready_info(self) -> EngineInfo:
         if self.broken is not None:
@@ -144,11 +161,11 @@ class WorkerEngine(LLMEngine):
             raise Draining("this worker is not serving yet")
         return self._info
 
-    def _leave_gate(self, flight: Flight, request: GenerationRequest, builder: ResponseBuilder) -> None:
-        self.gate.leave(flight)
+    def _leave_gate(self, serving: _Serving) -> None:
+        self.gate.leave(serving.flight)
         self._publish_load()
-        cached = builder.num_cached_tokens
-        self.metrics.count_tokens(len(request.prompt_token_ids), cached, builder.num_generated_tokens)
+        builder = serving.builder
+        self.metrics.count_tokens(builder.num_prompt_tokens, builder.num_cached_tokens, builder.num_generated_tokens)
 
     def _record(self, error: ServingError) -> None:
         outcome = next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "unknown_error")
@@ -196,8 +213,8 @@ class WorkerEngine(LLMEngine):
         """Tell the router how many KV blocks the requests in flight need, whenever that number changes."""
         if self._publisher is None or self._info is None:
             return
-        size, total = self._info.kv_block_size, self._info.total_kv_blocks
-        used = min(sum(-(-flight.num_tokens // size) for flight in self.gate.flights()), total)
+        total = self._info.total_kv_blocks
+        used = min(self.gate.num_blocks, total)
         if used != self._published_blocks:
             self._published_blocks = used
             snapshot = ComponentSnapshot(used, total, used / total if total else 0.0, dp_rank=0)

@@ -17,6 +17,7 @@ OUTCOMES = (
     "refused",
     "failed",
     "overloaded",
+    "unavailable",
     "handed_off",
     "engine_broken",
     "unknown_error",

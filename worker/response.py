@@ -13,15 +13,16 @@ class ResponseBuilder:
     """Builds the chunks of one request and counts its tokens.
 
     Attributes:
+        num_prompt_tokens: Tokens of the prompt.
         num_generated_tokens: Tokens sent so far.
         num_cached_tokens: Prompt tokens whose KV the engine found in its cache.
     """
 
     def __init__(self, request: GenerationRequest, hidden: frozenset[int]) -> None:
         """``hidden`` are the stop tokens that end the answer without being part of it."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_generated_tokens = 0
         self.num_cached_tokens = 0
-        self._num_prompt_tokens = len(request.prompt_token_ids)
         self._logprobs = request.logprobs
         self._hidden = hidden
 
@@ -49,9 +50,9 @@ class ResponseBuilder:
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage of the request so far."""
         return {
-            "prompt_tokens": self._num_prompt_tokens,
+            "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_generated_tokens,
-            "total_tokens": self._num_prompt_tokens + self.num_generated_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
 

@@ -22,6 +22,7 @@ from worker.errors import (
     EngineBroken,
     InvalidRequest,
     Overloaded,
+    ProcessorUnavailable,
     RequestFailed,
     ServingError,
     StartupError,
@@ -122,6 +123,8 @@ def to_dynamo(error: ServingError) -> Exception:
         return InvalidArgument(str(error))
     if isinstance(error, Overloaded):
         return HttpError(529, str(error))
+    if isinstance(error, ProcessorUnavailable):
+        return HttpError(503, str(error))
     if isinstance(error, (Draining, EngineBroken)):
         return EngineShutdown(str(error))
     return Unknown(str(error))

@@ -1,0 +1,322 @@
+"""The request parser: whatever comes in, a `GenerationRequest` in range or an `InvalidRequest` goes out."""
+
+from __future__ import annotations
+
+import array
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.errors import InvalidRequest
+from worker.fields import FIELDS, MAX_ANNOTATION_CHARACTERS, SECTIONS
+from worker.request import GenerationRequest, RequestLimits, parse_request
+
+LIMITS = RequestLimits(context_length=100, vocab_size=1000)
+
+# As the frontends of 1.4.2 and 1.6.1 deliver a chat with nothing set.
+PLAIN: dict[str, Any] = {
+    "annotations": [],
+    "eos_token_ids": [2],
+    "mdc_sum": "7f54",
+    "model": "m",
+    "output_options": {
+        "formatted_prompt": None,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "return_tokens_as_token_ids": None,
+        "skip_special_tokens": None,
+    },
+    "router_config_override": None,
+    "sampling_options": dict.fromkeys(
+        (
+            "best_of",
+            "frequency_penalty",
+            "guided_decoding",
+            "include_stop_str_in_output",
+            "length_penalty",
+            "min_p",
+            "n",
+            "presence_penalty",
+            "repetition_penalty",
+            "seed",
+            "temperature",
+            "top_k",
+            "top_p",
+            "use_beam_search",
+        )
+    ),
+    "stop_conditions": {
+        "ignore_eos": None,
+        "max_thinking_tokens": None,
+        "max_tokens": None,
+        "min_tokens": None,
+        "stop": None,
+        "stop_token_ids": None,
+        "stop_token_ids_hidden": [2],
+        "stop_token_ids_visible": None,
+    },
+    "token_ids": [1, 87, 85],
+}
+
+
+def with_field(path: str, value: Any, base: dict[str, Any] = PLAIN) -> dict[str, Any]:
+    """``base`` with the field at ``path`` set."""
+    head, _, rest = path.partition(".")
+    return {**base, head: with_field(rest, value, base.get(head) or {}) if rest else value}
+
+
+def parse(path: str, value: Any) -> GenerationRequest:
+    return parse_request(with_field(path, value), LIMITS)
+
+
+def refusal(path: str, value: Any) -> str:
+    with pytest.raises(InvalidRequest) as refused:
+        parse(path, value)
+    return str(refused.value)
+
+
+def test_plain_request() -> None:
+    request = parse_request(PLAIN, LIMITS)
+    assert request.prompt_token_ids == [1, 87, 85]
+    assert (request.max_tokens, request.min_tokens) == (97, 0)
+    assert request.stop_token_ids_hidden == {2}
+    assert request.temperature is request.top_p is request.top_k is request.logprobs is None
+    assert request.shown_stop_token_ids == frozenset()
+    assert not request.is_probe
+
+
+def test_everything_that_an_ordinary_client_sends() -> None:
+    """Captured from the frontends of 1.4.2 and 1.6.1."""
+    captured = {
+        **PLAIN,
+        "annotations": ["formatted_prompt", "token_ids", "llm_metrics", "query_instance_id:", "request_id", "mine"],
+        "agent_context": {"input_trigger": "user_message", "session_id": "q"},
+        "image_cache_scope": "q",
+        "extra_args": {
+            "nvext": {"cache_salt": "s", "extra_fields": ["engine_data", "worker_id"], "token_in": True},
+            "sampling_options": {"detokenize": False},
+        },
+        "request_timestamp_ms": 5.0,
+        "routing": {
+            "cache_salt": "s",
+            "expected_output_tokens": 9,
+            "priority": 3,
+            "priority_jump": 3.0,
+            "routing_constraints": {},
+        },
+        "router_config_override": {"overlap_score_credit": 0.0, "assume_kv_reuse": False},
+        "output_options": {"logprobs": 2, "return_tokens_as_token_ids": True, "skip_special_tokens": False},
+        "sampling_options": {
+            "frequency_penalty": 0.20000000298023224,
+            "include_stop_str_in_output": True,
+            "min_p": 0.10000000149011612,
+            "n": 1,
+            "presence_penalty": -0.1,
+            "repetition_penalty": 1.100000023841858,
+            "seed": -3,
+            "temperature": 0.5,
+            "top_k": -1,
+            "top_p": 0.8999999761581421,
+        },
+        "stop_conditions": {
+            "max_tokens": 9,
+            "min_tokens": 2,
+            "stop": ["END"],
+            "stop_token_ids": [70],
+            "stop_token_ids_hidden": [2],
+        },
+    }
+    request = parse_request(captured, LIMITS)
+    assert (request.max_tokens, request.min_tokens, request.logprobs) == (9, 2, 2)
+    assert (request.top_k, request.seed, request.temperature) == (0, 2**64 - 3, 0.5)
+    assert request.shown_stop_token_ids == {70}
+
+
+def test_health_probe() -> None:
+    probe = {
+        "token_ids": [1],
+        "stop_conditions": {"max_tokens": 1, "ignore_eos": True},
+        "sampling_options": {"temperature": 0.0},
+        "_HEALTH_CHECK": True,
+    }
+    request = parse_request(probe, LIMITS)
+    assert request.is_probe
+    assert request.max_tokens == 1
+
+
+def test_packed_prompt() -> None:
+    packed = array.array("i", [5, 6, 999])
+    assert parse("token_ids", packed.tobytes()).prompt_token_ids == [5, 6, 999]
+    assert "multiple of 4 bytes" in refusal("token_ids", b"abc")
+    assert "token id -1 is not in the vocabulary" in refusal("token_ids", array.array("i", [-1]).tobytes())
+
+
+@pytest.mark.parametrize("fate", ["refused"])
+def test_every_refused_field_is_refused_by_name(fate: str) -> None:
+    for row in FIELDS:
+        if row.fate == fate:
+            assert refusal(row.path, {"x": 1}) == f"{row.path}: {row.why}"
+            assert parse(row.path, False).prompt_token_ids
+            assert parse(row.path, []).prompt_token_ids
+
+
+def test_fields_without_effect_take_anything() -> None:
+    for row in FIELDS:
+        if row.fate == "no effect":
+            assert parse(row.path, {"any": ["thing"]}) == parse_request(PLAIN, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        ("token_ids", [], "the prompt is empty"),
+        ("token_ids", None, "the prompt is empty"),
+        ("token_ids", [1.0], "must be a list of token ids, got a list of 1"),
+        ("token_ids", [True], "must be a list of token ids, got a list of 1"),
+        ("token_ids", "abc", "must be a list of token ids, got 'abc'"),
+        ("token_ids", [5, 1000], "token id 1000 is not in the vocabulary of 1000"),
+        ("token_ids", [-1, 5], "token id -1 is not in the vocabulary of 1000"),
+        ("token_ids", [5] * 100, "the prompt has 100 tokens, but prompt and answer share a context of 100"),
+        ("stop_conditions.stop_token_ids", [1000], "token id 1000 is not in the vocabulary of 1000"),
+        ("stop_conditions.stop_token_ids_visible", [-5], "token id -5 is not in the vocabulary of 1000"),
+        ("stop_conditions.stop_token_ids_hidden", [2**200], "token id an integer of 201 bits is not in the vocabulary"),
+        ("eos_token_ids", [1000], "token id 1000 is not in the vocabulary of 1000"),
+        ("stop_conditions.max_tokens", 0, "must be between 1 and"),
+        ("stop_conditions.max_tokens", 2.5, "must be an integer, got 2.5"),
+        ("stop_conditions.min_tokens", -1, "must be between 0 and"),
+        ("stop_conditions.ignore_eos", 1, "must be true or false, got 1"),
+        ("stop_conditions.stop", "END", "must be a list of texts, got 'END'"),
+        ("stop_conditions.stop", ["a"] * 65, "must have at most 64 entries, got 65"),
+        ("sampling_options.temperature", float("nan"), "must be at least 0 and at most 100, got nan"),
+        ("sampling_options.temperature", float("inf"), "must be at least 0 and at most 100, got inf"),
+        ("sampling_options.temperature", 10**400, "must be at least 0 and at most 100, got an integer of 1329 bits"),
+        ("sampling_options.temperature", "hot", "must be a number, got 'hot'"),
+        ("sampling_options.temperature", True, "must be a number, got True"),
+        ("sampling_options.top_p", 1.1, "must be at least 0 and at most 1, got 1.1"),
+        ("sampling_options.top_k", -2, "must be between -1 and"),
+        ("sampling_options.repetition_penalty", 0, "must be above 0 and at most 100, got 0"),
+        ("sampling_options.seed", 2**64, "must be between"),
+        ("sampling_options.n", 2, "more than one choice cannot be streamed"),
+        ("sampling_options.n", True, "more than one choice cannot be streamed"),
+        ("output_options.logprobs", 101, "must be between 0 and 100, got 101"),
+        ("annotations", ["logits_processors:[]"], "'logits_processors' is refused"),
+        ("annotations", ["Logit-Processor"], "'Logit-Processor' is refused"),
+        ("annotations", [1], "must be a list of texts"),
+        ("annotations", ["x" * (MAX_ANNOTATION_CHARACTERS + 1)], "must have at most 65536 characters in all"),
+        ("annotations", ["x"] * 65, "must have at most 64 entries, got 65"),
+        ("sampling_options", [1], "must be a mapping, got a list of 1"),
+        ("extra_args.nvext", 3, "must be a mapping, got 3"),
+        ("nonsense", 1, "unknown field"),
+        ("sampling_options.nonsense", 1, "unknown field"),
+    ],
+)
+def test_refusals(path: str, value: Any, problem: str) -> None:
+    message = refusal(path, value)
+    assert message.startswith(f"{path}: {problem}")
+
+
+def test_long_values_are_not_repeated_to_the_client() -> None:
+    assert len(refusal("sampling_options.temperature", "x" * 10_000)) < 200
+    assert len(refusal("x" * 10_000, 1)) < 200
+
+
+def test_budgets_end_with_the_context() -> None:
+    assert parse("stop_conditions.max_tokens", 1000).max_tokens == 97
+    request = parse_request(with_field("stop_conditions.min_tokens", 50, with_field(*MAX_TEN)), LIMITS)
+    assert (request.min_tokens, request.max_tokens) == (10, 10)
+
+
+MAX_TEN = ("stop_conditions.max_tokens", 10)
+
+
+def test_neutral_values_ask_for_nothing() -> None:
+    for path, value in (
+        ("sampling_options.n", 1),
+        ("sampling_options.best_of", 1),
+        ("sampling_options.best_of", 0),
+        ("sampling_options.use_beam_search", False),
+        ("sampling_options.length_penalty", 1.0),
+        ("sampling_options.guided_decoding", {}),
+        ("multi_modal_data", {}),
+    ):
+        assert parse(path, value) == parse_request(PLAIN, LIMITS)
+
+
+def test_hidden_wins_over_shown() -> None:
+    request = parse("stop_conditions.stop_token_ids_visible", [2, 5])
+    assert request.shown_stop_token_ids == {5}
+
+
+def test_ignore_eos_leaves_the_model_s_end_tokens_out() -> None:
+    base = with_field("stop_conditions.stop_token_ids_hidden", None)
+    assert parse_request(base, LIMITS).stop_token_ids_hidden == {2}
+    assert parse_request(with_field("stop_conditions.ignore_eos", True, base), LIMITS).stop_token_ids_hidden == set()
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-3, 3)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+PATHS = st.sampled_from([row.path for row in FIELDS] + sorted(SECTIONS)) | st.text(max_size=8)
+
+
+@given(st.dictionaries(PATHS, JSON, max_size=8), st.booleans())
+def test_fuzz(values: dict[str, Any], plain: bool) -> None:
+    request: dict[str, Any] = PLAIN if plain else {}
+    for path, value in values.items():
+        try:
+            request = with_field(path, value, request)
+        except (AttributeError, TypeError):  # the path runs through a value that another one has put there
+            continue
+    check(request)
+
+
+@given(JSON)
+def test_fuzz_anything(request: Any) -> None:
+    check(request)
+
+
+def check(raw: Any) -> None:
+    try:
+        request = parse_request(raw, LIMITS)
+    except InvalidRequest as error:
+        assert len(str(error)) < 500
+        return
+    assert 1 <= len(request.prompt_token_ids) < LIMITS.context_length
+    assert all(0 <= token_id < LIMITS.vocab_size for token_id in request.prompt_token_ids)
+    assert 1 <= request.max_tokens <= LIMITS.context_length - len(request.prompt_token_ids)
+    assert 0 <= request.min_tokens <= request.max_tokens
+    ends = request.stop_token_ids | request.stop_token_ids_visible | request.stop_token_ids_hidden
+    assert all(0 <= token_id < LIMITS.vocab_size for token_id in ends)
+    assert request.temperature is None or 0 <= request.temperature <= 100
+    assert request.top_p is None or 0 <= request.top_p <= 1
+    assert request.seed is None or 0 <= request.seed < 2**64
+
+
+def test_the_table_is_whole() -> None:
+    paths = [row.path for row in FIELDS]
+    assert len(paths) == len(set(paths))
+    targets = {row.target for row in FIELDS if row.target is not None} - {"eos_token_ids"}
+    fields = set(GenerationRequest.__dataclass_fields__)
+    assert targets == fields
+    for row in FIELDS:
+        assert (row.fate == "honoured") == (row.target is not None)
+        assert row.why
+
+
+def test_the_document_shows_the_table() -> None:
+    """`docs/request.md` has exactly the rows of `FIELDS`; on failure, paste the left side."""
+    document = (Path(__file__).parents[2] / "docs" / "request.md").read_text()
+    shown = re.findall(r"^\| `(\S+)` \| (honoured|frontend|no effect|refused) \| (.*) \|$", document, re.MULTILINE)
+    assert [(row.path, row.fate, row.why) for row in FIELDS] == shown
