@@ -45,11 +45,8 @@ prepare_runtime() {
     export DYN_REQUEST_PLANE=tcp DYN_TCP_RPC_HOST=127.0.0.1
     export DYN_TCP_RESPONSE_STREAM_HOST=lo # the name of an interface, not an address
     export DYN_SYSTEM_HOST=127.0.0.1
-    # Dynamo's ZeroMQ event plane listens on every address unless it is told of a broker, which it connects to.
-    # Round-robin routing listens to no events, so there is none.
-    export DYN_EVENT_PLANE=zmq
-    local broker=ipc://@${scratch##*/}
-    export DYN_ZMQ_BROKER_URL="xsub=$broker-in , xpub=$broker-out"
+    # Load reports for a router that there is none of: with ZeroMQ they would be published on every address.
+    export DYN_EVENT_PLANE=zmq WORKER_ENABLE_KV_ROUTING=false
     # Nothing to wait for before a drain: there is no other worker that requests could be sent to.
     export DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS=${DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS:-0}
     export DYN_LOG=${DYN_LOG:-warn,mm_routing=error,dynamo_llm::local_model=error,dynamo_runtime::component=off,dynamo_llm::discovery=error}
