@@ -1,0 +1,241 @@
+"""Bytes of every token, and an index over them.
+
+Tokenizers write bytes in different ways: byte-level BPE in the 256 letters of GPT-2's alphabet, SentencePiece with
+``▁`` for the space and ``<0xNN>`` for a byte that has no piece, WordPiece with ``##`` on pieces that continue a word.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from adapters.vocabulary import Tokenizer, Vocabulary
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
+    """The bytes that each id adds to a text.
+
+    Byte-level pieces and byte-fallback pieces give their very bytes, so a character that is split over tokens stays
+    split. A piece that begins a word carries its space (``▁``, ``Ġ``, a WordPiece piece without ``##``), whether or
+    not the decoder would drop it at the beginning of a text.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+        size: Width of a row of logits.
+
+    Returns:
+        ``size`` byte strings; ``b""`` for special tokens, for padding and for ids without a token.
+    """
+    known = min(size, len(tokenizer))
+    result = [b""] * size
+    spelling = _spelling(tokenizer, known)
+    for token_id, piece in enumerate(tokenizer.convert_ids_to_tokens(list(range(known)))):
+        result[token_id] = piece if isinstance(piece, bytes) else spelling(token_id, piece) if piece else b""
+    for token_id, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
+        if token_id < size:
+            result[token_id] = str(added.content).encode()
+    for token_id in _special_ids(tokenizer):
+        if token_id < size:
+            result[token_id] = b""
+    return result
+
+
+def _special_ids(tokenizer: Tokenizer) -> set[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    listed = getattr(tokenizer, "all_special_ids", ())
+    return {token_id for token_id, token in added.items() if token.special} | set(listed)
+
+
+class _ByteLevel:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and on."""
+
+    def __init__(self) -> None:
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in set(printable)]
+        self._byte_of = {chr(byte): byte for byte in printable}
+        self._byte_of.update((chr(0x100 + i), byte) for i, byte in enumerate(others))
+
+    def __call__(self, token_id: int, piece: str) -> bytes:
+        try:
+            return bytes([self._byte_of[letter] for letter in piece])
+        except KeyError:
+            return piece.encode()
+
+
+class _SentencePiece:
+    def __init__(self, space: str) -> None:
+        self._space = space
+
+    def __call__(self, token_id: int, piece: str) -> bytes:
+        byte = _BYTE_PIECE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace(self._space, " ").encode()
+
+
+class _WordPiece:
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def __call__(self, token_id: int, piece: str) -> bytes:
+        if piece.startswith(self._prefix) and piece != self._prefix:
+            return piece[len(self._prefix) :].encode()
+        return f" {piece}".encode()
+
+
+class _EndOfWord:
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
+
+    def __call__(self, token_id: int, piece: str) -> bytes:
+        if piece.endswith(self._suffix):
+            return f"{piece[: -len(self._suffix)]} ".encode()
+        return piece.encode()
+
+
+class _Decoded:
+    """Whatever the tokenizer decodes the single id to."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, token_id: int, piece: str) -> bytes:
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+
+_Spelling = _ByteLevel | _SentencePiece | _WordPiece | _EndOfWord | _Decoded
+
+
+def _spelling(tokenizer: Tokenizer, known: int) -> _Spelling:
+    """By the decoder where there is one, otherwise by the look of the pieces."""
+    for part in _decoder_parts(tokenizer):
+        kind = part["type"]
+        if kind == "ByteLevel":
+            return _ByteLevel()
+        if kind == "Metaspace":
+            return _SentencePiece(part["replacement"])
+        if kind == "Replace" and part["content"] == " " and "String" in part["pattern"]:
+            return _SentencePiece(part["pattern"]["String"])
+        if kind == "ByteFallback":
+            return _SentencePiece("▁")
+        if kind == "WordPiece":
+            return _WordPiece(part["prefix"])
+        if kind == "BPEDecoder" and part["suffix"]:
+            return _EndOfWord(part["suffix"])
+    pieces = {piece for piece in tokenizer.convert_ids_to_tokens(list(range(known))) if isinstance(piece, str)}
+    if {"Ġ", "Ċ", "Ā"} <= pieces:
+        return _ByteLevel()
+    if "<0x0A>" in pieces or any(piece.startswith("▁") for piece in pieces):
+        return _SentencePiece("▁")
+    return _Decoded(tokenizer)
+
+
+def _decoder_parts(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
+        return
+    state = json.loads(decoder.__getstate__())
+    yield from state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+class ByteIndex:
+    """The bytes of every token in one block, searchable. Small enough to travel with a pickled processor.
+
+    Args:
+        tokens: Bytes by id.
+    """
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self._block = b"".join(tokens)
+        self._starts = np.zeros(len(tokens) + 1, dtype=np.int64)
+        np.cumsum([len(token) for token in tokens], out=self._starts[1:])
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """Bytes of one id, ``b""`` for an id outside the vocabulary."""
+        if not 0 <= token_id < len(self):
+            return b""
+        return self._block[self._starts[token_id] : self._starts[token_id + 1]]
+
+    def __getstate__(self) -> tuple[bytes, np.ndarray[Any, np.dtype[np.int64]]]:
+        return self._block, self._starts
+
+    def __setstate__(self, state: tuple[bytes, np.ndarray[Any, np.dtype[np.int64]]]) -> None:
+        self._block, self._starts = state
+
+    @cached_property
+    def ids(self) -> dict[bytes, list[int]]:
+        """Ids by their bytes, lowest first; special tokens are left out."""
+        ids: dict[bytes, list[int]] = {}
+        for token_id in np.flatnonzero(np.diff(self._starts)).tolist():
+            ids.setdefault(self[token_id], []).append(token_id)
+        return ids
+
+    @cached_property
+    def longest(self) -> int:
+        """Length of the longest token, bytes."""
+        return int(np.diff(self._starts).max(initial=0))
+
+    def containing(self, text: bytes) -> list[int]:
+        """Ids of the tokens that contain ``text`` (not empty), ascending."""
+        positions, ids = self._occurrences(text)
+        return sorted(set(ids[positions + len(text) <= self._starts[ids + 1]].tolist()))
+
+    def touching(self, text: bytes) -> dict[int, bytes]:
+        """Every token that can hold a part of ``text`` when ``text`` occurs in the bytes of consecutive tokens.
+
+        They contain it, end with its beginning, begin with its end, or lie within it. Any other token breaks an
+        occurrence off.
+        """
+        found = set(self.containing(text))
+        for length in range(1, min(len(text), self.longest + 1)):
+            positions, ids = self._occurrences(text[:length])
+            found.update(ids[positions + length == self._starts[ids + 1]].tolist())
+            positions, ids = self._occurrences(text[-length:])
+            found.update(ids[positions == self._starts[ids]].tolist())
+        for begin in range(1, len(text) - 1):
+            for end in range(begin + 1, min(len(text), begin + self.longest + 1)):
+                found.update(self.ids.get(text[begin:end], ()))
+        return {token_id: self[token_id] for token_id in sorted(found) if self[token_id]}
+
+    def spell(self, text: bytes) -> list[int] | None:
+        """Ids whose bytes are exactly ``text``: the longest token first, and so on. None if there are none."""
+        spelled: list[int] = []
+        at = 0
+        while at < len(text):
+            lengths = range(min(self.longest, len(text) - at), 0, -1)
+            length = next((n for n in lengths if text[at : at + n] in self.ids), 0)
+            if not length:
+                return None
+            spelled.append(self.ids[text[at : at + length]][0])
+            at += length
+        return spelled
+
+    def _occurrences(
+        self, text: bytes
+    ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
+        """Where ``text`` begins in the block, and the token at each of these places."""
+        places = []
+        at = self._block.find(text)
+        while at >= 0:
+            places.append(at)
+            at = self._block.find(text, at + 1)
+        positions = np.array(places, dtype=np.int64)
+        return positions, np.searchsorted(self._starts, positions, side="right") - 1
+
+
+def byte_index(vocabulary: Vocabulary) -> ByteIndex:
+    """The index of a vocabulary, made once.
+
+    Raises:
+        ValueError: there is no tokenizer.
+    """
+    return vocabulary.derived("byte_index", lambda: ByteIndex(vocabulary.token_bytes))

@@ -1,0 +1,182 @@
+"""Bytes of tokens, on small real tokenizers of each kind, trained in memory."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from adapters.token_bytes import ByteIndex, byte_index, token_bytes
+from adapters.vocabulary import Vocabulary
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "Привет, мир! 中文 と 日本語",
+    "the the fox fox\nquick: brown",
+] * 4
+TEXTS = st.text(max_size=40).filter(lambda text: "<|end|>" not in text and "<tool>" not in text)
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    pieces = ["▁", "▁the", "▁fox", "the", "qu", "ick", "и", "中", *"abcdefghijklmnopqrstuvwxyz"]
+    scored = [("<unk>", 0.0), ("</s>", 0.0), *((f"<0x{byte:02X}>", -20.0) for byte in range(256))]
+    scored += [(piece, -float(len(pieces) - len(piece))) for piece in pieces]
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+def wordpiece() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]"], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece()
+BYTE_LEVEL_BYTES, SENTENCEPIECE_BYTES = token_bytes(BYTE_LEVEL, 400), token_bytes(SENTENCEPIECE, 320)
+
+
+@given(TEXTS)
+@settings(max_examples=100, deadline=None)
+def test_byte_level_pieces_join_to_the_text(text: str) -> None:
+    ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
+    assert b"".join(BYTE_LEVEL_BYTES[i] for i in ids) == text.encode()
+
+
+@given(st.text(max_size=40).filter(lambda t: not any(tag in t for tag in ("<unk>", "</s>", "▁", "<0x"))))
+@settings(max_examples=100, deadline=None)
+def test_sentencepiece_pieces_join_to_the_text_behind_a_space(text: str) -> None:
+    ids = SENTENCEPIECE.encode(text, add_special_tokens=False)
+    joined = b"".join(SENTENCEPIECE_BYTES[i] for i in ids)
+    # Metaspace prepends its space unless the text begins with one.
+    assert joined == (text if not text or text.startswith(" ") else f" {text}").encode()
+
+
+def test_single_bytes_of_a_character_stay_single() -> None:
+    ids = SENTENCEPIECE.encode("語", add_special_tokens=False)
+    assert [SENTENCEPIECE_BYTES[i] for i in ids[1:]] == [bytes([byte]) for byte in "語".encode()]
+
+
+def test_special_tokens_and_padding_have_no_bytes_and_added_tokens_have_their_text() -> None:
+    assert BYTE_LEVEL_BYTES[BYTE_LEVEL.convert_tokens_to_ids("<|end|>")] == b""
+    assert BYTE_LEVEL_BYTES[BYTE_LEVEL.convert_tokens_to_ids("<tool>")] == b"<tool>"
+    assert BYTE_LEVEL_BYTES[len(BYTE_LEVEL) :] == [b""] * (400 - len(BYTE_LEVEL))
+    assert len(BYTE_LEVEL_BYTES) == 400
+    assert SENTENCEPIECE_BYTES[:2] == [b"", b""]
+
+
+def test_every_byte_level_token_that_is_not_special_has_bytes() -> None:
+    special = set(BYTE_LEVEL.all_special_ids)
+    assert all(BYTE_LEVEL_BYTES[i] for i in range(len(BYTE_LEVEL)) if i not in special)
+
+
+def test_a_row_narrower_than_the_tokenizer_is_cut() -> None:
+    assert token_bytes(BYTE_LEVEL, 100) == BYTE_LEVEL_BYTES[:100]
+
+
+def test_wordpiece_marks_words_by_a_space() -> None:
+    tokenizer = wordpiece()
+    pieces = token_bytes(tokenizer, len(tokenizer))
+    ids = tokenizer.encode("the quick foxes", add_special_tokens=False)
+    assert tokenizer.unk_token_id not in ids
+    assert b"".join(pieces[i] for i in ids) == b" the quick foxes"
+
+
+def test_end_of_word_suffixes_become_spaces() -> None:
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b</w>": 1}, [], end_of_word_suffix="</w>"))
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    assert token_bytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 2) == [b"a", b"b "]
+
+
+class _Plain:
+    """A tokenizer of which only ids and pieces are known."""
+
+    def __init__(self, pieces: list[str | bytes]) -> None:
+        self.pieces = pieces
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str | bytes]:
+        return [self.pieces[i] for i in ids]
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(f"{self.pieces[i]}!" for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        (["Ġ", "Ċ", "Ā", "Ġa"], [b" ", b"\n", b"\0", b" a"]),
+        (["▁a", "<0x0A>", "b"], [b" a", b"\n", b"b"]),
+        (["a", "b"], [b"a!", b"b!"]),
+        ([b"\xe4", b"\xb8\xad"], [b"\xe4", b"\xb8\xad"]),
+    ],
+)
+def test_without_a_decoder_the_pieces_tell_the_kind(pieces: list[str | bytes], expected: list[bytes]) -> None:
+    assert token_bytes(_Plain(pieces), len(pieces)) == expected  # type: ignore[arg-type]
+
+
+TOKENS = st.lists(st.text("ab<>", max_size=3).map(str.encode), min_size=1, max_size=12)
+NEEDLE = st.text("ab<>", min_size=1, max_size=5).map(str.encode)
+
+
+@given(TOKENS, NEEDLE)
+@settings(max_examples=300, deadline=None)
+def test_index_finds_what_a_scan_finds(tokens: list[bytes], text: bytes) -> None:
+    index = ByteIndex(tokens)
+    assert [index[i] for i in range(len(tokens))] == tokens
+    assert index.containing(text) == [i for i, token in enumerate(tokens) if text in token]
+    touching = set()
+    for i, token in enumerate(tokens):
+        placed = [text[begin:] for begin in range(1, len(text))]
+        ends = any(token.endswith(text[:n]) for n in range(1, len(text)))
+        begins = any(token.startswith(rest) for rest in placed)
+        within = any(rest.startswith(token) for rest in placed)
+        if token and (text in token or ends or begins or within):
+            touching.add(i)
+    assert index.touching(text) == {i: tokens[i] for i in sorted(touching)}
+
+
+@given(TOKENS, NEEDLE)
+@settings(max_examples=100, deadline=None)
+def test_spelling_is_exact_or_none(tokens: list[bytes], text: bytes) -> None:
+    spelled = ByteIndex(tokens).spell(text)
+    if spelled is not None:
+        assert b"".join(tokens[i] for i in spelled) == text
+    elif all(bytes([byte]) in tokens for byte in text):
+        pytest.fail("every byte has a token")
+
+
+def test_index_is_made_once_and_pickles_without_its_dictionary() -> None:
+    vocabulary = Vocabulary(400, BYTE_LEVEL)
+    index = byte_index(vocabulary)
+    assert byte_index(vocabulary) is index
+    assert index.ids[b"<tool>"]
+    copy = pickle.loads(pickle.dumps(index))
+    assert [copy[i] for i in range(-1, 401)] == [b"", *BYTE_LEVEL_BYTES, b""]
+    assert copy.ids == index.ids
