@@ -16,7 +16,7 @@ from pathlib import Path
 
 from adapters.catalog import Catalog, CatalogError
 from adapters.catalog_page import entry_page, list_page, table, with_table
-from adapters.contract import ArgumentError
+from adapters.processors.watermark import add_detect_command
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 
@@ -56,6 +56,7 @@ COMMANDS: tuple[Callable[[Subparsers[argparse.ArgumentParser]], None], ...] = (
     add_show_command,
     add_schema_command,
     add_table_command,
+    add_detect_command,
 )
 """Each adds one subparser and sets its ``run``: a function of the parsed arguments that returns the exit status."""
 
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
-    except (CatalogError, ArgumentError, KeyError) as error:
+    except (CatalogError, KeyError) as error:
         sys.stderr.write(f"{error.args[0]}\n")
         return 2
     return status

@@ -14,7 +14,8 @@ A YAML file::
       "*":
         forbidden: [watermark]
 
-``"*"`` is for models without a section of their own. Whatever is unknown in the file is an error.
+Keys are hexadecimal digits, in a file or an environment variable (``env: NAME``). ``"*"`` is for models without a
+section of their own. Whatever is unknown in the file is an error.
 """
 
 from __future__ import annotations
@@ -29,10 +30,8 @@ import yaml
 
 from adapters.catalog import Catalog
 from adapters.contract import Context
+from adapters.processors.watermark import checked_key, read_key
 from adapters.selection import Requested, Selection, SelectionError, parse_processor
-
-MIN_KEY_BYTES = 16
-"""Shortest watermark key."""
 
 ANY_MODEL = "*"
 
@@ -208,21 +207,19 @@ class _Reader:
         data = self._mapping(source, key, ("file", "env"))
         if len(data) != 1 or not all(isinstance(value, str) for value in data.values()):
             self._fail(key, "expected either file: PATH or env: NAME")
-        value = self._key_from_file(data["file"], key) if "file" in data else self._key_from_env(data["env"], key)
-        if len(value) < MIN_KEY_BYTES:
-            self._fail(key, f"expected a key of at least {MIN_KEY_BYTES} bytes, got {len(value)}")
-        return value
-
-    def _key_from_file(self, path: str, key: str) -> bytes:
         try:
-            return Path(path).read_bytes().rstrip(b"\r\n")
-        except OSError as error:
-            self._fail(key, f"cannot be read: {error}")
+            return read_key(Path(data["file"])) if "file" in data else self._key_from_environment(data["env"])
+        except (OSError, ValueError) as error:
+            self._fail(key, str(error))
 
-    def _key_from_env(self, name: str, key: str) -> bytes:
+    def _key_from_environment(self, name: str) -> bytes:
         if name not in self._environment:
-            self._fail(key, f"the environment variable {name} is not set")
-        return os.fsencode(self._environment[name])
+            raise ValueError(f"the environment variable {name} is not set")
+        try:
+            key = bytes.fromhex(self._environment[name])
+        except ValueError:
+            raise ValueError(f"the environment variable {name} does not hold hexadecimal digits") from None
+        return checked_key(key)
 
     def _mapping(self, value: object, key: str, known: Sequence[str] | None = None) -> dict[str, Any]:
         if value is None:
