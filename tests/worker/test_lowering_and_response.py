@@ -75,9 +75,7 @@ def test_usage() -> None:
 
 
 def test_logprobs_are_the_chosen_token_s_and_the_likeliest_by_rank() -> None:
-    delta = TokenDelta(
-        [7], logprobs=[[TokenLogprob(7, -3.0, 3), TokenLogprob(1, -0.5, 1), TokenLogprob(2, -1.0, 2)]]
-    )
+    delta = TokenDelta([7], logprobs=[[TokenLogprob(7, -3.0, 3), TokenLogprob(1, -0.5, 1), TokenLogprob(2, -1.0, 2)]])
     chunk = builder(request(logprobs=2)).chunk(delta)
     assert chunk["log_probs"] == [-3.0]
     assert [(entry["token_id"], entry["rank"]) for entry in chunk["top_logprobs"][0]] == [(1, 1), (2, 2)]

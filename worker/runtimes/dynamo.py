@@ -38,12 +38,12 @@ OLDEST_VERSION = (1, 4, 2)
 def check_installed() -> None:
     """Raises `ConfigurationError` if ai-dynamo is missing or too old. Imports nothing."""
     try:
-        version = importlib.metadata.version("ai-dynamo")
+        version = _installed_version()
     except importlib.metadata.PackageNotFoundError:
         raise ConfigurationError("ai-dynamo is not installed") from None
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
-    if numbers < OLDEST_VERSION:
-        raise ConfigurationError(f"ai-dynamo {version} is too old, need {'.'.join(map(str, OLDEST_VERSION))}")
+    if version < OLDEST_VERSION:
+        found, needed = (".".join(map(str, numbers)) for numbers in (version, OLDEST_VERSION))
+        raise ConfigurationError(f"ai-dynamo {found} is too old, need {needed}")
 
 
 def check_ports(environ: dict[str, str] | os._Environ[str]) -> None:
@@ -55,9 +55,19 @@ def check_ports(environ: dict[str, str] | os._Environ[str]) -> None:
         text = environ.get(port_name, "")
         if not text or text in ("-1", "0"):
             continue
-        if not text.isdecimal() or int(text) > 65535:
-            raise ConfigurationError(f"{port_name} must be a port number, got {text!r}")
+        highest = _highest_system_port() if port_name == "DYN_SYSTEM_PORT" else 65535
+        if not text.isdecimal() or int(text) > highest:
+            raise ConfigurationError(f"{port_name} must be a port number up to {highest}, got {text!r}")
         _check_port(environ.get(host_name) or "0.0.0.0", int(text), port_name)
+
+
+def _highest_system_port() -> int:
+    """Versions before 1.6 read the system port as a signed 16-bit number."""
+    return 65535 if _installed_version() >= (1, 6) else 32767
+
+
+def _installed_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in importlib.metadata.version("ai-dynamo").split(".")[:3] if part.isdecimal())
 
 
 def _check_port(host: str, port: int, name: str) -> None:

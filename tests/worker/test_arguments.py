@@ -1,0 +1,228 @@
+"""Options: one table, three sources, every mistake one line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from worker.arguments import OPTIONS, Arguments, Option, parse_arguments
+from worker.errors import ConfigurationError
+
+MODEL = ["--model-path", "/models/tiny"]
+
+
+def parse(*argv: str, **environ: str) -> Arguments:
+    return parse_arguments([*MODEL, *argv], environ)
+
+
+def refusal(*argv: str, **environ: str) -> str:
+    with pytest.raises(ConfigurationError) as refused:
+        parse(*argv, **environ)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_defaults() -> None:
+    arguments = parse()
+    assert (arguments.model_path, arguments.served_model_name) == ("/models/tiny", "tiny")
+    assert (arguments.engine, arguments.device, arguments.dtype) == ("embedded", "auto", "auto")
+    assert (arguments.namespace, arguments.component, arguments.endpoint) == ("dynamo", "backend", "generate")
+    assert (arguments.discovery_backend, arguments.request_plane, arguments.event_plane) == ("etcd", "tcp", None)
+    assert (arguments.max_num_seqs, arguments.drain_timeout_s, arguments.enable_kv_routing) == (64, 30.0, True)
+
+
+def test_served_model_name_of_a_relative_path() -> None:
+    assert parse_arguments(["--model-path", "models/tiny/"], {}).served_model_name == "tiny"
+
+
+def test_environment_and_command_line() -> None:
+    environ = {"WORKER_MAX_NUM_SEQS": "8", "DYN_NAMESPACE": "prod", "DYN_EVENT_PLANE": "nats", "WORKER_DTYPE": ""}
+    arguments = parse("--max-num-seqs", "4", **environ)
+    assert (arguments.max_num_seqs, arguments.namespace, arguments.event_plane) == (4, "prod", "nats")
+    assert arguments.dtype == "auto"
+
+
+def test_model_path_from_the_environment() -> None:
+    assert parse_arguments([], {"WORKER_MODEL_PATH": "/a/b"}).served_model_name == "b"
+    with pytest.raises(ConfigurationError, match="--model-path is required"):
+        parse_arguments([], {})
+
+
+def example(option: Option) -> str:
+    if option.choices:
+        return option.choices[0]
+    return {bool: "false", int: "3000", float: "2.5"}.get(type(option.default)) or {
+        "context_length": "512",
+        "kv_blocks": "99",
+        "device": "cuda:1",
+        "endpoint_types": "chat",
+    }.get(option.name, "word")
+
+
+READABLE = [option for option in OPTIONS if option.name != "extra_engine_args"]  # that one is tested with files
+
+
+@pytest.mark.parametrize("option", READABLE, ids=lambda option: option.name)
+def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -> None:
+    text = example(option)
+    model = [] if option.name == "model_path" else MODEL
+    extra = ["--max-num-batched-tokens", "4000"] if option.name == "max_num_seqs" else []
+    by_flag = parse_arguments([*model, *extra, option.flag, text], {})
+    by_environment = parse_arguments([*model, *extra], {option.env: text})
+    assert by_flag == by_environment
+    assert getattr(by_flag, option.name) == option.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--max-num-seq", "4"], "unrecognized arguments: --max-num-seq 4"),
+        (["stray"], "unrecognized arguments: stray"),
+        (["--max-num-seqs"], "argument --max-num-seqs: expected one argument"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be an integer of at least 1, got '0'"),
+        (["--max-num-seqs", "1e3"], "--max-num-seqs must be an integer of at least 1, got '1e3'"),
+        (["--max-num-seqs", "-4"], "--max-num-seqs must be an integer of at least 1, got '-4'"),
+        (["--kv-block-size", "0"], "--kv-block-size must be an integer of at least 1, got '0'"),
+        (["--max-queue", "-1"], "--max-queue must be an integer of at least 0, got '-1'"),
+        (["--context-length", "1"], "--context-length must be at least 2, got 1"),
+        (["--drain-timeout-s", "nan"], "--drain-timeout-s must be a number of seconds of at least 0, got 'nan'"),
+        (["--engine", "vllm"], "--engine must be one of embedded, trtllm, got 'vllm'"),
+        (["--device", "tpu"], "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["--dtype", "fp32"], "--dtype must be one of auto, float32, bfloat16, float16, got 'fp32'"),
+        (["--enable-kv-routing", "1"], "--enable-kv-routing must be true or false, got '1'"),
+        (["--served-model-name", " "], "--served-model-name must be a non-empty text, got ' '"),
+        (["--device", "cpu", "--device", "cuda"], "--device is given 2 times"),
+        (
+            ["--max-num-seqs", "64", "--max-num-batched-tokens", "63"],
+            "--max-num-batched-tokens (63) must be at least --max-num-seqs (64)",
+        ),
+        (["--engine", "trtllm", "--device", "cpu"], "--engine trtllm needs CUDA, but --device is cpu"),
+        (["--dtype", "float16", "--device", "cpu"], "--dtype float16 needs CUDA, but --device is cpu"),
+        (
+            ["--disaggregation-mode", "decode"],
+            "--disaggregation-mode decode: the embedded engine serves aggregated only in this version",
+        ),
+        (["--endpoint-types", "chat,audio"], "--endpoint-types must be of chat, completions, none, got 'chat,audio'"),
+        (
+            ["--endpoint", "dyn://a.b"],
+            "--endpoint must be a name or dyn://namespace.component.endpoint, got 'dyn://a.b'",
+        ),
+        (
+            ["--endpoint", "dyn://a.b.c", "--component", "x"],
+            "--endpoint dyn://a.b.c contradicts --component x",
+        ),
+    ],
+)
+def test_refusals(argv: list[str], message: str) -> None:
+    assert refusal(*argv) == message
+
+
+def test_unknown_environment_names() -> None:
+    assert refusal(WORKER_MAX_NUM_SEQ="4") == "unknown environment variable WORKER_MAX_NUM_SEQ"
+    assert refusal(WORKER_MAX_NUM_SEQS="x") == "WORKER_MAX_NUM_SEQS must be an integer of at least 1, got 'x'"
+
+
+def test_variables_of_a_kubernetes_service_called_worker_are_left_alone() -> None:
+    parse(
+        WORKER_SERVICE_HOST="10.0.0.1",
+        WORKER_SERVICE_PORT="80",
+        WORKER_SERVICE_PORT_HTTP="80",
+        WORKER_PORT="tcp://10.0.0.1:80",
+        WORKER_PORT_80_TCP_ADDR="10.0.0.1",
+    )
+
+
+def test_full_endpoint() -> None:
+    arguments = parse("--endpoint", "dyn://a.b.c", "--namespace", "a")
+    assert (arguments.namespace, arguments.component, arguments.endpoint) == ("a", "b", "c")
+
+
+def test_namespace_suffix() -> None:
+    assert parse(DYN_NAMESPACE_WORKER_SUFFIX="two").namespace == "dynamo-two"
+    assert parse("--namespace", "a", DYN_NAMESPACE_WORKER_SUFFIX="two").namespace == "a-two"
+
+
+def test_agg_is_aggregated() -> None:
+    assert parse("--disaggregation-mode", "agg").disaggregation_mode == "aggregated"
+
+
+def write(directory: Path, text: str) -> str:
+    path = directory / "engine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_engine_options_from_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "max_num_seqs: 8\nkv_block_size: 32\ndtype: bfloat16\n")
+    arguments = parse("--extra-engine-args", path, "--kv-block-size", "32")
+    assert (arguments.max_num_seqs, arguments.kv_block_size, arguments.dtype) == (8, 32, "bfloat16")
+    assert parse("--extra-engine-args", write(tmp_path, "")).max_num_seqs == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_seqs: 8", "unknown engine option 'max_seqs'; known: "),
+        ("namespace: x", "unknown engine option 'namespace'; known: "),
+        ("max_num_seqs: 8\nmax_num_seqs: 9", "key 'max_num_seqs' is given twice"),
+        ("max_num_seqs: [8]", "max_num_seqs must be one value, got [8]"),
+        ("max_num_seqs: true", "max_num_seqs must be one value, got True"),
+        ("max_num_seqs:", "max_num_seqs must be one value, got None"),
+        ("max_num_seqs: 0", "max_num_seqs must be an integer of at least 1, got '0'"),
+        ("- 8", "must be a mapping of option names to values"),
+        ("a: [", "while parsing"),
+        ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
+    ],
+)
+def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    assert refusal("--extra-engine-args", path).startswith(f"--extra-engine-args {path}: {message}")
+
+
+def test_a_file_may_not_contradict(tmp_path: Path) -> None:
+    path = write(tmp_path, "max_num_seqs: 8")
+    expected = f"--max-num-seqs is 9 but {path} says max_num_seqs: 8; give it in one place"
+    assert refusal("--extra-engine-args", path, "--max-num-seqs", "9") == expected
+    assert refusal("--extra-engine-args", path, WORKER_MAX_NUM_SEQS="9") == expected
+
+
+def test_missing_file() -> None:
+    assert refusal("--extra-engine-args", "/nowhere.yaml").startswith("--extra-engine-args /nowhere.yaml: ")
+
+
+def test_nothing_heavy_is_imported_before_the_arguments_are_read() -> None:
+    code = (
+        "import sys, worker.__main__ as m\n"
+        "status = m.main(['--max-num-seqs', '0'])\n"
+        "heavy = {'torch', 'transformers', 'dynamo', 'prometheus_client'} & set(sys.modules)\n"
+        "assert status == 2 and not heavy, (status, heavy)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "worker: error: --max-num-seqs must be an integer of at least 1, got '0'\n"
+
+
+@pytest.mark.parametrize("flag", ["--version", "--help"])
+def test_version_and_help(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_arguments([flag], {})
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert "dynamo-logits-worker 0." in shown if flag == "--version" else "--kv-block-size" in shown
+
+
+def row(option: Option) -> str:
+    default = "" if option.default is None else str(option.default)
+    default = default.lower() if isinstance(option.default, bool) else default
+    choices = f" One of {', '.join(option.choices)}." if option.choices else ""
+    return f"| `{option.flag}` | `{option.env}` | {default} | {option.help}{choices} |"
+
+
+def test_the_document_shows_the_table() -> None:
+    """`docs/configuration.md` has exactly the rows of `OPTIONS`; on failure, paste the left side."""
+    document = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    assert [row(option) for option in OPTIONS] == re.findall(r"^\| `--.*$", document, re.MULTILINE)

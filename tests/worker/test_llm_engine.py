@@ -1,0 +1,275 @@
+"""`WorkerEngine` between the runtime and an engine, both fake: who is told what, and what is freed when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import pytest
+from dynamo.common.backend.engine import GenerateRequest
+from dynamo.llm import exceptions
+
+from worker.arguments import parse_arguments
+from worker.engines import EngineInfo, TokenDelta
+from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
+from worker.llm_engine import WorkerEngine
+from worker.sampling import SamplingParams
+
+ARGUMENTS = parse_arguments(["--model-path", "/models/tiny", "--drain-timeout-s", "0.01"], {})
+INFO = EngineInfo(
+    name="fake",
+    version="0",
+    context_length=100,
+    vocab_size=50,
+    eos_token_ids=(2,),
+    kv_block_size=4,
+    total_kv_blocks=10,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+)
+
+Script = Callable[[str, SamplingParams], AsyncGenerator[TokenDelta, None]]
+
+
+class Context:
+    def __init__(self, request_id: str = "a") -> None:
+        self._id = request_id
+
+    def id(self) -> str:
+        return self._id
+
+
+class FakeEngine:
+    """Plays ``script``; hand-off and abort end what waits in `held`."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.aborted: list[str] = []
+        self.given_away = asyncio.Event()
+        self.num_stops = 0
+        self.failure: Exception | None = None
+
+    async def start(self) -> EngineInfo:
+        if self.failure is not None:
+            raise self.failure
+        return INFO
+
+    def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams
+    ) -> AsyncGenerator[TokenDelta, None]:
+        return self.script(request_id, sampling_params)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def num_unfinished(self) -> int:
+        return 0
+
+    def hand_off(self) -> int:
+        self.given_away.set()
+        return 0
+
+    async def stop(self) -> None:
+        self.num_stops += 1
+
+
+class Publisher:
+    def __init__(self) -> None:
+        self.used: list[int] = []
+
+    def publish(self, rank: int, snapshot: Any) -> None:
+        assert rank == 0
+        self.used.append(snapshot.kv_used_blocks)
+
+
+async def two_tokens(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+    yield TokenDelta([5])
+    yield TokenDelta()
+    yield TokenDelta([6], finish_reason="length")
+
+
+def raising(error: Exception, after: int = 0) -> Script:
+    async def script(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        for _ in range(after):
+            yield TokenDelta([5])
+        raise error
+
+    return script
+
+
+class Left:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self) -> None:
+        self.times += 1
+
+
+async def started(script: Script = two_tokens) -> tuple[WorkerEngine, FakeEngine, Left]:
+    engine, left = FakeEngine(script), Left()
+    worker = WorkerEngine(engine, ARGUMENTS, leave=left)
+    await worker.start(1)
+    return worker, engine, left
+
+
+def request(**values: Any) -> GenerateRequest:
+    return {"token_ids": [1, 2, 3], "stop_conditions": {"max_tokens": 10}, **values}  # type: ignore[typeddict-item]
+
+
+async def collect(worker: WorkerEngine, raw: GenerateRequest, request_id: str = "a") -> list[Any]:
+    return [chunk async for chunk in worker.generate(raw, Context(request_id))]
+
+
+def outcome(worker: WorkerEngine, name: str) -> float | None:
+    return worker.metrics.registry.get_sample_value("dlw_requests_total", {"outcome": name})
+
+
+async def test_a_request() -> None:
+    worker, _, _ = await started()
+    chunks = await collect(worker, request())
+    assert [chunk["token_ids"] for chunk in chunks] == [[5], [6]]
+    assert chunks[-1]["finish_reason"] == "length"
+    assert chunks[-1]["completion_usage"]["total_tokens"] == 5
+    assert len(worker.gate) == 0
+    assert outcome(worker, "length") == 1
+
+
+async def test_load_follows_the_tokens() -> None:
+    worker, _, _ = await started()
+    publisher = Publisher()
+    worker.attach_snapshot_publisher(publisher)
+    await collect(worker, request())
+    assert publisher.used == [0, 1, 2, 0]
+
+
+async def test_a_bad_request_is_refused_before_the_engine_sees_it() -> None:
+    async def unreachable(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        raise AssertionError("the engine was called")
+        yield
+
+    worker, _, _ = await started(unreachable)
+    with pytest.raises(exceptions.InvalidArgument, match=r"^token_ids: token id 50 is not in the vocabulary of 50$"):
+        await collect(worker, request(token_ids=[50]))
+    assert outcome(worker, "refused") == 1
+    assert len(worker.gate) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "name"),
+    [
+        (InvalidRequest("presence_penalty", "is not served"), exceptions.InvalidArgument, "refused"),
+        (Overloaded("queue full"), exceptions.HttpError, "overloaded"),
+        (Draining("given away"), exceptions.EngineShutdown, "handed_off"),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 2])
+async def test_errors_of_the_engine(error: Exception, raised: type[Exception], name: str, after: int) -> None:
+    worker, _, left = await started(raising(error, after))
+    with pytest.raises(raised, match=str(error)):
+        await collect(worker, request())
+    assert outcome(worker, name) == 1
+    assert len(worker.gate) == 0
+    assert left.times == 0
+
+
+async def test_a_failed_request_is_an_error() -> None:
+    async def fails(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        yield TokenDelta([5])
+        yield TokenDelta([6], finish_reason="error", error="processor Bad raised")
+
+    worker, _, _ = await started(fails)
+    with pytest.raises(exceptions.InvalidArgument, match="processor Bad raised"):
+        await collect(worker, request())
+    assert outcome(worker, "failed") == 1
+
+
+async def test_unknown_errors_hide_their_details_and_break_the_engine_when_they_pile_up() -> None:
+    worker, engine, left = await started(raising(RuntimeError("secret path")))
+    for _ in range(7):
+        with pytest.raises(exceptions.Unknown, match=r"^internal error$"):
+            await collect(worker, request())
+    assert (worker.broken, left.times) == (None, 0)
+    with pytest.raises(exceptions.Unknown):
+        await collect(worker, request())
+    assert worker.broken == "8 unknown errors within 60 s"
+    assert left.times == 1
+    assert engine.given_away.is_set()
+    with pytest.raises(exceptions.EngineShutdown):
+        await collect(worker, request())
+
+
+async def test_a_broken_engine_makes_the_worker_leave_once() -> None:
+    worker, _, left = await started(raising(EngineBroken("device lost"), after=1))
+    for _ in range(3):
+        with pytest.raises(exceptions.EngineShutdown, match="device lost"):
+            await collect(worker, request())
+    assert left.times == 1
+    assert worker.broken == "device lost"
+
+
+async def test_abort_frees_at_once_even_if_the_stream_is_never_closed() -> None:
+    worker, engine, _ = await started()
+    stream = worker.generate(request(), Context("a"))
+    await anext(stream)
+    assert len(worker.gate) == 1
+    await worker.abort(Context("a"))
+    assert engine.aborted == ["a"]
+    assert len(worker.gate) == 0
+    await stream.aclose()
+
+
+async def test_the_same_id_twice() -> None:
+    worker, _, _ = await started()
+    first = worker.generate(request(), Context("a"))
+    await anext(first)
+    with pytest.raises(exceptions.InvalidArgument, match="'a' is being served already"):
+        await collect(worker, request())
+    assert [chunk["token_ids"] async for chunk in first] == [[6]]
+
+
+async def test_cleanup_drains_hands_off_and_stops() -> None:
+    async def held(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        yield TokenDelta([5])
+        await engine.given_away.wait()
+        raise Draining("given away")
+
+    worker, engine, _ = await started(held)
+    stream = worker.generate(request(), Context("a"))
+    await anext(stream)
+    rest = asyncio.create_task(anext(stream))
+    await worker.cleanup()
+    with pytest.raises(exceptions.EngineShutdown, match="given away"):
+        await rest
+    assert engine.num_stops == 1
+    with pytest.raises(exceptions.EngineShutdown):
+        await collect(worker, request(), "b")
+    await worker.cleanup()
+    assert worker.broken is None
+
+
+async def test_cleanup_after_a_failed_start() -> None:
+    engine = FakeEngine(two_tokens)
+    engine.failure = StartupError("no weights in\n/models/tiny")
+    worker = WorkerEngine(engine, ARGUMENTS, leave=Left())
+    with pytest.raises(StartupError):
+        await worker.start(1)
+    assert worker.startup_error == "no weights in /models/tiny"
+    await worker.cleanup()
+    assert engine.num_stops == 1
+
+
+async def test_the_health_probe_is_a_request_like_any_other() -> None:
+    worker, _, _ = await started()
+    payload = await worker.health_check_payload()
+    assert payload is not None
+    chunks = await collect(worker, payload)  # type: ignore[arg-type]
+    assert chunks[-1]["finish_reason"] == "length"
+
+
+async def test_info() -> None:
+    worker, _, _ = await started()
+    assert worker.supported_controls() == {"info"}
+    info = await worker.engine_control("info", {})
+    assert (info["engine"], info["model"], info["in_flight"], info["draining"]) == ("fake", "tiny", 0, False)
+    assert (await worker.engine_control("reset", {}))["status"] == "error"
