@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -161,3 +162,11 @@ def test_help_names_every_variable() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     for variable in ("MODEL_PATH", "SERVED_MODEL_NAME", "ENGINE", "HTTP_HOST", "HTTP_PORT"):
         assert f"  {variable} " in done.stdout
+
+
+def test_the_client_example(tmp_path: Path) -> None:
+    with launched(tmp_path, variables={"DYN_ENABLE_TEST_LOGITS_PROCESSOR": "1"}) as script:
+        script.wait_until_ready()
+        command = [sys.executable, str(REPOSITORY / "examples/chat.py"), "Hello", "--url", script.url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.stdout, done.stderr) == ("Hello world!\n", "")
