@@ -293,10 +293,13 @@ def protocol_of(target: Any) -> ForeignProtocol:
     if required <= 5 <= len(names) and names[1] == "logits" and not names[0].endswith("s"):
         return "trtllm"
     if required <= 2 <= len(names):
-        if _is_transformers(target) or "Tensor" in str(parameters[0].annotation) or names[1] == "scores":
+        ids = str(parameters[0].annotation).lower()  # Dynamo's examples call their logits scores, too: types come first
+        if _is_transformers(target) or "tensor" in ids:
             return "huggingface"
-        if names[1] == "logits":
+        if names[1] == "logits" or "sequence[" in ids or "list[" in ids:
             return "dynamo"
+        if names[1] == "scores":
+            return "huggingface"
     shapes = "(input_ids, logits), (input_ids, scores) or (req_id, logits, token_ids, stream_ptr, client_id)"
     raise TypeError(f"{name_of(target)} must be callable as {shapes}; its parameters are ({', '.join(names)})")
 

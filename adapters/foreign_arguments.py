@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Union
 
 from pydantic import Field, create_model
@@ -79,7 +79,7 @@ def _json_type(annotation: Any) -> Any:
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         return _optional(parts)
-    if origin is list:
+    if origin in (list, Sequence):
         return _LISTS.get(parts[0])
     return _SCALARS.get(annotation)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -235,7 +236,10 @@ def test_annotations_tell_where_names_do_not():
     def tensors(ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
+    def lists(input_ids: Sequence[int], scores: torch.Tensor) -> None: ...
+
     assert protocol_of(tensors) == "huggingface"
+    assert protocol_of(lists) == "dynamo"
 
 
 class Batched:
@@ -262,6 +266,35 @@ class NotCallable:
 def test_what_speaks_no_protocol_is_refused(target):
     with pytest.raises(TypeError, match=r"must be callable as|cannot be called"):
         wrap_foreign(target)
+
+
+def test_dynamos_own_examples():
+    from dynamo.logits_processing import examples
+
+    names = [name for name in dir(examples) if name.endswith("Processor")]
+    assert len(names) >= 3
+    assert {protocol_of(getattr(examples, name)) for name in names} == {"dynamo"}
+
+
+def test_dynamos_forced_sequence_is_exact_under_repeated_calls_and_rewinds():
+    from dynamo.logits_processing.examples import ForcedSequenceLogitsProcessor
+
+    kind = wrap_foreign(ForcedSequenceLogitsProcessor, "forced")
+    chain = chain_of(build(kind, token_ids=[5, 6, 7], eos_token_id=2))
+    for row in rows_of(4):
+        shape_all([chain], row.unsqueeze(0))
+        decode(chain, [row])
+    assert chain.tokens[3:] == [5, 6, 7, 2]
+    chain.rewind(4)
+    decode(chain, rows_of(4))
+    assert chain.tokens[3:] == [5, 6, 7, 2, 2]
+
+
+def test_all_of_transformers_processors_are_recognised():
+    found = vars(transformers.generation.logits_process).values()
+    classes = [one for one in found if isinstance(one, type) and issubclass(one, LogitsProcessor)]
+    assert len(classes) > 20
+    assert {protocol_of(one) for one in classes} == {"huggingface"}
 
 
 def test_a_protocol_can_be_named():
