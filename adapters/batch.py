@@ -168,7 +168,10 @@ def _shape(
         if row not in failures and isinstance(member.processor, ShapingProcessor):
             groups.setdefault(type(member.processor), []).append((row, chain, member))
     for kind, group in groups.items():
-        _shape_group(kind, logits, group, failures)
+        # a class that is not batched goes row by row, so that nobody is called twice when a batch-mate raises
+        batched = kind.shape_rows.__func__ is not ShapingProcessor.shape_rows.__func__  # type: ignore[attr-defined]
+        for part in [group] if batched else [[single] for single in group]:
+            _shape_group(kind, logits, part, failures)
 
 
 def _shape_group(

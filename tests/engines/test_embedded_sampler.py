@@ -1,0 +1,445 @@
+"""What a request asks of its tokens, on a model whose logits are known."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_doubles import END, PADDING, WIDTH, ScriptedModel, request, run_alone, run_together
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.engines import TokenLogprob
+from worker.engines.embedded.plan import Edits, Plan
+from worker.engines.embedded.sampler import Sampler
+from worker.sampling import SamplingParams
+
+PROMPT = [5, 6, 7]
+USABLE = WIDTH - PADDING
+
+
+def greedy(**changes: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | changes))
+
+
+def sampled(**changes: Any) -> SamplingParams:
+    return greedy(**({"temperature": 1.0, "seed": 11} | changes))
+
+
+@pytest.fixture
+def model() -> ScriptedModel:
+    return ScriptedModel()
+
+
+def edit(change: Callable[[torch.Tensor], object]) -> Callable[..., None]:
+    def processor(req_id: int, logits: torch.Tensor, token_ids: list[list[int]], stream: None, client: None) -> None:
+        change(logits[0, 0])
+
+    return processor
+
+
+# -- choosing
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, {"top_k": 1, "temperature": 2.0}, {"top_p": 0.0}])
+def test_greedy(model: ScriptedModel, changes: dict[str, Any]) -> None:
+    assert run_alone(model, PROMPT, greedy(**changes)).token_ids == model.greedy(PROMPT, 20)
+
+
+def test_greedy_ties_go_to_the_lowest_id(model: ScriptedModel) -> None:
+    level = greedy(logits_processor=edit(lambda row: row.fill_(0.25)))
+    assert run_alone(model, PROMPT, level).token_ids == [0] * 20
+
+
+@given(seed=st.integers(0, 2**32), ties=st.sets(st.integers(0, 149), min_size=1))
+def test_greedy_ties_in_a_wide_row(seed: int, ties: set[int]) -> None:
+    row = torch.rand(150, generator=torch.Generator().manual_seed(seed))
+    row[list(ties)] = 2.0
+    one = request(ScriptedModel(), "one", PROMPT, greedy())
+    sampler = Sampler(150, (), torch.device("cpu"))
+    assert sampler.sample(row[None].clone(), Edits(), Plan((one,), (), (one,))).token_ids == [min(ties)]
+
+
+def test_the_same_seed_gives_the_same_answer_and_another_does_not(model: ScriptedModel) -> None:
+    first = run_alone(model, PROMPT, sampled()).token_ids
+    assert run_alone(model, PROMPT, sampled()).token_ids == first
+    assert run_alone(model, PROMPT, sampled(seed=12)).token_ids != first
+    assert run_alone(model, PROMPT, sampled(seed=2**64 - 1)).token_ids != first
+
+
+def test_without_a_seed_answers_differ(model: ScriptedModel) -> None:
+    params = sampled(seed=None, temperature=5.0)
+    assert run_alone(model, PROMPT, params).token_ids != run_alone(model, PROMPT, params).token_ids
+
+
+def test_draws_belong_to_positions_so_a_continuation_goes_on_as_before(model: ScriptedModel) -> None:
+    whole = run_alone(model, PROMPT, sampled()).token_ids
+    rest = run_alone(model, PROMPT + whole[:8], sampled(max_tokens=12)).token_ids
+    assert rest == whole[8:]
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    model = ScriptedModel()
+    model.by_token.zero_()
+    model.by_position.copy_(torch.arange(WIDTH).remainder(4).float() / 2)
+    tokens = Counter[int]()
+    for seed in range(40):
+        tokens.update(run_alone(model, PROMPT, sampled(seed=seed, max_tokens=200)).token_ids)
+    total = sum(tokens.values())
+    mass = [math.exp(token % 4) for token in range(USABLE)]
+    expected = [total * value / sum(mass) for value in mass]
+    statistic = sum((tokens[token] - expected[token]) ** 2 / expected[token] for token in range(USABLE))
+    assert statistic < 135.8  # chi-square with 89 degrees of freedom, at 0.001
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 12),
+    ignore_eos=st.booleans(),
+    temperature=st.sampled_from([None, 0.0, 0.5, 1.5]),
+    top_k=st.sampled_from([None, 1, 5, 40]),
+    top_p=st.sampled_from([None, 0.3, 0.9, 1.0]),
+    min_p=st.sampled_from([None, 0.05]),
+    seed=st.integers(0, 2**64 - 1),
+    min_tokens=st.sampled_from([None, 6]),
+    repetition_penalty=st.sampled_from([None, 1.3]),
+    frequency_penalty=st.sampled_from([None, 0.4]),
+    logprobs=st.sampled_from([None, 0, 3]),
+    logprobs_mode=st.sampled_from(["raw", "processed"]),
+)
+PROMPTS = st.lists(st.integers(0, WIDTH - 1), min_size=1, max_size=8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(wanted=st.lists(st.tuples(PROMPTS, PARAMS), min_size=2, max_size=6))
+def test_an_answer_is_the_same_alone_and_in_company(wanted: list[tuple[list[int], SamplingParams]]) -> None:
+    model = ScriptedModel()
+    named = {str(index): one for index, one in enumerate(wanted)}
+    together = run_together(model, dict(named))
+    for name, (prompt, params) in named.items():
+        assert together[name] == run_alone(model, prompt, params)
+
+
+# -- masks
+
+
+@pytest.mark.parametrize("params", [greedy(), sampled(temperature=50.0, max_tokens=200)])
+def test_padding_is_never_sampled(params: SamplingParams) -> None:
+    model = ScriptedModel()
+    model.by_position[:, USABLE:] = 100.0
+    assert max(run_alone(model, PROMPT, params).token_ids) < USABLE
+
+
+def test_a_processor_cannot_bring_padding_back(model: ScriptedModel) -> None:
+    def allow_padding_alone(row: torch.Tensor) -> None:
+        assert row[USABLE:].eq(-torch.inf).all()
+        row[:USABLE] = -torch.inf
+        row[USABLE:] = 0.0
+
+    answer = run_alone(model, PROMPT, greedy(logits_processor=edit(allow_padding_alone)))
+    assert (answer.token_ids, answer.finish_reason) == ([], "error")
+    assert answer.error is not None
+    assert "unsatisfiable" in answer.error
+
+
+def test_ids_that_the_tokenizer_lacks_amid_the_vocabulary() -> None:
+    row = torch.tensor([[1.0, 5.0, 2.0, 4.0, 3.0]])
+    one = request(ScriptedModel(), "one", PROMPT, greedy())
+    sampler = Sampler(5, (1, 3), torch.device("cpu"))
+    assert sampler.sample(row, Edits(), Plan((one,), (), (one,))).token_ids == [4]
+
+
+def likes_to_end() -> ScriptedModel:
+    model = ScriptedModel()
+    model.by_position[:, [END, 9]] = 50.0
+    return model
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(end_id=END), SamplingParams(stop_token_ids=[9])])
+def test_end_ids_end_the_answer_and_are_hidden(params: SamplingParams) -> None:
+    model = likes_to_end()
+    model.by_position[:, 9 if 9 not in params.end_token_ids else END] = 0
+    answer = run_alone(model, PROMPT, params)
+    stop = 9 if params.stop_token_ids else END
+    assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == ([], "stop", stop)
+
+
+def test_end_ids_can_be_shown() -> None:
+    params = SamplingParams(stop_token_ids=[9, END], include_stop_str_in_output=True, logprobs=0)
+    answer = run_alone(likes_to_end(), PROMPT, params)
+    assert answer.finish_reason == "stop"
+    assert answer.token_ids == [answer.stop_reason]
+    assert answer.logprobs is not None
+    assert [entries[0].token_id for entries in answer.logprobs] == answer.token_ids
+
+
+def test_an_own_end_id_replaces_the_models() -> None:
+    answer = run_alone(likes_to_end(), PROMPT, SamplingParams(end_id=9, max_tokens=5, bad_token_ids=[9]))
+    assert answer.token_ids == [END] * 5
+
+
+def test_ignore_eos_goes_through_the_end_id() -> None:
+    answer = run_alone(likes_to_end(), PROMPT, SamplingParams(ignore_eos=True, max_tokens=5, bad_token_ids=[9]))
+    assert (answer.token_ids, answer.finish_reason) == ([END] * 5, "length")
+
+
+@pytest.mark.parametrize("change", [{}, {"temperature": 1.0, "seed": 1}])
+def test_min_tokens_hold_back_every_end_id(change: dict[str, Any]) -> None:
+    params = SamplingParams(min_tokens=7, max_tokens=30, end_id=END, stop_token_ids=[9], **change)
+    answer = run_alone(likes_to_end(), PROMPT, params)
+    assert len(answer.token_ids) == 7
+    assert not {END, 9} & set(answer.token_ids)
+    assert answer.finish_reason == "stop"
+
+
+def test_min_tokens_come_after_processors(model: ScriptedModel) -> None:
+    def force_end(row: torch.Tensor) -> None:
+        row.fill_(-torch.inf)
+        row[END] = 0.0
+
+    answer = run_alone(model, PROMPT, SamplingParams(min_tokens=3, logits_processor=edit(force_end)))
+    assert answer.finish_reason == "error"
+    assert "unsatisfiable" in str(answer.error)
+
+
+def test_bad_token_ids(model: ScriptedModel) -> None:
+    banned = sorted(set(model.greedy(PROMPT, 20)))
+    assert not set(banned) & set(run_alone(model, PROMPT, greedy(bad_token_ids=banned)).token_ids)
+
+
+# -- bias and penalties
+
+
+def test_embedding_bias(model: ScriptedModel) -> None:
+    bias = torch.zeros(WIDTH)
+    bias[33] = 1000.0
+    assert run_alone(model, PROMPT, greedy(embedding_bias=bias)).token_ids == [33] * 20
+    assert run_alone(model, PROMPT, greedy(embedding_bias=bias.tolist())).token_ids == [33] * 20
+
+
+def penalised(row: list[float], prompt: list[int], generated: list[int], params: SamplingParams) -> list[float]:
+    counts = Counter(generated)
+    repetition = params.repetition_penalty or 1.0
+    result = []
+    for token, logit in enumerate(row):
+        if token in counts or token in prompt:
+            logit = logit / repetition if logit > 0 else logit * repetition
+        logit -= (params.frequency_penalty or 0.0) * counts[token]
+        logit -= (params.presence_penalty or 0.0) * (token in counts)
+        result.append(logit)
+    return result
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    repetition=st.sampled_from([None, 1.0, 0.5, 1.7]),
+    frequency=st.sampled_from([None, -0.5, 0.9]),
+    presence=st.sampled_from([None, -0.4, 1.1]),
+)
+def test_penalties(
+    prompt: list[int], repetition: float | None, frequency: float | None, presence: float | None
+) -> None:
+    model = ScriptedModel()
+    model.by_position[:, 13:] = -100.0  # few tokens, so that they repeat
+    seen: list[torch.Tensor] = []
+    params = greedy(
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        max_tokens=12,
+        logits_processor=edit(lambda row: seen.append(row.clone())),
+    )
+    tokens = run_alone(model, prompt, params).token_ids
+    for count, row in enumerate(seen):
+        plain = model.row(prompt + tokens[:count])[:USABLE].tolist()
+        expected = penalised(plain, prompt, tokens[:count], params)
+        torch.testing.assert_close(row[:USABLE], torch.tensor(expected))
+        assert tokens[count] == int(row.argmax())
+
+
+# -- log probabilities
+
+
+def normalised(logits: list[float]) -> list[float]:
+    highest = max(logits)
+    total = math.fsum(math.exp(value - highest) for value in logits)
+    return [value - highest - math.log(total) for value in logits]
+
+
+def check_logprobs(entries: list[TokenLogprob], token: int, expected: list[float], count: int) -> None:
+    order = sorted((id_ for id_, value in enumerate(expected) if value > -math.inf), key=lambda id_: -expected[id_])
+    assert entries[0].token_id == token
+    assert entries[0].rank == order.index(token) + 1
+    assert [entry.token_id for entry in entries[1:]] == order[:count]
+    assert [entry.rank for entry in entries[1:]] == list(range(1, len(order[:count]) + 1))
+    for entry in entries:
+        assert entry.logprob == pytest.approx(expected[entry.token_id], abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 100])
+@pytest.mark.parametrize("make", [greedy, sampled])
+def test_raw_logprobs_are_the_models_own(model: ScriptedModel, make: Callable[..., SamplingParams], count: int) -> None:
+    halve = edit(lambda row: row.mul_(0.5))
+    params = make(logprobs=count, bad_token_ids=[1], logits_processor=halve, frequency_penalty=1.0)
+    answer = run_alone(model, PROMPT, params)
+    assert answer.logprobs is not None
+    for place, (token, entries) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+        row = model.row(PROMPT + answer.token_ids[:place])[:USABLE].double().tolist()
+        check_logprobs(entries, token, normalised(row), count)
+
+
+def test_processed_logprobs_of_a_greedy_answer_include_processors_and_masks(model: ScriptedModel) -> None:
+    halve = edit(lambda row: row.mul_(0.5))
+    params = greedy(logprobs=4, logprobs_mode="processed", bad_token_ids=[1], logits_processor=halve)
+    answer = run_alone(model, PROMPT, params)
+    assert answer.logprobs is not None
+    for place, (token, entries) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+        row = (model.row(PROMPT + answer.token_ids[:place])[:USABLE].double() * 0.5).tolist()
+        row[1] = -math.inf
+        check_logprobs(entries, token, normalised(row), 4)
+
+
+def test_processed_logprobs_of_a_sampled_answer_include_temperature_and_truncation(model: ScriptedModel) -> None:
+    answer = run_alone(model, PROMPT, sampled(temperature=2.0, top_k=3, logprobs=10, logprobs_mode="processed"))
+    assert answer.logprobs is not None
+    for place, (token, entries) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+        row = (model.row(PROMPT + answer.token_ids[:place])[:USABLE].double() / 2).tolist()
+        lowest = sorted(row)[-3]
+        check_logprobs(entries, token, normalised([v if v >= lowest else -math.inf for v in row]), 10)
+        assert len(entries) == 4
+
+
+def test_equal_logprobs_rank_by_id() -> None:
+    row = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0, 0.0]])
+    one = request(ScriptedModel(), "one", PROMPT, greedy(logprobs=3))
+    samples = Sampler(6, (), torch.device("cpu")).sample(row, Edits(), Plan((one,), (), (one,)))
+    assert [(entry.token_id, entry.rank) for entry in samples.logprobs[0]] == [(1, 1), (1, 1), (3, 2), (0, 3)]
+
+
+# -- logits processors
+
+
+def test_processors_are_called_once_per_token_with_the_whole_history(model: ScriptedModel) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def record(*arguments: Any) -> None:
+        req_id, logits, token_ids, stream, client = arguments
+        calls.append((req_id, tuple(logits.shape), logits.dtype, [list(ids) for ids in token_ids], stream, client))
+        token_ids[0].clear()  # their copy
+
+    prompt = list(range(3, 80))
+    answer = run_alone(model, prompt, greedy(max_tokens=4, logits_processor=[record, record]))
+    assert answer.token_ids == model.greedy(prompt, 4)
+    histories = [prompt + answer.token_ids[:count] for count in range(4) for _ in range(2)]
+    assert calls == [(0, (1, 1, WIDTH), torch.float32, [history], None, None) for history in histories]
+
+
+def test_processors_edit_in_place_in_order(model: ScriptedModel) -> None:
+    to_forty = edit(lambda row: row[40:41].fill_(100.0))
+    negate = edit(lambda row: row[:USABLE].mul_(-1))
+    assert run_alone(model, PROMPT, greedy(logits_processor=[to_forty])).token_ids == [40] * 20
+    assert 40 not in run_alone(model, PROMPT, greedy(logits_processor=[to_forty, negate])).token_ids
+
+
+class Failing:
+    """Signals failure in place of raising, at the third token."""
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        self.calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            self.failure = "the reason"
+
+
+def test_a_processor_may_signal_failure(model: ScriptedModel) -> None:
+    answer = run_alone(model, PROMPT, greedy(logits_processor=Failing()))
+    assert answer.token_ids == model.greedy(PROMPT, 2)
+    assert answer.finish_reason == "error"
+    assert "the reason" in str(answer.error)
+
+
+class Evil:
+    """Does something terrible at the third token."""
+
+    def __init__(self, deed: Callable[[torch.Tensor], object]) -> None:
+        self.deed = deed
+
+    def __call__(self, req_id: int, logits: torch.Tensor, token_ids: list[list[int]], *_: None) -> None:
+        if len(token_ids[0]) == len(PROMPT) + 2:
+            self.deed(logits)
+
+
+def divide_by_zero(_: torch.Tensor) -> None:
+    raise ZeroDivisionError("the text")
+
+
+@pytest.mark.parametrize(
+    ("deed", "said"),
+    [
+        (divide_by_zero, "Evil: raised ZeroDivisionError"),
+        (lambda logits: logits.fill_(torch.nan), "NaN or [+]inf"),
+        (lambda logits: logits[..., 3:4].fill_(torch.nan), "NaN or [+]inf"),
+        (lambda logits: logits[..., 3:4].fill_(torch.inf), "NaN or [+]inf"),
+        (lambda logits: logits.fill_(-torch.inf), "unsatisfiable"),
+    ],
+    ids=["raises", "all NaN", "one NaN", "+inf", "all -inf"],
+)
+@pytest.mark.parametrize("make", [greedy, sampled])
+def test_an_evil_processor_ends_its_own_request_alone(
+    model: ScriptedModel, make: Callable[..., SamplingParams], deed: Callable[[torch.Tensor], object], said: str
+) -> None:
+    mates = {
+        "greedy": (PROMPT, greedy(logprobs=2)),
+        "sampled": ([8], sampled(logprobs=2, top_p=0.9)),
+        "processed": ([9, 10], sampled(logprobs=2, logprobs_mode="processed", min_p=0.01)),
+    }
+    evil = make(logits_processor=Evil(deed), logprobs=2, logprobs_mode="processed")
+    answers = run_together(model, {"evil": (PROMPT, evil), **mates})
+    assert answers["evil"].finish_reason == "error"
+    assert len(answers["evil"].token_ids) == 2
+    with pytest.raises(RuntimeError, match=said):
+        raise RuntimeError(answers["evil"].error)
+    for name, (prompt, params) in mates.items():
+        assert answers[name] == run_alone(model, prompt, params)
+        assert answers[name].finish_reason == "length"
+
+
+def test_a_processor_beside_one_that_raises_is_still_called_once_per_token(model: ScriptedModel) -> None:
+    lengths: list[int] = []
+
+    def count(req_id: int, logits: torch.Tensor, token_ids: list[list[int]], *_: None) -> None:
+        lengths.append(len(token_ids[0]))
+
+    evil = greedy(logits_processor=Evil(divide_by_zero))
+    wanted = {"counting": (PROMPT, greedy(logits_processor=count)), "evil": (PROMPT, evil)}
+    answers = run_together(model, wanted)
+    assert (answers["evil"].finish_reason, answers["counting"].finish_reason) == ("error", "length")
+    assert lengths == list(range(len(PROMPT), len(PROMPT) + 20))
+
+
+def test_a_row_that_the_model_spoils_ends_its_request_alone() -> None:
+    def spoil(plan: Plan, logits: torch.Tensor) -> None:
+        for row, one in enumerate(plan.sampled):
+            if one.id == "spoilt":
+                logits[row, 4] = torch.nan
+
+    answers = run_together(ScriptedModel(spoil), {"spoilt": ([1], sampled()), "mate": (PROMPT, sampled())})
+    assert answers["spoilt"].finish_reason == "error"
+    assert answers["mate"] == run_alone(ScriptedModel(), PROMPT, sampled())
+
+
+# -- length
+
+
+@pytest.mark.parametrize("max_tokens", [None, 10_000])
+def test_answers_end_with_the_context(model: ScriptedModel, max_tokens: int | None) -> None:
+    answer = run_alone(model, [3] * 200, greedy(max_tokens=max_tokens))
+    assert (len(answer.token_ids), answer.finish_reason) == (model.context_length - 200, "length")
