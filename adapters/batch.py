@@ -22,6 +22,7 @@ Planned = tuple[int, ProcessorChain, RowPlan]
 """Row of the logits, its chain, and what the chain asks of it."""
 
 _SOFT_STAGES = (Stage.BIAS, Stage.PENALTY, Stage.SOFT)
+_LATE_STAGES = (Stage.FORCE, Stage.TEMPERATURE, Stage.TRUNCATION, Stage.SAMPLING)
 
 
 def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planned], dict[int, ProcessorFailed]]:
@@ -58,10 +59,10 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
 
 
 def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
-    """Temperature, truncation and sampling stages, on the rows that are not forced. As `apply_edits` otherwise."""
+    """Shaping at the forcing stage and after it, on the rows that are not forced. As `apply_edits` otherwise."""
     failures: dict[int, ProcessorFailed] = {}
     queues = [(row, chain, plan.late) for row, chain, plan in planned if plan.force is None and plan.late]
-    for stage in (Stage.TEMPERATURE, Stage.TRUNCATION, Stage.SAMPLING):
+    for stage in _LATE_STAGES:
         steps = [(r, c, [m for m in members if m.processor.stage == stage]) for r, c, members in queues]
         _in_waves(steps, lambda wave: _shape(logits, wave, failures))
     return failures

@@ -45,7 +45,7 @@ class RowPlan:
         bans: Sparse hard masks.
         allows: Packed hard masks, to be AND-ed.
         force: The token, when one is forced. Nothing else of the plan then matters for the token.
-        late: Shaping steps of the temperature, truncation and sampling stages.
+        late: Shaping steps of the forcing stage and of those after it.
     """
 
     soft: list[tuple[Stage, Edit | Member]] = field(default_factory=list)
@@ -219,6 +219,7 @@ class ProcessorChain:
         if self._tracker is not None:
             self._tracker.rewind(num_generated)
         del self.tokens[position:]
+        self._count_outside()
 
     def sync(self, tokens: Sequence[int]) -> None:
         """Make the history equal to ``tokens`` (prompt + generated), whatever was known before.
@@ -249,6 +250,12 @@ class ProcessorChain:
             counts.append(processor.num_generated)
             if inside is not None and inside == (member.scope == "thinking"):
                 processor.append(token_id)
+        self._count_outside()
+
+    def _count_outside(self) -> None:
+        num_generated = len(self.tokens) - self.prompt_length
+        for member in self._scoped:
+            member.processor.num_outside = num_generated - member.processor.num_generated
 
     # The step
 

@@ -123,6 +123,9 @@ class Processor(ABC):
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "thinking", "answer")
     Args: ClassVar[type[ProcessorArgs]]
 
+    num_outside: int
+    """Generated tokens that are not in `generated`, because the processor's scope leaves them out; its chain counts."""
+
     _tokens: list[int]
     _prompt_length: int
     _consumed: int
@@ -130,6 +133,7 @@ class Processor(ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         self._tokens, self._prompt_length, self._consumed = [], 0, -1
+        self.num_outside = 0
         return self
 
     def __init__(self, args: Any, context: Context) -> None:
@@ -187,6 +191,7 @@ class Processor(ABC):
         self._tokens = list(prompt) if shared is None else shared
         self._prompt_length = len(prompt)
         self._consumed = -1
+        self.num_outside = 0
         self.catch_up()
 
     def accept(self, token_id: int, position: int) -> None:

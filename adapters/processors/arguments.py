@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -28,8 +29,8 @@ PositiveCount = Annotated[int, Field(ge=1, le=MAX_INT)]
 class Phrase(ProcessorArgs):
     """One phrase: ``text``, encoded without special tokens, or ``token_ids``."""
 
-    text: Text | None = None
-    token_ids: TokenIds | None = None
+    text: Text | None = Field(default=None, description="The phrase as text, encoded without special tokens.")
+    token_ids: TokenIds | None = Field(default=None, description="The phrase as token ids.")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -62,3 +63,12 @@ def encode(context: Context, argument: str, text: str) -> list[int]:
     if not ids:
         raise ArgumentError(argument, f"{text!r} encodes to no tokens")
     return ids
+
+
+def check_tokens(context: Context, argument: str, token_ids: Sequence[int]) -> None:
+    """Raises `ArgumentError` if an id can never be sampled: it is outside the vocabulary, or padding of the row."""
+    context.check_ids(argument, token_ids)
+    for token_id in token_ids:
+        if token_id >= context.vocabulary.num_tokens:
+            expected = f"token ids between 0 and {context.vocabulary.num_tokens - 1}"
+            raise ArgumentError(argument, f"expected {expected}, got {token_id}, which is padding")

@@ -1,0 +1,194 @@
+"""Forcing: a whole answer, how an answer begins, how it ends. All follow from the history alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+
+from adapters.contract import (
+    ArgumentError,
+    Context,
+    Processor,
+    ProcessorArgs,
+    Reads,
+    ShapingProcessor,
+    Stage,
+    SteeringProcessor,
+    Unsatisfiable,
+)
+from adapters.edits import Edit, Force
+from adapters.processors.arguments import Phrase, Text, check_tokens, encode
+
+
+class ForcedSequence(SteeringProcessor):
+    """The answer is a given sequence, then the end token.
+
+    Source: Dynamo's ``ForcedTokenSequenceSpec``, by position instead of by calls: generated token i is the i-th of the
+    sequence, and the one after the last is an end token, the model's own with the lowest id. An end token at the end
+    of ``token_ids`` is that end token. A sequence of exactly ``max_tokens`` tokens is complete without one.
+    """
+
+    name = "forced_sequence"
+    stage = Stage.FORCE
+    reads = Reads.NOTHING
+
+    class Args(Phrase):
+        pass
+
+    def __init__(self, args: Args, context: Context) -> None:
+        argument, ids = _phrase(args, context)
+        if ids[-1] not in context.end_token_ids:
+            ids = [*ids, end_token(context, argument)]
+        _check_no_end(context, argument, ids[:-1])
+        _check_room(context, argument, len(ids) - 1)
+        self._forces = [Force(token_id) for token_id in ids]
+
+    def edit(self) -> Edit | None:
+        return self._forces[min(self.num_generated, len(self._forces) - 1)]
+
+
+class ForcedPrefix(SteeringProcessor):
+    """The answer begins with a given sequence.
+
+    Source: transformers' ``forced_bos_token_id``, for any number of tokens: generated token i is the i-th of the
+    sequence. The rest is free.
+    """
+
+    name = "forced_prefix"
+    stage = Stage.FORCE
+    reads = Reads.NOTHING
+
+    class Args(Phrase):
+        pass
+
+    def __init__(self, args: Args, context: Context) -> None:
+        argument, ids = _phrase(args, context)
+        _check_no_end(context, argument, ids)
+        _check_room(context, argument, len(ids))
+        self._forces = [Force(token_id) for token_id in ids]
+
+    def edit(self) -> Edit | None:
+        i = self.num_generated
+        return self._forces[i] if i < len(self._forces) else None
+
+
+class ForceLastPhrase(SteeringProcessor):
+    """The answer ends with a given phrase, always and exactly, right before its end token.
+
+    Source: the idea is that of ``ForceLastPhraseLogitsProcessor`` in NVIDIA's logits-processor-zoo; the rule is ours,
+    so that it is a function of the generated tokens alone. Until the phrase begins, its first token stands for the end of
+    the answer: where an end token would be chosen the first token is chosen instead, and it is chosen nowhere else.
+    So the phrase begins at its first token's first occurrence in the answer, the rest and then an end token are
+    forced, and replaying a history finds the same place. Two consequences: the free part of an answer never holds
+    the first token of the phrase (prefer phrases that begin with a token which answers can spare), and no other
+    control may force that token earlier.
+
+    In numbers: after the hard masks the first token's logit becomes the logsumexp of the end tokens' logits, which
+    become -inf. If several end tokens outweigh the best other token only together, it stays just below that token,
+    so that a greedy answer ends where it would have ended. Where a mask forbids the first token the answer cannot
+    end. With ``max_tokens`` the phrase is forced when there is room for it and the end token but no more.
+    """
+
+    name = "force_last_phrase"
+    stage = Stage.FORCE
+    reads = Reads.GENERATED
+    scopes = ("all", "answer")
+
+    class Args(ProcessorArgs):
+        text: Text = Field(description="The last words of the answer, encoded without special tokens.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        ids = encode(context, "text", args.text)
+        check_tokens(context, "text", ids)
+        _check_no_end(context, "text", ids)
+        _check_room(context, "text", len(ids) + 1)
+        self._forces = [Force(token_id) for token_id in (*ids, end_token(context, "text"))]
+        self._max_tokens = context.max_tokens
+        self._length = 0
+        self._began: int | None = None
+
+    @classmethod
+    def build(cls, args: Args, context: Context) -> list[Processor]:
+        """Two parts: what forces by history, and what puts the first token in the end tokens' place."""
+        return [cls(args, context), _PhraseInsteadOfEnd(args, context)]
+
+    def reset(self) -> None:
+        self._length, self._began = 0, None
+
+    def advance(self, token_id: int, index: int) -> None:
+        if self._began is None and token_id == self._forces[0].token_id:
+            self._began = index
+        self._length = index + 1
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        self._length -= len(token_ids)
+        if self._began is not None and self._began >= self._length:
+            self._began = None
+        return True
+
+    def edit(self) -> Edit | None:
+        if self._began is not None:
+            return self._forces[min(self.num_generated - self._began, len(self._forces) - 1)]
+        if self._max_tokens is None:
+            return None
+        room = self._max_tokens - self.num_generated - self.num_outside
+        if room < len(self._forces):
+            raise Unsatisfiable(f"the last phrase and the end take {len(self._forces)} tokens, {room} are left")
+        return self._forces[0] if room == len(self._forces) else None
+
+
+class _PhraseInsteadOfEnd(ShapingProcessor):
+    """Until the phrase begins, its first token takes the place of the end tokens. Later rows are forced, not shaped."""
+
+    name = ForceLastPhrase.name
+    stage = Stage.FORCE
+    reads = Reads.NOTHING
+    scopes = ForceLastPhrase.scopes
+    Args = ForceLastPhrase.Args
+
+    def __init__(self, args: ForceLastPhrase.Args, context: Context) -> None:
+        self._first = encode(context, "text", args.text)[0]
+        self._ends = torch.tensor(sorted(context.end_token_ids), dtype=torch.int64)
+
+    def shape(self, logits: torch.Tensor) -> None:
+        index = self._ends.to(logits.device)
+        ends, first = logits[index], logits[self._first].clone()
+        logits[index] = -torch.inf
+        logits[self._first] = -torch.inf
+        mass, best = ends.logsumexp(0), logits.amax()
+        below = torch.nextafter(best, torch.full_like(best, -torch.inf))
+        mass = torch.where(ends.amax() >= best, mass, torch.minimum(mass, below))
+        logits[self._first] = torch.where(first == -torch.inf, first, mass)
+
+
+def end_token(context: Context, argument: str) -> int:
+    """The token that ends a forced answer: the lowest end token of the model, else of the request.
+
+    Raises:
+        ArgumentError: the request has none; ``argument`` is to blame.
+    """
+    candidates = context.end_token_ids & context.vocabulary.eos_token_ids or context.end_token_ids
+    if not candidates:
+        raise ArgumentError(argument, "the answer is to end after it, and the request has no end token")
+    return min(candidates)
+
+
+def _phrase(args: Phrase, context: Context) -> tuple[str, list[int]]:
+    """The argument that was given, and its ids."""
+    argument = "text" if args.token_ids is None else "token_ids"
+    ids = args.ids(context)
+    check_tokens(context, argument, ids)
+    return argument, ids
+
+
+def _check_no_end(context: Context, argument: str, ids: Sequence[int]) -> None:
+    for i, token_id in enumerate(ids):
+        if token_id in context.end_token_ids:
+            raise ArgumentError(argument, f"token {i}, id {token_id}, would end the answer there")
+
+
+def _check_room(context: Context, argument: str, num_tokens: int) -> None:
+    if context.max_tokens is not None and num_tokens > context.max_tokens:
+        raise ArgumentError(argument, f"takes {num_tokens} tokens, max_tokens is {context.max_tokens}")

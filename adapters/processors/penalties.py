@@ -1,0 +1,163 @@
+"""Penalties on tokens that occurred: repetition, frequency, presence. A step does not rescan the history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from adapters.contract import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.edits import Bias, Edit, Scale
+
+
+class Occurrences:
+    """Distinct token ids in the order of their first occurrence, with counts; the newest can be taken back."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._slots: dict[int, int] = {}
+        self._ids = np.zeros(64, dtype=np.int64)
+        self._counts = np.zeros(64, dtype=np.float32)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def add(self, token_id: int) -> None:
+        """Count one more occurrence."""
+        slot = self._slots.get(token_id)
+        if slot is None:
+            slot = self._slots[token_id] = len(self._slots)
+            if slot == len(self._ids):
+                self._grow()
+            self._ids[slot], self._counts[slot] = token_id, 0
+        self._counts[slot] += 1
+
+    def remove(self, token_id: int) -> None:
+        """Take back the newest occurrence, which was of ``token_id``."""
+        slot = self._slots[token_id]
+        self._counts[slot] -= 1
+        if self._counts[slot] == 0:
+            del self._slots[token_id]
+
+    def _grow(self) -> None:
+        self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+        self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+
+    def ids(self) -> torch.Tensor:
+        """int64 ``[n]``, a view: later tokens are added behind it."""
+        return torch.from_numpy(self._ids[: len(self._slots)])
+
+    def scaled_counts(self, factor: float) -> torch.Tensor:
+        """float32 ``[n]``: count times ``factor``, a copy, as counts of known tokens change."""
+        return torch.from_numpy(self._counts[: len(self._slots)] * np.float32(factor))
+
+
+class _Counting(SteeringProcessor):
+    """Keeps the occurrences, and the edit made from them until the next token."""
+
+    stage = Stage.PENALTY
+    reads = Reads.GENERATED
+
+    def __init__(self, penalty: float, neutral: float, context: Context) -> None:
+        self._penalty = penalty
+        self._is_off = penalty == neutral
+        self._vocab_size = context.vocabulary.size
+        self._seen = Occurrences()
+        self._known: Edit | None = None
+
+    def reset(self) -> None:
+        self._seen.clear()
+        self._known = None
+
+    def advance(self, token_id: int, index: int) -> None:
+        self._add(token_id)
+        self._known = None
+
+    def _add(self, token_id: int) -> None:
+        if 0 <= token_id < self._vocab_size:
+            self._seen.add(token_id)
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        for token_id in reversed(token_ids):
+            if 0 <= token_id < self._vocab_size:
+                self._seen.remove(token_id)
+        self._known = None
+        return True
+
+    def edit(self) -> Edit | None:
+        if self._known is None and not self._is_off and len(self._seen):
+            self._known = self._make()
+        return self._known
+
+    def _make(self) -> Edit:
+        raise NotImplementedError
+
+
+class RepetitionPenalty(_Counting):
+    """Scales down the logits of tokens that occur in the prompt or in the answer.
+
+    Source: CTRL (Keskar et al., arXiv 1909.05858) as in transformers: z / penalty where z > 0, else z * penalty, once
+    per distinct token of prompt + generated. Above 1 it discourages repetition, below 1 it encourages it.
+    """
+
+    name = "repetition_penalty"
+    reads = Reads.PROMPT_AND_GENERATED
+
+    class Args(ProcessorArgs):
+        penalty: float = Field(ge=0.01, le=100.0, description="Factor; 1 changes nothing.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args.penalty, 1.0, context)
+        self._factor = torch.tensor(args.penalty, dtype=torch.float32)
+
+    def reset(self) -> None:
+        super().reset()
+        for token_id in dict.fromkeys(self.prompt):
+            self._add(token_id)
+
+    def _make(self) -> Edit:
+        return Scale(self._seen.ids(), self._factor.expand(len(self._seen)))
+
+
+class FrequencyPenalty(_Counting):
+    """Lowers the logits of generated tokens by a penalty for every time they occurred.
+
+    Source: OpenAI API reference, ``frequency_penalty``: z_t - c_t * penalty, where c_t is how often t occurs in the
+    answer so far; the prompt does not count. Negative values encourage repetition.
+    """
+
+    name = "frequency_penalty"
+
+    class Args(ProcessorArgs):
+        penalty: float = Field(ge=-2.0, le=2.0, description="Subtracted per occurrence; 0 changes nothing.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args.penalty, 0.0, context)
+
+    def _make(self) -> Edit:
+        return Bias(self._seen.ids(), self._seen.scaled_counts(-self._penalty))
+
+
+class PresencePenalty(_Counting):
+    """Lowers the logits of generated tokens by a penalty, once however often they occurred.
+
+    Source: OpenAI API reference, ``presence_penalty``: z_t - penalty for every t that occurs in the answer so far; the
+    prompt does not count. Negative values encourage repetition.
+    """
+
+    name = "presence_penalty"
+
+    class Args(ProcessorArgs):
+        penalty: float = Field(ge=-2.0, le=2.0, description="Subtracted once; 0 changes nothing.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args.penalty, 0.0, context)
+        self._value = torch.tensor(-args.penalty, dtype=torch.float32)
+
+    def _make(self) -> Edit:
+        return Bias(self._seen.ids(), self._value.expand(len(self._seen)))
