@@ -27,6 +27,8 @@ from adapters.contract import (
     SteeringProcessor,
     Unsatisfiable,
 )
+from adapters.foreign import wrap_foreign
+from adapters.processors import BUILTINS
 from adapters.scope import Scope
 from adapters.selection import MAX_PROCESSORS, NAME, VERSION, Requested, Selection, SelectionError, shown
 
@@ -272,8 +274,6 @@ class Catalog:
 
 
 def _built_in_entries() -> list[Entry]:
-    from adapters.processors import BUILTINS
-
     return [Entry(processor.name, processor) for processor in BUILTINS]
 
 
@@ -310,8 +310,6 @@ def _third_party(name: str, target: str, source: str) -> Entry:
     loaded = load_class(target, source)
     if issubclass(loaded, Processor):
         return Entry(name, loaded, source)
-    from adapters.foreign import wrap_foreign
-
     try:
         return Entry(name, wrap_foreign(loaded, name), source)
     except (TypeError, ValueError) as error:
@@ -352,7 +350,8 @@ def _selection_error(error: ValidationError, path: str, args: type[ProcessorArgs
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     problem = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-        problem = f"unknown argument; known are {', '.join([*args.model_fields, 'scope'])}"
+        known = [field.alias or name for name, field in args.model_fields.items()]
+        problem = f"unknown argument; known are {', '.join([*known, 'scope'])}"
     elif isinstance(first["input"], str | int | float | bool | None) and first["type"] != "missing":
         problem += f", got {shown(first['input'])}"
     return SelectionError((path + where)[:200], problem)

@@ -213,7 +213,7 @@ def _flaw(value: object, depth: int) -> tuple[str, str] | None:
         return "", f"is nested more than {MAX_DEPTH} deep"
     if isinstance(value, dict):
         for key in value:
-            problem = _flaw_of_text(key)
+            problem = _flaw_of_text(str(key))  # a policy file may hold integers as keys
             if problem is not None:
                 return "", f"in a key: {problem}"
     children = value.values() if isinstance(value, dict) else value

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adapters.__main__ import main
+from adapters.catalog import Catalog
+from adapters.catalog_page import TABLE_BEGIN, TABLE_END, describe, table, with_table
+
+LOUD = ["--logits-processor", "acme/loud=third_party:Loud"]
+
+
+def test_list_has_a_line_for_each_processor(capsys: pytest.CaptureFixture[str]):
+    assert main(["list", *LOUD]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*Catalog.default().names, "acme/loud"]
+    assert lines[-1].split(maxsplit=3) == ["acme/loud", "bias", "nothing", "Raises the logit of one token."]
+
+
+def test_show_tells_arguments_with_their_ranges(capsys: pytest.CaptureFixture[str]):
+    assert main(["show", "acme/loud", *LOUD]) == 0
+    page = capsys.readouterr().out
+    for line in ("  kind     steering", "  stage    bias", "  reads    nothing", "  token_id: integer 0 to 100"):
+        assert line in page.splitlines()
+    assert "source   --logits-processor acme/loud=third_party:Loud" in page
+    assert "scope: all or thinking or answer, default all" in page
+
+
+def test_every_processor_can_be_shown(capsys: pytest.CaptureFixture[str]):
+    for name in Catalog.default().names:
+        assert main(["show", name]) == 0
+        assert capsys.readouterr().out.startswith(f"{name}\n")
+
+
+def test_schema(capsys: pytest.CaptureFixture[str]):
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == Catalog.default().selection_schema()
+    assert main(["schema", "top_k"]) == 0
+    assert json.loads(capsys.readouterr().out)["properties"]["k"]["maximum"] == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["show", "topk"], 'unknown logits processor "topk"; did you mean top_k'),
+        (["list", "--logits-processor", "x"], "expected NAME=module:Class"),
+        (["list", "--allow-logits-processor", "missing"], "no installed distribution offers"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert problem in err
+    assert len(err.splitlines()) == 1
+
+
+def test_table_is_written_between_its_markers(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{TABLE_BEGIN}\nold\n{TABLE_END}\nafter\n")
+    assert main(["table", str(page)]) == 0
+    text = page.read_text()
+    assert text == f"before\n{TABLE_BEGIN}\n\n{table(Catalog.default())}\n{TABLE_END}\nafter\n"
+    assert main(["table", str(page)]) == 0
+    assert page.read_text() == text
+    page.write_text("no markers")
+    assert main(["table", str(page)]) == 2
+    assert main(["table", str(tmp_path / "none.md")]) == 2
+
+
+def test_the_module_runs():
+    command = [sys.executable, "-m", "adapters", "show", "top_k"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("top_k\n")
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "integer", "minimum": 0, "maximum": 5}, "integer 0 to 5"),
+        ({"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.5}, "number > 0 and ≤ 1.5"),
+        ({"type": "number"}, "number"),
+        ({"type": "string", "minLength": 1, "maxLength": 9}, "text of 1 to 9 characters"),
+        ({"type": "array", "maxItems": 4, "items": {"type": "integer", "minimum": 0}}, "list of 0 to 4 integers ≥ 0"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "text"),
+        ({"anyOf": [{"type": "string"}, {"type": "boolean"}]}, "text or true or false"),
+        ({"enum": ["a", "b"]}, "a or b"),
+        ({"$ref": "#/$defs/P"}, "{text: text; n: integer}"),
+        ({"type": "array", "items": {"$ref": "#/$defs/P"}}, "list of {text: text; n: integer}"),
+        (
+            {"type": "object", "maxProperties": 3, "additionalProperties": {"type": "number"}},
+            "object with 0 to 3 numbers",
+        ),
+        ({"type": "object"}, "object"),
+        ({}, "any JSON"),
+    ],
+)
+def test_schemas_in_a_few_words(schema: dict[str, object], text: str):
+    definitions = {"P": {"type": "object", "properties": {"text": {"type": "string"}, "n": {"type": "integer"}}}}
+    assert describe(schema, definitions) == text
+
+
+def test_the_documentation_has_the_catalogues_table():
+    page = (Path(__file__).parents[2] / "docs" / "processors.md").read_text(encoding="utf-8")
+    assert page == with_table(page, Catalog.default()), "run: python -m adapters table docs/processors.md"

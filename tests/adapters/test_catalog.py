@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import json
+import pickle
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
+
+import pytest
+import third_party
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters import catalog as catalogs
+from adapters.batch import apply_chain
+from adapters.catalog import BuildFailed, Catalog, CatalogError, Entry
+from adapters.contract import Context, ShapingProcessor, SteeringProcessor
+from adapters.processors import BUILTINS
+from adapters.selection import NAME, SCOPES, Requested, Selection, SelectionError, parse_selection
+from adapters.vocabulary import Vocabulary
+
+CONTEXT = Context(Vocabulary(50), end_token_ids=frozenset({1}))
+THINKING = Context(Vocabulary(50), end_token_ids=frozenset({1}), think_start=(2,), think_end=(3,))
+
+
+def option(name: str, target: str) -> str:
+    return f"{name}=third_party:{target}"
+
+
+@pytest.fixture(scope="module")
+def catalog() -> Catalog:
+    options = [option("acme/loud", "Loud"), option("broken", "Broken"), option("half", "Half")]
+    return Catalog.load(options=[*options, option("answer_only", "AnswerOnly")])
+
+
+def select(*processors: dict[str, Any], receipt: Any = False) -> Selection:
+    return parse_selection(json.dumps({"version": 1, "processors": processors, "receipt": receipt}))
+
+
+def test_every_built_in_is_in_the_catalogue_and_describes_itself():
+    entries = Catalog.default().entries
+    assert [entry.processor for entry in entries] == list(BUILTINS)
+    for entry in entries:
+        data = entry.as_json()
+        assert NAME.fullmatch(entry.name)
+        assert entry.summary.endswith("."), entry.name
+        assert len(entry.summary) <= 120, entry.name
+        assert "Source:" in (entry.processor.__doc__ or ""), entry.name
+        assert data["kind"] in ("steering", "shaping")
+        assert issubclass(entry.processor, SteeringProcessor) is (data["kind"] == "steering")
+        assert issubclass(entry.processor, ShapingProcessor) is (data["kind"] == "shaping")
+        assert set(data["args"]["properties"]["scope"]["enum"]) <= set(SCOPES)
+        for name, field in data["args"]["properties"].items():
+            assert field.get("description"), f"{entry.name}.{name}"
+
+
+def test_built_ins_come_in_the_order_law():
+    stages = [entry.processor.stage for entry in Catalog.default().entries]
+    assert stages == sorted(stages)
+
+
+def numbers_in(schema: Any) -> list[dict[str, Any]]:
+    """Every schema of a number below ``schema``."""
+    if isinstance(schema, list):
+        return [found for item in schema for found in numbers_in(item)]
+    if not isinstance(schema, dict):
+        return []
+    own = [schema] if schema.get("type") in ("integer", "number") else []
+    return own + [found for value in schema.values() for found in numbers_in(value)]
+
+
+def unbounded(schema: Any, path: str = "") -> list[str]:
+    """Lists and texts without an upper bound, below ``schema``."""
+    if isinstance(schema, list):
+        return [found for i, item in enumerate(schema) for found in unbounded(item, f"{path}[{i}]")]
+    if not isinstance(schema, dict):
+        return []
+    bounds = {"array": "maxItems", "string": "maxLength"}
+    bound = bounds.get(schema.get("type") if isinstance(schema.get("type"), str) else "")
+    own = [path] if bound and not {bound, "enum", "const"} & set(schema) else []
+    return own + [found for key, value in schema.items() for found in unbounded(value, f"{path}.{key}")]
+
+
+def test_every_number_list_and_text_of_a_built_in_is_bounded():
+    for entry in Catalog.default().entries:
+        schema = entry.args_schema()
+        for number in numbers_in(schema):
+            assert {"minimum", "exclusiveMinimum"} & set(number), f"{entry.name}: {number}"
+            assert {"maximum", "exclusiveMaximum"} & set(number), f"{entry.name}: {number}"
+        assert unbounded(schema) == [], entry.name
+
+
+def test_chain_has_the_selections_processors_in_the_order_law(catalog: Catalog):
+    selection = select(
+        {"name": "top_k", "args": {"k": 2}},
+        {"name": "acme/loud", "args": {"token_id": 7, "scope": "thinking"}},
+        {"name": "temperature", "args": {"value": 0.5}},
+        receipt="debug",
+    )
+    chain = catalog.build_chain(selection, THINKING, step_budget_s=0.5)
+    assert [(m.name, m.scope) for m in chain.members] == [
+        ("acme/loud", "thinking"),
+        ("temperature", "all"),
+        ("top_k", "all"),
+    ]
+    assert chain.step_budget_s == 0.5
+    assert chain.receipt.attribution
+    assert not catalog.build_chain(select(receipt=True), THINKING).receipt.attribution
+
+
+@pytest.mark.parametrize(
+    ("entry", "path", "problem"),
+    [
+        ({"name": "topk"}, "name", 'unknown logits processor "topk"; did you mean top_k or top_p'),
+        ({"name": "zzzzzz"}, "name", 'unknown logits processor "zzzzzz"'),
+        ({"name": "top_k"}, "args.k", "field required"),
+        ({"name": "top_k", "args": {"k": -2}}, "args.k", "greater than or equal to -1, got -2"),
+        ({"name": "top_k", "args": {"k": 2**31}}, "args.k", "less than or equal to 2147483647"),
+        ({"name": "top_k", "args": {"k": 1.5}}, "args.k", "integer"),
+        ({"name": "top_k", "args": {"k": "1"}}, "args.k", 'valid integer, got "1"'),
+        ({"name": "top_k", "args": {"k": True}}, "args.k", "integer, got true"),
+        ({"name": "top_k", "args": {"k": None}}, "args.k", "integer, got null"),
+        ({"name": "top_k", "args": {"k": 1, "p": 1}}, "args.p", "unknown argument; known are k, scope"),
+        ({"name": "json_schema", "args": {"x": 1, "schema": {}}}, "args.x", "known are schema, compact, scope"),
+        ({"name": "acme/loud", "args": {"token_id": 60}}, "args.token_id", "between 0 and 49, got 60"),
+        ({"name": "choice", "args": {"choices": ["a", 5]}}, "args.choices[1]", "string, got 5"),
+        ({"name": "choice", "args": {"choices": ["a"]}}, "args.choices", "tokenizer"),
+        ({"name": "top_k", "args": {"k": 5, "scope": "answer"}}, "args.scope", "this model has none"),
+    ],
+)
+def test_refusals_name_the_argument(catalog: Catalog, entry: dict[str, Any], path: str, problem: str):
+    with pytest.raises(SelectionError) as caught:
+        catalog.build_chain(select({"name": "top_p", "args": {"p": 0.5}}, entry), CONTEXT)
+    assert caught.value.path == f"processors[1].{path}"
+    assert problem in caught.value.problem
+
+
+def test_scopes_that_a_class_rules_out_are_refused(catalog: Catalog):
+    for name, args in (("answer_only", {"token_id": 1}), ("choice", {"choices": ["a"], "scope": "thinking"})):
+        with pytest.raises(SelectionError, match=r"expected one of .*answer, got (all|thinking)"):
+            catalog.build_chain(select({"name": name, "args": args}), THINKING)
+
+
+def test_a_constructor_that_raises_is_not_the_callers_fault(catalog: Catalog):
+    with pytest.raises(BuildFailed, match="broken raised ZeroDivisionError when it was built") as caught:
+        catalog.build_chain(select({"name": "broken", "args": {"token_id": 1}}), CONTEXT)
+    assert pickle.loads(pickle.dumps(caught.value)).processor == "broken"
+
+
+def test_values_from_python_must_be_json_data():
+    for args in ({"k": {1, 2}}, {"k": float("nan")}, {"k": object()}):
+        with pytest.raises(SelectionError, match=r"p\.args: is not JSON data"):
+            Catalog.default().parse_args(Requested("top_k", args, path="p"))
+    nested: Any = []
+    for _ in range(10_000):
+        nested = [nested]
+    with pytest.raises(SelectionError, match="not JSON data"):
+        Catalog.default().parse_args(Requested("top_k", {"k": nested}, path="p"))
+
+
+def test_foreign_class_is_wrapped_and_runs(catalog: Catalog):
+    chain = catalog.build_chain(select({"name": "half"}), CONTEXT)
+    chain.start([5])
+    row = torch.full((50,), 4.0)
+    apply_chain(chain, row)
+    assert torch.equal(row, torch.full((50,), 2.0))
+    assert catalog["half"].as_json()["source"] == "--logits-processor half=third_party:Half"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("third_party:Loud", "expected NAME=module:Class"),
+        ("=third_party:Loud", "expected NAME=module:Class"),
+        ("acme/loud=", "expected NAME=module:Class"),
+        ("acme/loud=third_party", "expected module:Class"),
+        ("acme/loud=no_such_module_here:Loud", "No module named"),
+        ("acme/loud=third_party:Missing", "Missing"),
+        ("acme/loud=third_party:number", "not a class"),
+        ("loud=third_party:Loud", "names itself acme/loud, not loud"),
+        ("Loud=third_party:Half", "is not a name"),
+        ("top_k=third_party:Shadow", "the name top_k is taken"),
+        ("top_k=third_party:Half", "the name top_k is taken"),
+        ("no_stage=third_party:NoStage", "NoStage lacks stage, reads, Args"),
+        ("scoped=third_party:Scoped", "scope"),
+        ("nothing=third_party:Nothing", "cannot be called"),
+        ("steering=adapters.contract:SteeringProcessor", "neither"),
+    ],
+)
+def test_options_that_cannot_be_honoured(text: str, problem: str):
+    with pytest.raises(CatalogError) as caught:
+        Catalog.load(options=[text])
+    assert problem in str(caught.value)
+    assert text in str(caught.value)
+
+
+def test_a_name_cannot_be_given_twice():
+    with pytest.raises(CatalogError, match="the name half is taken"):
+        Catalog.load(options=[option("half", "Half")] * 2)
+
+
+def test_entry_points_are_taken_only_with_the_operators_leave(monkeypatch: pytest.MonkeyPatch):
+    offered = [
+        EntryPoint("acme/loud", "third_party:Loud", catalogs.GROUP),
+        EntryPoint("evil", "no_such_module_here:Evil", catalogs.GROUP),
+    ]
+
+    def entry_points(*, group: str) -> EntryPoints:
+        assert group == "logits_processors"
+        return EntryPoints(offered)
+
+    monkeypatch.setattr(catalogs, "entry_points", entry_points)
+    assert "acme/loud" not in Catalog.load()
+    loaded = Catalog.load(allow=["acme/loud"])
+    assert loaded["acme/loud"] == Entry("acme/loud", third_party.Loud, "unknown distribution (third_party:Loud)")
+    with pytest.raises(CatalogError, match="offers the logits processor missing"):
+        Catalog.load(allow=["acme/loud", "missing"])
+    with pytest.raises(CatalogError, match="No module named"):
+        Catalog.load(allow=["evil"])
+    offered.append(EntryPoint("acme/loud", "third_party:Half", catalogs.GROUP))
+    with pytest.raises(CatalogError, match="taken"):
+        Catalog.load(allow=["acme/loud"])
+
+
+def test_an_unknown_name_is_a_key_error_that_helps(catalog: Catalog):
+    with pytest.raises(KeyError, match="did you mean top_k"):
+        catalog["topk"]
+
+
+def references(schema: Any) -> set[str]:
+    if isinstance(schema, list):
+        return {found for item in schema for found in references(item)}
+    if not isinstance(schema, dict):
+        return set()
+    own = {schema["$ref"]} if isinstance(schema.get("$ref"), str) else set()
+    return own | {found for value in schema.values() for found in references(value)}
+
+
+def test_selection_schema_holds_every_processor_and_every_definition(catalog: Catalog):
+    schema = json.loads(json.dumps(catalog.selection_schema()))
+    choices = schema["properties"]["processors"]["items"]["oneOf"]
+    assert [choice["properties"]["name"]["const"] for choice in choices] == catalog.names
+    assert {ref.removeprefix("#/$defs/") for ref in references(schema)} <= set(schema["$defs"])
+    assert json.loads(json.dumps(catalog.as_json()))["processors"][0]["name"] == catalog.names[0]
+
+
+ARGUMENT = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=3), children, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.data())
+def test_arguments_of_any_kind_give_a_chain_or_a_selection_error(data: st.DataObject):
+    catalog = Catalog.default()
+    name = data.draw(st.sampled_from(catalog.names))
+    fields = list(catalog[name].args_schema()["properties"])
+    args = data.draw(st.dictionaries(st.sampled_from([*fields, "other"]), ARGUMENT, max_size=4))
+    args.pop("scope", None)
+    requested = Requested(name, args, data.draw(st.sampled_from(SCOPES)), "processors[0]")
+    outcome: Any
+    try:
+        outcome = catalog.build_chain(Selection((requested,)), THINKING)
+    except SelectionError as error:
+        outcome = error
+    assert not isinstance(outcome, BuildFailed)
+    if isinstance(outcome, SelectionError):
+        assert outcome.path.startswith("processors[0]")

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from adapters import client, selection
+from adapters.catalog import Catalog
+from adapters.client import from_openai_logit_bias, logits_processors, processor
+from adapters.selection import Requested, from_channels, parse_selection
+
+
+def test_the_annotation_is_what_the_worker_reads():
+    body = logits_processors(
+        processor("top_k", k=3),
+        processor("choice", choices=["é", "\N{GRINNING FACE}"], scope="answer"),
+        receipt="debug",
+    )
+    (annotation,) = body["nvext"]["annotations"]
+    assert annotation.isascii()
+    parsed = from_channels([annotation])
+    assert parsed is not None
+    assert parsed.receipt == "debug"
+    assert parsed.processors == (
+        Requested("top_k", {"k": 3}, "all", "processors[0]"),
+        Requested("choice", {"choices": ["é", "\N{GRINNING FACE}"]}, "answer", "processors[1]"),
+    )
+    assert body["nvext"]["extra_fields"] == ["engine_data"]
+
+
+def test_the_header_is_what_the_worker_reads():
+    text = client.selection(processor("top_k", k=3))
+    assert from_channels([], {client.HEADER.removeprefix("x-dynamo-meta-"): text}) == parse_selection(text)
+    assert client.ANNOTATION == selection.ANNOTATION
+
+
+def test_other_fields_of_nvext_are_kept():
+    nvext = {"annotations": ["mine"], "extra_fields": ["worker_id", "engine_data"], "max_thinking_tokens": 5}
+    body = logits_processors(processor("top_k", k=3), receipt=True, nvext=nvext)
+    assert body["nvext"]["annotations"][0] == "mine"
+    assert body["nvext"]["extra_fields"] == ["worker_id", "engine_data"]
+    assert body["nvext"]["max_thinking_tokens"] == 5
+    assert nvext["annotations"] == ["mine"]
+    assert "extra_fields" not in logits_processors(processor("top_k", k=3))["nvext"]
+
+
+def test_openai_logit_bias_becomes_a_processor():
+    for bias in ({"7": 5, "9": -100}, {7: 5, 9: -100}):
+        assert from_openai_logit_bias(bias) == processor("logit_bias", bias={"7": 5, "9": -100})
+
+
+@pytest.mark.parametrize(
+    "bias", [{"a": 1}, {"-1": 1}, {"1.0": 1}, {"²": 1}, {"1": 101}, {"1": True}, {"1": float("nan")}]
+)
+def test_logit_bias_that_openai_would_refuse(bias: dict[str, float]):
+    with pytest.raises(ValueError, match="logit_bias"):
+        from_openai_logit_bias(bias)
+
+
+def test_only_json_data_is_sent():
+    with pytest.raises(ValueError, match="JSON compliant"):
+        logits_processors(processor("top_p", p=float("nan")))
+    with pytest.raises(TypeError):
+        logits_processors(processor("top_p", p={1}))
+
+
+def test_the_file_needs_only_the_standard_library():
+    tree = ast.parse(Path(client.__file__).read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert modules <= sys.stdlib_module_names | {"collections.abc"}
+
+
+def test_every_processor_of_the_example_is_in_the_catalogue():
+    example = Path(client.__file__).parents[1] / "examples" / "logits_processors_client.py"
+    calls = [node for node in ast.walk(ast.parse(example.read_text())) if isinstance(node, ast.Call)]
+    named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "processor"]
+    assert named
+    for call in named:
+        args = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        args.pop("scope", None)
+        Catalog.default().parse_args(Requested(ast.literal_eval(call.args[0]), args, path="example"))

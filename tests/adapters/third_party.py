@@ -1,0 +1,84 @@
+"""Classes that play third parties in the catalogue's tests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from adapters.contract import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.edits import Bias, Edit
+from adapters.scope import Scope
+
+
+class Loud(SteeringProcessor):
+    """Raises the logit of one token."""
+
+    name = "acme/loud"
+    stage = Stage.BIAS
+    reads = Reads.NOTHING
+
+    class Args(ProcessorArgs):
+        token_id: Annotated[int, Field(ge=0, le=100)]
+
+    def __init__(self, args: Args, context: Context) -> None:
+        context.check_ids("token_id", [args.token_id])
+        self.bias = Bias.of([args.token_id], [5.0])
+
+    def edit(self) -> Edit:
+        return self.bias
+
+
+class Broken(Loud):
+    """Cannot be built."""
+
+    name = "broken"
+
+    def __init__(self, args: Any, context: Context) -> None:
+        raise ZeroDivisionError
+
+
+class Shadow(Loud):
+    """Takes a built-in's name."""
+
+    name = "top_k"
+
+
+class NoStage(SteeringProcessor):
+    """Lacks a stage."""
+
+    name = "no_stage"
+
+    def edit(self) -> None:
+        return None
+
+
+class Scoped(Loud):
+    """Has an argument that is every processor's."""
+
+    name = "scoped"
+
+    class Args(ProcessorArgs):
+        scope: str = ""
+
+
+class AnswerOnly(Loud):
+    """Lives in the answer only."""
+
+    name = "answer_only"
+    scopes: tuple[Scope, ...] = ("answer",)
+
+
+class Half:
+    """Halves the logits."""
+
+    def __call__(self, input_ids: list[int], logits: torch.Tensor) -> None:
+        logits.mul_(0.5)
+
+
+class Nothing:
+    """Is no processor."""
+
+
+number = 7
