@@ -10,7 +10,7 @@ from adapters.catalog import Catalog, Entry
 TABLE_BEGIN = "<!-- table of processors: written by `python -m adapters table`, checked by a test -->"
 TABLE_END = "<!-- end of the table -->"
 
-_NOUNS = {"integer": ("integer", "integers"), "number": ("number", "numbers"), "string": ("text", "texts")}
+_PLURALS = {"integer": "integers", "number": "numbers", "text": "texts", "list": "lists", "object": "objects"}
 
 
 def list_page(catalog: Catalog) -> str:
@@ -110,18 +110,16 @@ def _describe_object(schema: Mapping[str, Any], definitions: Mapping[str, Any]) 
     if "properties" in schema:
         fields = (f"{name}: {describe(field, definitions)}" for name, field in schema["properties"].items())
         return "{" + "; ".join(fields) + "}"
-    values = schema.get("additionalProperties")
-    if isinstance(values, dict) and values:
-        return f"object with {_count(schema, 'Properties')}{_plural(values, definitions)}"
+    values = [*schema.get("patternProperties", {}).values(), schema.get("additionalProperties")]
+    if isinstance(values[0], dict) and values[0]:
+        return f"object of {_count(schema, 'Properties')}{_plural(values[0], definitions)}"
     return "object"
 
 
 def _plural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     one = describe(schema, definitions)
-    for singular, plural in _NOUNS.values():
-        if one.startswith(singular):
-            return plural + one[len(singular) :]
-    return one
+    noun = one.partition(" ")[0]
+    return _PLURALS.get(noun, noun) + one[len(noun) :]
 
 
 def _count(schema: Mapping[str, Any], what: str) -> str:

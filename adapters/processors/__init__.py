@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from adapters.contract import Processor
+from adapters.processors.bias import LogitBias
+from adapters.processors.forcing import ForcedPrefix, ForcedSequence, ForceLastPhrase
 from adapters.processors.grammar import Choice, Grammar, JsonSchema, Regex
+from adapters.processors.length import ExponentialDecayLength, GenLength, MinTokens
+from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
+from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
 from adapters.processors.stochastic import Mirostat, Xtc
 from adapters.processors.truncation import (
     EpsilonCutoff,
@@ -18,10 +23,29 @@ from adapters.processors.truncation import (
 from adapters.processors.watermark import Watermark
 
 BUILTINS: tuple[type[Processor], ...] = (
+    # bias
+    LogitBias,
+    # penalties
+    RepetitionPenalty,
+    FrequencyPenalty,
+    PresencePenalty,
+    # soft
+    GenLength,
+    ExponentialDecayLength,
+    # hard masks
+    AllowedTokens,
+    BannedTokens,
+    BadWords,
+    MinTokens,
     JsonSchema,
     Regex,
     Choice,
     Grammar,
+    # forcing
+    ForcedSequence,
+    ForcedPrefix,
+    ForceLastPhrase,
+    # temperature, truncation, sampling
     Temperature,
     TopK,
     TopP,

@@ -94,8 +94,10 @@ def test_the_module_runs():
         ({"type": "array", "items": {"$ref": "#/$defs/P"}}, "list of {text: text; n: integer}"),
         (
             {"type": "object", "maxProperties": 3, "additionalProperties": {"type": "number"}},
-            "object with 0 to 3 numbers",
+            "object of 0 to 3 numbers",
         ),
+        ({"type": "object", "patternProperties": {"^a$": {"type": "integer"}}}, "object of integers"),
+        ({"type": "array", "items": {"type": "array", "items": {"enum": [1]}}}, "list of lists of 1"),
         ({"type": "object"}, "object"),
         ({}, "any JSON"),
     ],
