@@ -1,0 +1,341 @@
+"""Against repetition: n-grams that may not come again, a penalty that grows with the repeat (DRY), an end to loops."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from adapters.contract import (
+    ArgumentError,
+    Context,
+    ProcessorArgs,
+    Reads,
+    Stage,
+    SteeringProcessor,
+    Unsatisfiable,
+)
+from adapters.edits import Ban, Bias, Edit, Force
+from adapters.processors.arguments import Count
+from adapters.processors.suffixes import SuffixAutomaton
+from adapters.token_bytes import byte_index
+
+_FLOAT32_MAX = float(torch.finfo(torch.float32).max)
+_LN_FLOAT32_MAX = 88.72
+"""Natural logarithm of the largest float32, rounded down: a larger exponent would overflow."""
+
+_Gram: TypeAlias = tuple[int, ...]
+
+
+class NoRepeatNgram(SteeringProcessor):
+    """Bans every token that would complete an n-gram for the second time.
+
+    Source: transformers, ``NoRepeatNGramLogitsProcessor`` (prompt and generated); vLLM's of the same name counts the
+    generated tokens only. Token x is banned if the last n - 1 tokens followed by x already occur in the history. With
+    n = 1 every token of the history is banned. No token is exempt, end tokens included: an n-gram that ended an
+    earlier turn may not come again either.
+
+    Cost per step: one look-up, plus the ids that are banned.
+    """
+
+    name = "no_repeat_ngram"
+    version = 1
+    stage = Stage.MASK
+    reads = Reads.PROMPT_AND_GENERATED
+
+    class Args(ProcessorArgs):
+        n: Annotated[int, Field(ge=1, le=256, description="Length of the n-gram in tokens.")]
+        over: Annotated[
+            Literal["prompt_and_generated", "generated"],
+            Field(description="Where the first occurrence may lie."),
+        ] = "prompt_and_generated"
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self._n = args.n
+        self._over_prompt = args.over == "prompt_and_generated"
+        self._size, self._num_tokens = context.vocabulary.size, context.vocabulary.num_tokens
+        self.reset()
+
+    def reset(self) -> None:
+        self._begin = 0 if self._over_prompt else self._prompt_length
+        self._seen: set[_Gram] = set()
+        self._followers: dict[_Gram, list[int]] = {}
+        # For each generated token, whether it completed an n-gram for the first time: what retracting removes.
+        self._added: list[bool] = []
+        self._shown: dict[_Gram, _ShownIds] = {}
+        for end in range(self._begin, self._prompt_length):
+            self._count(self._tokens, end)
+
+    def advance(self, token_id: int, index: int) -> None:
+        self._added.append(self._count(self._tokens, self._prompt_length + index))
+
+    def _count(self, tokens: Sequence[int], last: int) -> bool:
+        """Take the n-gram whose last token has index ``last``."""
+        first = last - self._n + 1
+        if first < self._begin or not 0 <= tokens[last] < self._size:
+            return False
+        gram = tuple(tokens[first : last + 1])
+        if gram in self._seen:
+            return False
+        self._seen.add(gram)
+        self._followers.setdefault(gram[:-1], []).append(gram[-1])
+        return True
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        end = self._prompt_length + len(self._added)
+        for last in range(end - 1, end - 1 - len(token_ids), -1):
+            if self._added.pop():
+                gram = tuple(self._tokens[last - self._n + 1 : last + 1])
+                self._seen.remove(gram)
+                self._followers[gram[:-1]].pop()
+        self._shown.clear()
+        return True
+
+    def edit(self) -> Edit | None:
+        begin = len(self._tokens) - self._n + 1
+        if begin < self._begin:
+            return None
+        gram = tuple(self._tokens[begin:])
+        followers = self._followers.get(gram)
+        if not followers:
+            return None
+        if len(followers) >= self._num_tokens:
+            raise Unsatisfiable("every token would repeat an n-gram")
+        if gram not in self._shown:
+            self._shown[gram] = _ShownIds(followers)
+        return self._shown[gram].ban()
+
+
+class _ShownIds:
+    """A growing list of ids as a tensor that grows with it, by doubling."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self._ban = Ban.of(())
+        self._buffer = torch.empty(0, dtype=torch.int64)
+
+    def ban(self) -> Ban:
+        done, count = len(self._ban.token_ids), len(self.ids)
+        if done < count:
+            if count > len(self._buffer):
+                buffer = torch.empty(max(4, 2 * count), dtype=torch.int64)
+                buffer[:done] = self._buffer[:done]
+                self._buffer = buffer
+            self._buffer[done:count] = torch.tensor(self.ids[done:])
+            self._ban = Ban(self._buffer[:count])
+        return self._ban
+
+
+MAX_EXPONENT = 512
+"""Largest exponent of DRY's base; longer repeats are penalised like this one. Only bases below 1.19 ever meet it."""
+
+_Breaker = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class Dry(SteeringProcessor):
+    """Penalises tokens that would go on with a repeat, exponentially in its length (DRY, "don't repeat yourself").
+
+    Source: p-e-w, text-generation-webui pull request 5677, with llama.cpp's limits. For a token x let ``rep`` be the
+    length of the longest suffix of the context that also occurs earlier in it, followed by x. Where ``rep >=
+    allowed_length``: ``z_x <- z_x - multiplier * base ** min(rep - allowed_length, max_exponent)``, max_exponent =
+    min(floor(88.72 / ln base), 512), and the penalty is at most the largest float32. The context is prompt and
+    generated, its last ``range`` tokens if ``range`` is not 0; both occurrences lie inside it.
+
+    A breaker is a text. The suffix begins behind the last token that completes a breaker, wherever token boundaries
+    fall, and a token that holds a whole breaker is never penalised.
+
+    Cost: each token O(1) amortised (suffix automaton); each edit visits at most ``max_exponent + 1`` lengths and the
+    tokens that are penalised. Neither grows with the history. With ``range`` a token also costs one update for each
+    distinct repeat that ends at it, at most ``allowed_length + max_exponent + 1``.
+    """
+
+    name = "dry"
+    version = 1
+    stage = Stage.PENALTY
+    reads = Reads.PROMPT_AND_GENERATED
+
+    class Args(ProcessorArgs):
+        multiplier: Annotated[float, Field(ge=0, le=1000, description="Penalty of the shortest repeat; 0 is off.")] = (
+            0.8
+        )
+        base: Annotated[float, Field(ge=1, le=16, description="Growth per token of the repeat.")] = 1.75
+        allowed_length: Annotated[int, Field(ge=1, le=512, description="Shortest repeat that is penalised.")] = 2
+        breakers: Annotated[
+            list[_Breaker], Field(max_length=32, description="Texts across which no repeat is counted.")
+        ] = ["\n", ":", '"', "*"]  # noqa: RUF012 - pydantic copies defaults
+        range: Annotated[Count, Field(description="Newest tokens that are looked at, 0 for all.")] = 0
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self._multiplier, self._base, self._shortest = args.multiplier, args.base, args.allowed_length
+        self._max_exponent = MAX_EXPONENT if args.base > 1 else 0
+        if args.base > 1:
+            self._max_exponent = min(MAX_EXPONENT, int(_LN_FLOAT32_MAX / math.log(args.base)))
+        self._range = args.range
+        self._size = context.vocabulary.size
+        self._breakers = _Breakers(args.breakers, context)
+        self.reset()
+
+    def reset(self) -> None:
+        depth = self._shortest + self._max_exponent
+        self._automaton = SuffixAutomaton(depth, track_ends=self._range > 0)
+        # Tokens behind the last breaker, and what of a breaker may be under way.
+        self._limit, self._tail = 0, b""
+        self._limits: list[tuple[int, bytes]] = []
+        prompt = self.prompt[-self._range :]
+        self._automaton.extend(prompt)
+        for token_id in prompt:
+            self._take(token_id)
+
+    def advance(self, token_id: int, index: int) -> None:
+        self._limits.append((self._limit, self._tail))
+        self._automaton.append(token_id)
+        self._take(token_id)
+
+    def _take(self, token_id: int) -> None:
+        broken, self._tail = self._breakers.take(self._tail, token_id)
+        self._limit = 0 if broken else self._limit + 1
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        if not self._automaton.take_back(len(token_ids)):
+            return False
+        self._limit, self._tail = self._limits[-len(token_ids)]
+        del self._limits[-len(token_ids) :]
+        return True
+
+    def edit(self) -> Edit | None:
+        repeats = self._repeats()
+        if not repeats:
+            return None
+        return Bias.of(list(repeats), [-self._penalty(length) for length in repeats.values()])
+
+    def _repeats(self) -> dict[int, int]:
+        """Length of the longest repeat that each token would go on with, where it is to be penalised."""
+        limit = self._limit
+        if limit < self._shortest or self._multiplier == 0:
+            return {}
+        window_begin = self._automaton.size - self._range
+        repeats: dict[int, int] = {}
+        for token_id, length, end in self._automaton.followers(self._shortest):
+            length = min(length, limit, end - window_begin) if self._range else min(length, limit)
+            if length >= self._shortest and length > repeats.get(token_id, 0):
+                repeats[token_id] = length
+        return {
+            token_id: length
+            for token_id, length in repeats.items()
+            if token_id not in self._breakers.token_ids and token_id < self._size
+        }
+
+    def _penalty(self, length: int) -> float:
+        return min(_FLOAT32_MAX, self._multiplier * self._base ** min(length - self._shortest, self._max_exponent))
+
+
+class _Breakers:
+    """Tells where breakers end in the bytes of consecutive tokens.
+
+    Attributes:
+        token_ids: Tokens that hold a whole breaker: by their bytes, special tokens by their name.
+    """
+
+    def __init__(self, texts: Sequence[str], context: Context) -> None:
+        self._texts = sorted({text.encode() for text in texts})
+        self._pieces: dict[int, bytes] = {}
+        self.token_ids: frozenset[int] = frozenset()
+        self._special: frozenset[int] = frozenset()
+        if not texts:
+            return
+        try:
+            index = byte_index(context.vocabulary)
+        except ValueError as error:
+            raise ArgumentError("breakers", f"{error}, or []") from error
+        for text in self._texts:
+            self._pieces.update(index.touching(text))
+        whole = {token_id for token_id, piece in self._pieces.items() if any(text in piece for text in self._texts)}
+        self._special = _special_tokens_holding(texts, context)
+        self.token_ids = frozenset(whole) | self._special
+        self._longest = max(map(len, self._texts))
+
+    def take(self, tail: bytes, token_id: int) -> tuple[bool, bytes]:
+        """Whether a breaker ends in this token, and the new tail; ``tail`` is what `take` gave before."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            return token_id in self._special, b""
+        held = tail + piece
+        broken = any(held.find(text, max(0, len(tail) - len(text) + 1)) >= 0 for text in self._texts)
+        return broken, held[len(held) - min(len(held), self._longest - 1) :]
+
+
+def _special_tokens_holding(texts: Sequence[str], context: Context) -> frozenset[int]:
+    vocabulary = context.vocabulary
+    special = sorted(i for i in vocabulary.special_token_ids if i < vocabulary.num_tokens)
+    assert vocabulary.tokenizer is not None
+    names = vocabulary.tokenizer.convert_ids_to_tokens(special)
+    return frozenset(i for i, name in zip(special, names, strict=True) if name and any(text in name for text in texts))
+
+
+class LoopStop(SteeringProcessor):
+    """Ends the answer when it loops: the generated tail is ``copies`` exact copies of a cycle.
+
+    Source: vLLM's ``repetition_detection`` and SGLang pull request 27778, as a processor. The generated tokens end
+    with a cycle of p tokens, 1 <= p <= ``max_period``, that stands there ``copies`` times in a row; then the lowest
+    end token of the request is forced. Prompt tokens are not counted. Together with a processor that bans the end
+    (``min_tokens``) a loop cannot be stopped, and the request fails as unsatisfiable.
+
+    Cost per token: a few operations on ``max_period`` numbers.
+    """
+
+    name = "loop_stop"
+    version = 1
+    stage = Stage.FORCE
+    reads = Reads.GENERATED
+
+    class Args(ProcessorArgs):
+        max_period: Annotated[int, Field(ge=1, le=1024, description="Longest cycle in tokens.")] = 64
+        copies: Annotated[int, Field(ge=2, le=1024, description="Copies in a row that count as a loop.")] = 8
+
+    _UNDOABLE = 64
+
+    def __init__(self, args: Args, context: Context) -> None:
+        if not context.end_token_ids:
+            raise ArgumentError("copies", "expected a request with an end token, this one has none")
+        self._end = Force(min(context.end_token_ids))
+        self._max_period = args.max_period
+        periods = np.arange(args.max_period, 0, -1, dtype=np.int64)
+        self._enough = periods * (args.copies - 1)
+        self.reset()
+
+    def reset(self) -> None:
+        # The newest max_period tokens, -1 before the answer, lie at the end of what `_recent` holds.
+        self._recent = np.full(max(1024, 4 * self._max_period), -1, dtype=np.int64)
+        self._count = self._max_period
+        # For each period, longest first: how many of the newest tokens equal the one a period before.
+        self._runs = np.zeros(self._max_period, dtype=np.int64)
+        self._looping = False
+        self._earlier: deque[tuple[np.ndarray[Any, np.dtype[np.int64]], bool]] = deque(maxlen=self._UNDOABLE)
+
+    def advance(self, token_id: int, index: int) -> None:
+        self._earlier.append((self._runs, self._looping))
+        if self._count == len(self._recent):
+            kept = self._max_period + self._UNDOABLE
+            self._recent[:kept] = self._recent[-kept:].copy()
+            self._count = kept
+        window = self._recent[self._count - self._max_period : self._count]
+        self._runs = (self._runs + 1) * (window == token_id)
+        self._looping = bool((self._runs >= self._enough).any())
+        self._recent[self._count] = token_id
+        self._count += 1
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        if len(token_ids) > len(self._earlier):
+            return False
+        for _ in token_ids:
+            self._runs, self._looping = self._earlier.pop()
+        self._count -= len(token_ids)
+        return True
+
+    def edit(self) -> Edit | None:
+        return self._end if self._looping else None

@@ -1,0 +1,238 @@
+"""A suffix automaton over token ids that grows at the end, can be shortened there, and follows the newest repeat.
+
+Online construction of Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985): a state stands
+for the substrings that end at the same set of places, its link for the longest of their suffixes that also ends
+elsewhere. Appending costs O(1) amortised, in time and in memory.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+_NONE = -1
+_ROOT = 0
+
+
+class _Undo:
+    """What one append changed: the state before it."""
+
+    __slots__ = ("active", "last", "links", "matched", "num_states", "seen", "steps")
+
+    def __init__(self, num_states: int, last: int, active: int, matched: int) -> None:
+        self.num_states, self.last, self.active, self.matched = num_states, last, active, matched
+        self.steps: list[tuple[int, int, int]] = []
+        self.links: list[tuple[int, int]] = []
+        self.seen: list[tuple[int, int]] = []
+
+
+class SuffixAutomaton:
+    """Which tokens followed the earlier occurrences of the newest tokens.
+
+    Args:
+        depth: Longest repeat that is told apart, in tokens; longer ones count as this long.
+        track_ends: Keep the latest place of every repeat, which a window needs.
+        num_undoable: Appends that can be taken back.
+    """
+
+    def __init__(self, depth: int, *, track_ends: bool = False, num_undoable: int = 256) -> None:
+        self.size = 0
+        self._depth = depth
+        self._track_ends = track_ends
+        # State i: its longest substring, its link, its first transition; further transitions lie in `_more`.
+        self._length, self._link = array("q", [0]), array("q", [_NONE])
+        self._token, self._target = array("q", [_NONE]), array("q", [_NONE])
+        self._more: dict[int, dict[int, int]] = {}
+        self._end = array("q", [0])
+        self._last = _ROOT
+        # The longest suffix of the text that also occurs earlier, cut to depth + 1 tokens: its state and length.
+        self._active, self._matched = _ROOT, 0
+        self._undo: deque[_Undo] = deque(maxlen=num_undoable)
+
+    def append(self, token_id: int) -> None:
+        """Add one token, not negative."""
+        undo = _Undo(len(self._length), self._last, self._active, self._matched)
+        self._append(token_id, undo)
+        self._undo.append(undo)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Add many tokens, which cannot be taken back."""
+        self._undo.clear()
+        for token_id in token_ids:
+            self._append(token_id, None)
+
+    def take_back(self, count: int) -> bool:
+        """Remove the newest ``count`` tokens; False, and nothing done, if that many cannot be taken back."""
+        if count > len(self._undo):
+            return False
+        for _ in range(count):
+            self._revert(self._undo.pop())
+        return True
+
+    def followers(self, shortest: int) -> Iterator[tuple[int, int, int]]:
+        """Tokens that followed an earlier occurrence of the newest ``shortest`` tokens or more.
+
+        Yields:
+            ``(token_id, length, end)``: an occurrence of ``length`` tokens (at most ``depth``) that ended before
+            index ``end``, the latest such place, where the token stands; ``end`` is 0 unless ends are tracked.
+            Longest first. Without ends each token comes once; with them it comes again for each shorter length
+            whose latest place differs.
+
+        At most ``depth`` lengths are visited, whatever the size of the text.
+        """
+        state, matched = self._active, min(self._matched, self._depth)
+        if matched < shortest:
+            return
+        while state != _ROOT and self._length[self._link[state]] >= matched:
+            state = self._link[state]
+        seen: dict[int, int] = {}
+        while state != _ROOT and matched >= shortest:
+            if self._track_ends or self._num_steps(state) != len(seen):
+                for token_id, target in self._steps(state):
+                    if seen.get(token_id) != self._end[target]:
+                        seen[token_id] = self._end[target]
+                        yield token_id, matched, self._end[target] - 1 if self._track_ends else 0
+            state = self._link[state]
+            matched = self._length[state]
+
+    # States
+
+    def _step(self, state: int, token_id: int) -> int:
+        if self._token[state] == token_id:
+            return self._target[state]
+        more = self._more.get(state)
+        return _NONE if more is None else more.get(token_id, _NONE)
+
+    def _set(self, state: int, token_id: int, target: int) -> None:
+        if self._token[state] in (_NONE, token_id):
+            self._token[state], self._target[state] = token_id, target
+        else:
+            self._more.setdefault(state, {})[token_id] = target
+
+    def _steps(self, state: int) -> Iterator[tuple[int, int]]:
+        if self._token[state] != _NONE:
+            yield self._token[state], self._target[state]
+        more = self._more.get(state)
+        if more is not None:
+            yield from more.items()
+
+    def _num_steps(self, state: int) -> int:
+        more = self._more.get(state)
+        return (self._token[state] != _NONE) + (0 if more is None else len(more))
+
+    def _new(self, length: int) -> int:
+        self._length.append(length)
+        self._link.append(_ROOT)
+        self._token.append(_NONE)
+        self._target.append(_NONE)
+        self._end.append(self.size + 1 if self._track_ends else 0)
+        return len(self._length) - 1
+
+    # Appending
+
+    def _append(self, token_id: int, undo: _Undo | None) -> None:
+        self._follow(token_id)
+        self._grow(token_id, undo)
+        while self._active != _ROOT and self._length[self._link[self._active]] >= self._matched:
+            self._active = self._link[self._active]
+        self.size += 1
+        if self._track_ends:
+            self._mark_ends(undo)
+
+    def _follow(self, token_id: int) -> None:
+        """Move the newest repeat on by one token, in the automaton that does not hold this token yet."""
+        active = self._active
+        while active != _ROOT and self._step(active, token_id) == _NONE:
+            active = self._link[active]
+            self._matched = self._length[active]
+        target = self._step(active, token_id)
+        if target == _NONE:
+            self._active, self._matched = _ROOT, 0
+            return
+        self._active, self._matched = target, min(self._matched + 1, self._depth + 1)
+
+    def _grow(self, token_id: int, undo: _Undo | None) -> None:
+        new = self._new(self.size + 1)
+        state, target = self._lead(self._last, token_id, _NONE, new, undo)
+        self._last = new
+        if state == _NONE:
+            return
+        if self._length[state] + 1 == self._length[target]:
+            self._link[new] = target
+            return
+        clone = self._clone(target, self._length[state] + 1)
+        self._lead(state, token_id, target, clone, undo)
+        if undo is not None:
+            undo.links.append((target, self._link[target]))
+        self._link[target] = self._link[new] = clone
+
+    def _lead(self, state: int, token_id: int, old: int, new: int, undo: _Undo | None) -> tuple[int, int]:
+        """From ``state`` along the links: the step by the token leads to ``new`` wherever it led to ``old``.
+
+        Returns:
+            The first state where it leads elsewhere, and where to; (-1, -1) if there is none.
+        """
+        tokens, targets, links, branches = self._token, self._target, self._link, self._more
+        while state != _NONE:
+            first = tokens[state]
+            if first == token_id:
+                target = targets[state]
+            else:
+                more = branches.get(state)
+                target = _NONE if more is None else more.get(token_id, _NONE)
+            if target != old:
+                return state, target
+            if undo is not None:
+                undo.steps.append((state, token_id, old))
+            if first in (token_id, _NONE):
+                tokens[state], targets[state] = token_id, new
+            elif more is None:
+                branches[state] = {token_id: new}
+            else:
+                more[token_id] = new
+            state = links[state]
+        return _NONE, _NONE
+
+    def _clone(self, target: int, length: int) -> int:
+        clone = self._new(length)
+        self._link[clone] = self._link[target]
+        self._token[clone], self._target[clone] = self._token[target], self._target[target]
+        self._end[clone] = self._end[target]
+        if target in self._more:
+            self._more[clone] = dict(self._more[target])
+        return clone
+
+    def _mark_ends(self, undo: _Undo | None) -> None:
+        """The newest place of every suffix that occurred before; none longer than depth + 1 is ever asked for."""
+        state = self._active
+        while state != _ROOT:
+            if undo is not None:
+                undo.seen.append((state, self._end[state]))
+            self._end[state] = self.size
+            state = self._link[state]
+
+    # Taking back
+
+    def _revert(self, undo: _Undo) -> None:
+        self.size -= 1
+        for state, end in undo.seen:
+            self._end[state] = end
+        for target, link in undo.links:
+            self._link[target] = link
+        for state, token_id, target in reversed(undo.steps):
+            if target == _NONE:
+                self._unset(state, token_id)
+            else:
+                self._set(state, token_id, target)
+        for state in range(undo.num_states, len(self._length)):
+            self._more.pop(state, None)
+        for states in (self._length, self._link, self._token, self._target, self._end):
+            del states[undo.num_states :]
+        self._last, self._active, self._matched = undo.last, undo.active, undo.matched
+
+    def _unset(self, state: int, token_id: int) -> None:
+        if self._token[state] == token_id:
+            self._token[state] = self._target[state] = _NONE
+        else:
+            del self._more[state][token_id]
