@@ -1,0 +1,243 @@
+"""What serving costs besides the model: our worker with a free model against the least engine that Dynamo accepts.
+
+    .venv/bin/python benchmarks/serve.py
+
+Starts one frontend and both workers, drives them in turn with 1, 16 and 64 streams, and prints a table of medians;
+`results/serve.md` keeps the last one. Ratios are ours to the constant engine's, above 1 is better for ours: tokens per
+second as ours / constant, time to first token as constant / ours. The target is at least 0.8 for each.
+
+The client, the frontend and the workers share the machine, so read the ratios, not the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from worker.tiny_model import write_tiny_model
+
+HERE = Path(__file__).resolve().parent
+OURS, CONSTANT = "ours", "constant"
+START_TIMEOUT_S = 120
+TARGET = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One round: tokens per second over all streams, and the median time to first token in seconds."""
+
+    tokens_per_s: float
+    ttft_s: float
+
+
+async def stream_completion(port: int, model: str, num_tokens: int) -> float:
+    """One streamed completion on a connection of its own; the time to its first event, in seconds.
+
+    Raises `RuntimeError` unless exactly `num_tokens` tokens came.
+    """
+    body = json.dumps(
+        {
+            "model": model,
+            "prompt": "Hello",
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        started = time.perf_counter()
+        writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+        received = b""
+        while b"data: " not in received:
+            received += await _some(reader)
+        ttft_s = time.perf_counter() - started
+        tail = received
+        while b"[DONE]" not in tail:
+            tail = tail[-2000:] + await _some(reader)
+    finally:
+        writer.close()
+    if f'"completion_tokens":{num_tokens},'.encode() not in tail:
+        raise RuntimeError(f"{model}: not {num_tokens} tokens: {tail[-2000:]!r}")
+    return ttft_s
+
+
+async def _some(reader: asyncio.StreamReader) -> bytes:
+    data = await reader.read(1 << 16)
+    if not data:
+        raise RuntimeError("the stream was cut")
+    return data
+
+
+async def drive(port: int, model: str, num_streams: int, num_tokens: int) -> Sample:
+    """`num_streams` clients, each with one request after the other."""
+    per_stream = max(2, 16 // num_streams)
+
+    async def client() -> list[float]:
+        return [await stream_completion(port, model, num_tokens) for _ in range(per_stream)]
+
+    started = time.perf_counter()
+    ttfts = await asyncio.gather(*(client() for _ in range(num_streams)))
+    duration_s = time.perf_counter() - started
+    return Sample(
+        tokens_per_s=num_streams * per_stream * num_tokens / duration_s,
+        ttft_s=statistics.median(ttft for one in ttfts for ttft in one),
+    )
+
+
+async def measure(port: int, num_streams: int, num_tokens: int, num_rounds: int) -> dict[str, Sample]:
+    """Medians over rounds; the two take turns, and who goes first alternates."""
+    samples: dict[str, list[Sample]] = {OURS: [], CONSTANT: []}
+    for model in samples:
+        await drive(port, model, num_streams, num_tokens)  # warm-up
+    for number in range(num_rounds):
+        for model in (OURS, CONSTANT) if number % 2 == 0 else (CONSTANT, OURS):
+            samples[model].append(await drive(port, model, num_streams, num_tokens))
+    return {
+        model: Sample(
+            statistics.median(one.tokens_per_s for one in taken), statistics.median(one.ttft_s for one in taken)
+        )
+        for model, taken in samples.items()
+    }
+
+
+def row(num_streams: int, medians: dict[str, Sample]) -> str:
+    ours, constant = medians[OURS], medians[CONSTANT]
+    return (
+        f"| {num_streams} | {ours.tokens_per_s:,.0f} | {constant.tokens_per_s:,.0f} "
+        f"| {ours.tokens_per_s / constant.tokens_per_s:.2f} "
+        f"| {ours.ttft_s * 1e3:.1f} | {constant.ttft_s * 1e3:.1f} | {constant.ttft_s / ours.ttft_s:.2f} |"
+    )
+
+
+HEAD = (
+    "| streams | tokens/s, ours | constant | ratio | first token in ms, ours | constant | ratio |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def report(rows: Sequence[str], num_tokens: int, num_rounds: int) -> str:
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("ai-dynamo", "torch"))
+    return f"""# What serving costs besides the model
+
+Made by `.venv/bin/python benchmarks/serve.py`, which says what is compared. Medians of {num_rounds} interleaved rounds with
+{num_tokens} tokens per request. A ratio above 1 is better for ours; the target is {TARGET}.
+
+{HEAD}
+{chr(10).join(rows)}
+
+{datetime.date.today().isoformat()}, {processor()}, {os.cpu_count()} cores for client, frontend and workers;
+load average {os.getloadavg()[1]:.1f}; Python {platform.python_version()}, {versions}.
+"""
+
+
+def processor() -> str:
+    """The processor's own name, where Linux tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+@contextlib.contextmanager
+def serving(directory: Path) -> Iterator[int]:
+    """A frontend and both workers on loopback, without services; yields the frontend's port."""
+    model = write_tiny_model(directory / "model")
+    port = _free_port()
+    environment = os.environ | {
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_EVENT_PLANE": "zmq",
+        "DYN_FILE_KV": str(directory / "discovery"),
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+        "DYN_LOG": "error,dynamo_runtime::storage=off",
+        "DYN_TCP_RESPONSE_STREAM_HOST": "lo",
+        "DYN_TCP_RPC_HOST": "127.0.0.1",
+        "HOME": str(directory),
+        "PYTHONPATH": str(HERE.parent),
+        "TMPDIR": str(directory),
+        "WORKER_ENABLE_KV_ROUTING": "false",
+        "WORKER_MODEL_PATH": str(model),
+    }
+    frontend = ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
+    commands = [frontend] + [
+        [str(HERE / "serve_worker.py"), name, "--served-model-name", name, "--component", name]
+        for name in (OURS, CONSTANT)
+    ]
+    processes = [subprocess.Popen([sys.executable, *command], env=environment) for command in commands]
+    try:
+        _await_models(port, processes)
+        yield port
+    finally:
+        for process in reversed(processes):  # the frontend last
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _await_models(port: int, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    names: set[str] = set()
+    while names != {OURS, CONSTANT}:
+        if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
+            raise SystemExit("serve: the frontend or a worker did not start")
+        time.sleep(0.2)
+        with contextlib.suppress(OSError):
+            names = _served_models(port)
+
+
+def _served_models(port: int) -> set[str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as response:
+        return {model["id"] for model in json.load(response)["data"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare our worker, with a free model, to a constant-token engine.")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per request")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-write", action="store_true", help="leave results/serve.md as it is")
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as directory, serving(Path(directory)) as port:
+        print(HEAD, flush=True)
+        for num_streams in options.streams:
+            rows.append(row(num_streams, uvloop.run(measure(port, num_streams, options.tokens, options.rounds))))
+            print(rows[-1], flush=True)
+    if not options.no_write:
+        path = HERE / "results" / "serve.md"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(report(rows, options.tokens, options.rounds), encoding="utf-8")
+        print(f"\nwritten to {path.relative_to(HERE.parent)}")
+
+
+if __name__ == "__main__":
+    main()

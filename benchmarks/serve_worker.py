@@ -1,0 +1,115 @@
+"""Workers for `serve.py`: ``python serve_worker.py {ours|constant} <worker arguments>``.
+
+``ours`` is the worker as it is, with the embedded engine, but for a model whose forward pass costs nothing.
+``constant`` is the least that Dynamo's unified backend asks of an engine: constant ids, one per chunk, as fast as the
+event loop allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import torch
+from dynamo.common.backend.engine import LLMEngine
+from tokenizers import Tokenizer
+
+from worker.arguments import Arguments, parse_arguments
+from worker.engines import EngineInfo
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Plan
+from worker.llm_engine import WorkerEngine
+from worker.runtimes import dynamo as runtime
+
+CONTEXT_LENGTH = 2048
+
+
+def constant_token(model_path: str) -> tuple[int, int]:
+    """The id that both engines repeat, and the size of the vocabulary."""
+    tokenizer = Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
+    return tokenizer.encode("a", add_special_tokens=False).ids[0], tokenizer.get_vocab_size()
+
+
+class NullModel:
+    """Implements `worker.engines.embedded.Model`: one row of logits, copied for every sampled row."""
+
+    def __init__(self, model_path: str) -> None:
+        token, self.vocab_size = constant_token(model_path)
+        self.context_length = CONTEXT_LENGTH
+        self.eos_token_ids: tuple[int, ...] = ()
+        self.undecodable_ids: tuple[int, ...] = ()
+        self.device = torch.device("cpu")
+        self.kv_bytes_per_token = 0
+        self._row = torch.zeros(1, self.vocab_size)
+        self._row[0, token] = 10.0
+
+    def allocate_kv(self, num_tokens: int) -> None:
+        """There is none."""
+
+    def forward(self, plan: Plan) -> torch.Tensor:
+        return self._row.repeat(len(plan.sampled), 1)
+
+
+class ConstantEngine(LLMEngine):
+    """``max_tokens`` times the same id, awaiting the loop before each."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self.arguments = arguments
+        self.token, self.vocab_size = constant_token(arguments.model_path)
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> Any:
+        arguments = parse_arguments(argv)
+        return cls(arguments), runtime.worker_config(arguments)
+
+    async def start(self, worker_id: int) -> Any:
+        arguments = self.arguments
+        info = EngineInfo(
+            name="constant",
+            version="0",
+            context_length=CONTEXT_LENGTH,
+            vocab_size=self.vocab_size,
+            eos_token_ids=(),
+            kv_block_size=arguments.kv_block_size,
+            total_kv_blocks=CONTEXT_LENGTH,
+            max_num_seqs=arguments.max_num_seqs,
+            max_num_batched_tokens=arguments.max_num_batched_tokens,
+        )
+        return runtime.engine_config(info, arguments)
+
+    async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
+        num_prompt, max_tokens = len(request["token_ids"]), request["stop_conditions"]["max_tokens"]
+        for _ in range(max_tokens - 1):
+            await asyncio.sleep(0)
+            if context.is_stopped():
+                return
+            yield {"token_ids": [self.token], "index": 0}
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": max_tokens,
+            "total_tokens": num_prompt + max_tokens,
+        }
+        yield {"token_ids": [self.token], "index": 0, "finish_reason": "length", "completion_usage": usage}
+
+    async def cleanup(self) -> None:
+        """Nothing is held."""
+
+
+def main(kind: str, argv: list[str]) -> None:
+    arguments = parse_arguments(argv)
+    engine: LLMEngine
+    if kind == "ours":
+        config = EmbeddedConfig(model_path=arguments.model_path, max_num_seqs=arguments.max_num_seqs)
+        engine = WorkerEngine(EmbeddedEngine(config, model=NullModel(arguments.model_path)), arguments)
+    elif kind == "constant":
+        engine = ConstantEngine(arguments)
+    else:
+        raise SystemExit(f"unknown worker {kind!r}")
+    runtime.run(engine, runtime.worker_config(arguments))
+    runtime.finish(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
