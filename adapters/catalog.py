@@ -331,6 +331,8 @@ def load_class(target: str, source: str) -> type:
             loaded = getattr(loaded, part)
     except (ImportError, AttributeError) as error:
         raise CatalogError(f"{source}: {error}") from error
+    except Exception as error:  # the processor boundary: third-party code
+        raise CatalogError(f"{source}: raised {type(error).__name__} when it was imported: {error}") from error
     if not isinstance(loaded, type):
         raise CatalogError(f"{source}: {attribute} is not a class")
     return loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -140,8 +141,6 @@ def _range(schema: Mapping[str, Any]) -> str:
 
 
 def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, float):
         return f"{value:g}"
-    return str(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -42,6 +42,7 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self._derived: dict[str, Any] = {}
+        self._lock = RLock()
 
     @classmethod
     def from_pretrained(cls, path: str, size: int, eos_token_ids: Sequence[int] | None = None) -> Vocabulary:
@@ -104,10 +105,11 @@ class Vocabulary:
 
     def derived(self, key: str, make: Callable[[], T]) -> T:
         """``make()``, once per vocabulary and key: masks by script, tokenizer tries, the cache of compiled grammars."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        value: T = self._derived[key]
-        return value
+        with self._lock:  # chains are built in threads, and the tokenizer's trie of a grammar takes a second to make
+            if key not in self._derived:
+                self._derived[key] = make()
+            value: T = self._derived[key]
+            return value
 
     def __reduce__(self) -> tuple[Callable[..., Vocabulary], tuple[Any, ...]]:
         """By path where there is one, else with the tokenizer; what was derived is derived again."""

@@ -9,6 +9,7 @@ from adapters.processors.grammar import Choice, Grammar, JsonSchema, Regex
 from adapters.processors.length import ExponentialDecayLength, GenLength, MinTokens
 from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
 from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
+from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
 from adapters.processors.stochastic import Mirostat, Xtc
 from adapters.processors.truncation import (
     EpsilonCutoff,
@@ -29,6 +30,7 @@ BUILTINS: tuple[type[Processor], ...] = (
     RepetitionPenalty,
     FrequencyPenalty,
     PresencePenalty,
+    Dry,
     # soft
     GenLength,
     ExponentialDecayLength,
@@ -36,6 +38,7 @@ BUILTINS: tuple[type[Processor], ...] = (
     AllowedTokens,
     BannedTokens,
     BadWords,
+    NoRepeatNgram,
     MinTokens,
     JsonSchema,
     Regex,
@@ -45,6 +48,7 @@ BUILTINS: tuple[type[Processor], ...] = (
     ForcedSequence,
     ForcedPrefix,
     ForceLastPhrase,
+    LoopStop,
     # temperature, truncation, sampling
     Temperature,
     TopK,

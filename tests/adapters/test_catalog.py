@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import pickle
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,6 +193,13 @@ def test_options_that_cannot_be_honoured(text: str, problem: str):
         Catalog.load(options=[text])
     assert problem in str(caught.value)
     assert text in str(caught.value)
+
+
+def test_a_module_that_raises_on_import_is_the_operators_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "raises_on_import.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CatalogError, match="raised ZeroDivisionError when it was imported: division by zero"):
+        Catalog.load(options=["x=raises_on_import:X"])
 
 
 def test_a_name_cannot_be_given_twice():
