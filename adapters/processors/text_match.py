@@ -1,0 +1,75 @@
+"""Follows one text through a history of tokens, wherever token boundaries fall."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from adapters.token_bytes import byte_index
+from adapters.vocabulary import Vocabulary
+
+
+class TextMatcher:
+    """How much of a pattern the end of a history holds (Knuth, Morris and Pratt, 1977).
+
+    The pattern is a sequence of symbols: the bytes of a text, or the ids of its tokens where their bytes are not
+    known or say nothing (special tokens). A token that the pattern has no part of breaks a match off.
+
+    Args:
+        pattern: Symbols, at least one.
+        pieces: Symbols of each token that can hold a part of the pattern.
+    """
+
+    def __init__(self, pattern: Sequence[int], pieces: Mapping[int, Sequence[int]]) -> None:
+        if not pattern:
+            raise ValueError("a pattern needs at least one symbol")
+        self.pattern = tuple(pattern)
+        self.pieces = dict(pieces)
+        self._fallback = _fallbacks(self.pattern)
+
+    @classmethod
+    def of_text(cls, vocabulary: Vocabulary, text: bytes) -> TextMatcher:
+        """Matches ``text`` in the bytes of the tokens.
+
+        Raises:
+            ValueError: there is no tokenizer.
+        """
+        return cls(text, byte_index(vocabulary).touching(text))
+
+    @classmethod
+    def of_ids(cls, token_ids: Sequence[int]) -> TextMatcher:
+        """Matches exactly these tokens."""
+        return cls(token_ids, {token_id: (token_id,) for token_id in token_ids})
+
+    def step(self, matched: int, token_id: int) -> tuple[int, int]:
+        """Take one token.
+
+        Args:
+            matched: Symbols of the pattern at the end of the history, 0 at first, then what `step` gave.
+            token_id: The next token.
+
+        Returns:
+            Symbols matched now, fewer than the whole pattern; and, if the pattern was completed in this token, how
+            many of its symbols lie before the token, otherwise -1. Occurrences do not overlap.
+        """
+        piece = self.pieces.get(token_id)
+        if piece is None:
+            return 0, -1
+        before = -1
+        for count, symbol in enumerate(piece, 1):
+            while matched and self.pattern[matched] != symbol:
+                matched = self._fallback[matched]
+            matched += self.pattern[matched] == symbol
+            if matched == len(self.pattern):
+                matched, before = 0, max(0, len(self.pattern) - count)
+        return matched, before
+
+
+def _fallbacks(pattern: tuple[int, ...]) -> list[int]:
+    """For each n the longest proper prefix of ``pattern[:n]`` that is also its suffix."""
+    fallback = [0, 0]
+    for symbol in pattern[1:]:
+        length = fallback[-1]
+        while length and pattern[length] != symbol:
+            length = fallback[length]
+        fallback.append(length + (pattern[length] == symbol))
+    return fallback
