@@ -288,6 +288,30 @@ def test_bombs_are_refused_at_admission(real: Context, kind: type[GrammarProcess
         assert "((((" not in caught.value.problem
 
 
+def test_a_grammar_that_explodes_after_admission_fails_its_request_and_recovers(
+    real: Context, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(grammars, "PROBE_STEPS", 1)
+    bomb = built(Regex, real, pattern="((a{1,200}){1,199}){1,200}")
+    first = allowed(bomb)
+
+    def explode() -> None:
+        for _ in range(200):
+            bomb.accept(min(allowed_by_plan(bomb)), bomb.position)
+
+    with pytest.raises(ProcessorFailed, match="beyond its limits") as caught:
+        explode()
+    assert caught.value.processor == "regex"
+    bomb.rewind(len(PROMPT))
+    assert allowed(bomb) == first
+
+
+def allowed_by_plan(chain: ProcessorChain) -> list[int]:
+    (bitmask,) = chain.plan().allows
+    width = chain.context.vocabulary.size
+    return [i for i in range(width) if is_allowed(bitmask, i) and i not in chain.context.end_token_ids]
+
+
 @pytest.mark.parametrize(
     ("kind", "args", "problem"),
     [
