@@ -78,9 +78,9 @@ class ForceLastPhrase(SteeringProcessor):
     """The answer ends with a given phrase, always and exactly, right before its end token.
 
     Source: the idea is that of ``ForceLastPhraseLogitsProcessor`` in NVIDIA's logits-processor-zoo; the rule is ours,
-    so that it is a function of the generated tokens alone. Until the phrase begins, its first token stands for the end of
-    the answer: where an end token would be chosen the first token is chosen instead, and it is chosen nowhere else.
-    So the phrase begins at its first token's first occurrence in the answer, the rest and then an end token are
+    so that it is a function of the generated tokens alone. Until the phrase begins, its first token stands for the
+    end of the answer: where an end token would be chosen the first token is chosen instead, and it is chosen nowhere
+    else. So the phrase begins at its first token's first occurrence in the answer, the rest and then an end token are
     forced, and replaying a history finds the same place. Two consequences: the free part of an answer never holds
     the first token of the phrase (prefer phrases that begin with a token which answers can spare), and no other
     control may force that token earlier.

@@ -1,0 +1,224 @@
+"""Penalties against transformers and against the formulas in float64, over any history."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from transformers import RepetitionPenaltyLogitsProcessor
+from vocab_for_tests import assert_rows_equal, replayed, run_row, step_by_step
+
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.edits import Bias, Scale
+from adapters.processors.penalties import FrequencyPenalty, Occurrences, PresencePenalty, RepetitionPenalty
+from adapters.vocabulary import Vocabulary
+
+V = 12
+CONTEXT = Context(Vocabulary(V))
+few = settings(max_examples=50, deadline=None)
+tokens = st.lists(st.integers(0, V - 1), max_size=14)
+rows = st.lists(st.floats(-30, 30, width=32), min_size=V, max_size=V).map(torch.tensor)
+openai = st.floats(-2, 2)
+
+
+def make(kind, penalty):
+    return kind(kind.Args(penalty=penalty), CONTEXT)
+
+
+def assert_follows(processor, prompt, generated, row, reference):
+    """Step by step and replayed at every k; ``reference(prompt, generated so far)`` is a row in float64."""
+    steps = step_by_step([processor], CONTEXT, prompt, generated, row)
+    assert_rows_equal(replayed([processor], CONTEXT, prompt, generated, row), steps)
+    for k, after in enumerate(steps):
+        wanted = reference(prompt, generated[:k])
+        torch.testing.assert_close(after.double(), wanted, rtol=1e-6, atol=1e-5)
+
+
+@few
+@given(tokens, tokens, rows, st.floats(0.01, 100))
+def test_repetition_penalty_is_that_of_transformers(prompt, generated, row, penalty):
+    oracle = RepetitionPenaltyLogitsProcessor(penalty)
+    expected = [
+        oracle(torch.tensor([prompt + generated[:k]], dtype=torch.int64), row.clone().unsqueeze(0))[0]
+        for k in range(len(generated) + 1)
+    ]
+    processors = [make(RepetitionPenalty, penalty)]
+    assert_rows_equal(step_by_step(processors, CONTEXT, prompt, generated, row), expected)
+    assert_rows_equal(replayed(processors, CONTEXT, prompt, generated, row), expected)
+
+
+@few
+@given(tokens, tokens, rows, openai)
+def test_frequency_penalty_counts_generated_tokens(prompt, generated, row, penalty):
+    def reference(prompt, generated):
+        wanted = row.double()
+        for token_id, count in Counter(generated).items():
+            wanted[token_id] -= count * penalty
+        return wanted
+
+    assert_follows(make(FrequencyPenalty, penalty), prompt, generated, row, reference)
+
+
+@few
+@given(tokens, tokens, rows, openai)
+def test_presence_penalty_counts_generated_tokens_once(prompt, generated, row, penalty):
+    def reference(prompt, generated):
+        wanted = row.double()
+        wanted[list(set(generated))] -= penalty
+        return wanted
+
+    assert_follows(make(PresencePenalty, penalty), prompt, generated, row, reference)
+
+
+@few
+@given(tokens, tokens, rows)
+def test_together_they_are_the_formula_of_openai(prompt, generated, row):
+    chain = ProcessorChain([make(FrequencyPenalty, 0.7), make(PresencePenalty, -0.3)], CONTEXT)
+    chain.start(prompt, generated)
+    counts = Counter(generated)
+    wanted = [z - counts[i] * 0.7 + (counts[i] > 0) * 0.3 for i, z in enumerate(row.tolist())]
+    torch.testing.assert_close(run_row(chain, row), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "neutral"), [(RepetitionPenalty, 1.0), (FrequencyPenalty, 0.0), (PresencePenalty, 0.0)]
+)
+def test_the_neutral_value_asks_for_nothing(kind, neutral):
+    processor = make(kind, neutral)
+    processor.start([1, 2])
+    processor.accept(3, 2)
+    assert processor.edit() is None
+
+
+@pytest.mark.parametrize("kind", [FrequencyPenalty, PresencePenalty])
+def test_the_prompt_does_not_count(kind):
+    processor = make(kind, 1.0)
+    processor.start([1, 2])
+    assert processor.edit() is None
+
+
+def test_masked_logits_stay_masked():
+    chain = ProcessorChain([make(RepetitionPenalty, 0.5), make(FrequencyPenalty, -2.0)], CONTEXT)
+    chain.start([1], [2])
+    row = torch.zeros(V)
+    row[1:3] = -torch.inf
+    assert run_row(chain, row)[:4].tolist() == [0, -torch.inf, -torch.inf, 0]
+
+
+def test_ids_that_are_no_tokens_are_left_out():
+    """Prompts may hold placeholders of images; an engine that lags shows -1."""
+    processor = make(RepetitionPenalty, 2.0)
+    processor.start([1, V, 10**9, -1])
+    assert processor.edit().token_ids.tolist() == [1]
+    processor.accept(V + 3, 4)
+    processor.accept(-1, 5)
+    processor.accept(2, 6)
+    assert processor.edit().token_ids.tolist() == [1, 2]
+    processor.rewind(5)
+    assert processor.edit().token_ids.tolist() == [1]
+
+
+def test_a_prompt_token_stays_penalised_when_it_was_generated_and_rewound():
+    processor = make(RepetitionPenalty, 2.0)
+    processor.start([1, 1])
+    processor.accept(1, 2)
+    processor.rewind(2)
+    assert processor.edit().token_ids.tolist() == [1]
+
+
+@pytest.mark.parametrize("kind", [RepetitionPenalty, FrequencyPenalty, PresencePenalty])
+def test_edits_that_were_handed_out_do_not_change(kind):
+    """Draft tokens: the plans of several positions are made before the first is used."""
+    processor = make(kind, 2.0)
+    processor.start([1])
+    edits, copies = [], []
+    for position, token_id in enumerate([3, 3, 5, 3, 6] * 30, start=1):
+        processor.accept(token_id, position)
+        edit = processor.edit()
+        assert processor.edit() is edit
+        edits.append(edit)
+        copies.append((edit.token_ids.tolist(), _values(edit).tolist()))
+    processor.rewind(1)
+    assert [(edit.token_ids.tolist(), _values(edit).tolist()) for edit in edits] == copies
+
+
+def _values(edit):
+    assert isinstance(edit, Bias | Scale)
+    values = edit.values if isinstance(edit, Bias) else edit.factors
+    assert values.dtype == torch.float32
+    assert values.shape == edit.token_ids.shape
+    return values
+
+
+@few
+@given(st.lists(st.one_of(st.none(), st.integers(0, 200)), max_size=400))
+def test_occurrences_are_a_counter(operations):
+    """None takes the newest occurrence back."""
+    seen, history = Occurrences(), []
+    for token_id in operations:
+        if token_id is not None:
+            seen.add(token_id)
+            history.append(token_id)
+        elif history:
+            seen.remove(history.pop())
+    counts = Counter(history)
+    assert seen.ids().tolist() == list(dict.fromkeys(history))
+    assert seen.scaled_counts(1.0).tolist() == [counts[i] for i in dict.fromkeys(history)]
+    assert len(seen) == len(counts)
+
+
+def test_a_long_history_is_not_scanned_again():
+    """Work per token is counted, not timed: the prompt is read once, and no step asks for the history."""
+
+    class Watched(RepetitionPenalty):
+        asked = 0
+
+        @property
+        def prompt(self):
+            self.asked += 1
+            return super().prompt
+
+        @property
+        def generated(self):
+            raise AssertionError("a step asked for the whole history")
+
+    processor = Watched(Watched.Args(penalty=1.5), CONTEXT)
+    processor.start([1] * 1000)
+    for position in range(1000, 2000):
+        processor.accept(position % V, position)
+        processor.edit()
+    assert processor.asked == 1
+
+
+def test_pickling_keeps_the_state():
+    processor = make(FrequencyPenalty, 0.5)
+    processor.start([1])
+    for position, token_id in enumerate([4, 4, 2], start=1):
+        processor.accept(token_id, position)
+    copy = pickle.loads(pickle.dumps(processor))
+    copy.accept(4, 4)
+    assert dict(zip(copy.edit().token_ids.tolist(), copy.edit().values.tolist(), strict=True)) == {4: -1.5, 2: -0.5}
+    assert processor.edit().values.tolist() == [-1.0, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "penalty"),
+    [
+        *((RepetitionPenalty, value) for value in (0, 0.0099, -1, 100.1)),
+        *((kind, value) for kind in (FrequencyPenalty, PresencePenalty) for value in (-2.01, 2.01)),
+        *(
+            (kind, value)
+            for kind in (RepetitionPenalty, FrequencyPenalty, PresencePenalty)
+            for value in (float("nan"), float("inf"), "1", None, True)
+        ),
+    ],
+)
+def test_penalties_are_bounded(kind, penalty):
+    with pytest.raises(ValidationError):
+        kind.Args(penalty=penalty)
