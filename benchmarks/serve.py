@@ -143,8 +143,8 @@ def report(rows: Sequence[str], num_tokens: int, num_rounds: int) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("ai-dynamo", "torch"))
     return f"""# What serving costs besides the model
 
-Made by `.venv/bin/python benchmarks/serve.py`, which says what is compared. Medians of {num_rounds} interleaved rounds with
-{num_tokens} tokens per request. A ratio above 1 is better for ours; the target is {TARGET}.
+Made by `.venv/bin/python benchmarks/serve.py`, which says what is compared. Medians of {num_rounds} interleaved rounds
+with {num_tokens} tokens per request. A ratio above 1 is better for ours; the target is {TARGET}.
 
 {HEAD}
 {chr(10).join(rows)}
