@@ -11,6 +11,7 @@ from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
 from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
 from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
 from adapters.processors.stochastic import Mirostat, Xtc
+from adapters.processors.thinking import ThinkingBudget
 from adapters.processors.truncation import (
     EpsilonCutoff,
     EtaCutoff,
@@ -49,6 +50,7 @@ BUILTINS: tuple[type[Processor], ...] = (
     ForcedPrefix,
     ForceLastPhrase,
     LoopStop,
+    ThinkingBudget,
     # temperature, truncation, sampling
     Temperature,
     TopK,
