@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from adapters.chain import ProcessorFailed
+from adapters.receipts import Receipt
 from worker.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -60,6 +62,8 @@ class TokenDelta:
         error: Why the choice failed, exactly when ``finish_reason`` is ``error``.
         num_cached_tokens: Prompt tokens whose KV was found in the cache.
         engine_data: Cumulative extra data for the response (the receipt), or None.
+        receipt: What the request's logits processors did; on the last delta of a request that has any.
+        failure: The processor that failed, where that is why the choice failed.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -70,6 +74,8 @@ class TokenDelta:
     error: str | None = None
     num_cached_tokens: int = 0
     engine_data: dict[str, object] | None = None
+    receipt: Receipt | None = None
+    failure: ProcessorFailed | None = None
 
 
 class Engine(Protocol):

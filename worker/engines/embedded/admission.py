@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from adapters.chain import ProcessorChain
-from adapters.contract import Context, Processor
-from adapters.lowered import ForeignCallable
+from adapters.contract import Context
+from adapters.lowered import EmbeddingBias, ForeignCallable
 from adapters.trtllm import ChainAdapter
 from adapters.vocabulary import Vocabulary
+from worker.controls import with_field_processors
 from worker.engines.embedded.plan import Model, Request
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
@@ -37,6 +38,7 @@ HONOURED = frozenset(
         "presence_penalty",
         "frequency_penalty",
         "min_p",
+        "no_repeat_ngram_size",
         "logprobs",
         "ignore_eos",
     }
@@ -67,7 +69,6 @@ REFUSED = {
     "top_p_reset_ids": "the embedded engine does not decay top_p",
     "top_p_decay": "the embedded engine does not decay top_p",
     "prompt_ignore_length": "the presence and frequency penalties count generated tokens alone",
-    "no_repeat_ngram_size": "the embedded engine does not track n-grams",
     "prompt_logprobs": "the embedded engine computes log probabilities of generated tokens alone",
     "logprobs_simple_format": _OUTPUT,
     "prompt_logprobs_simple_format": _OUTPUT,
@@ -99,39 +100,36 @@ def admit(
             raise InvalidRequest(f"sampling_params.{name}", reason)
     tokens = _check_prompt(prompt, model.vocab_size, context_length)
     end_ids = _end_ids(params, model)
-    _check_ids("sampling_params.bad_token_ids", params.bad_token_ids or (), model.vocab_size)
-    limit = context_length if params.max_tokens is None else min(len(tokens) + params.max_tokens, context_length)
     seed = secrets.randbits(64) if params.seed is None else params.seed
+    context = Context(Vocabulary(model.vocab_size), end_ids, seed)
+    bias = _bias(params.embedding_bias, model)
+    dense = [] if bias is None else [EmbeddingBias(bias)]
+    sampled, chain = with_field_processors(params, _chain(params, tokens, number, context), context, dense)
+    if chain is not None and chain.prompt_length != len(tokens):
+        chain.start(tokens)
     return Request(
         id=request_id,
         number=number,
-        params=params,
+        params=sampled,
         tokens=tokens,
         prompt_length=len(tokens),
-        limit=limit,
-        min_length=len(tokens) + (params.min_tokens or 0),
+        limit=context_length if params.max_tokens is None else min(len(tokens) + params.max_tokens, context_length),
         end_ids=end_ids,
         seed=seed,
-        chain=_chain(params, tokens, number, Context(Vocabulary(model.vocab_size), end_ids, seed)),
-        bias=_bias(params.embedding_bias, model),
+        chain=chain,
     )
 
 
 def _chain(params: SamplingParams, prompt: list[int], number: int, context: Context) -> ProcessorChain | None:
     """One chain of everything in ``logits_processor``: chains are taken out of their callables, the rest is wrapped."""
-    if not params.logits_processors:
+    processors = params.logits_processors
+    chains = [processor.chain for processor in processors if isinstance(processor, ChainAdapter)]
+    foreign = [ForeignCallable(each, number) for each in processors if not isinstance(each, ChainAdapter)]
+    if len(chains) > 1:
+        raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
+    if not processors:
         return None
-    foreign: list[Processor] = []
-    chain: ProcessorChain | None = None
-    for callable_ in params.logits_processors:
-        if not isinstance(callable_, ChainAdapter):
-            foreign.append(ForeignCallable(callable_, number))
-        elif chain is None:
-            chain = callable_.chain
-        else:
-            raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
-    if chain is None:
-        chain = ProcessorChain([], context)
+    chain = chains[0] if chains else ProcessorChain([], context)
     chain.start(prompt)
     return chain.with_fields(foreign) if foreign else chain
 

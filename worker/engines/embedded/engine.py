@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.stream import Stream
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, ServingError, StartupError
 from worker.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +84,13 @@ class StepThread:
         self._thread.join()
 
     def _run(self) -> None:
-        cause = "the step thread ended"
         try:
             while self._read_messages():
                 if not self._stepper.scheduler.is_idle:
                     self._publish(self._stepper.step())
-            cause = ""
-        except Exception as error:  # the thread's outermost frame: whatever it was, the engine is broken
-            cause = f"the step thread died of {type(error).__name__}: {error}"
-        finally:
-            if cause:
-                self._call_soon(self._died, cause)
+        except BaseException as error:  # the thread's outermost frame: whatever it was, the engine is broken
+            logger.exception("the step thread died")
+            self._call_soon(self._died, f"the step thread died of {type(error).__name__}: {error}")
 
     def _read_messages(self) -> bool:
         """Act on all messages, waiting for one if there is nothing else to do; False to leave."""

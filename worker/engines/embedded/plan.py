@@ -20,15 +20,13 @@ class Request:
     Attributes:
         id: The caller's id, unique among live requests.
         number: The engine's own id, which logits processors see.
-        params: What was asked for; already checked by `admission`.
+        params: What is left to the sampler and the scheduler; the rest of what was asked for is in `chain`.
         tokens: Prompt and generated token ids, oldest first.
         prompt_length: Tokens of the prompt.
         limit: Length of `tokens` at which the answer ends.
-        min_length: Length of `tokens` below which no end id may be sampled.
         end_ids: Ids that end the answer.
         seed: Seed of the draws, 64 bits.
         chain: Its logits processors, in the order law's order, over its own history; None if it has none.
-        bias: float32 ``[V]`` added to the logits, or None.
         kv_start: First token of the request's range in the KV store, while it runs.
         num_computed: Prompt tokens whose KV has been computed; not maintained once the prompt is done.
     """
@@ -39,11 +37,9 @@ class Request:
     tokens: list[int]
     prompt_length: int
     limit: int
-    min_length: int
     end_ids: frozenset[int]
     seed: int
     chain: ProcessorChain | None = None
-    bias: torch.Tensor | None = None
     kv_start: int = -1
     num_computed: int = 0
 
@@ -139,7 +135,12 @@ class Samples:
 
 @dataclass(slots=True)  # not frozen: one is made per token, and frozen ones take three times as long
 class Output:
-    """What one step has to say about one request; `token_id` is None if it shows no token."""
+    """What one step has to say about one request.
+
+    Attributes:
+        token_id: None if it shows no token.
+        chain: The request's processors, when it ends.
+    """
 
     request_id: str
     token_id: int | None = None
@@ -148,3 +149,4 @@ class Output:
     stop_reason: int | None = None
     error: str | None = None
     engine_data: dict[str, object] | None = None
+    chain: ProcessorChain | None = None

@@ -1,17 +1,15 @@
-"""Logits to tokens, in the order law: bias, penalties, processors, hard masks, temperature, truncation, draw."""
+"""Logits to tokens, in the order law: the chains' edits, then temperature, truncation and the draw."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
 import torch
 
 from adapters.batch import Planned, apply_edits, apply_late
 from adapters.draws import SAMPLE, uniform
 from worker.engines.embedded.logprobs import token_logprobs
-from worker.engines.embedded.penalties import Penalties, wants_penalties
 from worker.engines.embedded.plan import Edits, Plan, Request, Samples
 from worker.engines.embedded.truncation import Truncation, draw, weigh
 
@@ -30,10 +28,6 @@ class RowTable:
 
     def __init__(self, requests: tuple[Request, ...], vocab_size: int, device: torch.device) -> None:
         self.requests = requests
-        self.biased = _rows(requests, lambda request: request.bias is not None)
-        self.penalised = _rows(requests, wants_penalties)
-        self.banned = _rows(requests, lambda request: bool(request.params.bad_token_ids))
-        self.held_open = _rows(requests, lambda request: len(request.tokens) < request.min_length)
         self.random = _rows(requests, lambda request: not request.params.is_greedy)
         logprobs = _rows(requests, lambda request: request.params.logprobs is not None)
         self.raw = [row for row in logprobs if requests[row].params.logprobs_mode == "raw"]
@@ -78,7 +72,6 @@ class Sampler:
         self._device = device
         self._never = _never(undecodable_ids, vocab_size, device)
         self._table = RowTable((), vocab_size, device)
-        self._penalties: WeakKeyDictionary[Request, Penalties] = WeakKeyDictionary()
 
     def sample(self, logits: torch.Tensor, edits: Edits, plan: Plan) -> Samples:
         """Tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it is float32."""
@@ -90,11 +83,9 @@ class Sampler:
         logits = logits.float()
         self._mask_never(logits)
         raw = logits[table.raw] if table.raw else None
-        self._add_biases(logits, table)
         errors = {row: str(failure) for row, failure in edits.failures.items()}
         if edits.planned:
             self._apply_chains(logits, edits.planned, errors)
-        self._mask_hard(logits, table)
         samples = self._choose(logits, table, edits.planned, errors)
         if raw is not None:
             _attach_logprobs(samples, raw, table.requests, table.raw)
@@ -110,25 +101,6 @@ class Sampler:
             logits[:, self._never] = -torch.inf
         elif self._never is not None:
             logits.index_fill_(-1, self._never, -torch.inf)
-
-    def _add_biases(self, logits: torch.Tensor, table: RowTable) -> None:
-        for row in table.biased:
-            bias = table.requests[row].bias
-            if bias is not None:
-                logits[row].add_(bias)
-        for row in table.penalised:
-            request = table.requests[row]
-            if request not in self._penalties:
-                self._penalties[request] = Penalties(self._vocab_size, self._device)
-            self._penalties[request].apply(logits[row], request)
-
-    def _mask_hard(self, logits: torch.Tensor, table: RowTable) -> None:
-        for row in table.held_open:
-            request = table.requests[row]
-            if len(request.tokens) < request.min_length and request.end_ids:
-                logits[row, list(request.end_ids)] = -torch.inf
-        for row in table.banned:
-            logits[row, table.requests[row].params.bad_token_ids] = -torch.inf
 
     def _choose(self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]) -> Samples:
         highest = logits.amax(-1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 from adapters.chain import ProcessorChain
-from worker.engines import FinishReason
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.plan import Chunk, Output, Plan, Request, Samples
 
@@ -56,7 +55,7 @@ class Scheduler:
         for request in (*self.decoding, *self.prefilling, *self.waiting):
             if request.id == request_id:
                 self._remove(request)
-                return Output(request_id, finish_reason="cancelled")
+                return Output(request_id, finish_reason="cancelled", chain=request.chain)
         return None
 
     def schedule(self) -> Plan:
@@ -132,18 +131,20 @@ class Scheduler:
 
 def advance(request: Request, samples: Samples, row: int) -> Output:
     """Append the token sampled in `row` to `request`, and say what the caller is to hear of it."""
+    chain = request.chain
     if samples.errors and row in samples.errors:
-        return Output(request.id, finish_reason="error", error=samples.errors[row])
+        return Output(request.id, finish_reason="error", error=samples.errors[row], chain=chain)
     token = samples.token_ids[row]
     logprobs = samples.logprobs.get(row) if samples.logprobs else None
     request.tokens.append(token)
-    data = _accept(request.chain, token, len(request.tokens) - 1) if request.chain is not None else None
+    data = _accept(chain, token, len(request.tokens) - 1) if chain is not None else None
     if token in request.end_ids:
         if not request.params.include_stop_str_in_output:
-            return Output(request.id, finish_reason="stop", stop_reason=token, engine_data=data)
-        return Output(request.id, token, logprobs, "stop", token, engine_data=data)
-    finish: FinishReason | None = "length" if len(request.tokens) >= request.limit else None
-    return Output(request.id, token, logprobs, finish, engine_data=data)
+            return Output(request.id, finish_reason="stop", stop_reason=token, engine_data=data, chain=chain)
+        return Output(request.id, token, logprobs, "stop", token, engine_data=data, chain=chain)
+    if len(request.tokens) >= request.limit:
+        return Output(request.id, token, logprobs, "length", engine_data=data, chain=chain)
+    return Output(request.id, token, logprobs, engine_data=data)
 
 
 def _accept(chain: ProcessorChain, token_id: int, position: int) -> dict[str, object] | None:

@@ -38,6 +38,9 @@ class Stream:
             delta.finish_reason = output.finish_reason
             delta.stop_reason = output.stop_reason
             delta.error = output.error
+            if output.chain is not None:
+                delta.receipt = output.chain.receipt
+                delta.failure = output.chain.failure
             self.finished = True
         self._wake()
 
