@@ -1,0 +1,303 @@
+"""Streams over the step thread: joining, leaving, refusing, and ends of all kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+from conftest import StartEngine
+from engine_doubles import END, ScriptedModel, collect, config
+
+from worker.engines import TokenDelta
+from worker.engines.embedded import EmbeddedEngine, Plan
+from worker.engines.embedded.kv_cache import KvCache
+from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
+from worker.sampling import SamplingParams
+
+PROMPT = [5, 6, 7]
+
+
+def params(max_tokens: int | None = 20) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+class Gate:
+    """Lets `free` forward passes through, then holds the step thread in the next one until it is opened."""
+
+    def __init__(self) -> None:
+        self.free = 0
+        self.held = threading.Event()
+        self._open = threading.Event()
+
+    def __call__(self, plan: Plan, logits: torch.Tensor) -> None:
+        if self.free > 0:
+            self.free -= 1
+            return
+        self.held.set()
+        assert self._open.wait(60)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate() -> AsyncIterator[Gate]:
+    gate = Gate()
+    yield gate  # type: ignore[misc]
+    gate.open()  # whatever a test left behind can end
+
+
+def kv_cache(engine: EmbeddedEngine) -> KvCache:
+    assert engine._thread is not None
+    return engine._thread._stepper.scheduler.cache
+
+
+async def begin(
+    engine: EmbeddedEngine, name: str, count: int | None = None
+) -> asyncio.Task[tuple[list[int], TokenDelta]]:
+    """A request that has been admitted."""
+    before = engine.num_unfinished()
+    task = asyncio.create_task(collect(engine, name, PROMPT, params(count)))
+    await asyncio.sleep(0)
+    assert engine.num_unfinished() == before + 1
+    return task
+
+
+async def test_an_answer(start_engine: StartEngine) -> None:
+    model = ScriptedModel()
+    engine = await start_engine(model)
+    deltas = [delta async for delta in engine.generate("one", PROMPT, params())]
+    assert [token for delta in deltas for token in delta.token_ids] == model.greedy(PROMPT, 20)
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert deltas[-1].finish_reason == "length"
+    assert engine.num_unfinished() == 0
+
+
+async def test_many_at_once(start_engine: StartEngine) -> None:
+    model = ScriptedModel()
+    engine = await start_engine(model, max_num_seqs=8, max_queue=64)
+    prompts = [[3 + number % 50] * (1 + number) for number in range(64)]
+    answers = await asyncio.gather(
+        *(collect(engine, str(number), prompt, params()) for number, prompt in enumerate(prompts))
+    )
+    assert [tokens for tokens, _ in answers] == [model.greedy(prompt, 20) for prompt in prompts]
+    assert max(len(plan.decode) for plan in model.plans) == 8
+
+
+async def test_a_consumer_that_is_behind_gets_several_tokens_at_once(start_engine: StartEngine, gate: Gate) -> None:
+    model = ScriptedModel(gate)
+    gate.free = 1
+    engine = await start_engine(model)
+    slow = engine.generate("slow", PROMPT, SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0))
+    first = await anext(slow)
+    gate.open()
+    await collect(engine, "quick", PROMPT, params(30))  # ends after the slow one's last token
+    rest = await anext(slow)
+    assert (len(first.token_ids), len(rest.token_ids)) == (1, 9)
+    assert first.token_ids + rest.token_ids == model.greedy(PROMPT, 10)
+    assert rest.finish_reason == "length"
+    assert rest.logprobs is not None
+    assert [entries[0].token_id for entries in rest.logprobs] == rest.token_ids
+    assert [delta async for delta in slow] == []
+
+
+async def test_stop_tokens_reach_the_last_delta(start_engine: StartEngine) -> None:
+    model = ScriptedModel()
+    model.by_position[6, END] = 100.0
+    engine = await start_engine(model)
+    tokens, last = await collect(engine, "one", PROMPT, SamplingParams())
+    assert (len(tokens), last.finish_reason, last.stop_reason) == (4, "stop", END)
+
+
+async def test_abort_frees_the_place_at_the_next_step(start_engine: StartEngine, gate: Gate) -> None:
+    model = ScriptedModel(gate)
+    engine = await start_engine(model, max_num_seqs=1)
+    first = await begin(engine, "first")
+    second = await begin(engine, "second", 5)
+    await asyncio.to_thread(gate.held.wait)
+    engine.abort("first")
+    gate.open()
+    tokens, last = await first
+    assert last.finish_reason == "cancelled"
+    assert tokens == model.greedy(PROMPT, len(tokens))
+    assert len(tokens) < 100
+    assert (await second)[0] == model.greedy(PROMPT, 5)
+    assert engine.num_unfinished() == 0
+    cache = kv_cache(engine)
+    assert cache.num_free == cache.num_blocks
+
+
+async def test_abort_of_a_waiting_request(start_engine: StartEngine, gate: Gate) -> None:
+    model = ScriptedModel(gate)
+    engine = await start_engine(model, max_num_seqs=1)
+    first, second = await begin(engine, "first", 5), await begin(engine, "second", 5)
+    engine.abort("second")
+    gate.open()
+    tokens, last = await second
+    assert (tokens, last.finish_reason) == ([], "cancelled")
+    assert (await first)[0] == model.greedy(PROMPT, 5)
+
+
+async def test_abort_of_the_unknown_and_of_the_finished_does_nothing(start_engine: StartEngine) -> None:
+    model = ScriptedModel()
+    engine = await start_engine(model)
+    await collect(engine, "one", PROMPT, params())
+    engine.abort("one")
+    engine.abort("nobody")
+    assert (await collect(engine, "one", PROMPT, params()))[0] == model.greedy(PROMPT, 20)
+
+
+async def test_an_abandoned_stream_is_aborted(start_engine: StartEngine) -> None:
+    model = ScriptedModel()
+    engine = await start_engine(model, max_num_seqs=1)
+    stream = engine.generate("left", PROMPT, params(None))
+    await anext(stream)
+    await stream.aclose()
+    assert (await collect(engine, "next", PROMPT, params()))[0] == model.greedy(PROMPT, 20)
+    assert engine.num_unfinished() == 0
+
+
+async def test_a_cancelled_consumer_aborts_its_request(start_engine: StartEngine, gate: Gate) -> None:
+    model = ScriptedModel(gate)
+    engine = await start_engine(model, max_num_seqs=1)
+    task = await begin(engine, "one")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.open()
+    assert (await collect(engine, "next", PROMPT, params()))[0] == model.greedy(PROMPT, 20)
+    assert engine.num_unfinished() == 0
+
+
+async def test_a_full_queue_refuses_at_once(start_engine: StartEngine, gate: Gate) -> None:
+    model = ScriptedModel(gate)
+    engine = await start_engine(model, max_num_seqs=1, max_queue=2)
+    admitted = [await begin(engine, str(number), 5) for number in range(3)]
+    with pytest.raises(Overloaded, match="3 places"):
+        await collect(engine, "more", PROMPT, params())
+    gate.open()
+    assert [tokens for tokens, _ in await asyncio.gather(*admitted)] == [model.greedy(PROMPT, 5)] * 3
+    assert (await collect(engine, "more", PROMPT, params()))[1].finish_reason == "length"
+
+
+async def test_an_id_in_use_is_refused_and_its_owner_untouched(start_engine: StartEngine, gate: Gate) -> None:
+    model = ScriptedModel(gate)
+    engine = await start_engine(model)
+    owner = await begin(engine, "one", 5)
+    with pytest.raises(InvalidRequest, match="'one' is in use"):
+        await collect(engine, "one", PROMPT, params())
+    gate.open()
+    assert (await owner)[0] == model.greedy(PROMPT, 5)
+
+
+async def test_a_refused_request_leaves_nothing_behind(start_engine: StartEngine) -> None:
+    engine = await start_engine(ScriptedModel())
+    with pytest.raises(InvalidRequest, match="prompt_token_ids"):
+        await collect(engine, "one", [], params())
+    assert engine.num_unfinished() == 0
+
+
+async def test_hand_off_ends_all_and_refuses_new_ones(start_engine: StartEngine, gate: Gate) -> None:
+    engine = await start_engine(ScriptedModel(gate), max_num_seqs=2)
+    tasks = [await begin(engine, str(number)) for number in range(3)]
+    assert engine.hand_off() == 3
+    assert engine.num_unfinished() == 0
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(outcome, Draining)
+    with pytest.raises(Draining):
+        await collect(engine, "late", PROMPT, params())
+    assert engine.hand_off() == 0
+    cache = kv_cache(engine)
+    gate.open()
+    await engine.stop()
+    assert cache.num_free == cache.num_blocks
+
+
+async def test_hand_off_delivers_what_was_sampled_before(start_engine: StartEngine, gate: Gate) -> None:
+    model = ScriptedModel(gate)
+    gate.free = 6
+    engine = await start_engine(model)
+    stream = engine.generate("one", PROMPT, params(None))
+    tokens = (await anext(stream)).token_ids
+    await asyncio.to_thread(gate.held.wait)
+    engine.hand_off()
+    if len(tokens) < 6:
+        tokens += (await anext(stream)).token_ids
+    assert tokens == model.greedy(PROMPT, 6)
+    with pytest.raises(Draining):
+        await anext(stream)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the device fell off"), SystemExit(3)])
+async def test_a_dead_step_thread_breaks_the_engine(start_engine: StartEngine, error: BaseException) -> None:
+    def die(plan: Plan, logits: torch.Tensor) -> None:
+        if len(plan.decode) == 3:
+            raise error
+
+    engine = await start_engine(ScriptedModel(die))
+    outcomes = await asyncio.gather(
+        *(collect(engine, str(number), PROMPT, params(None)) for number in range(3)), return_exceptions=True
+    )
+    for outcome in outcomes:
+        assert isinstance(outcome, EngineBroken)
+        assert "step thread" in str(outcome)
+    if isinstance(error, RuntimeError):
+        assert "RuntimeError: the device fell off" in str(outcomes[0])
+    with pytest.raises(EngineBroken):
+        await collect(engine, "late", PROMPT, params())
+    assert engine.hand_off() == 0
+    assert engine.num_unfinished() == 0
+
+
+async def test_stop_ends_streams_and_is_idempotent(start_engine: StartEngine, gate: Gate) -> None:
+    engine = await start_engine(ScriptedModel(gate))
+    task = await begin(engine, "one")
+    gate.open()
+    await engine.stop()
+    await engine.stop()
+    with pytest.raises(Draining):
+        await task
+    with pytest.raises(Draining):
+        await collect(engine, "late", PROMPT, params())
+
+
+async def test_stop_without_start() -> None:
+    engine = EmbeddedEngine(config(), ScriptedModel())
+    await engine.stop()
+
+
+async def test_generate_without_start() -> None:
+    with pytest.raises(EngineBroken, match="not been started"):
+        await collect(EmbeddedEngine(config(), ScriptedModel()), "one", PROMPT, params())
+
+
+async def test_start_twice(start_engine: StartEngine) -> None:
+    engine = await start_engine(ScriptedModel())
+    with pytest.raises(StartupError, match="twice"):
+        await engine.start()
+
+
+async def test_what_the_engine_says_of_itself() -> None:
+    engine = EmbeddedEngine(config(context_length=100, kv_block_size=8), ScriptedModel())
+    info = await engine.start()
+    try:
+        assert (info.name, info.version) == ("embedded", torch.__version__)
+        assert (info.context_length, info.vocab_size, info.eos_token_ids) == (100, ScriptedModel.vocab_size, (END,))
+        assert (info.kv_block_size, info.total_kv_blocks) == (8, 4 * 13)
+        assert len((await collect(engine, "one", PROMPT, params(None)))[0]) == 97
+    finally:
+        await engine.stop()
+
+
+def test_importing_the_engine_needs_neither_runtime_nor_tensorrt() -> None:
+    program = (
+        "import sys, worker.engines.embedded\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('dynamo', 'tensorrt_llm')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,163 @@
+"""Everything that can be wrong with a checkpoint or a setting stops the start with one clear line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_doubles import collect
+from safetensors.torch import load_file, save_file
+
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, memory
+from worker.engines.embedded.config import resolve_dtype
+from worker.errors import StartupError
+from worker.sampling import SamplingParams
+
+
+@pytest.fixture
+def checkpoint(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy that may be spoilt."""
+    return Path(shutil.copytree(checkpoints["llama"], tmp_path / "model"))
+
+
+async def complaint(path: Path, **changes: Any) -> str:
+    engine = EmbeddedEngine(EmbeddedConfig(model_path=path, **({"device": "cpu"} | changes)))
+    with pytest.raises(StartupError) as caught:
+        await engine.start()
+    await engine.stop()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def edit_config(path: Path, **changes: object) -> None:
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | changes))
+
+
+def drop_a_weight(path: Path) -> None:
+    weights = load_file(path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def cut_the_weights(path: Path) -> None:
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (shutil.rmtree, "no such directory"),
+        (lambda path: (path / "config.json").unlink(), "no config.json"),
+        (lambda path: (path / "config.json").write_text("{"), "cannot read"),
+        (lambda path: (path / "config.json").write_text("[]"), "JSON object"),
+        (lambda path: edit_config(path, model_type="gpt_oss"), "model type 'gpt_oss' is not served"),
+        (lambda path: edit_config(path, model_type=None), "model type None is not served"),
+        (lambda path: edit_config(path, quantization_config={"quant_method": "fp8"}), "quantised"),
+        (lambda path: edit_config(path, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
+        (lambda path: edit_config(path, hidden_size=32), "model"),
+        (lambda path: (path / "model.safetensors").unlink(), "no safetensors weights"),
+        (cut_the_weights, "cannot load it"),
+        (drop_a_weight, "incomplete, missing_keys: model.norm.weight"),
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer.json"),
+    ],
+)
+async def test_spoilt_checkpoints(checkpoint: Path, spoil: Callable[[Path], object], said: str) -> None:
+    spoil(checkpoint)
+    message = await complaint(checkpoint)
+    assert message.startswith("--model-path")
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"context_length": 4096}, "--context-length 4096 is above the model's own limit of 2048"),
+        ({"context_length": 1}, "--context-length must be at least 2"),
+        ({"max_num_seqs": 0}, "--max-num-seqs must be at least 1"),
+        ({"max_queue": -1}, "--max-queue must be at least 0"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "--max-num-batched-tokens 8 is below --max-num-seqs 9"),
+        ({"kv_block_size": 0}, "--kv-block-size must be at least 1"),
+        ({"kv_blocks": 127}, "--kv-blocks 127 cannot hold one context of 2048 tokens, which takes 128"),
+        ({"dtype": "float16"}, "--dtype float16 needs CUDA"),
+        ({"dtype": "int8"}, "--dtype must be auto, float32"),
+        ({"device": "tpu"}, "--device must be"),
+        ({"device": "cpu:1"}, "--device must be"),
+        ({"device": "cuda:99"}, "--device cuda:99: torch sees"),
+    ],
+)
+async def test_settings(checkpoints: dict[str, Path], changes: dict[str, Any], said: str) -> None:
+    assert (await complaint(checkpoints["llama"], **changes)).startswith(said)
+
+
+async def test_a_context_that_does_not_fit_into_memory(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1_000_000)
+    assert "lower it" in await complaint(checkpoints["llama"])
+
+
+async def test_the_store_is_as_large_as_memory_allows(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, width, float32, tokens
+    monkeypatch.setattr(memory, "free_memory", lambda device: 600 * block)
+    engine = EmbeddedEngine(EmbeddedConfig(model_path=checkpoints["llama"], device="cpu"))
+    info = await engine.start()
+    await engine.stop()
+    assert info.total_kv_blocks == 300
+
+
+async def test_a_fresh_checkpoint(checkpoints: dict[str, Path], device: str) -> None:
+    engine = EmbeddedEngine(EmbeddedConfig(model_path=checkpoints["llama"], device=device, max_num_seqs=2))
+    info = await engine.start()
+    await engine.stop()
+    assert (info.context_length, info.vocab_size, info.eos_token_ids) == (2048, 1024, (4, 1))
+    assert info.total_kv_blocks == 2 * 128
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral"])
+async def test_bfloat16(checkpoints: dict[str, Path], arch: str, device: str) -> None:
+    engine = EmbeddedEngine(EmbeddedConfig(model_path=checkpoints[arch], device=device, dtype="bfloat16"))
+    await engine.start()
+    try:
+        params = SamplingParams(max_tokens=70, ignore_eos=True, logprobs=0)
+        tokens, last = await collect(engine, "one", [5] * 50, params)
+    finally:
+        await engine.stop()
+    assert (len(tokens), last.finish_reason) == (70, "length")
+    assert max(tokens) < 1000
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_dtype", "device", "computed"),
+    [
+        (torch.float16, "cpu", torch.float32),
+        (torch.float16, "cuda", torch.float16),
+        (torch.bfloat16, "cpu", torch.bfloat16),
+        (torch.bfloat16, "cuda", torch.bfloat16),
+        (torch.float64, "cuda", torch.float32),
+    ],
+)
+def test_automatic_dtypes(checkpoint_dtype: torch.dtype, device: str, computed: torch.dtype) -> None:
+    assert resolve_dtype("auto", torch.device(device), checkpoint_dtype) is computed
+
+
+async def test_without_a_tokenizer_all_ids_may_be_sampled(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    engine = EmbeddedEngine(EmbeddedConfig(model_path=checkpoint, device="cpu"))
+    info = await engine.start()
+    try:
+        bias = torch.zeros(info.vocab_size)
+        bias[1010] = 1000.0
+        tokens, _ = await collect(engine, "one", [5], SamplingParams(max_tokens=3, embedding_bias=bias))
+    finally:
+        await engine.stop()
+    assert tokens == [1010] * 3
