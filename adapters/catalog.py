@@ -30,7 +30,7 @@ from adapters.contract import (
 from adapters.foreign import wrap_foreign
 from adapters.processors import BUILTINS
 from adapters.scope import Scope
-from adapters.selection import MAX_PROCESSORS, NAME, VERSION, Requested, Selection, SelectionError, shown
+from adapters.selection import MAX_DEADLINE, MAX_PROCESSORS, NAME, VERSION, Requested, Selection, SelectionError, shown
 
 GROUP = "logits_processors"
 """Entry-point group of third parties' processors."""
@@ -196,6 +196,7 @@ class Catalog:
                 "version": {"const": VERSION},
                 "processors": {"type": "array", "maxItems": MAX_PROCESSORS, "items": {"oneOf": choices}},
                 "receipt": {"enum": [False, True, "debug"], "default": False},
+                "deadline": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE},
             },
             "$defs": definitions,
         }

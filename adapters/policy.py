@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -85,7 +85,7 @@ class ModelPolicy:
                 raise SelectionError(requested.path, problem)
         named = {requested.name for requested in own}
         default = (requested for requested in self.default if requested.name not in named)
-        return Selection((*self.mandatory, *default, *own), selection.receipt)
+        return replace(selection, processors=(*self.mandatory, *default, *own))
 
 
 def _same(asked: Requested, set_by_operator: Requested, catalog: Catalog) -> bool:

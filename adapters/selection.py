@@ -2,7 +2,8 @@
 
 An annotation ``logits_processors:{json}`` or a metadata value under ``logits-processors`` holds::
 
-    {"version": 1, "processors": [{"name": "min_tokens", "args": {"n": 8, "scope": "answer"}}], "receipt": true}
+    {"version": 1, "processors": [{"name": "min_tokens", "args": {"n": 8, "scope": "answer"}}], "receipt": true,
+     "deadline": 1790000000.5}
 
 Names and JSON data only: no code, no import path and no pickle ever comes from a request. Parsing is a pure function;
 whatever the input is, it gives a `Selection` or raises `SelectionError`.
@@ -29,6 +30,9 @@ VERSION = 1
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 16
 MAX_PROCESSORS = 16
+MAX_DEADLINE = 2**33
+"""Seconds since 1970; a deadline in milliseconds is beyond it."""
+
 MIN_INT, MAX_INT = -(2**63), 2**64 - 1
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(/[a-z][a-z0-9_]{0,63})?")
 """A processor's name; third parties put theirs behind a slash if they like: ``acme/house_style``."""
@@ -37,7 +41,7 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 ReceiptLevel = Literal[False, True, "debug"]
 
-_FIELDS = ("version", "processors", "receipt")
+_FIELDS = ("version", "processors", "receipt", "deadline")
 _ENTRY_FIELDS = ("name", "args")
 _SHOWN = 60
 _PATH = 200
@@ -80,10 +84,17 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The processors of a request, in its order, and whether it wants a receipt (``"debug"``: with attribution)."""
+    """The processors of a request, in its order, and what else its channel says.
+
+    Attributes:
+        processors: In the order of the request.
+        receipt: Whether it wants a receipt; ``"debug"``: with per-token attribution.
+        deadline: When the answer ends at the latest, in seconds since 1970; a stop criterion.
+    """
 
     processors: tuple[Requested, ...] = ()
     receipt: ReceiptLevel = False
+    deadline: float | None = None
 
     def with_processors(self, *processors: Requested) -> Selection:
         """This selection with more processors at its end."""
@@ -128,7 +139,15 @@ def parse_selection(text: str) -> Selection:
     if not isinstance(receipt, bool) and receipt != "debug":
         raise SelectionError("receipt", f'expected true, false or "debug", got {shown(receipt)}')
     requested = [parse_processor(entry, f"processors[{i}]") for i, entry in enumerate(processors)]
-    return Selection(tuple(requested), cast(ReceiptLevel, receipt))
+    return Selection(tuple(requested), cast(ReceiptLevel, receipt), _deadline(data.get("deadline")))
+
+
+def _deadline(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_DEADLINE:
+        raise SelectionError("deadline", f"expected seconds since 1970, at most {MAX_DEADLINE}, got {shown(value)}")
+    return float(value)
 
 
 def parse_processor(entry: object, path: str) -> Requested:
