@@ -9,6 +9,7 @@ from adapters.processors.grammar import Choice, Grammar, JsonSchema, Regex
 from adapters.processors.length import ExponentialDecayLength, GenLength, MinTokens
 from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
 from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
+from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase
 from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
 from adapters.processors.stochastic import Mirostat, Xtc
 from adapters.processors.thinking import ThinkingBudget
@@ -33,6 +34,7 @@ BUILTINS: tuple[type[Processor], ...] = (
     PresencePenalty,
     Dry,
     # soft
+    CiteFromPrompt,
     GenLength,
     ExponentialDecayLength,
     # hard masks
@@ -41,6 +43,7 @@ BUILTINS: tuple[type[Processor], ...] = (
     BadWords,
     NoRepeatNgram,
     MinTokens,
+    MultipleChoice,
     JsonSchema,
     Regex,
     Choice,
@@ -49,6 +52,7 @@ BUILTINS: tuple[type[Processor], ...] = (
     ForcedSequence,
     ForcedPrefix,
     ForceLastPhrase,
+    TriggerPhrase,
     LoopStop,
     ThinkingBudget,
     # temperature, truncation, sampling
