@@ -33,8 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, EXIT_FAILURE)
     try:
         runtime.run(engine, config)
-    except KeyboardInterrupt:
-        return _complain("interrupted", EXIT_FAILURE)
     except Exception as error:  # the process boundary: one line, and a status that says so
         return _complain(engine.startup_error or error, EXIT_FAILURE)
     if engine.broken is not None:
@@ -48,6 +46,7 @@ def build(argv: Sequence[str] | None = None) -> tuple[WorkerEngine, Any]:
     smoke = smoke_enabled(os.environ)
     check_adapters_package()
     runtime.check_installed()
+    runtime.allow_drain(arguments.drain_timeout_s, os.environ)
     check_engine(arguments)
     check_model(arguments)
     runtime.check_ports(os.environ)

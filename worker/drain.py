@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from worker.engines import Engine
 from worker.errors import Draining, InvalidRequest
+
+if TYPE_CHECKING:
+    from worker.engines import Engine
 
 HAND_OFF_TIMEOUT_S = 2.0
 """Time for streams to carry `Draining` out to the runtime once the engine has given its requests away."""
@@ -36,6 +40,7 @@ class Gate:
         self._inside: dict[str, Flight] = {}
         self._empty = asyncio.Event()
         self._empty.set()
+        self._hurry = asyncio.Event()
         self.closed = False
         self.block_size = 1
         self.num_blocks = 0
@@ -89,13 +94,21 @@ class Gate:
         """Admit nobody from now on."""
         self.closed = True
 
-    async def wait_empty(self, timeout_s: float) -> bool:
-        """Whether everybody has left within ``timeout_s``."""
-        try:
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
-        except asyncio.TimeoutError:
-            return False
-        return True
+    def hurry(self) -> None:
+        """End the drain's patience."""
+        self._hurry.set()
+
+    async def wait_empty(self, timeout_s: float) -> None:
+        """Until everybody has left, `timeout_s` is over, or somebody is in a hurry."""
+        waits = {asyncio.create_task(event.wait()) for event in (self._empty, self._hurry)}
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    async def wait_handed_off(self) -> None:
+        """Until everybody has left, or `HAND_OFF_TIMEOUT_S` is over."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), HAND_OFF_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +128,9 @@ async def drain(gate: Gate, engine: Engine, budget_s: float) -> DrainOutcome:
     """Close the gate, wait up to ``budget_s`` for the requests inside, give the rest away."""
     gate.close()
     inside = len(gate)
-    if await gate.wait_empty(budget_s):
-        return DrainOutcome(inside, 0)
+    await gate.wait_empty(budget_s)
     remaining = len(gate)
-    engine.hand_off()
-    await gate.wait_empty(HAND_OFF_TIMEOUT_S)
+    if remaining:
+        engine.hand_off()
+        await gate.wait_handed_off()
     return DrainOutcome(inside - remaining, remaining)

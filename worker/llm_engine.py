@@ -87,6 +87,7 @@ class WorkerEngine(LLMEngine):
         self._info: EngineInfo | None = None
         self._publisher: Any = None
         self._published_blocks = -1
+        self._num_signals = 0
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> Any:
@@ -190,6 +191,12 @@ class WorkerEngine(LLMEngine):
         self.engine.abort(request_id)
         if self.gate.evict(request_id):
             self._publish_load()
+
+    def signalled(self) -> None:
+        """A signal to leave arrived. The second one ends the drain at once: what is in flight is handed off."""
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self.gate.hurry()
 
     async def cleanup(self) -> None:
         """Drain, then stop the engine. Also called after a failed `start`; idempotent."""

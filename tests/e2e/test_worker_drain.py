@@ -81,10 +81,27 @@ async def test_new_requests_are_refused_while_draining(stack: Stack) -> None:
     assert worker.wait() == 0
 
 
-def test_an_idle_worker_leaves_at_once(stack: Stack) -> None:
+async def test_a_second_signal_hands_off_at_once(stack: Stack) -> None:
+    stack.start_frontend("--migration-limit", "3")
+    leaving = stack.start_worker("--drain-timeout-s", "100", scripted=True)
+    async with stack.async_client() as client:
+        started = asyncio.Event()
+        stream = asyncio.create_task(stream_text(client, 300, started))
+        await started.wait()
+        await asyncio.to_thread(stack.start_worker, scripted=True)
+        leaving.signal(signal.SIGTERM)
+        await asyncio.to_thread(wait_for, lambda: leaving.metric("dlw_draining") == 1, "drain", 10)
+        leaving.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(leaving.wait, 10) == 0
+        assert await stream == "x" * 300
+    assert "1 handed off" in leaving.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_worker_leaves_at_once(stack: Stack, number: signal.Signals) -> None:
     stack.start_frontend()
     worker = stack.start_worker("--device", "cpu")
-    worker.signal(signal.SIGTERM)
+    worker.signal(number)
     assert worker.wait(20) == 0
     assert "drained: 0 finished, 0 handed off" in worker.log
     assert stack.registered() == []

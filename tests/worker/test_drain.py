@@ -100,6 +100,16 @@ async def test_the_rest_is_handed_off_when_the_budget_is_spent() -> None:
     assert len(gate) == 0
 
 
+async def test_a_second_signal_ends_the_wait() -> None:
+    gate = Gate()
+    engine = GivesAway(gate)
+    gate.enter("a", 1)
+    draining = asyncio.create_task(drain(gate, engine, 1000))
+    await asyncio.sleep(0)
+    gate.hurry()
+    assert await draining == DrainOutcome(0, 1)
+
+
 async def test_a_stream_that_never_ends_does_not_hold_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.drain.HAND_OFF_TIMEOUT_S", 0.01)
     gate = Gate()

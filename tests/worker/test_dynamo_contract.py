@@ -170,6 +170,21 @@ def test_worker_runs_on_an_event_loop() -> None:
     assert asyncio.iscoroutinefunction(Worker.run)
 
 
+def test_the_runtime_lets_the_drain_end() -> None:
+    environ: dict[str, str] = {}
+    runtime.allow_drain(100.5, environ)
+    assert int(environ[runtime.SHUTDOWN_LIMIT]) > 105
+    environ = {runtime.SHUTDOWN_LIMIT: "60"}
+    runtime.allow_drain(30, environ)
+    assert environ == {runtime.SHUTDOWN_LIMIT: "60"}
+
+
+@pytest.mark.parametrize("limit", ["32", "x", "-1"])
+def test_a_limit_that_would_cut_the_drain(limit: str) -> None:
+    with pytest.raises(ConfigurationError, match=runtime.SHUTDOWN_LIMIT):
+        runtime.allow_drain(30, {runtime.SHUTDOWN_LIMIT: limit})
+
+
 def listening() -> socket.socket:
     for port in range(20_000, 32_000):
         with contextlib.suppress(OSError):

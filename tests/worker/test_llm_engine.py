@@ -248,6 +248,29 @@ async def test_cleanup_drains_hands_off_and_stops() -> None:
     assert worker.broken is None
 
 
+async def test_the_second_signal_hands_off_at_once() -> None:
+    async def held(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        yield TokenDelta([5])
+        await engine.given_away.wait()
+        raise Draining("given away")
+
+    engine = FakeEngine(held)
+    patient = parse_arguments(["--model-path", "/models/tiny", "--drain-timeout-s", "1000"], {})
+    worker = WorkerEngine(engine, patient, leave=Left())
+    await worker.start(1)
+    stream = worker.generate(request(), Context("a"))
+    await anext(stream)
+    rest = asyncio.create_task(anext(stream))
+    worker.signalled()
+    cleaning = asyncio.create_task(worker.cleanup())
+    await asyncio.sleep(0)
+    assert not engine.given_away.is_set()
+    worker.signalled()
+    with pytest.raises(exceptions.EngineShutdown):
+        await rest
+    await cleaning
+
+
 async def test_cleanup_after_a_failed_start() -> None:
     engine = FakeEngine(two_tokens)
     engine.failure = StartupError("no weights in\n/models/tiny")

@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.metadata
 import logging
+import math
 import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING
 
 from worker.arguments import Arguments
-from worker.engines import EngineInfo
+from worker.drain import HAND_OFF_TIMEOUT_S
 from worker.errors import (
     ConfigurationError,
     Draining,
@@ -32,7 +35,11 @@ if TYPE_CHECKING:
     from dynamo.common.backend.engine import EngineConfig
     from dynamo.common.backend.worker import WorkerConfig
 
+    from worker.engines import EngineInfo
+    from worker.llm_engine import WorkerEngine
+
 OLDEST_VERSION = (1, 4, 2)
+SHUTDOWN_LIMIT = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"
 
 
 def check_installed() -> None:
@@ -46,7 +53,7 @@ def check_installed() -> None:
         raise ConfigurationError(f"ai-dynamo {found} is too old, need {needed}")
 
 
-def check_ports(environ: dict[str, str] | os._Environ[str]) -> None:
+def check_ports(environ: Mapping[str, str]) -> None:
     """Raises `StartupError` if a port that the runtime is told to open is taken, `ConfigurationError` if malformed.
 
     The runtime itself finds out only after the model is loaded, and says so in several lines.
@@ -78,6 +85,24 @@ def _check_port(host: str, port: int, name: str) -> None:
             probe.bind(address)
     except OSError as error:
         raise StartupError(f"{name}: cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+
+def allow_drain(drain_timeout_s: float, environ: MutableMapping[str, str]) -> None:
+    """Make room for the drain: the runtime ends the process by force 30 s after the grace period, unless told more.
+
+    Raises:
+        ConfigurationError: the operator's own limit is malformed, or shorter than the drain.
+    """
+    needed = math.ceil(drain_timeout_s + HAND_OFF_TIMEOUT_S + 1)
+    given = environ.get(SHUTDOWN_LIMIT)
+    if not given:
+        environ[SHUTDOWN_LIMIT] = str(needed + 10)
+    elif not given.isdecimal():
+        raise ConfigurationError(f"{SHUTDOWN_LIMIT} must be a whole number of seconds, got {given!r}")
+    elif int(given) < needed:
+        raise ConfigurationError(
+            f"{SHUTDOWN_LIMIT} is {given} s, but --drain-timeout-s {drain_timeout_s:g} needs at least {needed} s"
+        )
 
 
 def worker_config(arguments: Arguments) -> WorkerConfig:
@@ -145,12 +170,29 @@ def leave() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run(engine: Any, config: WorkerConfig) -> None:
+def run(engine: WorkerEngine, config: WorkerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises whatever kept the runtime from starting."""
     import uvloop
+
+    uvloop.run(_serve(engine, config))
+
+
+async def _serve(engine: WorkerEngine, config: WorkerConfig) -> None:
+    """Run the SDK's worker.
+
+    Its own signal handlers start the shutdown and then call those that were there before. Python's handler for SIGINT
+    would cancel the event loop under the drain, so ours takes its place; it hears every signal after the SDK did.
+    """
     from dynamo.common.backend.worker import Worker
 
-    uvloop.run(Worker(engine, config).run())
+    loop = asyncio.get_running_loop()
+
+    def handler(number: int, frame: object) -> None:
+        loop.call_soon_threadsafe(engine.signalled)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+    await Worker(engine, config).run()
 
 
 def finish(status: int) -> None:
