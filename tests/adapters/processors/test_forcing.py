@@ -10,7 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from vocab_for_tests import END, assert_rows_equal, context, replayed, run_row, step_by_step, vocabulary
+from vocab_for_tests import (
+    END,
+    after_rewinding,
+    assert_rows_equal,
+    context,
+    replayed,
+    run_row,
+    step_by_step,
+    vocabulary,
+)
 
 from adapters.batch import apply_chain
 from adapters.chain import ProcessorChain, ProcessorFailed
@@ -138,6 +147,7 @@ def test_steps_rewinds_and_replays_agree(kind):
     history, row = [2, 0, 1, 1, 0, 6, 4, 10, 3], toy_logits([0], 0)
     steps = step_by_step([processor], request, [1, 2], history, row)
     assert_rows_equal(replayed([processor], request, [1, 2], history, row), steps)
+    assert_rows_equal(after_rewinding([processor], request, [1, 2], history, row), steps)
 
 
 def test_a_forced_token_that_a_mask_forbids_is_unsatisfiable():
@@ -257,6 +267,7 @@ def test_the_phrase_is_a_function_of_the_history(text, history):
     row = toy_logits([7], 7)
     steps = step_by_step(processors, request, [1, 2], history, row)
     assert_rows_equal(replayed(processors, request, [1, 2], history, row), steps)
+    assert_rows_equal(after_rewinding(processors, request, [1, 2], history, row), steps)
     phrase = [*Letters().encode(text, add_special_tokens=False), 10]
     for n, after in enumerate(steps):
         done = n - history.index(phrase[0]) if phrase[0] in history[:n] else 0
@@ -283,6 +294,8 @@ def test_in_the_answer_the_phrase_leaves_room_for_what_was_thought():
     assert forced_at(chain, [*thinking, 14, 9, 0, 1]) == 2
     with pytest.raises(ProcessorFailed, match="3 are left"):
         forced_at(chain, [*thinking, 9, 9, 14])
+    chain.rewind(chain.prompt_length)
+    assert chain.plan().force is None
 
 
 def test_an_end_while_thinking_is_the_model_s_own():

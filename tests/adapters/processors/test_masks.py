@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import NoBadWordsLogitsProcessor, SuppressTokensLogitsProcessor
-from vocab_for_tests import END, assert_rows_equal, context, plan_after, replayed, run_row, step_by_step, vocabulary
+from vocab_for_tests import (
+    END,
+    after_rewinding,
+    assert_rows_equal,
+    context,
+    plan_after,
+    replayed,
+    run_row,
+    step_by_step,
+    vocabulary,
+)
 
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import ArgumentError, Context
@@ -123,6 +133,7 @@ def test_bad_words_are_those_of_transformers(sequences, generated, row):
     processors = [bad_words(token_ids=sequences)]
     assert_rows_equal(step_by_step(processors, CONTEXT, [0, 1, 2], generated, row), expected)
     assert_rows_equal(replayed(processors, CONTEXT, [0, 1, 2], generated, row), expected)
+    assert_rows_equal(after_rewinding(processors, CONTEXT, [0, 1, 2], generated, row), expected)
 
 
 @few

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import RepetitionPenaltyLogitsProcessor
-from vocab_for_tests import assert_rows_equal, replayed, run_row, step_by_step
+from vocab_for_tests import after_rewinding, assert_rows_equal, replayed, run_row, step_by_step
 
 from adapters.chain import ProcessorChain
 from adapters.contract import Context
@@ -35,6 +35,7 @@ def assert_follows(processor, prompt, generated, row, reference):
     """Step by step and replayed at every k; ``reference(prompt, generated so far)`` is a row in float64."""
     steps = step_by_step([processor], CONTEXT, prompt, generated, row)
     assert_rows_equal(replayed([processor], CONTEXT, prompt, generated, row), steps)
+    assert_rows_equal(after_rewinding([processor], CONTEXT, prompt, generated, row), steps)
     for k, after in enumerate(steps):
         wanted = reference(prompt, generated[:k])
         torch.testing.assert_close(after.double(), wanted, rtol=1e-6, atol=1e-5)
@@ -51,6 +52,7 @@ def test_repetition_penalty_is_that_of_transformers(prompt, generated, row, pena
     processors = [make(RepetitionPenalty, penalty)]
     assert_rows_equal(step_by_step(processors, CONTEXT, prompt, generated, row), expected)
     assert_rows_equal(replayed(processors, CONTEXT, prompt, generated, row), expected)
+    assert_rows_equal(after_rewinding(processors, CONTEXT, prompt, generated, row), expected)
 
 
 @few

@@ -125,3 +125,21 @@ def replayed(
 def assert_rows_equal(rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
     for index, (row, wanted) in enumerate(zip(rows, expected, strict=True)):
         assert torch.equal(row, wanted), f"after {index} generated tokens"
+
+
+def after_rewinding(
+    processors: Sequence[Processor], facts: Context, prompt: Sequence[int], generated: Sequence[int], row: torch.Tensor
+) -> list[torch.Tensor]:
+    """The same rows, by one chain whose state takes every token, then gives back one and the others at once."""
+    chain = ProcessorChain(processors, facts)
+    rows = []
+    for index in range(len(generated) + 1):
+        chain.start(prompt)
+        for token_id in generated:
+            chain.accept(token_id, chain.position)
+            for member in chain.members:
+                member.processor.catch_up()
+        chain.rewind(max(len(prompt) + index, chain.position - 1))
+        chain.rewind(len(prompt) + index)
+        rows.append(run_row(chain, row))
+    return rows
