@@ -2,9 +2,10 @@
 
 One step, and the file that answers each of its words::
 
-    plan    = scheduler.schedule()            # scheduler.py, kv_cache.py
-    logits  = model.forward(plan)             # model.py, attention.py
-    samples = sampler.sample(logits, plan)    # sampler.py; processors, penalties, truncation, draws, logprobs
+    plan    = scheduler.schedule()                   # scheduler.py, kv_cache.py
+    edits   = plan_edits(plan)                       # the requests' chains: adapters.batch
+    logits  = model.forward(plan)                    # model.py, attention.py
+    samples = sampler.sample(logits, edits, plan)    # sampler.py; penalties, truncation, logprobs
     outputs = scheduler.commit(plan, samples)
 
 `plan.py` holds what they pass to each other, `step.py` the loop, synchronous; `engine.py` runs it in its own
