@@ -36,15 +36,14 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
     """
     known = min(size, len(tokenizer))
     result = [b""] * size
+    special = _special_ids(tokenizer)
     spelling = _spelling(tokenizer, known)
     for token_id, piece in enumerate(tokenizer.convert_ids_to_tokens(list(range(known)))):
-        result[token_id] = piece if isinstance(piece, bytes) else spelling(token_id, piece) if piece else b""
+        if piece and token_id not in special:
+            result[token_id] = piece if isinstance(piece, bytes) else spelling(token_id, piece)
     for token_id, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
-        if token_id < size:
+        if token_id < size and token_id not in special:
             result[token_id] = str(added.content).encode()
-    for token_id in _special_ids(tokenizer):
-        if token_id < size:
-            result[token_id] = b""
     return result
 
 

@@ -1,0 +1,262 @@
+"""Bans of Unicode scripts, exact for characters that are split over tokens."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Annotated, Any, TypeAlias
+
+import numpy as np
+import regex  # type: ignore[import-untyped]
+import torch
+from pydantic import Field
+
+from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.edits import Allow, Edit, bitmask_of
+from adapters.vocabulary import Vocabulary
+
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z _-]{0,31}$")]
+_Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+
+_NUM_CODE_POINTS = 0x110000
+_SHARED = {"common", "zyyy", "inherited", "zinh", "qaai", "unknown", "zzzz"}
+_MOST_MASKS = 256
+
+
+class BanScripts(SteeringProcessor):
+    """Bans every token that writes a character of some Unicode scripts.
+
+    Source: the Script property of the Unicode Character Database (UAX #24), as in ``\\p{Script=Han}``. Characters that
+    scripts share (digits, most punctuation, also that of CJK) have the script Common and stay.
+
+    A token is judged by its bytes behind those of a character that the history has begun. It is banned if with them
+    it completes a character of a banned script, alone or among others, and if it ends in the beginning of a character
+    that can only become one of a banned script; code points that Unicode has not assigned do not count as a way out.
+    Special tokens are never banned.
+    """
+
+    name = "ban_scripts"
+    version = 1
+    stage = Stage.MASK
+    reads = Reads.PROMPT_AND_GENERATED
+
+    class Args(ProcessorArgs):
+        scripts: Annotated[
+            list[_Name],
+            Field(min_length=1, max_length=64, description="Unicode script names, as Han, Cyrillic or Latn."),
+        ]
+
+    def __init__(self, args: Args, context: Context) -> None:
+        scripts = frozenset(map(_canonical, args.scripts))
+        if context.vocabulary.tokenizer is None:
+            raise ArgumentError("scripts", "scripts need a tokenizer, and this model was loaded without one")
+        tables = context.vocabulary.derived("scripts", lambda: _Tables(context.vocabulary))
+        self._masks = tables.masks(scripts)
+        self.reset()
+
+    def reset(self) -> None:
+        self._begun = b""
+        for token_id in self._tokens[max(0, self._prompt_length - 3) : self._prompt_length]:
+            self._begun = self._masks.begun(self._begun, token_id)
+        self._earlier: list[bytes] = []
+
+    def advance(self, token_id: int, index: int) -> None:
+        self._earlier.append(self._begun)
+        self._begun = self._masks.begun(self._begun, token_id)
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        self._begun = self._earlier[-len(token_ids)]
+        del self._earlier[-len(token_ids) :]
+        return True
+
+    def edit(self) -> Edit | None:
+        return self._masks.behind(self._begun)
+
+
+def _canonical(name: str) -> str:
+    """The name as Unicode compares it, lower case without separators.
+
+    Raises:
+        ArgumentError: there is no such script, or it is not one of its own.
+    """
+    plain = re.sub("[^a-z]", "", name.lower())
+    if plain in _SHARED:
+        raise ArgumentError("scripts", f"{name!r} is no script of its own: its characters belong to all scripts")
+    try:
+        characters = _code_points(f"Script={plain}")
+    except regex.error as error:
+        raise ArgumentError("scripts", f"{name!r} is not a Unicode script") from error
+    if not characters:
+        raise ArgumentError("scripts", f"no character has the script {name!r}")
+    return plain
+
+
+@lru_cache(maxsize=512)
+def _code_points(property_: str) -> tuple[tuple[int, int], ...]:
+    """Ranges of the code points with a property, first and one behind the last; surrogates are in none."""
+    pattern = regex.compile(rf"\p{{{property_}}}+")
+    below, above = _all_characters()
+    return tuple(
+        (match.start() + offset, match.end() + offset)
+        for text, offset in ((below, 0), (above, 0xE000))
+        for match in pattern.finditer(text)
+    )
+
+
+@lru_cache(maxsize=1)
+def _all_characters() -> tuple[str, str]:
+    return "".join(map(chr, range(0xD800))), "".join(map(chr, range(0xE000, _NUM_CODE_POINTS)))
+
+
+def _flags(ranges: Sequence[tuple[int, int]]) -> _Flags:
+    flags = np.zeros(_NUM_CODE_POINTS, dtype=np.bool_)
+    for begin, end in ranges:
+        flags[begin:end] = True
+    return flags
+
+
+# UTF-8
+
+
+def _begun(data: bytes) -> bytes:
+    """The beginning of a character with which ``data`` ends, ``b""`` if it ends with a whole one or an invalid byte."""
+    for count in range(1, min(3, len(data)) + 1):
+        lead = data[-count]
+        if 0x80 <= lead < 0xC0:
+            continue
+        if count < _length(lead) and (count == 1 or data[-count + 1] in _seconds(lead)):
+            return data[-count:]
+        return b""
+    return b""
+
+
+def _length(lead: int) -> int:
+    """Bytes of a character that begins with ``lead``; 1 if none of several bytes does."""
+    return 1 + (0xC2 <= lead <= 0xF4) + (0xE0 <= lead <= 0xF4) + (0xF0 <= lead <= 0xF4)
+
+
+def _seconds(lead: int) -> range:
+    """Bytes that may follow ``lead`` (Unicode, table 3-7)."""
+    return range({0xE0: 0xA0, 0xF0: 0x90}.get(lead, 0x80), {0xED: 0xA0, 0xF4: 0x90}.get(lead, 0xC0))
+
+
+def _reach(begun: bytes) -> tuple[int, int]:
+    """Code points that ``begun`` can become, the first and one behind the last."""
+    missing = _length(begun[0]) - len(begun)
+    low, high = b"\x80" * missing, b"\xbf" * missing
+    if len(begun) == 1:
+        seconds = _seconds(begun[0])
+        low, high = bytes([seconds[0]]) + low[1:], bytes([seconds[-1]]) + high[1:]
+    return ord((begun + low).decode()), ord((begun + high).decode()) + 1
+
+
+# Masks
+
+
+class _Ranges:
+    """A set of code points that is quick to ask and small to pickle."""
+
+    def __init__(self, flags: _Flags) -> None:
+        self._bounds: list[int] = np.flatnonzero(np.diff(flags, prepend=False, append=False)).tolist()
+
+    def __contains__(self, code_point: int) -> bool:
+        return bool(bisect_right(self._bounds, code_point) % 2)
+
+    def meets(self, begin: int, end: int) -> bool:
+        """Whether one of ``begin`` to ``end - 1`` is in the set."""
+        return begin in self or bisect_right(self._bounds, begin) < bisect_left(self._bounds, end)
+
+
+class _Judge:
+    """Which bytes write a banned character.
+
+    Args:
+        banned: Characters of the scripts.
+        others: All other assigned characters.
+    """
+
+    def __init__(self, banned: _Ranges, others: _Ranges) -> None:
+        self._banned, self._others = banned, others
+
+    def is_banned(self, data: bytes) -> bool:
+        """Whether ``data``, from the beginning of a character on, holds a banned one or can only become one."""
+        if any(ord(character) in self._banned for character in data.decode(errors="ignore")):
+            return True
+        begun = _begun(data)
+        if not begun:
+            return False
+        reach = _reach(begun)
+        return self._banned.meets(*reach) and not self._others.meets(*reach)
+
+
+class _Masks:
+    """The masks of one set of scripts: one for each beginning of a character that the history may end with.
+
+    Only tokens that begin inside a character depend on it, so the masks but one are made when they are needed.
+
+    Args:
+        allowed: Bit per id, int32, behind whole characters.
+        inner: Tokens that begin with bytes from inside a character.
+        fragments: Those, and the tokens that end with the beginning of a character.
+        judge: Of the scripts.
+    """
+
+    def __init__(
+        self, allowed: torch.Tensor, inner: dict[int, bytes], fragments: dict[int, bytes], judge: _Judge
+    ) -> None:
+        self._whole, self._inner, self._fragments, self._judge = Allow(allowed), inner, fragments, judge
+        self._made: dict[bytes, Allow] = {b"": self._whole}
+
+    def begun(self, begun: bytes, token_id: int) -> bytes:
+        """The beginning of a character behind ``begun`` and a token."""
+        piece = self._fragments.get(token_id)
+        return b"" if piece is None else _begun(begun + piece)
+
+    def behind(self, begun: bytes) -> Allow:
+        """The mask behind the beginning of a character."""
+        allow = self._made.get(begun)
+        if allow is None:
+            if len(self._made) >= _MOST_MASKS:
+                self._made = {b"": self._whole}
+            allow = self._made[begun] = Allow(self._make(begun))
+        return allow
+
+    def _make(self, begun: bytes) -> torch.Tensor:
+        bits = np.unpackbits(self._whole.bitmask.numpy().view(np.uint8), bitorder="little")
+        for token_id, piece in self._inner.items():
+            bits[token_id] = not self._judge.is_banned(begun + piece)
+        return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+
+
+class _Tables:
+    """The characters of every token, and the masks of the sets of scripts that were asked for lately."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        pieces = vocabulary.token_bytes[: vocabulary.num_tokens]
+        texts = [piece.decode(errors="ignore") for piece in pieces]
+        self._owners = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
+        self._characters = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32)
+        self._ends = {i: begun for i, piece in enumerate(pieces) if (begun := _begun(piece))}
+        self._inner = {i: piece for i, piece in enumerate(pieces) if piece and 0x80 <= piece[0] < 0xC0}
+        self._fragments = self._inner | {i: pieces[i] for i in self._ends}
+        self.masks = lru_cache(maxsize=64)(self._make)
+
+    def _make(self, scripts: frozenset[str]) -> _Masks:
+        banned = _flags([r for script in sorted(scripts) for r in _code_points(f"Script={script}")])
+        others = _flags(_code_points("Assigned")) & ~banned
+        allowed = np.ones(self._vocabulary.num_tokens, dtype=np.bool_)
+        allowed[self._owners[banned[self._characters]]] = False
+        judge = _Judge(_Ranges(banned), _Ranges(others))
+        for token_id, begun in self._ends.items():
+            allowed[token_id] &= not judge.is_banned(begun)
+        self._check(allowed)
+        bitmask = bitmask_of(np.flatnonzero(allowed).tolist(), self._vocabulary.size)
+        return _Masks(bitmask, self._inner, self._fragments, judge)
+
+    def _check(self, allowed: _Flags) -> None:
+        pieces = self._vocabulary.token_bytes
+        if not any(pieces[token_id] for token_id in np.flatnonzero(allowed).tolist()):
+            raise ArgumentError("scripts", "these scripts leave no token of this model's vocabulary")
