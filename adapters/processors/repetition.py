@@ -274,7 +274,11 @@ def _special_tokens_holding(texts: Sequence[str], context: Context) -> frozenset
     special = sorted(i for i in vocabulary.special_token_ids if i < vocabulary.num_tokens)
     assert vocabulary.tokenizer is not None
     names = vocabulary.tokenizer.convert_ids_to_tokens(special)
-    return frozenset(i for i, name in zip(special, names, strict=True) if name and any(text in name for text in texts))
+    return frozenset(
+        token_id
+        for token_id, name in zip(special, names, strict=True)
+        if isinstance(name, str) and any(text in name for text in texts)
+    )
 
 
 class LoopStop(SteeringProcessor):
