@@ -125,7 +125,7 @@ class ProcessorChain:
 
     @property
     def shapes_late(self) -> bool:
-        """True if a member acts at the temperature stage or after it; the request's own truncation then joins the chain."""
+        """True if a member acts at the temperature stage or later; the request's own truncation then joins the chain."""
         return any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
 
     @property
@@ -140,25 +140,24 @@ class ProcessorChain:
 
     # History
 
-    def with_fields(self, processors: Sequence[Processor]) -> ProcessorChain:
-        """This chain with ``processors`` before its own of the same stage, begun after the same history."""
-        unscoped: list[Scope] = ["all"] * len(processors)
-        chain = ProcessorChain(
-            [*processors, *(member.processor for member in self.members)],
-            self.context,
-            scopes=unscoped + [member.scope for member in self.members],
-            step_budget_s=self.step_budget_s,
-            attribution=self.receipt.attribution,
-        )
-        chain.wants_receipt = self.wants_receipt
-        chain.start(self.tokens[: self.prompt_length], self.tokens[self.prompt_length :])
-        return chain
+    def add(self, processors: Sequence[Processor]) -> None:
+        """Put ``processors`` before the chain's own of the same stage; they begin after the same history.
+
+        Raises:
+            ProcessorFailed: one of them raised on the history.
+        """
+        added = [Member(p, "all", ProcessorRecord(p.name, p.version)) for p in processors]
+        self.members = sorted([*added, *self.members], key=lambda member: member.processor.stage)
+        self.receipt.records = [member.record for member in self.members]
+        for member in added:
+            self._begin(member)
 
     def start(self, prompt: Sequence[int], generated: Sequence[int] = (), *, mode: Mode = "aggregated") -> None:
         """Begin after ``prompt``; ``generated`` tokens of an earlier run are replayed.
 
         Raises:
             ValueError: there are generated tokens and the chain observes logits; use `adapters.batch.replay`.
+            ProcessorFailed: a processor raised on the prompt.
         """
         if generated and self.observes_logits:
             names = ", ".join(m.name for m in self.members if m.processor.observes_logits)
@@ -170,10 +169,17 @@ class ProcessorChain:
             self._tracker.reset(prompt)
             self._scoped_counts = [[] for _ in self._scoped]
         for member in self.members:
-            member.processor.start(prompt, shared=None if member.scope != "all" else self.tokens)
+            self._begin(member)
         self.receipt.begin(mode, len(prompt), len(generated))
         for token_id in generated:
             self._append(token_id)
+
+    def _begin(self, member: Member) -> None:
+        prompt = self.tokens[: self.prompt_length]
+        try:
+            member.processor.start(prompt, shared=self.tokens if member.scope == "all" else None)
+        except Exception as error:  # the processor boundary: third-party code
+            raise self.fail_from(member, error) from error
 
     def accept(self, token_id: int, position: int) -> None:
         """Take the chosen token. Idempotent by absolute position; another token at a known position rewinds first.
@@ -260,7 +266,7 @@ class ProcessorChain:
     # The step
 
     def plan(self) -> RowPlan:
-        """What the chain asks of the row for the token at `position`. Needs no logits; calling it twice changes nothing.
+        """What the chain asks of the row for the token at `position`. Needs no logits; a second call changes nothing.
 
         Raises:
             ProcessorFailed: a processor raised, was over its budget, or the chain cannot be satisfied here.

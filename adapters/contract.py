@@ -156,7 +156,7 @@ class Processor(ABC):
         """Take generated token number ``index`` (0 is the first). Called once per token, in order."""
 
     def retract(self, token_ids: Sequence[int]) -> bool:
-        """Undo `advance` for ``token_ids``, the newest ones (oldest first); False makes the base class replay instead."""
+        """Undo `advance` for ``token_ids``, the newest ones, oldest first; False makes the base class replay."""
         return False
 
     # What chains and engines call
@@ -270,7 +270,7 @@ class ShapingProcessor(Processor):
 
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        """Edit ``logits`` (float32 ``[R, V]``), row i by ``processors[i]``; the result of a row never depends on others.
+        """Edit ``logits`` (float32 ``[R, V]``), row i by ``processors[i]``; no row depends on another.
 
         Override it where the class can be batched.
         """

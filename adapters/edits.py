@@ -85,7 +85,7 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Force:
-    """The token is ``token_id``, whatever the logits say. An override of the sampled id; no logit is read or written."""
+    """The token is ``token_id``, whatever the logits say: an override of the sampled id, no logit is touched."""
 
     token_id: int
 

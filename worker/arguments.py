@@ -37,6 +37,7 @@ class Option:
         choices: The accepted values, empty when any parsed value is.
         help: One sentence; also the row of `docs/configuration.md`.
         engine: Whether ``--extra-engine-args`` may set it.
+        many: Whether the flag may be given several times; the value is a tuple.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Option:
     choices: tuple[str, ...]
     help: str
     engine: bool
+    many: bool
 
     @property
     def flag(self) -> str:
@@ -85,6 +87,20 @@ def _device(text: str) -> str:
     return text
 
 
+def _positive_seconds(text: str) -> float:
+    seconds = _seconds(text)
+    if seconds == 0:
+        raise ValueError("a number of seconds above 0")
+    return seconds
+
+
+def _list(text: str) -> tuple[str, ...]:
+    entries = tuple(entry.strip() for entry in text.split(","))
+    if not all(entries):
+        raise ValueError("a list separated by commas")
+    return entries
+
+
 def _truth(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError("true or false")
@@ -105,8 +121,9 @@ def _option(
     parse: Callable[[str], Any] = _text,
     choices: tuple[str, ...] = (),
     engine: bool = False,
+    many: bool = False,
 ) -> Any:
-    metadata = {"env": env, "parse": parse, "choices": choices, "help": help, "engine": engine}
+    metadata = {"env": env, "parse": parse, "choices": choices, "help": help, "engine": engine, "many": many}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -146,6 +163,26 @@ class Arguments:
     extra_engine_args: str | None = _option(None, "YAML file of engine options, keyed by option name.")
     drain_timeout_s: float = _option(
         30.0, "Seconds that in-flight requests get to finish after SIGTERM; the rest are handed off.", parse=_seconds
+    )
+    logits_processor: tuple[str, ...] = _option(
+        (),
+        "Third-party logits processors, NAME=module:Class, several separated by commas or given one by one.",
+        parse=_list,
+        many=True,
+    )
+    allow_logits_processors: tuple[str, ...] = _option(
+        (),
+        "Names of installed third-party logits processors (entry points) that requests may name, separated by commas.",
+        parse=_list,
+        many=True,
+    )
+    processor_policy: str | None = _option(
+        None, "YAML file of mandatory, default and forbidden logits processors, and of watermark keys."
+    )
+    processor_step_budget_s: float = _option(
+        0.1,
+        "Longest that one logits processor may take for one step, seconds; over it, its request fails.",
+        parse=_positive_seconds,
     )
     disaggregation_mode: str = _option(
         "aggregated", "Role of this worker.", choices=("aggregated", "agg", "prefill", "decode")
@@ -197,6 +234,7 @@ def _table() -> tuple[Option, ...]:
             choices=f.metadata["choices"],
             help=f.metadata["help"],
             engine=f.metadata["engine"],
+            many=f.metadata["many"],
         )
         for f in dataclasses.fields(Arguments)
     )
@@ -231,16 +269,16 @@ def _from_command_line(argv: Sequence[str] | None) -> dict[str, Any]:
     parser.add_argument("--version", action="version", version=f"dynamo-logits-worker {__version__}")
     for option in OPTIONS:
         shown = f" ({' | '.join(option.choices)})" if option.choices else ""
-        default = "" if option.default is None else f" Default: {option.default}."
+        default = "" if option.default in (None, ()) else f" Default: {option.default}."
         text = f"{option.help}{shown}{default} [{option.env}]".replace("%", "%%")
         parser.add_argument(option.flag, dest=option.name, action="append", metavar="VALUE", help=text)
     texts = vars(parser.parse_args(argv))
     values = {}
     for option in OPTIONS:
         if texts[option.name] is not None:
-            if len(texts[option.name]) > 1:
+            if len(texts[option.name]) > 1 and not option.many:
                 raise ConfigurationError(f"{option.flag} is given {len(texts[option.name])} times")
-            values[option.name] = option.read(texts[option.name][0], option.flag)
+            values[option.name] = option.read(",".join(texts[option.name]), option.flag)
     return values
 
 

@@ -45,18 +45,24 @@ _DRAWS = frozenset({"temperature", "top_k", "top_p", "min_p"})
 
 
 def with_field_processors(
-    params: SamplingParams, chain: ProcessorChain | None, context: Context, extra: Sequence[Processor] = ()
+    params: SamplingParams,
+    chain: ProcessorChain | None,
+    prompt: Sequence[int],
+    context: Context,
+    extra: Sequence[Processor] = (),
 ) -> tuple[SamplingParams, ProcessorChain | None]:
     """The parameters that are left to the sampler, and the chain with everything else.
 
     Args:
         params: Of the request.
-        chain: The request's own processors, begun after its prompt; None if it has none.
+        chain: The request's own processors, begun after its prompt and added to in place; None if it has none.
+        prompt: Token ids of the prompt.
         context: Of the request, for the processors that are made here.
         extra: Processors that the engine adds, before those of the same stage.
 
     Raises:
         InvalidRequest: a value is out of the bounds of its processor, or a control is given twice.
+        ProcessorFailed: a processor raised on the prompt.
     """
     _refuse_twice(params, chain)
     added = [*extra, *_processors(params, _FIELDS, context)]
@@ -67,7 +73,9 @@ def with_field_processors(
         return params, chain
     if chain is None:
         chain = ProcessorChain([], context)
-    return params, chain.with_fields(added)
+        chain.start(prompt)
+    chain.add(added)
+    return params, chain
 
 
 def _late_processors(params: SamplingParams, context: Context) -> tuple[SamplingParams, list[Processor]]:

@@ -8,6 +8,7 @@ is refused. `docs/request.md` shows the same table.
 from __future__ import annotations
 
 import array
+import json
 import math
 import re
 import sys
@@ -15,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from adapters.processors.arguments import MAX_LIST
+from adapters.selection import ANNOTATION, MAX_BYTES
 from worker.errors import InvalidRequest
 from worker.sampling import MAX_LOGPROBS
 
@@ -129,16 +132,58 @@ _FOR_THIS_WORKER = re.compile(r"logits|processor", re.IGNORECASE)
 
 
 def client_annotations(path: str, value: Any) -> tuple[str, ...]:
-    """A client's annotations. Those whose name speaks of logits or processors are meant for this worker."""
+    """A client's annotations. One that nearly has the name of the request channel is a mistake, not somebody else's."""
     entries = texts(path, value, MAX_ANNOTATIONS, MAX_ANNOTATION_CHARACTERS)
     for entry in entries:
         name = entry.partition(":")[0]
-        if _FOR_THIS_WORKER.search(name):
-            raise InvalidRequest(path, f"{shown(name)} is refused: {PROCESSORS_REFUSED}")
+        if not entry.startswith(ANNOTATION) and _FOR_THIS_WORKER.search(name):
+            raise InvalidRequest(path, f"{shown(name)} is not known; processors are selected by {ANNOTATION}{{json}}")
     return entries
 
 
-PROCESSORS_REFUSED = "this version of the worker does not take logits processors from a request yet"
+def token_sequences(path: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """A list of token id sequences; a bare id is a sequence of one."""
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequest(path, f"must be a list of lists of token ids, got {shown(value)}")
+    sequences = [tuple(item) if isinstance(item, (list, tuple)) else (item,) for item in value]
+    if any(type(token_id) is not int for ids in sequences for token_id in ids):
+        raise InvalidRequest(path, "must be a list of lists of token ids")
+    return tuple(sequences)
+
+
+_GUIDES = ("json", "regex", "choice", "grammar")
+_GUIDE_OPTIONS = ("backend", "whitespace_pattern", "structural_tag")
+
+
+def guided_decoding(path: str, value: Any) -> dict[str, Any] | None:
+    """What the answer must match: one kind of guide, or none at all. It is checked further when it is compiled."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(path, f"must be a mapping, got {shown(value)}")
+    given = {name: each for name, each in value.items() if each is not None}
+    for name in given:
+        if name not in _GUIDES + _GUIDE_OPTIONS:
+            raise InvalidRequest(f"{path}.{shown(name).strip(chr(39))}", "unknown field")
+    if not given:
+        return None
+    if given.pop("backend", "llguidance") not in ("llguidance", "guidance", "auto"):
+        raise InvalidRequest(f"{path}.backend", "this worker decodes grammars with llguidance")
+    for name in ("whitespace_pattern", "structural_tag"):
+        if given.pop(name, None) is not None:
+            raise InvalidRequest(f"{path}.{name}", "is not supported; give a json, regex, choice or grammar guide")
+    if len(given) != 1:
+        raise InvalidRequest(path, f"must have exactly one of {', '.join(_GUIDES)}, got {', '.join(given) or 'none'}")
+    if isinstance(given.get("json"), str):
+        given["json"] = _schema(f"{path}.json", given["json"])
+    return given
+
+
+def _schema(path: str, text_: str) -> Any:
+    if len(text_) > MAX_BYTES:
+        raise InvalidRequest(path, f"must have at most {MAX_BYTES} characters, got {len(text_)}")
+    try:
+        return json.loads(text_)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(path, "must be a JSON Schema") from None
 
 
 def prompt_ids(path: str, value: Any) -> list[int]:
@@ -191,7 +236,8 @@ _U64 = 2**64
 _ROUTER = "for the router, which has acted on it"
 _PICTURES = "this worker serves text only"
 _HAND_OFF = "this worker serves aggregated only"
-_GRAMMAR = "this version of the worker does not decode under a grammar yet"
+_ALLOWED = "Runs as the processor allowed_tokens: only these, and the end tokens."
+_BAD_WORDS = "Runs as the processor bad_words: sequences of token ids that the answer must not have."
 
 FIELDS: tuple[Field, ...] = (
     _honoured("token_ids", prompt_ids, "The prompt.", "prompt_token_ids"),
@@ -225,7 +271,11 @@ FIELDS: tuple[Field, ...] = (
     _honoured(
         "stop_conditions.stop_token_ids_hidden", integers(MAX_STOP_TOKEN_IDS), "End the answer and are not shown."
     ),
-    _refused("stop_conditions.max_thinking_tokens", "this version of the worker does not limit thinking yet"),
+    _honoured(
+        "stop_conditions.max_thinking_tokens",
+        integer(0, MAX_TOKENS_LIMIT),
+        "Runs as the processor thinking_budget; refused for a model without thinking tags.",
+    ),
     _refused(
         "sampling_options.n",
         "more than one choice cannot be streamed: Dynamo's unified backend ends the stream "
@@ -267,9 +317,13 @@ FIELDS: tuple[Field, ...] = (
         "Shows stop_token_ids; the frontend does the same for stop strings.",
         "include_stop",
     ),
-    _refused("sampling_options.guided_decoding", _GRAMMAR),
-    _refused("sampling_options.allowed_token_ids", "this version of the worker does not restrict the vocabulary yet"),
-    _refused("sampling_options.bad_words_token_ids", "this version of the worker does not ban token sequences yet"),
+    _honoured(
+        "sampling_options.guided_decoding",
+        guided_decoding,
+        "Runs as the processor json_schema, regex, choice or grammar; with require_reasoning after the thinking.",
+    ),
+    _honoured("sampling_options.allowed_token_ids", integers(MAX_LIST), _ALLOWED),
+    _honoured("sampling_options.bad_words_token_ids", token_sequences, _BAD_WORDS),
     _no_effect("sampling_options.detokenize", "This worker sends token ids; the frontend makes the text."),
     _honoured(
         "output_options.logprobs",
@@ -289,10 +343,9 @@ FIELDS: tuple[Field, ...] = (
     _honoured(
         "annotations",
         client_annotations,
-        "Passed on unread. One whose name (the part before a colon) has `logits` or "
-        "`processor` in it is refused: this version does not take logits processors from a request yet. Others "
-        "are the client's own or the frontend's (formatted_prompt, token_ids, llm_metrics, request_id, "
-        "query_instance_id).",
+        "`logits_processors:{json}` selects processors (docs/processors.md). Another one whose name (the part before "
+        "a colon) has `logits` or `processor` in it is refused as a mistake. The rest are the client's own or the "
+        "frontend's (formatted_prompt, token_ids, llm_metrics, request_id, query_instance_id) and have no effect here.",
     ),
     _honoured("_HEALTH_CHECK", boolean, "Marks the runtime's health probe, which runs like any request.", "is_probe"),
     _no_effect("mdc_sum", "Checksum of the model card."),
@@ -304,7 +357,7 @@ FIELDS: tuple[Field, ...] = (
     _no_effect("router", "Parameters of the router."),
     _no_effect("router_config_override", _ROUTER),
     _no_effect("kv_hint", "A hint about reuse of KV blocks; it changes no token."),
-    _no_effect("require_reasoning", "Says whether a grammar starts after the thinking; there is no grammar."),
+    _honoured("require_reasoning", boolean, "A grammar starts after the thinking, if the model has thinking tags."),
     _no_effect("image_cache_scope", "Scope of cached pictures; " + _PICTURES + "."),
     _no_effect("routing.backend_instance_id", _ROUTER),
     _no_effect("routing.prefill_worker_id", _ROUTER),
@@ -324,13 +377,8 @@ FIELDS: tuple[Field, ...] = (
     _no_effect("extra_args.nvext.cache_salt", "As routing.cache_salt."),
     _no_effect("extra_args.nvext.extra_fields", "The frontend adds these fields to the response."),
     _no_effect("extra_args.nvext.token_in", "Says that the client sent token ids; they are in token_ids."),
-    _refused(
-        "extra_args.sampling_options.allowed_token_ids",
-        "this version of the worker does not restrict the vocabulary yet",
-    ),
-    _refused(
-        "extra_args.sampling_options.bad_words_token_ids", "this version of the worker does not ban token sequences yet"
-    ),
+    _honoured("extra_args.sampling_options.allowed_token_ids", integers(MAX_LIST), _ALLOWED),
+    _honoured("extra_args.sampling_options.bad_words_token_ids", token_sequences, _BAD_WORDS),
     _no_effect("extra_args.sampling_options.detokenize", "This worker sends token ids; the frontend makes the text."),
     _refused("extra_args.formatted_prompt", _PICTURES),
     _refused("extra_args.messages", _PICTURES),

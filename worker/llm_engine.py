@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamo.common.backend.engine import EngineConfig, LLMEngine
 from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.metrics import register_engine_registry
 from dynamo.common.backend.publisher import ComponentSnapshot
+from prometheus_client import CollectorRegistry
 
+from adapters import create_trtllm_adapters
+from adapters.selection import Selection
 from worker import __version__
 from worker.arguments import Arguments
+from worker.deadline import until
 from worker.drain import Flight, Gate, drain
 from worker.engines import Engine, EngineInfo, TokenDelta
 from worker.errors import (
@@ -31,20 +36,24 @@ from worker.errors import (
 from worker.faults import FaultWindow
 from worker.lowering import lower
 from worker.metrics import WorkerMetrics
-from worker.request import RequestLimits, parse_request
+from worker.processors import ProcessorDesk, make_desk
+from worker.request import GenerationRequest, RequestLimits, parse_request
 from worker.response import ResponseBuilder
 from worker.runtimes import dynamo as runtime
+from worker.sampling import SamplingParams
 from worker.smoke import SmokeTest
 
 logger = logging.getLogger(__name__)
+
+CATALOG_CONTROL = "logits_processors"
 
 _OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
     (InvalidRequest, "refused"),
     (RequestFailed, "failed"),
     (Overloaded, "overloaded"),
-    (ProcessorUnavailable, "unavailable"),
     (Draining, "handed_off"),
     (EngineBroken, "engine_broken"),
+    (ProcessorUnavailable, "unavailable"),
 )
 
 
@@ -72,14 +81,20 @@ class WorkerEngine(LLMEngine):
         *,
         smoke: bool = False,
         leave: Callable[[], None] = runtime.leave,
+        open_desk: Callable[[Arguments, EngineInfo, CollectorRegistry], ProcessorDesk] = make_desk,
     ) -> None:
-        """``leave`` asks the runtime to shut this process down; it is called at most once, when the engine broke."""
+        """``leave`` asks the runtime to shut this process down; it is called at most once, when the engine broke.
+
+        ``open_desk`` makes the desk that turns selections into chains, in a thread, once the model is loaded.
+        """
         self.engine = engine
         self.arguments = arguments
         self.gate = Gate()
         self.metrics = WorkerMetrics(self.gate)
         self.startup_error: str | None = None
         self.broken: str | None = None
+        self._open_desk = open_desk
+        self._desk: ProcessorDesk | None = None
         self._smoke_wanted = smoke
         self._smoke: SmokeTest | None = None
         self._faults = FaultWindow()
@@ -99,6 +114,7 @@ class WorkerEngine(LLMEngine):
     async def start(self, worker_id: int) -> EngineConfig:
         try:
             info = await self.engine.start()
+            self._desk = await asyncio.to_thread(self._open_desk, self.arguments, info, self.metrics.registry)
             if self._smoke_wanted:
                 eos = info.eos_token_ids[0] if info.eos_token_ids else None
                 self._smoke = await asyncio.to_thread(SmokeTest, self.arguments.model_path, eos)
@@ -115,7 +131,7 @@ class WorkerEngine(LLMEngine):
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
         try:
-            serving = self._admit(context.id(), request)
+            serving = await self._admit(context.id(), request, context.metadata or {})
             try:
                 async with contextlib.aclosing(serving.deltas) as deltas:
                     async for delta in deltas:
@@ -134,18 +150,22 @@ class WorkerEngine(LLMEngine):
                 self._break(f"{self._faults.limit} unknown errors within {self._faults.window_s:g} s")
             raise runtime.to_dynamo(ServingError("internal error")) from error
 
-    def _admit(self, request_id: str, raw: Mapping[str, Any]) -> _Serving:
-        info = self._ready_info()
+    async def _admit(self, request_id: str, raw: Mapping[str, Any], metadata: Mapping[str, str]) -> _Serving:
+        info, desk = self._ready()
         request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size))
         prompt = request.prompt_token_ids
-        params = lower(request, info.eos_token_ids, self._smoke.processors(len(prompt)) if self._smoke else ())
+        selection = desk.select(request, metadata)
+        params = await self._parameters(request, desk, selection, info)
         builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
         deltas = self.engine.generate(request_id, prompt, params)
+        if selection.deadline is not None:
+            deltas = until(selection.deadline, deltas)
         flight = self.gate.enter(request_id, len(prompt))  # last: nothing after it may raise
         self._publish_load()
         return _Serving(flight, builder, deltas)
 
     def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
+        self._count_processors(delta)
         chunk = serving.builder.chunk(delta)
         self.gate.grow(serving.flight, len(delta.token_ids))
         self._publish_load()
@@ -155,12 +175,35 @@ class WorkerEngine(LLMEngine):
             return None
         return chunk
 
-    def _ready_info(self) -> EngineInfo:
+    def _ready(self) -> tuple[EngineInfo, ProcessorDesk]:
         if self.broken is not None:
             raise EngineBroken(self.broken)
-        if self._info is None:
+        if self._info is None or self._desk is None:
             raise Draining("this worker is not serving yet")
-        return self._info
+        return self._info, self._desk
+
+    async def _parameters(
+        self, request: GenerationRequest, desk: ProcessorDesk, selection: Selection, info: EngineInfo
+    ) -> SamplingParams:
+        """What the engine gets: fields, the smoke test's processors, and the chain of everything selected."""
+        prompt = request.prompt_token_ids
+        smoke = self._smoke.processors(len(prompt)) if self._smoke else []
+        seed = secrets.randbits(64) if request.seed is None else request.seed
+        params = lower(replace(request, seed=seed), info.eos_token_ids, smoke)
+        chain = await desk.chain(selection, prompt, params.end_token_ids, seed, request.max_tokens)
+        if chain is None:
+            return params
+        return replace(params, logits_processor=[*smoke, *create_trtllm_adapters([chain], end_id=params.end_id)])
+
+    def _count_processors(self, delta: TokenDelta) -> None:
+        """On the last delta of a request that had processors: metrics, and the breakers of third parties."""
+        if delta.receipt is None or self._desk is None:
+            return
+        self._desk.metrics.count(delta.receipt, delta.failure)
+        if delta.failure is not None and delta.failure.reason != "unsatisfiable":
+            self._desk.breaker.record(delta.failure.processor)
+        elif delta.finish_reason in ("stop", "length"):
+            self._desk.breaker.record_success(record.name for record in delta.receipt.records)
 
     def _leave_gate(self, serving: _Serving) -> None:
         self.gate.leave(serving.flight)
@@ -233,10 +276,12 @@ class WorkerEngine(LLMEngine):
         return build_health_check_payload(eos[0] if eos else 0)
 
     def supported_controls(self) -> set[str]:
-        return {"info"}
+        return {"info", CATALOG_CONTROL}
 
     async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
-        """``POST /engine/control/info``: what this worker is and how it is doing."""
+        """``POST /engine/control/info`` or ``/logits_processors``: what this worker is, and which processors it has."""
+        if control == CATALOG_CONTROL and self._desk is not None:
+            return {"status": "ok", **self._desk.catalog.as_json()}
         if control != "info" or self._info is None:
             return await super().engine_control(control, body)
         info = self._info

@@ -44,6 +44,11 @@ class GenerationRequest:
         seed: Of the draws, in 0 … 2^64 - 1; a negative seed of the client is taken modulo 2^64.
         top_k: 0 means off.
         logprobs: Alternatives to report per token, 0 for the chosen token alone, None for no log probabilities.
+        allowed_token_ids: The only ids that may be sampled, besides the end tokens; None for all.
+        bad_words_token_ids: Sequences of ids that the answer must not have.
+        max_thinking_tokens: Most tokens of thinking, None for no limit.
+        guided_decoding: One of ``json``, ``regex``, ``choice``, ``grammar`` and its guide, None for no grammar.
+        require_reasoning: Whether the grammar starts after the thinking.
         annotations: The client's annotations, verbatim.
         is_probe: Whether this is the runtime's health probe.
     """
@@ -66,6 +71,11 @@ class GenerationRequest:
     include_stop: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    allowed_token_ids: frozenset[int] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    max_thinking_tokens: int | None = None
+    guided_decoding: Mapping[str, Any] | None = None
+    require_reasoning: bool = False
     annotations: tuple[str, ...] = ()
     is_probe: bool = False
 

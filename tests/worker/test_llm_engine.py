@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 from dynamo.common.backend.engine import GenerateRequest
 from dynamo.llm import exceptions
+from prometheus_client import CollectorRegistry
 
-from worker.arguments import parse_arguments
+from adapters.catalog import Catalog
+from adapters.policy import Policy
+from adapters.vocabulary import Vocabulary
+from worker.arguments import Arguments, parse_arguments
 from worker.engines import EngineInfo, TokenDelta
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.llm_engine import WorkerEngine
+from worker.processors import Facts, ProcessorDesk
 from worker.sampling import SamplingParams
 
 ARGUMENTS = parse_arguments(["--model-path", "/models/tiny", "--drain-timeout-s", "0.01"], {})
@@ -38,6 +43,16 @@ class Context:
 
     def id(self) -> str:
         return self._id
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {}
+
+
+def desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ProcessorDesk:
+    """Of a model without a tokenizer."""
+    facts = Facts(Vocabulary(info.vocab_size, eos_token_ids=info.eos_token_ids))
+    return ProcessorDesk(Catalog.default(), Policy(), "tiny", facts, registry)
 
 
 class FakeEngine:
@@ -108,7 +123,7 @@ class Left:
 
 async def started(script: Script = two_tokens) -> tuple[WorkerEngine, FakeEngine, Left]:
     engine, left = FakeEngine(script), Left()
-    worker = WorkerEngine(engine, ARGUMENTS, leave=left)
+    worker = WorkerEngine(engine, ARGUMENTS, leave=left, open_desk=desk)
     await worker.start(1)
     return worker, engine, left
 
@@ -256,7 +271,7 @@ async def test_the_second_signal_hands_off_at_once() -> None:
 
     engine = FakeEngine(held)
     patient = parse_arguments(["--model-path", "/models/tiny", "--drain-timeout-s", "1000"], {})
-    worker = WorkerEngine(engine, patient, leave=Left())
+    worker = WorkerEngine(engine, patient, leave=Left(), open_desk=desk)
     await worker.start(1)
     stream = worker.generate(request(), Context("a"))
     await anext(stream)
@@ -292,7 +307,10 @@ async def test_the_health_probe_is_a_request_like_any_other() -> None:
 
 async def test_info() -> None:
     worker, _, _ = await started()
-    assert worker.supported_controls() == {"info"}
+    assert worker.supported_controls() == {"info", "logits_processors"}
+    listed = await worker.engine_control("logits_processors", {})
+    assert listed["status"] == "ok"
+    assert "min_tokens" in {each["name"] for each in listed["processors"]}
     info = await worker.engine_control("info", {})
     assert (info["engine"], info["model"], info["in_flight"], info["draining"]) == ("fake", "tiny", 0, False)
     assert (await worker.engine_control("reset", {}))["status"] == "error"

@@ -203,8 +203,17 @@ def test_fields_without_effect_take_anything() -> None:
         ("sampling_options.n", 2, "more than one choice cannot be streamed"),
         ("sampling_options.n", True, "more than one choice cannot be streamed"),
         ("output_options.logprobs", 101, "must be between 0 and 100, got 101"),
-        ("annotations", ["logits_processors:[]"], "'logits_processors' is refused"),
-        ("annotations", ["Logit-Processor"], "'Logit-Processor' is refused"),
+        ("annotations", ["logits_processor:{}"], "'logits_processor' is not known; processors are selected by"),
+        ("annotations", ["Logit-Processor"], "'Logit-Processor' is not known"),
+        ("stop_conditions.max_thinking_tokens", -1, "must be between 0 and"),
+        ("extra_args.sampling_options.allowed_token_ids", "x", "must be a list of token ids"),
+        ("extra_args.sampling_options.bad_words_token_ids", [[1, "x"]], "must be a list of lists of token ids"),
+        ("sampling_options.guided_decoding", {"regex": "a", "json": {}}, "must have exactly one of"),
+        (
+            "sampling_options.guided_decoding",
+            {"backend": "auto"},
+            "must have exactly one of json, regex, choice, grammar",
+        ),
         ("annotations", [1], "must be a list of texts"),
         ("annotations", ["x" * (MAX_ANNOTATION_CHARACTERS + 1)], "must have at most 65536 characters in all"),
         ("annotations", ["x"] * 65, "must have at most 64 entries, got 65"),
@@ -240,10 +249,33 @@ def test_neutral_values_ask_for_nothing() -> None:
         ("sampling_options.best_of", 0),
         ("sampling_options.use_beam_search", False),
         ("sampling_options.length_penalty", 1.0),
-        ("sampling_options.guided_decoding", {}),
+        ("sampling_options.guided_decoding", {"json": None}),
         ("multi_modal_data", {}),
     ):
         assert parse(path, value) == parse_request(PLAIN, LIMITS)
+
+
+def test_fields_that_become_processors() -> None:
+    assert parse("sampling_options.guided_decoding", {"regex": "a+", "json": None}).guided_decoding == {"regex": "a+"}
+    assert parse("sampling_options.guided_decoding", {"json": '{"type": "object"}'}).guided_decoding == {
+        "json": {"type": "object"}
+    }
+    assert parse("extra_args.sampling_options.bad_words_token_ids", [[1, 2], 3]).bad_words_token_ids == ((1, 2), (3,))
+    assert parse("stop_conditions.max_thinking_tokens", 0).max_thinking_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("guide", "problem"),
+    [
+        ({"regex": "a", "backend": "xgrammar"}, "backend: this worker decodes grammars with llguidance"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern: is not supported"),
+        ({"regexp": "a"}, "regexp: unknown field"),
+        ({"json": "{"}, "json: must be a JSON Schema"),
+    ],
+)
+def test_guides_that_are_refused(guide: dict[str, Any], problem: str) -> None:
+    message = refusal("sampling_options.guided_decoding", guide)
+    assert message.startswith(f"sampling_options.guided_decoding.{problem}")
 
 
 def test_hidden_wins_over_shown() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from adapters.chain import ProcessorChain
-from adapters.contract import Context
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import Context, Processor
 from adapters.lowered import EmbeddingBias, ForeignCallable
 from adapters.trtllm import ChainAdapter
 from adapters.vocabulary import Vocabulary
@@ -103,10 +103,15 @@ def admit(
     seed = secrets.randbits(64) if params.seed is None else params.seed
     context = Context(Vocabulary(model.vocab_size), end_ids, seed)
     bias = _bias(params.embedding_bias, model)
-    dense = [] if bias is None else [EmbeddingBias(bias)]
-    sampled, chain = with_field_processors(params, _chain(params, tokens, number, context), context, dense)
-    if chain is not None and chain.prompt_length != len(tokens):
-        chain.start(tokens)
+    dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
+    try:
+        chain = _chain(params, tokens)
+        foreign = [
+            ForeignCallable(each, number) for each in params.logits_processors if not isinstance(each, ChainAdapter)
+        ]
+        sampled, chain = with_field_processors(params, chain, tokens, context, [*dense, *foreign])
+    except ProcessorFailed as error:
+        raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     return Request(
         id=request_id,
         number=number,
@@ -120,18 +125,14 @@ def admit(
     )
 
 
-def _chain(params: SamplingParams, prompt: list[int], number: int, context: Context) -> ProcessorChain | None:
-    """One chain of everything in ``logits_processor``: chains are taken out of their callables, the rest is wrapped."""
-    processors = params.logits_processors
-    chains = [processor.chain for processor in processors if isinstance(processor, ChainAdapter)]
-    foreign = [ForeignCallable(each, number) for each in processors if not isinstance(each, ChainAdapter)]
+def _chain(params: SamplingParams, prompt: list[int]) -> ProcessorChain | None:
+    """The chain among the logits processors, taken out of its callable, at the end of the prompt."""
+    chains = [each.chain for each in params.logits_processors if isinstance(each, ChainAdapter)]
     if len(chains) > 1:
         raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
-    if not processors:
-        return None
-    chain = chains[0] if chains else ProcessorChain([], context)
-    chain.start(prompt)
-    return chain.with_fields(foreign) if foreign else chain
+    if chains and chains[0].tokens != prompt:
+        chains[0].start(prompt)
+    return chains[0] if chains else None
 
 
 def _check_prompt(prompt: Sequence[int], vocab_size: int, context_length: int) -> list[int]:

@@ -1,0 +1,252 @@
+"""The desk: selections, policy and fields to chains; what is refused; deadlines; metrics and breakers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from adapters.catalog import Catalog
+from adapters.chain import ProcessorFailed
+from adapters.policy import Policy, PolicyError
+from adapters.receipts import ProcessorRecord, Receipt
+from adapters.vocabulary import Vocabulary
+from worker.controls import with_field_processors
+from worker.deadline import until
+from worker.engines import TokenDelta
+from worker.errors import InvalidRequest, ProcessorUnavailable
+from worker.processors import Facts, ProcessorDesk
+from worker.request import GenerationRequest
+from worker.sampling import SamplingParams
+from worker.tiny_model import write_tiny_model
+
+END = frozenset({2})
+
+
+@pytest.fixture(scope="session")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(directory)
+    return Facts.load(str(directory), 1024, (1,))
+
+
+def make(facts: Facts, policy: Policy | None = None, catalog: Catalog | None = None) -> ProcessorDesk:
+    registry = CollectorRegistry()
+    return ProcessorDesk(catalog or Catalog.default(), policy or Policy(), "tiny", facts, registry)
+
+
+def request(*annotations: str, **fields: Any) -> GenerationRequest:
+    return GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=20, annotations=annotations, **fields)
+
+
+def channel(processors: str, rest: str = "") -> str:
+    return f'logits_processors:{{"version": 1, "processors": [{processors}]{rest}}}'
+
+
+async def build(desk: ProcessorDesk, made: GenerationRequest, metadata: dict[str, str] | None = None) -> Any:
+    selection = desk.select(made, metadata or {})
+    return await desk.chain(selection, made.prompt_token_ids, END, 1, made.max_tokens)
+
+
+def names(chain: Any) -> list[str]:
+    return [member.name for member in chain.members]
+
+
+async def test_nothing_asked_is_no_chain(facts: Facts) -> None:
+    assert await build(make(facts), request("formatted_prompt")) is None
+
+
+async def test_the_annotation_and_the_header_select(facts: Facts) -> None:
+    entry = '{"name": "min_tokens", "args": {"n": 3}}'
+    chain = await build(make(facts), request(channel(entry, ', "receipt": true')))
+    assert names(chain) == ["min_tokens"]
+    assert chain.wants_receipt
+    assert chain.tokens == [5, 6, 7]
+    header = channel(entry).partition(":")[2]
+    assert names(await build(make(facts), request(), {"logits-processors": header})) == ["min_tokens"]
+
+
+async def test_fields_become_processors(facts: Facts) -> None:
+    made = request(
+        allowed_token_ids=frozenset({9, 10}),
+        bad_words_token_ids=((9, 10), (11,)),
+        max_thinking_tokens=4,
+        guided_decoding={"choice": ["yes", "no"]},
+    )
+    assert sorted(names(await build(make(facts), made))) == [
+        "allowed_tokens",
+        "bad_words",
+        "choice",
+        "thinking_budget",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("guide", "name"),
+    [
+        ({"json": {"type": "integer"}}, "json_schema"),
+        ({"regex": "[a-z]+"}, "regex"),
+        ({"choice": ["a", "b"]}, "choice"),
+        ({"grammar": 'start: "a" | "b"'}, "grammar"),
+    ],
+)
+async def test_every_guide_is_a_processor(facts: Facts, guide: dict[str, Any], name: str) -> None:
+    chain = await build(make(facts), request(guided_decoding=guide))
+    assert names(chain) == [name]
+    reasoning = await build(make(facts), request(guided_decoding=guide, require_reasoning=True))
+    assert [member.scope for member in reasoning.members] == ["answer"]
+
+
+@pytest.mark.parametrize(
+    ("made", "field"),
+    [
+        (request("logits_processors:[]"), "logits_processors"),
+        (request(channel('{"name": "nope"}')), "logits_processors.processors[0].name"),
+        (request(channel('{"name": "min_tokens", "args": {"n": -1}}')), "logits_processors.processors[0].args.n"),
+        (request(channel('{"name": "banned_tokens", "args": {"token_ids": [5000]}}')), "logits_processors.processors"),
+        (request(guided_decoding={"regex": "("}), "sampling_options.guided_decoding.args.pattern"),
+        (request(allowed_token_ids=frozenset({4000})), "extra_args.sampling_options.allowed_token_ids"),
+        (
+            request(channel('{"name": "choice", "args": {"choices": ["a"]}}'), guided_decoding={"choice": ["a"]}),
+            "sampling_options.guided_decoding",
+        ),
+    ],
+)
+async def test_refusals_name_the_field(facts: Facts, made: GenerationRequest, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await build(make(facts), made)
+    assert refused.value.field.startswith(field)
+
+
+async def test_a_model_without_thinking_tags_has_no_budget() -> None:
+    with pytest.raises(InvalidRequest, match=r"stop_conditions.max_thinking_tokens"):
+        await build(make(Facts(Vocabulary(100))), request(max_thinking_tokens=3))
+
+
+async def test_the_operators_policy_cannot_be_dropped(facts: Facts, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("models:\n  tiny:\n    mandatory: [{name: min_tokens, args: {n: 2}}]\n    forbidden: [mirostat]\n")
+    desk = make(facts, Policy.load(file, Catalog.default()))
+    assert names(await build(desk, request())) == ["min_tokens"]
+    with pytest.raises(InvalidRequest, match="mirostat is not allowed"):
+        await build(desk, request(channel('{"name": "mirostat", "args": {"tau": 3, "eta": 0.1}}')))
+
+
+def test_a_policy_that_cannot_be_honoured_stops_the_start(facts: Facts, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("models:\n  tiny:\n    default: [{name: banned_tokens, args: {token_ids: [5000]}}]\n")
+    with pytest.raises(PolicyError, match="token_ids"):
+        make(facts, Policy.load(file, Catalog.default()))
+
+
+class Fails:
+    """A third party's processor that cannot be built."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("secret")
+
+    def __call__(self, input_ids: Any, logits: Any) -> None:
+        logits.add_(0)
+
+
+async def test_a_third_partys_processor_that_keeps_failing_is_refused(facts: Facts) -> None:
+    desk = make(facts, catalog=Catalog.load(options=[f"acme={__name__}:Fails"]))
+    made = request(channel('{"name": "acme"}'))
+    for _ in range(desk.breaker.limit):
+        with pytest.raises(InvalidRequest) as refused:
+            await build(desk, made)
+        assert "secret" not in str(refused.value)
+    with pytest.raises(ProcessorUnavailable, match="acme has failed too often"):
+        await build(desk, made)
+    assert names(await build(desk, request(channel('{"name": "min_tokens", "args": {"n": 1}}')))) == ["min_tokens"]
+
+
+def test_metrics_of_a_request_that_ended(facts: Facts) -> None:
+    desk = make(facts)
+    record = ProcessorRecord("choice", 1, steps_active=4, tokens_forced=1, tokens_masked=300)
+    desk.metrics.count(Receipt([record], replayed=2), ProcessorFailed("choice", "unsatisfiable", "no"))
+    value = desk.registry.get_sample_value
+    by = {"processor": "choice"}
+    assert value("dlw_processor_steps_total", by) == 4
+    assert value("dlw_processor_forced_tokens_total", by) == 1
+    assert value("dlw_processor_masked_tokens_total", by) == 300
+    assert value("dlw_processor_errors_total", {**by, "reason": "unsatisfiable"}) == 1
+    assert value("dlw_processor_unsatisfiable_total", by) == 1
+    assert value("dlw_processor_replayed_tokens_total") == 2
+
+
+# Fields of SamplingParams that are processors
+
+
+async def fields(facts: Facts, params: SamplingParams, made: GenerationRequest) -> tuple[SamplingParams, list[str]]:
+    desk = make(facts)
+    chain = await build(desk, made)
+    context = desk.context(END, 1, 20)
+    params, chain = with_field_processors(params, chain, made.prompt_token_ids, context)
+    return params, [] if chain is None else names(chain)
+
+
+async def test_penalties_join_the_chain(facts: Facts) -> None:
+    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, min_tokens=3, temperature=0.7)
+    left, found = await fields(facts, params, request(channel('{"name": "loop_stop"}')))
+    assert found == ["repetition_penalty", "frequency_penalty", "min_tokens", "loop_stop"]
+    assert left.temperature == 0.7
+
+
+async def test_truncation_joins_it_where_a_processor_acts_as_late(facts: Facts) -> None:
+    late = request(channel('{"name": "top_n_sigma", "args": {"n": 1.5}}'))
+    left, found = await fields(facts, SamplingParams(temperature=0.7, top_k=5, top_p=0.9), late)
+    assert found == ["temperature", "top_k", "top_p", "top_n_sigma"]
+    assert (left.temperature, left.top_k, left.top_p, left.is_greedy) == (1.0, None, None, False)
+
+
+async def test_naming_a_late_processor_means_drawing_and_temperature_zero_stays_greedy(facts: Facts) -> None:
+    late = request(channel('{"name": "top_n_sigma", "args": {"n": 1.5}}'))
+    left, found = await fields(facts, SamplingParams(), late)
+    assert (left.is_greedy, found) == (False, ["top_n_sigma"])
+    left, found = await fields(facts, SamplingParams(temperature=0), late)
+    assert (left.is_greedy, found) == (True, ["temperature", "top_n_sigma"])
+
+
+@pytest.mark.parametrize(
+    ("params", "processor"),
+    [
+        (SamplingParams(min_tokens=2), '{"name": "min_tokens", "args": {"n": 3}}'),
+        (SamplingParams(temperature=0.5), '{"name": "temperature", "args": {"value": 0.7}}'),
+    ],
+)
+async def test_a_control_given_twice_is_refused(facts: Facts, params: SamplingParams, processor: str) -> None:
+    with pytest.raises(InvalidRequest, match="is named too"):
+        await fields(facts, params, request(channel(processor)))
+
+
+# Deadlines
+
+
+async def test_a_deadline_cuts_the_stream_and_frees_it() -> None:
+    closed = asyncio.Event()
+
+    async def stream() -> AsyncGenerator[TokenDelta, None]:
+        try:
+            yield TokenDelta([1])
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    deltas = [delta async for delta in until(1000.01, stream(), clock=lambda: 1000.0)]
+    assert [delta.token_ids for delta in deltas] == [[1], []]
+    assert deltas[-1].finish_reason == "length"
+    assert closed.is_set()
+
+
+async def test_a_stream_that_ends_in_time_is_left_alone() -> None:
+    async def stream() -> AsyncGenerator[TokenDelta, None]:
+        yield TokenDelta([1])
+        yield TokenDelta([2], finish_reason="stop")
+
+    deltas = [delta async for delta in until(2000.0, stream(), clock=lambda: 1000.0)]
+    assert [delta.finish_reason for delta in deltas] == [None, "stop"]

@@ -1,0 +1,29 @@
+"""A request's deadline: an absolute time at which its answer ends, wherever it has got to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from worker.engines import TokenDelta
+
+
+async def until(
+    deadline: float, deltas: AsyncIterator[TokenDelta], clock: Callable[[], float] = time.time
+) -> AsyncGenerator[TokenDelta, None]:
+    """``deltas``, cut off at ``deadline`` with an empty delta that finishes as ``length``.
+
+    Args:
+        deadline: Seconds since 1970.
+        deltas: A stream of an engine; its generator is cancelled at the deadline, which frees what it holds.
+        clock: Seconds since 1970.
+    """
+    while True:
+        try:
+            yield await asyncio.wait_for(anext(deltas), max(0.0, deadline - clock()))
+        except StopAsyncIteration:
+            return
+        except asyncio.TimeoutError:
+            yield TokenDelta(finish_reason="length")
+            return

@@ -1,0 +1,220 @@
+"""The logits processors of a request: its selection, the operator's policy, and request fields that are processors.
+
+Everything that can refuse a request happens here, before the first chunk. Chains are built in a thread, because
+grammars compile while they are built.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from adapters.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError
+from adapters.chain import DEFAULT_STEP_BUDGET_S, ProcessorChain, ProcessorFailed
+from adapters.contract import Context
+from adapters.policy import Policy, PolicyError
+from adapters.scope import Scope
+from adapters.selection import Requested, Selection, SelectionError, from_channels
+from adapters.vocabulary import Vocabulary
+from worker.arguments import Arguments
+from worker.breaker import Breaker
+from worker.engines import EngineInfo
+from worker.errors import InvalidRequest, StartupError
+from worker.processor_metrics import ProcessorMetrics
+from worker.request import GenerationRequest
+
+CHANNEL = "logits_processors"
+"""Head of the path in errors about the request channel."""
+
+_GUIDES = {"json": ("json_schema", "schema"), "regex": ("regex", "pattern"), "choice": ("choice", "choices")}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What chains need to know of the served model.
+
+    Attributes:
+        vocabulary: Its ids and tokenizer.
+        think_start: Ids of the tag that opens a thinking section, empty if it has none.
+        think_end: Ids of the tag that closes it.
+    """
+
+    vocabulary: Vocabulary
+    think_start: tuple[int, ...] = ()
+    think_end: tuple[int, ...] = ()
+
+    @classmethod
+    def load(cls, model_path: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Facts:
+        """Read the checkpoint's tokenizer.
+
+        Raises:
+            OSError, ValueError: there is none that can be read.
+        """
+        vocabulary = Vocabulary.from_pretrained(model_path, vocab_size, eos_token_ids)
+        return cls(vocabulary, _tag(vocabulary, "<think>"), _tag(vocabulary, "</think>"))
+
+
+def _tag(vocabulary: Vocabulary, text: str) -> tuple[int, ...]:
+    """The one token that the tag is, if the tokenizer has it as a token of its own."""
+    ids = vocabulary.encode(text)
+    return tuple(ids) if len(ids) == 1 else ()
+
+
+def make_desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ProcessorDesk:
+    """The desk of a worker that has just loaded its model.
+
+    Raises:
+        StartupError: the tokenizer cannot be read, or the operator's processors or policy cannot be honoured.
+    """
+    try:
+        facts = Facts.load(arguments.model_path, info.vocab_size, info.eos_token_ids)
+    except (OSError, ValueError) as error:
+        raise StartupError(f"--model-path {arguments.model_path}: no tokenizer: {error}") from None
+    try:
+        catalog = Catalog.load(allow=arguments.allow_logits_processors, options=arguments.logits_processor)
+        path = arguments.processor_policy
+        policy = Policy() if path is None else Policy.load(path, catalog)
+        budget = arguments.processor_step_budget_s
+        return ProcessorDesk(catalog, policy, arguments.served_model_name, facts, registry, step_budget_s=budget)
+    except (CatalogError, PolicyError) as error:
+        raise StartupError(str(error)) from None
+
+
+class ProcessorDesk:
+    """Turns requests into chains.
+
+    Args:
+        catalog: Every processor that may be named.
+        policy: The operator's.
+        model: Served model name, which the policy goes by.
+        facts: Of the model.
+        registry: Where the metrics of processors go.
+        step_budget_s: Longest that one processor may take for one step, seconds.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        policy: Policy,
+        model: str,
+        facts: Facts,
+        registry: CollectorRegistry,
+        *,
+        step_budget_s: float = DEFAULT_STEP_BUDGET_S,
+    ) -> None:
+        self.catalog = catalog
+        self.facts = facts
+        self.registry = registry
+        self.step_budget_s = step_budget_s
+        self.breaker = Breaker(entry.name for entry in catalog.entries if entry.source != BUILT_IN)
+        self.metrics = ProcessorMetrics(registry, lambda: len(self.breaker.open_names()))
+        self._policy = policy.for_model(model)
+        self._keys = policy.watermark_keys
+        policy.check(model, catalog, self.context(frozenset(facts.vocabulary.eos_token_ids), 0, None))
+
+    def select(self, request: GenerationRequest, metadata: Mapping[str, str]) -> Selection:
+        """What the request asks for, and what the operator adds.
+
+        Raises:
+            InvalidRequest: the selection is malformed, or the policy forbids it.
+        """
+        try:
+            asked = from_channels(request.annotations, metadata) or Selection()
+            selection = self._policy.apply(asked, self.catalog)
+            fields = field_processors(request, bool(self.facts.think_start))
+            _refuse_twice(selection, fields)
+        except SelectionError as error:
+            raise _invalid(error) from None
+        return selection.with_processors(*fields)
+
+    async def chain(
+        self, selection: Selection, prompt: list[int], end_token_ids: frozenset[int], seed: int, max_tokens: int
+    ) -> ProcessorChain | None:
+        """The chain of a request, begun after its prompt; None if there is nothing for one to do.
+
+        Raises:
+            InvalidRequest: a processor is unknown, its arguments cannot be honoured, or nothing can satisfy them all.
+            ProcessorUnavailable: a third party's processor has failed too often.
+        """
+        if not selection.processors:
+            return None
+        names = [requested.name for requested in selection.processors]
+        self.breaker.check(names)
+        context = self.context(end_token_ids, seed, max_tokens)
+        try:
+            chain = await asyncio.to_thread(self._build, selection, context, prompt)
+        except BuildFailed as error:
+            self.breaker.record(error.processor)
+            raise _invalid(error) from None
+        except SelectionError as error:
+            raise _invalid(error) from None
+        except ProcessorFailed as error:
+            self.breaker.record(error.processor)
+            raise InvalidRequest(CHANNEL, str(error)) from None
+        return chain
+
+    def _build(self, selection: Selection, context: Context, prompt: list[int]) -> ProcessorChain:
+        chain = self.catalog.build_chain(selection, context, step_budget_s=self.step_budget_s)
+        chain.wants_receipt = bool(selection.receipt)
+        chain.start(prompt)
+        return chain
+
+    def context(self, end_token_ids: frozenset[int], seed: int, max_tokens: int | None) -> Context:
+        """What the processors of one request may know."""
+        return Context(
+            self.facts.vocabulary,
+            end_token_ids,
+            seed,
+            max_tokens=max_tokens,
+            watermark_keys=self._keys,
+            think_start=self.facts.think_start,
+            think_end=self.facts.think_end,
+        )
+
+
+def field_processors(request: GenerationRequest, can_think: bool) -> list[Requested]:
+    """Request fields that have no field in `SamplingParams` of their own: they are processors by another name."""
+    found: list[Requested] = []
+
+    def add(path: str, name: str, scope: Scope = "all", **args: Any) -> None:
+        found.append(Requested(name, args, scope, path))
+
+    options = "extra_args.sampling_options"
+    if request.allowed_token_ids is not None:
+        add(f"{options}.allowed_token_ids", "allowed_tokens", token_ids=sorted(request.allowed_token_ids))
+    if request.bad_words_token_ids:
+        add(f"{options}.bad_words_token_ids", "bad_words", token_ids=[list(ids) for ids in request.bad_words_token_ids])
+    if request.max_thinking_tokens is not None:
+        add("stop_conditions.max_thinking_tokens", "thinking_budget", tokens=request.max_thinking_tokens)
+    if request.guided_decoding is not None:
+        name, args = guide(request.guided_decoding)
+        scope: Scope = "answer" if request.require_reasoning and can_think else "all"
+        add("sampling_options.guided_decoding", name, scope, **args)
+    return found
+
+
+def guide(guided: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Processor and arguments for a checked ``guided_decoding``, which has exactly one kind of guide."""
+    for kind, (name, argument) in _GUIDES.items():
+        if kind in guided:
+            return name, {argument: guided[kind]}
+    return "grammar", {"lark": guided["grammar"]}
+
+
+def _refuse_twice(selection: Selection, fields: list[Requested]) -> None:
+    named = {requested.name: requested.path for requested in selection.processors}
+    for requested in fields:
+        if requested.name in named:
+            problem = f"is set, and the processor {requested.name} is named too; give one of them"
+            raise SelectionError(requested.path, problem)
+
+
+def _invalid(error: SelectionError) -> InvalidRequest:
+    path = error.path
+    if path.startswith(("sampling_options", "stop_conditions", "extra_args")):
+        return InvalidRequest(path, error.problem)
+    return InvalidRequest(f"{CHANNEL}.{path}" if path else CHANNEL, error.problem)
