@@ -11,6 +11,7 @@ from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
 from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
 from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase
 from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
+from adapters.processors.scripts import BanScripts
 from adapters.processors.stochastic import Mirostat, Xtc
 from adapters.processors.thinking import ThinkingBudget
 from adapters.processors.truncation import (
@@ -41,6 +42,7 @@ BUILTINS: tuple[type[Processor], ...] = (
     AllowedTokens,
     BannedTokens,
     BadWords,
+    BanScripts,
     NoRepeatNgram,
     MinTokens,
     MultipleChoice,

@@ -55,6 +55,18 @@ def test_every_built_in_is_in_the_catalogue_and_describes_itself():
             assert field.get("description"), f"{entry.name}.{name}"
 
 
+NAMES = """
+logit_bias allowed_tokens banned_tokens bad_words min_tokens repetition_penalty frequency_penalty presence_penalty
+no_repeat_ngram dry thinking_budget forced_sequence forced_prefix force_last_phrase gen_length trigger_phrase
+multiple_choice cite_from_prompt loop_stop ban_scripts temperature top_k top_p min_p typical_p top_n_sigma xtc mirostat
+epsilon_cutoff eta_cutoff exponential_decay_length watermark json_schema regex choice grammar
+"""
+
+
+def test_no_built_in_is_missing():
+    assert set(Catalog.default().names) == set(NAMES.split())
+
+
 def test_built_ins_come_in_the_order_law():
     stages = [entry.processor.stage for entry in Catalog.default().entries]
     assert stages == sorted(stages)
@@ -71,14 +83,14 @@ def numbers_in(schema: Any) -> list[dict[str, Any]]:
 
 
 def unbounded(schema: Any, path: str = "") -> list[str]:
-    """Lists and texts without an upper bound, below ``schema``."""
+    """Lists and texts with neither an upper bound nor a pattern, below ``schema``."""
     if isinstance(schema, list):
         return [found for i, item in enumerate(schema) for found in unbounded(item, f"{path}[{i}]")]
     if not isinstance(schema, dict):
         return []
     bounds = {"array": "maxItems", "string": "maxLength"}
     bound = bounds.get(schema.get("type") if isinstance(schema.get("type"), str) else "")
-    own = [path] if bound and not {bound, "enum", "const"} & set(schema) else []
+    own = [path] if bound and not {bound, "pattern", "enum", "const"} & set(schema) else []
     return own + [found for key, value in schema.items() for found in unbounded(value, f"{path}.{key}")]
 
 
