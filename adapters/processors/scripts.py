@@ -17,7 +17,7 @@ from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, Stag
 from adapters.edits import Allow, Edit, bitmask_of
 from adapters.vocabulary import Vocabulary
 
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z _-]{0,31}$")]
+_Name = Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[A-Za-z][A-Za-z _-]*$")]
 _Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 _NUM_CODE_POINTS = 0x110000
