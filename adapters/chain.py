@@ -125,7 +125,7 @@ class ProcessorChain:
 
     @property
     def shapes_late(self) -> bool:
-        """True if a member acts at the temperature stage or later; the request's own truncation then joins the chain."""
+        """True if a member acts at the temperature stage or later; the request's own truncation then joins it."""
         return any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
 
     @property
