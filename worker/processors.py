@@ -19,6 +19,7 @@ from adapters.contract import Context
 from adapters.policy import Policy, PolicyError
 from adapters.scope import Scope
 from adapters.selection import Requested, Selection, SelectionError, from_channels
+from adapters.token_bytes import byte_index
 from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments
 from worker.breaker import Breaker
@@ -55,6 +56,7 @@ class Facts:
             OSError, ValueError: there is none that can be read.
         """
         vocabulary = Vocabulary.from_pretrained(model_path, vocab_size, eos_token_ids)
+        byte_index(vocabulary)  # half a second for a large vocabulary; no request should wait for it
         return cls(vocabulary, _tag(vocabulary, "<think>"), _tag(vocabulary, "</think>"))
 
 

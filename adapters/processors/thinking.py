@@ -55,6 +55,7 @@ class ThinkingBudget(SteeringProcessor):
     version = 1
     stage = Stage.FORCE
     reads = Reads.PROMPT_AND_GENERATED
+    scopes = ("all",)  # the other scopes hide the tags, which it lives by
 
     class Args(ProcessorArgs):
         tokens: Annotated[Count, Field(description="Most thinking tokens of the answer; 0 closes a section at once.")]
