@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 HAND_OFF_TIMEOUT_S = 2.0
 """Time for streams to carry `Draining` out to the runtime once the engine has given its requests away."""
 
+FLUSH_S = 1.0
+"""Time for the runtime to send what it was given last; it closes its connections without waiting for that."""
+
 
 @dataclass(slots=True, eq=False)
 class Flight:
@@ -41,6 +44,7 @@ class Gate:
         self._empty = asyncio.Event()
         self._empty.set()
         self._hurry = asyncio.Event()
+        self._last_left: float | None = None
         self.closed = False
         self.block_size = 1
         self.num_blocks = 0
@@ -82,6 +86,7 @@ class Gate:
         """Make the request with this id leave; whether there was one."""
         flight = self._inside.pop(request_id, None)
         if flight is not None:
+            self._last_left = asyncio.get_running_loop().time()
             self.num_blocks -= self._blocks(flight.num_tokens)
         if not self._inside:
             self._empty.set()
@@ -110,6 +115,12 @@ class Gate:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._empty.wait(), HAND_OFF_TIMEOUT_S)
 
+    async def settle(self) -> None:
+        """Until the last one who left has been gone for `FLUSH_S`."""
+        if self._last_left is not None:
+            elapsed = asyncio.get_running_loop().time() - self._last_left
+            await asyncio.sleep(max(0.0, FLUSH_S - elapsed))
+
 
 @dataclass(frozen=True, slots=True)
 class DrainOutcome:
@@ -133,4 +144,5 @@ async def drain(gate: Gate, engine: Engine, budget_s: float) -> DrainOutcome:
     if remaining:
         engine.hand_off()
         await gate.wait_handed_off()
+    await gate.settle()
     return DrainOutcome(inside - remaining, remaining)

@@ -103,6 +103,7 @@ class WorkerEngine(LLMEngine):
         self._publisher: Any = None
         self._published_blocks = -1
         self._num_signals = 0
+        self._drained = False
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> Any:
@@ -243,8 +244,10 @@ class WorkerEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         """Drain, then stop the engine. Also called after a failed `start`; idempotent."""
-        if not self.gate.closed and self._info is not None:
-            outcome = await drain(self.gate, self.engine, self.arguments.drain_timeout_s)
+        if self._info is not None and not self._drained:
+            self._drained = True
+            budget_s = 0.0 if self.broken is not None else self.arguments.drain_timeout_s
+            outcome = await drain(self.gate, self.engine, budget_s)
             self.metrics.count_drain(outcome)
             logger.info("drained: %d finished, %d handed off", outcome.num_finished, outcome.num_handed_off)
         await self.engine.stop()

@@ -10,6 +10,11 @@ from worker.drain import DrainOutcome, Gate, drain
 from worker.errors import Draining, InvalidRequest
 
 
+@pytest.fixture(autouse=True)
+def _no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.drain.FLUSH_S", 0.0)
+
+
 class GivesAway:
     """The one thing that a drain asks of an engine."""
 
@@ -25,7 +30,7 @@ class GivesAway:
         return 0
 
 
-def test_enter_and_leave() -> None:
+async def test_enter_and_leave() -> None:
     gate = Gate()
     gate.block_size = 16
     flight = gate.enter("a", 17)
@@ -40,7 +45,7 @@ def test_enter_and_leave() -> None:
     assert (len(gate), gate.num_blocks) == (0, 0)
 
 
-def test_an_id_in_flight_is_refused_and_the_first_is_untouched() -> None:
+async def test_an_id_in_flight_is_refused_and_the_first_is_untouched() -> None:
     gate = Gate()
     first = gate.enter("a", 1)
     with pytest.raises(InvalidRequest, match="'a' is being served already"):
@@ -50,7 +55,7 @@ def test_an_id_in_flight_is_refused_and_the_first_is_untouched() -> None:
     gate.enter("a", 1)
 
 
-def test_a_stream_that_is_closed_late_does_not_evict_its_successor() -> None:
+async def test_a_stream_that_is_closed_late_does_not_evict_its_successor() -> None:
     gate = Gate()
     cancelled = gate.enter("a", 1)
     assert gate.evict("a")
@@ -98,6 +103,16 @@ async def test_the_rest_is_handed_off_when_the_budget_is_spent() -> None:
     assert await drain(gate, engine, 0.01) == DrainOutcome(0, 1)
     assert engine.hand_offs == 1
     assert len(gate) == 0
+
+
+async def test_the_runtime_gets_time_to_send_the_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.drain.FLUSH_S", 0.05)
+    gate = Gate()
+    loop = asyncio.get_running_loop()
+    gate.leave(gate.enter("a", 1))
+    left = loop.time()
+    await drain(gate, GivesAway(gate), 1000)
+    assert loop.time() - left >= 0.04
 
 
 async def test_a_second_signal_ends_the_wait() -> None:

@@ -34,6 +34,12 @@ INFO = EngineInfo(
     max_num_batched_tokens=64,
 )
 
+
+@pytest.fixture(autouse=True)
+def _no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.drain.FLUSH_S", 0.0)
+
+
 Script = Callable[[str, SamplingParams], AsyncGenerator[TokenDelta, None]]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 from worker.arguments import Arguments
-from worker.drain import HAND_OFF_TIMEOUT_S
+from worker.drain import FLUSH_S, HAND_OFF_TIMEOUT_S
 from worker.errors import (
     ConfigurationError,
     Draining,
@@ -93,7 +93,7 @@ def allow_drain(drain_timeout_s: float, environ: MutableMapping[str, str]) -> No
     Raises:
         ConfigurationError: the operator's own limit is malformed, or shorter than the drain.
     """
-    needed = math.ceil(drain_timeout_s + HAND_OFF_TIMEOUT_S + 1)
+    needed = math.ceil(drain_timeout_s + HAND_OFF_TIMEOUT_S + FLUSH_S)
     given = environ.get(SHUTDOWN_LIMIT)
     if not given:
         environ[SHUTDOWN_LIMIT] = str(needed + 10)
