@@ -1,0 +1,35 @@
+"""The conformance kit: whether a logits processor keeps the contract, on any engine and in any batch.
+
+``python -m adapters check module:Class``, or in a test::
+
+    @pytest.mark.logits_processor(MyProcessor, examples=[{"n": 3}])
+    def test_conformance(processor_check):
+        processor_check()
+
+Needs Hypothesis. Everything runs on the CPU, on a small tokenizer of the kit's own.
+"""
+
+# The order of these imports is the order of the checks.
+from adapters.testing import check_arguments, check_rows, check_history, check_cost  # isort: skip
+from adapters.testing.house import house_context, house_vocabulary
+from adapters.testing.registry import CHECKS, Check
+from adapters.testing.report import Report, Result, check_processor, run_check
+from adapters.testing.subject import Case, CheckFailed, Subject
+
+__all__ = [
+    "CHECKS",
+    "Case",
+    "Check",
+    "CheckFailed",
+    "Report",
+    "Result",
+    "Subject",
+    "check_arguments",
+    "check_cost",
+    "check_history",
+    "check_processor",
+    "check_rows",
+    "house_context",
+    "house_vocabulary",
+    "run_check",
+]

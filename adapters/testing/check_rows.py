@@ -1,0 +1,347 @@
+"""Checks of what happens to rows of logits: edits, dtypes, batch-mates, masks, padding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import torch
+
+from adapters.batch import apply_chain
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
+from adapters.edits import Allow, Ban, Bias, Edit, Force, Scale, is_allowed
+from adapters.testing.registry import check
+from adapters.testing.stories import (
+    Outcome,
+    Story,
+    chosen,
+    expect,
+    observe,
+    rebuild,
+    rows_differ,
+    step,
+    stories,
+)
+from adapters.testing.subject import CheckFailed, Subject
+from adapters.trtllm import ChainAdapter
+
+_EDITS = (Bias, Scale, Ban, Allow, Force)
+
+
+@check("runs", "along whole stories nothing is raised, and no NaN, no +inf and no empty row is left")
+def runs(subject: Subject) -> str:
+    """See `CHECKS`."""
+    num_steps = 0
+    for story in stories(subject):
+        for index, outcome in enumerate(story.outcomes):
+            num_steps += 1
+            _check_sane(outcome, story.at(index))
+        if not story.tokens and story.case.is_example:
+            failure = story.outcomes[0].failure
+            raise CheckFailed(f"the example leaves no first token: {failure} ({story})")
+    return f"{num_steps} steps, {len(subject.cases)} sets of arguments"
+
+
+def _check_sane(outcome: Outcome, where: str) -> None:
+    if outcome.failure is not None:
+        if outcome.failure.reason != "unsatisfiable":
+            cause = outcome.failure.__cause__
+            detail = "" if cause is None else f": {cause}"
+            raise CheckFailed(f"failed ({outcome.failure.message}{detail:.200}) ({where})")
+        return
+    if outcome.forced is not None:
+        return
+    assert outcome.row is not None
+    if bool(outcome.row.isnan().any()):
+        raise CheckFailed(f"left NaN in the row ({where})")
+    if bool((outcome.row == torch.inf).any()):
+        raise CheckFailed(f"left +inf in the row ({where})")
+    if bool((outcome.row == -torch.inf).all()):
+        raise CheckFailed(f"masked the whole row instead of raising Unsatisfiable ({where})")
+
+
+@check("edits", "edits have the dtypes and shapes of the contract, distinct ids inside the row and finite values")
+def edits(subject: Subject) -> str | None:
+    """See `CHECKS`."""
+    num_edits = 0
+    for story, index, chain in _walk(subject):
+        for member in chain.members:
+            processor = member.processor
+            if not isinstance(processor, SteeringProcessor) or member.scope != "all":
+                continue
+            try:
+                edit = processor.edit()
+            except Unsatisfiable:
+                continue
+            if edit is not None:
+                num_edits += 1
+                problem = _edit_problem(edit, processor.stage, subject.context.vocabulary.size)
+                if problem is not None:
+                    raise CheckFailed(f"{problem} ({story.at(index)})")
+    return f"{num_edits} edits" if num_edits else None
+
+
+def _edit_problem(edit: Edit, stage: Stage, size: int) -> str | None:
+    if not isinstance(edit, _EDITS):
+        return f"edit() returned {type(edit).__name__}, which is not an edit"
+    name = type(edit).__name__
+    if isinstance(edit, Force):
+        return None if type(edit.token_id) is int else f"Force holds {type(edit.token_id).__name__}, expected int"
+    if isinstance(edit, Allow):
+        fits = edit.bitmask.dtype == torch.int32 and edit.bitmask.dim() == 1 and edit.bitmask.device.type == "cpu"
+        return (
+            None if fits else f"Allow holds {edit.bitmask.dtype} {list(edit.bitmask.shape)}, expected int32 [W] (CPU)"
+        )
+    ids = edit.token_ids
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        return f"{name} holds ids {ids.dtype} {list(ids.shape)}, expected int64 [n]"
+    if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < size):
+        return f"{name} holds the ids {int(ids.min())} to {int(ids.max())} for a row of {size}"
+    if isinstance(edit, Ban):
+        return None
+    if len(set(ids.tolist())) != len(ids):
+        return f"{name} holds an id twice; ids must be distinct"
+    values = edit.values if isinstance(edit, Bias) else edit.factors
+    if values.dtype != torch.float32 or values.shape != ids.shape:
+        return f"{name} holds values {values.dtype} {list(values.shape)}, expected float32 {list(ids.shape)}"
+    if not bool(values.isfinite().all()):
+        return f"{name} holds a value that is not finite; masks are Ban or Allow"
+    if isinstance(edit, Scale) and not bool((values > 0).all()):
+        return "Scale holds a factor that is not above 0"
+    if stage > Stage.SOFT:
+        return f"{name} comes at the stage {stage.name}, where biases and scales are not applied"
+    return None
+
+
+@check("in_place", "a row is edited in place: float32, bfloat16 or float16, and nothing outside it is written")
+def in_place(subject: Subject) -> None:
+    """See `CHECKS`."""
+    for story in stories(subject):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            _run_in_place(subject, story, dtype)
+    for story, index, chain in _walk(subject):
+        for member in chain.members:
+            processor = member.processor
+            if isinstance(processor, ShapingProcessor):
+                _shape_one(processor, story, index)
+
+
+def _shape_one(processor: ShapingProcessor, story: Story, index: int) -> None:
+    buffer = torch.full((3, len(story.logits[index])), 7.0)
+    buffer[1] = story.logits[index]
+    result: object = processor.shape(buffer[1])
+    if result is not None:
+        raise CheckFailed(f"shape() returned {type(result).__name__}; edit the row in place, return None")
+    if not bool((buffer[[0, 2]] == 7.0).all()):
+        raise CheckFailed(f"shape() wrote outside its row ({story.at(index)})")
+
+
+def _run_in_place(subject: Subject, story: Story, dtype: torch.dtype) -> None:
+    """One run on views of a larger buffer beside one on float32 copies."""
+    chain, reference = subject.chain(story.case), subject.chain(story.case)
+    chain.start(story.prompt)
+    reference.start(story.prompt)
+    size = subject.context.vocabulary.size
+    for index, token_id in enumerate(story.tokens):
+        buffer = torch.full((3, size), 7.0, dtype=dtype)
+        buffer[1] = story.logits[index].to(dtype)
+        outcome = step(reference, buffer[1].float())
+        try:
+            apply_chain(chain, buffer[1])
+        except ProcessorFailed as failure:
+            if outcome.failure is None:
+                raise CheckFailed(f"{dtype}: {failure} ({story.at(index)})") from failure
+            return
+        if outcome.failure is not None:
+            return
+        problem = rows_differ(outcome.dense().to(dtype), buffer[1])
+        if problem is not None:
+            raise CheckFailed(f"{dtype}: {problem} ({story.at(index)})")
+        if not bool((buffer[[0, 2]] == 7.0).all()):
+            raise CheckFailed(f"{dtype}: wrote outside its row ({story.at(index)})")
+        for each_chain in (chain, reference):
+            each_chain.accept(token_id, each_chain.position)
+
+
+@check("row_isolation", "rows beside it, with or without processors, stay as they are in every bit")
+def row_isolation(subject: Subject) -> None:
+    """See `CHECKS`."""
+    told = stories(subject)
+    for story, mate in zip(told, told[1:] + told[:1], strict=True):
+        pair = [story, mate]
+        chains = [subject.chain(one.case) for one in pair]
+        for chain, one in zip(chains, pair, strict=True):
+            chain.start(one.prompt)
+        for index in range(min(len(one.tokens) for one in pair)):
+            logits = (
+                torch.stack([story.logits[index], mate.logits[index]])[[0, 0, 1, 1, 0]] + torch.arange(5.0)[:, None]
+            )
+            logits[1], logits[3] = story.logits[index], mate.logits[index]
+            before = logits.clone()
+            for outcome, one in zip(observe(chains, logits, [1, 3]), pair, strict=True):
+                expect(outcome, one, index, "beside another row")
+            for row in (0, 2, 4):
+                problem = rows_differ(before[row], logits[row])
+                if problem is not None:
+                    raise CheckFailed(f"changed a row that is not its own: {problem} ({story.at(index)})")
+            for chain, one in zip(chains, pair, strict=True):
+                chain.accept(one.tokens[index], chain.position)
+
+
+@check("batch_invariance", "in a batch that is shuffled, joined and left, each row is what it is alone, in every bit")
+def batch_invariance(subject: Subject) -> None:
+    """See `CHECKS`."""
+    told = stories(subject)
+    shuffle = random.Random(5)
+    chains = [subject.chain(story.case) for story in told]
+    for chain, story in zip(chains, told, strict=True):
+        chain.start(story.prompt)
+    done = [0] * len(told)
+    while True:
+        left = [i for i, story in enumerate(told) if done[i] < len(story.outcomes)]
+        if not left:
+            return
+        batch = shuffle.sample(left, shuffle.randint(1, len(left)))
+        logits = torch.stack([told[i].logits[done[i]] for i in batch])
+        outcomes = observe([chains[i] for i in batch], logits)
+        for i, outcome in zip(batch, outcomes, strict=True):
+            story, index = told[i], done[i]
+            expect(outcome, story, index, f"in a batch of {len(batch)}")
+            if index < len(story.tokens):
+                chains[i].accept(story.tokens[index], chains[i].position)
+            done[i] += 1
+
+
+@check("masked_rows", "entries that are masked already never come back, and never turn into NaN")
+def masked_rows(subject: Subject) -> None:
+    """See `CHECKS`."""
+    generator = torch.Generator().manual_seed(3)
+    for story, index, chain in _walk(subject):
+        row, size = story.logits[index], subject.context.vocabulary.size
+        for kept in (0.5, 0.05, 0.0):
+            hidden = torch.rand(size, generator=generator) >= kept
+            outcome = step(chain, row.masked_fill(hidden, -torch.inf))
+            if outcome.row is None or outcome.forced is not None:
+                continue
+            if bool(outcome.row.isnan().any()):
+                raise CheckFailed(f"left NaN in a row with {int(hidden.sum())} masked entries ({story.at(index)})")
+            back = hidden & (outcome.row != -torch.inf)
+            if bool(back.any()):
+                token_id = int(back.int().argmax())
+                raise CheckFailed(f"token {token_id} was masked and came back ({story.at(index)})")
+            if bool((outcome.row == torch.inf).any()):
+                raise CheckFailed(f"left +inf in a row with masked entries ({story.at(index)})")
+
+
+@check("padding", "ids beyond the tokenizer's are never forced and never allowed")
+def padding(subject: Subject) -> None:
+    """See `CHECKS`."""
+    vocabulary = subject.context.vocabulary
+    beyond = range(vocabulary.num_tokens, vocabulary.size)
+    for story, index, chain in _walk(subject):
+        try:
+            plan = chain.plan()
+        except ProcessorFailed:
+            continue
+        where = f"the tokenizer has {vocabulary.num_tokens} ids, {story.at(index)}"
+        if plan.force is not None and not 0 <= plan.force < vocabulary.num_tokens:
+            raise CheckFailed(f"forces token {plan.force} ({where})")
+        for bitmask in plan.allows:
+            offered = [token_id for token_id in beyond if is_allowed(bitmask, token_id)]
+            if offered and story.case.scope == "all":
+                raise CheckFailed(f"allows token {offered[0]} ({where})")
+
+
+class _OtherMask(SteeringProcessor):
+    """Stands for another processor of the request: masks a fixed set at one position."""
+
+    name = "other_mask"
+    stage = Stage.MASK
+    reads = Reads.NOTHING
+    Args = ProcessorArgs
+
+    def __init__(self, token_ids: list[int], at: int) -> None:
+        self._edit, self._at = Ban.of(token_ids), at
+
+    def edit(self) -> Edit | None:
+        return self._edit if self.position == self._at else None
+
+
+@check("banned_tokens", "where another processor bans what it needs, the request ends as unsatisfiable, never with NaN")
+def banned_tokens(subject: Subject) -> str | None:
+    """See `CHECKS`."""
+    num_conflicts = 0
+    for story in stories(subject):
+        for index in _some(len(story.outcomes)):
+            outcome = story.outcomes[index]
+            if outcome.failure is not None:
+                continue
+            offered = _offered(outcome, subject.context)
+            num_conflicts += 1
+            for banned in (offered, list(range(subject.context.vocabulary.size))):
+                _check_conflict(subject, story, index, banned)
+            _check_single(subject, story, index, chosen(outcome, subject.context))
+    return f"{num_conflicts} conflicts"
+
+
+def _offered(outcome: Outcome, context: Context) -> list[int]:
+    if outcome.forced is not None:
+        return [outcome.forced]
+    assert outcome.row is not None
+    return [int(i) for i in (outcome.row > -torch.inf).nonzero().flatten()]
+
+
+def _with_mask(subject: Subject, story: Story, index: int, banned: list[int]) -> tuple[ChainAdapter, torch.Tensor]:
+    """A TensorRT-LLM callable whose chain also bans ``banned`` at one position, and the row after calling it there."""
+    chain = subject.chain(story.case, _OtherMask(banned, len(story.prompt) + index))
+    rebuild(chain, story, index)
+    logits = story.logits[index].clone().view(1, 1, -1)
+    adapter = ChainAdapter(chain, end_id=min(subject.context.end_token_ids, default=0))
+    adapter("kit", logits, [story.history(index)])
+    return adapter, logits[0, 0]
+
+
+def _check_conflict(subject: Subject, story: Story, index: int, banned: list[int]) -> None:
+    adapter, row = _with_mask(subject, story, index, banned)
+    if bool(row.isnan().any()):
+        raise CheckFailed(f"left NaN with {len(banned)} tokens banned by another processor ({story.at(index)})")
+    if adapter.failure is None:
+        left = [int(i) for i in (row > -torch.inf).nonzero().flatten()][:5]
+        if set(left) & set(banned) or not left:
+            raise CheckFailed(f"tokens {left} are offered although they are banned ({story.at(index)})")
+    elif adapter.failure.reason != "unsatisfiable":
+        raise CheckFailed(
+            f"ended as {adapter.failure.reason}, not as unsatisfiable: {adapter.failure} ({story.at(index)})"
+        )
+
+
+def _check_single(subject: Subject, story: Story, index: int, kept: int | None) -> None:
+    """All banned but the token that the story chose: it must still be offered."""
+    if kept is None:
+        return
+    banned = [token_id for token_id in range(subject.context.vocabulary.size) if token_id != kept]
+    adapter, row = _with_mask(subject, story, index, banned)
+    if bool(row.isnan().any()):
+        raise CheckFailed(f"left NaN where one token was left ({story.at(index)})")
+    left = [int(i) for i in (row > -torch.inf).nonzero().flatten()]
+    if adapter.failure is not None or left != [kept]:
+        got = f"it offers {left[:5]}" if adapter.failure is None else f"it failed: {adapter.failure}"
+        raise CheckFailed(f"all but token {kept} were banned, {got} ({story.at(index)})")
+
+
+def _walk(subject: Subject) -> Iterator[tuple[Story, int, ProcessorChain]]:
+    """Every position of every story, with a chain at it."""
+    for story in stories(subject):
+        chain = subject.chain(story.case)
+        chain.start(story.prompt)
+        for index in range(len(story.outcomes)):
+            yield story, index, chain
+            if index < len(story.tokens):
+                step(chain, story.logits[index])
+                chain.accept(story.tokens[index], chain.position)
+
+
+def _some(count: int) -> list[int]:
+    """A few positions of a story: the first ones, and every third."""
+    return [index for index in range(count) if index < 2 or index % 3 == 0]

@@ -1,0 +1,125 @@
+"""Runs the checks and says what they found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adapters.contract import Context
+from adapters.testing.registry import CHECKS, Check
+from adapters.testing.subject import CheckFailed, Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one check found.
+
+    Attributes:
+        check: The check.
+        failure: Why the processor does not pass, None if it does.
+        remark: Something for the author to know.
+    """
+
+    check: Check
+    failure: str | None = None
+    remark: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What all checks found about one class."""
+
+    subject: Subject
+    results: Sequence[Result]
+
+    @property
+    def failures(self) -> list[Result]:
+        """Of the checks that the processor does not pass."""
+        return [result for result in self.results if result.failure is not None]
+
+    @property
+    def passed(self) -> bool:
+        """True if there are none."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        lines = [_line(result) for result in self.results]
+        number, failed = len(self.results), len(self.failures)
+        name = self.subject.original.__qualname__
+        verdict = f"{name} passes all {number} checks" if self.passed else f"{name} fails {failed} of {number} checks"
+        return "\n".join([*lines, verdict, ""])
+
+    def raise_for_failures(self) -> None:
+        """Raises `CheckFailed` with the whole report unless every check passed."""
+        if not self.passed:
+            raise CheckFailed(str(self))
+
+
+def checks_named(names: Iterable[str] | None) -> list[Check]:
+    """The checks with these names, in the usual order; all of them for None.
+
+    Raises:
+        KeyError: there is no such check; the message lists the known ones.
+    """
+    if names is None:
+        return list(CHECKS)
+    wanted = set(names)
+    known = [check.name for check in CHECKS]
+    unknown = wanted - set(known)
+    if unknown:
+        raise KeyError(f"unknown check {', '.join(sorted(unknown))}; known are {', '.join(known)}")
+    return [check for check in CHECKS if check.name in wanted]
+
+
+def run_check(subject: Subject, check: Check) -> str | None:
+    """Run one check; returns its remark.
+
+    Raises:
+        CheckFailed: the processor does not pass; anything that it raised is the cause.
+    """
+    try:
+        return check.run(subject)
+    except CheckFailed as failure:
+        raise CheckFailed(f"{check.name}: {failure}. A processor that passes: {check.meaning}") from failure.__cause__
+    except Exception as error:  # the processor boundary: the code under test
+        text = f"{type(error).__name__}: {error}"
+        raise CheckFailed(f"{check.name}: raised {text}. A processor that passes: {check.meaning}") from error
+
+
+def check_processor(
+    processor: type,
+    examples: Sequence[Mapping[str, Any]] = (),
+    *,
+    context: Context | None = None,
+    only: Iterable[str] | None = None,
+) -> Report:
+    """Check one processor class.
+
+    Args:
+        processor: As `Subject`.
+        examples: As `Subject`.
+        context: As `Subject`.
+        only: Names of the checks to run, all by default.
+
+    Raises:
+        TypeError: the class is neither a processor nor a foreign one.
+        KeyError: there is no check of a name in ``only``.
+    """
+    checks = checks_named(only)
+    subject = Subject(processor, examples, context)
+    return Report(subject, [_result(subject, check) for check in checks])
+
+
+def _result(subject: Subject, check: Check) -> Result:
+    try:
+        return Result(check, remark=run_check(subject, check))
+    except CheckFailed as failure:
+        return Result(check, failure=str(failure))
+
+
+def _line(result: Result) -> str:
+    if result.failure is not None:
+        return f"FAIL  {result.failure}"
+    remark = f"  ({result.remark})" if result.remark else ""
+    return f"ok    {result.check.name}{remark}"

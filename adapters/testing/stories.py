@@ -1,0 +1,245 @@
+"""Stories: a chain run step by step over made-up logits, and what it did to each row.
+
+A story is the plain run that every other way of running the same chain is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from adapters.batch import apply_edits, apply_late, plan_rows, replay
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import Context
+from adapters.testing.subject import Case, CheckFailed, Subject
+
+NUM_STEPS = 24
+SEEDS = (0, 1)
+
+_PROMPTS = (
+    "The quick brown fox jumps over the lazy dog. Yes or no? 1, 2, 3. The quick brown fox",
+    "Let me think about this: ",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a chain did to one row: the token it forced, or the row it left, or why it failed.
+
+    Attributes:
+        row: float32 ``[V]``.
+    """
+
+    forced: int | None = None
+    row: torch.Tensor | None = None
+    failure: ProcessorFailed | None = None
+
+    def dense(self) -> torch.Tensor:
+        """The row as an engine without forcing needs it: forced rows hold 0 at the token and -inf elsewhere."""
+        assert self.row is not None
+        if self.forced is None:
+            return self.row
+        row = torch.full_like(self.row, -torch.inf)
+        row[self.forced] = 0.0
+        return row
+
+
+@dataclass
+class Story:
+    """One run of a chain.
+
+    Attributes:
+        logits: float32 ``[n, V]``, the model's own, one row for each outcome.
+        tokens: Generated tokens; one fewer than the outcomes if the last one left no token to choose.
+    """
+
+    case: Case
+    seed: int
+    prompt: list[int]
+    logits: torch.Tensor
+    tokens: list[int] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.case}, story {self.seed}"
+
+    def at(self, index: int) -> str:
+        """Where in which story, for a failure text."""
+        return f"{self}, generated token {index}"
+
+    def history(self, index: int) -> list[int]:
+        """Prompt and the first ``index`` generated tokens."""
+        return self.prompt + self.tokens[:index]
+
+
+def prompt_of(context: Context, seed: int) -> list[int]:
+    """A prompt."""
+    vocabulary = context.vocabulary
+    if vocabulary.tokenizer is not None:
+        return vocabulary.encode(_PROMPTS[seed % len(_PROMPTS)])
+    return [(7 * i * i + seed) % vocabulary.num_tokens for i in range(12)]
+
+
+def logits_of(context: Context, seed: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
+    """Logits float32 ``[num_steps, V]`` of a model that repeats itself, thinks now and then, and sometimes ends.
+
+    Padding is at -inf, as where an engine knows of it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = context.vocabulary
+    logits = torch.randn(num_steps, vocabulary.size, generator=generator) * 2.0
+    favourites = _favourites(context)
+    for step in range(num_steps):
+        pool = favourites if seed % 2 else favourites[:4]
+        logits[step, pool] += 4.0
+        cycle = favourites[step % 3] if seed % 2 else favourites[(step * step) % len(favourites)]
+        logits[step, cycle] += 3.0
+        for tag, period in ((context.think_start, 5), (context.think_end, 9)):
+            if tag and (step + seed) % 12 >= period and (step + seed) % 12 < period + len(tag):
+                logits[step, tag[(step + seed) % 12 - period]] += 12.0
+        if step % 17 == 16:
+            logits[step, sorted(context.end_token_ids)] += 8.0
+    logits[:, vocabulary.num_tokens :] = -torch.inf
+    return logits
+
+
+def observe(chains: Sequence[ProcessorChain], logits: torch.Tensor, rows: Sequence[int] | None = None) -> list[Outcome]:
+    """One step of some chains as an engine makes it: planned, merged, applied.
+
+    Args:
+        chains: One for each of ``rows``.
+        logits: float32 ``[B, V]``, edited in place.
+        rows: Rows of the chains, the first ones by default.
+    """
+    rows = range(len(chains)) if rows is None else rows
+    planned, failures = plan_rows(list(zip(rows, chains, strict=True)))
+    for apply in (apply_edits, apply_late):
+        failures |= apply(logits, [entry for entry in planned if entry[0] not in failures])
+    forced = {row: plan.force for row, _, plan in planned}
+    return [
+        Outcome(failure=failures[row]) if row in failures else Outcome(forced.get(row), logits[row].clone())
+        for row in rows
+    ]
+
+
+def step(chain: ProcessorChain, row: torch.Tensor) -> Outcome:
+    """`observe` for one chain; ``row`` (float32 ``[V]``) is left as it is."""
+    return observe([chain], row.unsqueeze(0).clone())[0]
+
+
+def chosen(outcome: Outcome, context: Context) -> int | None:
+    """The token an engine would take, None if there is none."""
+    if outcome.failure is not None:
+        return None
+    if outcome.forced is not None:
+        return outcome.forced
+    assert outcome.row is not None
+    offered = outcome.row[: context.vocabulary.num_tokens]
+    best = int(offered.nan_to_num(nan=-torch.inf).argmax())
+    return best if bool(offered[best] > -torch.inf) else None
+
+
+def tell(subject: Subject, case: Case, seed: int, num_steps: int = NUM_STEPS) -> Story:
+    """Run a fresh chain step by step."""
+    context = subject.context
+    story = Story(case, seed, prompt_of(context, seed), logits_of(context, seed, num_steps))
+    chain = subject.chain(case)
+    chain.start(story.prompt)
+    for index in range(num_steps):
+        outcome = step(chain, story.logits[index])
+        story.outcomes.append(outcome)
+        token_id = chosen(outcome, context)
+        if token_id is None:
+            break
+        chain.accept(token_id, chain.position)
+        story.tokens.append(token_id)
+    return story
+
+
+def stories(subject: Subject) -> list[Story]:
+    """A story for each case and seed; told once for each subject."""
+    told: list[Story] | None = vars(subject).get("_stories")
+    if told is None:
+        told = [tell(subject, case, seed) for case in subject.cases for seed in SEEDS]
+        vars(subject)["_stories"] = told
+    return told
+
+
+def restarted(subject: Subject, story: Story, index: int) -> ProcessorChain:
+    """A fresh chain that continues a story after ``index`` generated tokens, as after a migration."""
+    chain = subject.chain(story.case)
+    rebuild(chain, story, index)
+    return chain
+
+
+def rebuild(chain: ProcessorChain, story: Story, index: int) -> None:
+    """Start ``chain`` after ``index`` generated tokens of a story."""
+    if chain.observes_logits:
+        replay(chain, story.prompt, story.tokens[:index], story.logits[:index].clone())
+    else:
+        chain.start(story.prompt, story.tokens[:index])
+
+
+def expect(outcome: Outcome, story: Story, index: int, what: str) -> None:
+    """Compares an outcome with the story's own.
+
+    Raises:
+        CheckFailed: they differ in a bit.
+    """
+    problem = difference(story.outcomes[index], outcome)
+    if problem is not None:
+        raise CheckFailed(f"{what}: {problem} ({story.at(index)})")
+
+
+def follow(chain: ProcessorChain, story: Story, start: int, stop: int, what: str) -> None:
+    """Steps ``chain`` along a story from generated token ``start`` and compares each outcome.
+
+    Raises:
+        CheckFailed: one differs.
+    """
+    for index in range(start, min(stop, len(story.outcomes))):
+        expect(step(chain, story.logits[index]), story, index, what)
+        if index < len(story.tokens):
+            chain.accept(story.tokens[index], chain.position)
+
+
+def difference(expected: Outcome, got: Outcome) -> str | None:
+    """How two outcomes differ, None if they are equal in every bit."""
+    if expected.failure is not None or got.failure is not None:
+        reasons = [None if o.failure is None else (o.failure.processor, o.failure.reason) for o in (expected, got)]
+        return None if reasons[0] == reasons[1] else f"expected {_did(expected)}, got {_did(got)}"
+    if expected.forced != got.forced:
+        return f"expected {_did(expected)}, got {_did(got)}"
+    if expected.forced is not None:
+        return None
+    assert expected.row is not None
+    assert got.row is not None
+    return rows_differ(expected.row, got.row)
+
+
+def rows_differ(expected: torch.Tensor, got: torch.Tensor) -> str | None:
+    """The first entry in which two rows (``[V]``, same dtype) differ in a bit, None if there is none."""
+    bits = {4: torch.int32, 2: torch.int16}[expected.element_size()]
+    unequal = expected.contiguous().view(bits) != got.contiguous().view(bits)
+    if not bool(unequal.any()):
+        return None
+    token_id = int(unequal.int().argmax())
+    count = int(unequal.sum())
+    more = f" and {count - 1} more" if count > 1 else ""
+    return f"token {token_id} expected at {float(expected[token_id])}, got {float(got[token_id])}{more}"
+
+
+def _did(outcome: Outcome) -> str:
+    if outcome.failure is not None:
+        return f"the failure {outcome.failure.reason} ({outcome.failure.message})"
+    return "a row of logits" if outcome.forced is None else f"token {outcome.forced} forced"
+
+
+def _favourites(context: Context) -> list[int]:
+    vocabulary = context.vocabulary
+    if vocabulary.tokenizer is None:
+        return [(11 * i + 3) % vocabulary.num_tokens for i in range(8)]
+    ids = vocabulary.encode(" the fox. Yes,\n")
+    return list(dict.fromkeys(ids))

@@ -1,0 +1,293 @@
+"""Processors that break the contract, each in one way that was seen in the field."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
+from adapters.edits import Allow, Ban, Bias, Edit, Force
+
+
+class Amount(ProcessorArgs):
+    """One bounded number."""
+
+    n: int = Field(default=3, ge=0, le=50, description="Any number.")
+
+
+class Steering(SteeringProcessor):
+    """A processor in order, but for what a subclass does."""
+
+    stage = Stage.SOFT
+    reads = Reads.PROMPT_AND_GENERATED
+    Args = Amount
+
+    def __init__(self, args: Amount, context: Context) -> None:
+        self.n = args.n
+        self.end = min(context.end_token_ids)
+        self.size = context.vocabulary.size
+
+    def edit(self) -> Edit | None:
+        return None
+
+
+class Shaping(ShapingProcessor):
+    """A processor in order, but for what a subclass does."""
+
+    stage = Stage.TEMPERATURE
+    reads = Reads.NOTHING
+    Args = Amount
+
+    def __init__(self, args: Amount, context: Context) -> None:
+        self.n = args.n
+
+    def shape(self, logits: torch.Tensor) -> None:
+        """Nothing."""
+
+
+class CountsCalls(Steering):
+    """Forces a token at every fourth call, not at every fourth position."""
+
+    name = "counts_calls"
+
+    def __init__(self, args: Amount, context: Context) -> None:
+        super().__init__(args, context)
+        self.calls = 0
+
+    def edit(self) -> Edit | None:
+        self.calls += 1
+        return Force(40) if self.calls % 4 == 0 else None
+
+
+class ForgetsToReplay(Steering):
+    """Starts its state when it is built, not when it is reset."""
+
+    name = "forgets_to_replay"
+
+    def __init__(self, args: Amount, context: Context) -> None:
+        super().__init__(args, context)
+        self.sum = 0
+
+    def advance(self, token_id: int, index: int) -> None:
+        self.sum += token_id
+
+    def edit(self) -> Edit | None:
+        return Bias.of([40], [float(self.sum % 7)])
+
+
+class SharesState(Steering):
+    """Keeps its counter on the class, so that all choices share it."""
+
+    name = "shares_state"
+    seen: ClassVar[list[int]] = []
+
+    def reset(self) -> None:
+        self.seen.clear()
+
+    def advance(self, token_id: int, index: int) -> None:
+        self.seen.append(token_id)
+
+    def edit(self) -> Edit | None:
+        return Bias.of([40], [float(len(set(self.seen)))])
+
+
+class ResurrectsMasked(Shaping):
+    """Clamps logits from below, so that masked tokens can be sampled again."""
+
+    name = "resurrects_masked"
+
+    def shape(self, logits: torch.Tensor) -> None:
+        logits.clamp_(min=-50.0)
+
+
+class LeavesNan(Shaping):
+    """Divides by the spread of the row, masked entries included."""
+
+    name = "leaves_nan"
+
+    def shape(self, logits: torch.Tensor) -> None:
+        logits.sub_(logits.max() * 0).div_(1 + (logits.max() - logits.min()) / 1e9)
+
+
+class GrowsWithHistory(Steering):
+    """Counts the whole answer again at each step."""
+
+    name = "grows_with_history"
+
+    def edit(self) -> Edit | None:
+        return Bias.of([40], [0.1 * sum(token_id == 40 for token_id in self.generated)])
+
+
+class Unbounded(Steering):
+    """Takes any number."""
+
+    name = "unbounded"
+
+    class Args(ProcessorArgs):
+        n: int = Field(default=3, ge=0)
+
+    def __init__(self, args: Any, context: Context) -> None:
+        super().__init__(args, context)
+        self.bias = torch.full((1,), float(args.n)).int().float()
+
+    def edit(self) -> Edit | None:
+        return Bias(torch.tensor([40]), self.bias)
+
+
+class RaisesOnArguments(Steering):
+    """Looks an argument up where it may not be."""
+
+    name = "raises_on_arguments"
+
+    def __init__(self, args: Amount, context: Context) -> None:
+        super().__init__(args, context)
+        self.factor = [2, 4, 8, 16][args.n]
+
+
+class TouchesBatchMates(Shaping):
+    """Takes the highest logit of the whole batch for the highest of each row."""
+
+    name = "touches_batch_mates"
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Any], logits: torch.Tensor) -> None:
+        logits.sub_(logits.max())
+
+    def shape(self, logits: torch.Tensor) -> None:
+        self.shape_rows([self], logits.unsqueeze(0))
+
+
+class WritesOutsideItsRow(Shaping):
+    """Edits the storage that its row is a view of."""
+
+    name = "writes_outside_its_row"
+
+    def shape(self, logits: torch.Tensor) -> None:
+        logits.as_strided((logits.untyped_storage().nbytes() // 4,), (1,), 0).mul_(0.5)
+
+
+class NotInPlace(Shaping):
+    """Returns the new row."""
+
+    name = "not_in_place"
+
+    def shape(self, logits: torch.Tensor) -> None:
+        return logits * 0.5  # type: ignore[return-value]
+
+
+class ReadsMoreThanItSays(Steering):
+    """Says that it reads nothing, and looks at the last token."""
+
+    name = "reads_more_than_it_says"
+    reads = Reads.NOTHING
+
+    def edit(self) -> Edit | None:
+        return Bias.of([40 + (self.last_token or 0) % 5], [1.0])
+
+
+class ReadsThePrompt(Steering):
+    """Says that it reads generated tokens, and looks at the prompt."""
+
+    name = "reads_the_prompt"
+    reads = Reads.GENERATED
+
+    def reset(self) -> None:
+        self.first = self.prompt[0]
+
+    def edit(self) -> Edit | None:
+        return Bias.of([self.first], [1.0])
+
+
+class AllowsPadding(Steering):
+    """Allows every id of the row, those beyond the tokenizer's too."""
+
+    name = "allows_padding"
+    stage = Stage.MASK
+
+    def edit(self) -> Edit | None:
+        return Allow.of(range(self.size), self.size)
+
+
+class MasksEverything(Steering):
+    """Bans the whole row instead of saying that it cannot be satisfied."""
+
+    name = "masks_everything"
+    stage = Stage.MASK
+
+    def edit(self) -> Edit | None:
+        return Ban.of(range(self.size)) if self.num_generated == 5 else None
+
+
+class BiasAtMaskStage(Steering):
+    """Asks for a bias at a stage where none is applied."""
+
+    name = "bias_at_mask_stage"
+    stage = Stage.MASK
+
+    def edit(self) -> Edit | None:
+        return Bias.of([40], [1.0])
+
+
+class TossesGlobalCoins(Steering):
+    """Draws from the process-wide generator."""
+
+    name = "tosses_global_coins"
+
+    def edit(self) -> Edit | None:
+        return Ban.of([40]) if random.random() < 0.5 else None
+
+
+class DoesNotPickle(Steering):
+    """Keeps a function that cannot be found again."""
+
+    name = "does_not_pickle"
+
+    def __init__(self, args: Amount, context: Context) -> None:
+        super().__init__(args, context)
+        self.value = lambda: 1.0
+
+
+class RetractsWrongly(Steering):
+    """Says that it has undone what it has not."""
+
+    name = "retracts_wrongly"
+
+    def reset(self) -> None:
+        self.sum = 0
+
+    def advance(self, token_id: int, index: int) -> None:
+        self.sum += token_id
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        return True
+
+    def edit(self) -> Edit | None:
+        return Bias.of([40], [float(self.sum % 7)])
+
+
+class MiscountsOnEdit(Steering):
+    """Moves its cursor in edit(), so that asking twice skips a token."""
+
+    name = "miscounts_on_edit"
+
+    def reset(self) -> None:
+        self.cursor = 0
+
+    def edit(self) -> Edit | None:
+        self.cursor += 1
+        return Force([40, 41, 42][self.cursor - 1]) if self.cursor <= 3 else None
+
+
+class ForcesBlindly(Shaping):
+    """Masks all but one token by subtraction, so that a banned one becomes NaN (-inf minus -inf)."""
+
+    name = "forces_blindly"
+
+    def shape(self, logits: torch.Tensor) -> None:
+        kept = float(logits[40])
+        logits.fill_(-torch.inf)
+        logits[40] = kept - kept

@@ -1,0 +1,48 @@
+"""Each deliberately broken processor is caught, by the check that is about what is broken."""
+
+from __future__ import annotations
+
+import broken_processors as broken
+import pytest
+
+from adapters.contract import Processor
+from adapters.testing import check_processor
+
+CAUGHT: dict[type[Processor], set[str]] = {
+    broken.CountsCalls: {"double_call", "chunked_prefill", "replay"},
+    broken.ForgetsToReplay: {"rewind"},
+    broken.SharesState: {"batch_invariance", "choices"},
+    broken.ResurrectsMasked: {"masked_rows", "banned_tokens"},
+    broken.LeavesNan: {"masked_rows"},
+    broken.GrowsWithHistory: {"cost"},
+    broken.Unbounded: {"bounds"},
+    broken.RaisesOnArguments: {"arguments"},
+    broken.TouchesBatchMates: {"row_isolation", "batch_invariance"},
+    broken.WritesOutsideItsRow: {"in_place"},
+    broken.NotInPlace: {"in_place"},
+    broken.ReadsMoreThanItSays: {"reads", "lag"},
+    broken.ReadsThePrompt: {"reads"},
+    broken.AllowsPadding: {"padding"},
+    broken.MasksEverything: {"runs"},
+    broken.BiasAtMaskStage: {"edits"},
+    broken.TossesGlobalCoins: {"determinism", "double_call"},
+    broken.DoesNotPickle: {"pickling"},
+    broken.RetractsWrongly: {"rewind"},
+    broken.MiscountsOnEdit: {"double_call", "replay"},
+    broken.ForcesBlindly: {"banned_tokens", "masked_rows"},
+}
+
+
+@pytest.mark.parametrize("processor", CAUGHT, ids=lambda processor: processor.name)
+def test_broken(processor: type[Processor]) -> None:
+    report = check_processor(processor)
+    failed = {result.check.name for result in report.failures}
+    assert failed >= CAUGHT[processor], str(report)
+
+
+@pytest.mark.parametrize("processor", [broken.Steering, broken.Shaping], ids=["steering", "shaping"])
+def test_what_they_are_made_from_is_in_order(processor: type[Processor]) -> None:
+    named = type("InOrder", (processor,), {"name": "in_order", "__doc__": "Does nothing.", "__module__": __name__})
+    globals()["InOrder"] = named  # pickling looks it up
+    report = check_processor(named)
+    assert report.passed, str(report)
