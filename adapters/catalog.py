@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from adapters.chain import DEFAULT_STEP_BUDGET_S, ProcessorChain
+from adapters.chain import ProcessorChain
 from adapters.contract import (
     ArgumentError,
     Context,
@@ -202,7 +202,7 @@ class Catalog:
         }
 
     def build_chain(
-        self, selection: Selection, context: Context, *, step_budget_s: float = DEFAULT_STEP_BUDGET_S
+        self, selection: Selection, context: Context, *, step_budget_s: float | None = None
     ) -> ProcessorChain:
         """The chain of one choice. Grammars compile here: call it in a thread, never in the step.
 

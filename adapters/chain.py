@@ -80,7 +80,8 @@ class ProcessorChain:
         processors: In the order of the request; sorted by stage, ties keep that order.
         context: Of the request.
         scopes: Scope of each processor, ``all`` by default.
-        step_budget_s: Longest that one processor may take for one step, seconds.
+        step_budget_s: Longest that one processor may take for one step, seconds of wall clock: a step that waits
+            holds up the whole batch. `DEFAULT_STEP_BUDGET_S` by default.
         attribution: Keep per-token attribution in the receipt.
 
     Raises:
@@ -93,14 +94,14 @@ class ProcessorChain:
         context: Context,
         *,
         scopes: Sequence[Scope] | None = None,
-        step_budget_s: float = DEFAULT_STEP_BUDGET_S,
+        step_budget_s: float | None = None,
         attribution: bool = False,
     ) -> None:
         scopes = ["all"] * len(processors) if scopes is None else scopes
         members = [Member(p, s, ProcessorRecord(p.name, p.version)) for p, s in zip(processors, scopes, strict=True)]
         self.members = sorted(members, key=lambda member: member.processor.stage)
         self.context = context
-        self.step_budget_s = step_budget_s
+        self.step_budget_s = DEFAULT_STEP_BUDGET_S if step_budget_s is None else step_budget_s
         self.receipt = Receipt([member.record for member in self.members], attribution=attribution)
         self.tokens: list[int] = []
         self.prompt_length = 0

@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from adapters.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError
-from adapters.chain import DEFAULT_STEP_BUDGET_S, ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import Context
 from adapters.policy import Policy, PolicyError
 from adapters.scope import Scope
@@ -106,7 +106,7 @@ class ProcessorDesk:
         facts: Facts,
         registry: CollectorRegistry,
         *,
-        step_budget_s: float = DEFAULT_STEP_BUDGET_S,
+        step_budget_s: float | None = None,
     ) -> None:
         self.catalog = catalog
         self.facts = facts
