@@ -17,6 +17,7 @@ from pathlib import Path
 from adapters.catalog import Catalog, CatalogError
 from adapters.catalog_page import entry_page, list_page, table, with_table
 from adapters.processors.watermark import add_detect_command
+from adapters.testing.cli import add_check_command
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 
@@ -56,6 +57,7 @@ COMMANDS: tuple[Callable[[Subparsers[argparse.ArgumentParser]], None], ...] = (
     add_show_command,
     add_schema_command,
     add_table_command,
+    add_check_command,
     add_detect_command,
 )
 """Each adds one subparser and sets its ``run``: a function of the parsed arguments that returns the exit status."""
