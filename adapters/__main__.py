@@ -1,9 +1,11 @@
-"""``python -m adapters``: what the catalogue holds.
+"""``python -m adapters``: what the catalogue holds, and tools for authors and operators.
 
 list                 one line for each processor
 show NAME            one processor, its arguments and their ranges
 schema [NAME]        JSON Schema of the request channel, or of one processor's arguments
 table [FILE]         the Markdown table of processors; with a file, written between its markers
+check module:Class   whether a processor class keeps the contract
+detect FILE          test whether a text carries the watermark of a key
 """
 
 from __future__ import annotations
