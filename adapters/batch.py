@@ -81,7 +81,11 @@ def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
     Raises:
         ProcessorFailed: as `ProcessorChain.plan`, or a processor failed on the logits.
     """
-    plan = chain.plan()
+    return apply_plan(chain, chain.plan(), row)
+
+
+def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
+    """As `apply_chain`, with a plan that has been made."""
     if plan.is_empty:
         return False
     if plan.force is not None:

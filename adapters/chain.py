@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from adapters.contract import Context, Processor, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
-from adapters.edits import Allow, Ban, Bias, Edit, Force, Scale, count_allowed, is_allowed
+from adapters.edits import Allow, Ban, Edit, Force, bitmask_of, count_allowed, is_allowed
 from adapters.receipts import ProcessorRecord, Receipt
 from adapters.scope import Scope, ThinkingTracker
 
@@ -45,14 +45,18 @@ class RowPlan:
         bans: Sparse hard masks.
         allows: Packed hard masks, to be AND-ed.
         force: The token, when one is forced. Nothing else of the plan then matters for the token.
+        forced_by: Who forces it.
         late: Shaping steps of the forcing stage and of those after it.
+        fewest_allowed: Bits set in the strictest of `allows`.
     """
 
     soft: list[tuple[Stage, Edit | Member]] = field(default_factory=list)
     bans: list[Ban] = field(default_factory=list)
     allows: list[torch.Tensor] = field(default_factory=list)
     force: int | None = None
+    forced_by: Member | None = None
     late: list[Member] = field(default_factory=list)
+    fewest_allowed: int = 2**63
 
     @property
     def is_empty(self) -> bool:
@@ -72,6 +76,12 @@ class Member:
     def name(self) -> str:
         return self.processor.name
 
+    def step(self) -> Edit | Member | None:
+        """What the processor asks for now; a shaping one always asks for itself."""
+        processor = self.processor
+        processor.catch_up()
+        return processor.edit() if isinstance(processor, SteeringProcessor) else self
+
 
 class ProcessorChain:
     """The ordered processors of one choice. Holds the history once; processors share it.
@@ -83,6 +93,11 @@ class ProcessorChain:
         step_budget_s: Longest that one processor may take for one step, seconds of wall clock: a step that waits
             holds up the whole batch. `DEFAULT_STEP_BUDGET_S` by default.
         attribution: Keep per-token attribution in the receipt.
+
+    Attributes:
+        has_shaping: A member maps the whole row, so that it can leave anything there.
+        failure: Why the chain failed, None while it has not.
+        wants_receipt: Whether the request asked for its receipt.
 
     Raises:
         ValueError: a scope is asked for and the model has no thinking tags.
@@ -107,6 +122,7 @@ class ProcessorChain:
         self.prompt_length = 0
         self.failure: ProcessorFailed | None = None
         self.wants_receipt = False
+        self.has_shaping = _any_shapes(self.members)
         self._pending: list[tuple[Member, str, int]] = []
         self._scoped = [member for member in self.members if member.scope != "all"]
         self._tracker = ThinkingTracker(context.think_start, context.think_end) if self._scoped else None
@@ -118,11 +134,6 @@ class ProcessorChain:
     def observes_logits(self) -> bool:
         """True if some state can only be rebuilt by replaying on logits (`adapters.batch.replay`)."""
         return any(member.processor.observes_logits for member in self.members)
-
-    @property
-    def has_shaping(self) -> bool:
-        """True if a member maps the whole row, so that it can leave anything there."""
-        return any(isinstance(member.processor, ShapingProcessor) for member in self.members)
 
     @property
     def shapes_late(self) -> bool:
@@ -150,6 +161,7 @@ class ProcessorChain:
         added = [Member(p, "all", ProcessorRecord(p.name, p.version)) for p in processors]
         self.members = sorted([*added, *self.members], key=lambda member: member.processor.stage)
         self.receipt.records = [member.record for member in self.members]
+        self.has_shaping = _any_shapes(self.members)
         for member in added:
             self._begin(member)
 
@@ -240,6 +252,8 @@ class ProcessorChain:
             raise ValueError(f"history of {len(tokens)} tokens is shorter than the prompt of {self.prompt_length}")
         known = min(len(tokens), len(self.tokens))
         checked = max(self.prompt_length, known - 32)
+        if tokens[checked:known] == self.tokens[checked:known]:
+            checked = known
         while checked < known and tokens[checked] == self.tokens[checked]:
             checked += 1
         if checked < len(self.tokens):
@@ -272,32 +286,25 @@ class ProcessorChain:
         Raises:
             ProcessorFailed: a processor raised, was over its budget, or the chain cannot be satisfied here.
         """
-        plan = RowPlan()
         self._pending = []
-        forced_by: Member | None = None
-        for member in self.members:
-            if not self._is_active(member):
-                continue
-            processor = member.processor
-            if isinstance(processor, ShapingProcessor):
-                self._catch_up(member)
-                self._pending.append((member, "shaped", 0))
-                if processor.stage <= Stage.SOFT:
-                    plan.soft.append((processor.stage, member))
-                else:
-                    plan.late.append(member)
-                continue
-            assert isinstance(processor, SteeringProcessor)
-            edit = self._edit(member, processor)
-            if edit is None:
-                continue
-            if isinstance(edit, Force):
-                if forced_by is not None and plan.force != edit.token_id:
-                    message = f"forces token {edit.token_id} where {forced_by.name} forces {plan.force}"
-                    raise self.fail(member.name, "unsatisfiable", f"{message} at position {self.position}")
-                forced_by, plan.force = member, edit.token_id
-            self._add(plan, member, edit)
-        self._check(plan, forced_by)
+        plan = _NOTHING
+        began = perf_counter()
+        for member in self.members if self._tracker is None else self._active_members():
+            try:
+                edit = member.step()
+            except Exception as error:  # the processor boundary: third-party code
+                raise self.fail_from(member, error) from error
+            seconds = perf_counter() - began
+            member.record.seconds += seconds
+            if seconds > self.step_budget_s:
+                raise self._over_budget(member, seconds)
+            if edit is not None:
+                if plan is _NOTHING:
+                    plan = RowPlan()
+                self._add(plan, member, edit)
+            began = perf_counter()
+        if plan.forced_by is not None or plan.allows:
+            self._check(plan)
         return plan
 
     def peek(self, draft: Sequence[int]) -> list[RowPlan]:
@@ -323,26 +330,10 @@ class ProcessorChain:
             self._pending = pending
         return plans
 
-    def _is_active(self, member: Member) -> bool:
-        if self._tracker is None or member.scope == "all":
-            return True
-        return self._tracker.thinking == (member.scope == "thinking")
-
-    def _catch_up(self, member: Member) -> None:
-        try:
-            member.processor.catch_up()
-        except Exception as error:  # the processor boundary: third-party code
-            raise self.fail_from(member, error) from error
-
-    def _edit(self, member: Member, processor: SteeringProcessor) -> Edit | None:
-        began = perf_counter()
-        try:
-            processor.catch_up()
-            edit = processor.edit()
-        except Exception as error:  # the processor boundary: third-party code
-            raise self.fail_from(member, error) from error
-        self.charge(member, perf_counter() - began)
-        return edit
+    def _active_members(self) -> list[Member]:
+        assert self._tracker is not None
+        section = "thinking" if self._tracker.thinking else "answer"
+        return [member for member in self.members if member.scope in ("all", section)]
 
     def charge(self, member: Member, seconds: float) -> None:
         """Count time against a processor's budget.
@@ -352,22 +343,41 @@ class ProcessorChain:
         """
         member.record.seconds += seconds
         if seconds > self.step_budget_s:
-            message = f"took {seconds * 1e3:.0f} ms for one step, the budget is {self.step_budget_s * 1e3:.0f} ms"
-            raise self.fail(member.name, "budget", message)
+            raise self._over_budget(member, seconds)
 
-    def _add(self, plan: RowPlan, member: Member, edit: Edit) -> None:
-        if isinstance(edit, Bias | Scale):
-            plan.soft.append((member.processor.stage, edit))
-            self._pending.append((member, "biased", 0))
+    def _over_budget(self, member: Member, seconds: float) -> ProcessorFailed:
+        message = f"took {seconds * 1e3:.0f} ms for one step, the budget is {self.step_budget_s * 1e3:.0f} ms"
+        return self.fail(member.name, "budget", message)
+
+    def _add(self, plan: RowPlan, member: Member, edit: Edit | Member) -> None:
+        kind, masked = "biased", 0
+        if isinstance(edit, Member):
+            kind = "shaped"
+            if member.processor.stage <= Stage.SOFT:
+                plan.soft.append((member.processor.stage, member))
+            else:
+                plan.late.append(member)
         elif isinstance(edit, Ban):
+            kind, masked = "masked", len(edit.token_ids)
             plan.bans.append(edit)
-            self._pending.append((member, "masked", len(edit.token_ids)))
         elif isinstance(edit, Allow):
             bitmask = self._with_opening_tag(member, edit.bitmask)
+            num_allowed = count_allowed(bitmask)
+            kind, masked = "masked", self.context.vocabulary.num_tokens - num_allowed
             plan.allows.append(bitmask)
-            self._pending.append((member, "masked", self.context.vocabulary.num_tokens - count_allowed(bitmask)))
+            plan.fewest_allowed = min(plan.fewest_allowed, num_allowed)
+        elif isinstance(edit, Force):
+            kind = "forced"
+            self._force(plan, member, edit.token_id)
         else:
-            self._pending.append((member, "forced", 0))
+            plan.soft.append((member.processor.stage, edit))
+        self._pending.append((member, kind, masked))
+
+    def _force(self, plan: RowPlan, member: Member, token_id: int) -> None:
+        if plan.forced_by is not None and plan.force != token_id:
+            message = f"forces token {token_id} where {plan.forced_by.name} forces {plan.force}"
+            raise self.fail(member.name, "unsatisfiable", f"{message} at position {self.position}")
+        plan.forced_by, plan.force = member, token_id
 
     def _with_opening_tag(self, member: Member, bitmask: torch.Tensor) -> torch.Tensor:
         """Before the first token a mask on the answer leaves the model free to open a thinking section."""
@@ -381,13 +391,13 @@ class ProcessorChain:
         bitmask[word] |= (1 << bit) if bit < 31 else -(1 << 31)
         return bitmask
 
-    def _check(self, plan: RowPlan, forced_by: Member | None) -> None:
+    def _check(self, plan: RowPlan) -> None:
         """A forced id that a mask forbids, or masks that leave nothing, are errors, never token 0 or NaN."""
-        if plan.force is not None and forced_by is not None:
+        if plan.forced_by is not None:
             if not _masks_permit(plan, plan.force):
                 message = f"forces token {plan.force}, which another processor forbids"
-                raise self.fail(forced_by.name, "unsatisfiable", f"{message} at position {self.position}")
-        elif plan.allows and not _leaves_a_token(plan):
+                raise self.fail(plan.forced_by.name, "unsatisfiable", f"{message} at position {self.position}")
+        elif not _leaves_a_token(plan):
             names = ", ".join(dict.fromkeys(m.name for m, kind, _ in self._pending if kind == "masked"))
             raise self.fail(names, "unsatisfiable", f"no token is left at position {self.position}")
 
@@ -410,7 +420,12 @@ class ProcessorChain:
         return self.receipt.as_json()
 
 
-def _masks_permit(plan: RowPlan, token_id: int) -> bool:
+def _any_shapes(members: list[Member]) -> bool:
+    return any(isinstance(member.processor, ShapingProcessor) for member in members)
+
+
+def _masks_permit(plan: RowPlan, token_id: int | None) -> bool:
+    assert token_id is not None
     if any(bool((ban.token_ids == token_id).any()) for ban in plan.bans):
         return False
     return all(is_allowed(bitmask, token_id) for bitmask in plan.allows)
@@ -421,13 +436,19 @@ def _permits(plan: RowPlan, token_id: int) -> bool:
 
 
 def _leaves_a_token(plan: RowPlan) -> bool:
+    """Whether any bit survives all masks and bans; most plans have more bits set than there are bans."""
+    num_banned = sum(len(ban.token_ids) for ban in plan.bans)
+    if len(plan.allows) == 1 and plan.fewest_allowed > num_banned:
+        return True
     width = min(len(bitmask) for bitmask in plan.allows)
-    allowed = plan.allows[0][:width].clone() if len(plan.allows) > 1 or plan.bans else plan.allows[0]
+    allowed = plan.allows[0][:width].clone()
     for bitmask in plan.allows[1:]:
         allowed &= bitmask[:width]
-    if plan.bans:
-        for token_id in torch.cat([ban.token_ids for ban in plan.bans]).tolist():
-            if token_id >> 5 < width:
-                bit = token_id & 31
-                allowed[token_id >> 5] &= ~(1 << bit) if bit < 31 else 0x7FFFFFFF
+    if num_banned:
+        banned = torch.cat([ban.token_ids for ban in plan.bans]).tolist()
+        allowed &= ~bitmask_of((token_id for token_id in banned if token_id < 32 * width), 32 * width)
     return bool(allowed.any())
+
+
+_NOTHING = RowPlan()
+"""The plan of a step at which nobody asks for anything; shared, and never changed."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from adapters.batch import apply_chain
+from adapters.batch import apply_plan
 from adapters.chain import ProcessorChain, ProcessorFailed
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ class TrtllmAdapter(_Base):
         self.report = report
         self.failure: Failure | None = None
 
-    def edit_row(self, req_id: int | str, token_ids: Sequence[int], row: torch.Tensor) -> Failure | None:
-        """Edit ``row`` (shape ``[V]``) in place, or leave it as it was and say why it failed."""
-        raise NotImplementedError
+    @abstractmethod
+    def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
+        """Edit ``logits`` (shape ``[1, 1, V]``) in place, or leave them as they were and say why it failed."""
 
     def __call__(
         self,
@@ -97,22 +98,26 @@ class TrtllmAdapter(_Base):
         stream_ptr: int | None = None,
         client_id: int | None = None,
     ) -> None:
+        if stream_ptr is None:
+            self._step(req_id, logits, token_ids)
+            return
         with _on_stream(stream_ptr, logits):
-            if self.failure is None:
-                failure = self._checked_edit(req_id, logits, token_ids)
-                if failure is None:
-                    return
-                self._fail(failure)
-            self._force_end(logits)
+            self._step(req_id, logits, token_ids)
 
-    def _checked_edit(
-        self, req_id: int | str, logits: torch.Tensor, token_ids: Sequence[Sequence[int]]
-    ) -> Failure | None:
-        if logits.dim() != 3 or logits.shape[0] != 1 or logits.shape[1] != 1 or len(token_ids) != 1:
-            shape, lists = list(logits.shape), len(token_ids)
-            message = f"takes one sequence and one beam, logits [1, 1, V]; got {shape} and {lists} token lists"
-            return Failure(str(req_id), self.name, "shape", message)
-        return self.edit_row(req_id, token_ids[0], logits[0, 0])
+    def _step(self, req_id: int | str, logits: torch.Tensor, token_ids: Sequence[Sequence[int]]) -> None:
+        if self.failure is None:
+            shape = logits.shape
+            if len(shape) == 3 and shape[0] == 1 and shape[1] == 1 and len(token_ids) == 1:
+                failure = self.edit_row(req_id, token_ids[0], logits)
+            else:
+                message = (
+                    f"takes one sequence and one beam, logits [1, 1, V]; got {list(shape)}, {len(token_ids)} lists"
+                )
+                failure = Failure(str(req_id), self.name, "shape", message)
+            if failure is None:
+                return
+            self._fail(failure)
+        self._force_end(logits)
 
     @property
     def name(self) -> str:
@@ -145,7 +150,8 @@ class DynamoAdapter(TrtllmAdapter):
     def name(self) -> str:
         return type(self.processor).__name__
 
-    def edit_row(self, req_id: int | str, token_ids: Sequence[int], row: torch.Tensor) -> Failure | None:
+    def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
+        row = logits[0, 0]
         before = row.clone()
         failure = self._run(req_id, token_ids, row)
         if failure is not None:
@@ -199,19 +205,24 @@ class ChainAdapter(TrtllmAdapter):
     def name(self) -> str:
         return "chain"
 
-    def edit_row(self, req_id: int | str, token_ids: Sequence[int], row: torch.Tensor) -> Failure | None:
-        before = row.clone() if self.chain.has_shaping else None
+    def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
+        chain, row, before = self.chain, None, None
         try:
             self._move_to(token_ids)
-            if apply_chain(self.chain, row):
+            plan = chain.plan()
+            if plan.is_empty:
+                return None
+            row = logits[0, 0]
+            before = row.clone() if chain.has_shaping else None
+            if apply_plan(chain, plan, row):
                 self._check(row)
         except ProcessorFailed as failed:
-            if before is not None:
+            if row is not None and before is not None:
                 row.copy_(before)
-            return Failure(str(req_id), failed.processor, failed.reason, failed.message, self.chain.position)
+            return Failure(str(req_id), failed.processor, failed.reason, failed.message, chain.position)
         except Exception as error:  # the callback boundary: nothing may reach the engine
-            message = f"raised {type(error).__name__} at position {self.chain.position}"
-            return Failure(str(req_id), self.name, "raised", message, self.chain.position)
+            message = f"raised {type(error).__name__} at position {chain.position}"
+            return Failure(str(req_id), self.name, "raised", message, chain.position)
         return None
 
     def _move_to(self, token_ids: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -124,6 +125,8 @@ class WorkerEngine(LLMEngine):
                 logger.exception("start-up failed")
             self.startup_error = " ".join(str(error).split()) or type(error).__name__
             raise
+        gc.collect()
+        gc.freeze()  # model and vocabulary stay; collections that look at them would hold up a step for milliseconds
         self._info = info
         self.gate.block_size = info.kv_block_size
         self.metrics.describe_engine(info)

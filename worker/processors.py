@@ -17,6 +17,7 @@ from adapters.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import Context
 from adapters.policy import Policy, PolicyError
+from adapters.processors.grammar import grammar_cache
 from adapters.scope import Scope
 from adapters.selection import Requested, Selection, SelectionError, from_channels
 from adapters.token_bytes import byte_index
@@ -56,7 +57,8 @@ class Facts:
             OSError, ValueError: there is none that can be read.
         """
         vocabulary = Vocabulary.from_pretrained(model_path, vocab_size, eos_token_ids)
-        byte_index(vocabulary)  # half a second for a large vocabulary; no request should wait for it
+        byte_index(vocabulary)  # seconds for a large vocabulary, and the grammars' trie too: no request should wait
+        grammar_cache(vocabulary)
         return cls(vocabulary, _tag(vocabulary, "<think>"), _tag(vocabulary, "</think>"))
 
 

@@ -422,7 +422,7 @@ def test_a_shaping_processor_that_raises_fails_alone():
 
 
 def test_a_processor_over_its_budget_fails_its_request(monkeypatch):
-    clock = iter([0.0, 0.05, 1.0, 1.2])
+    clock = iter([0.0, 0.05, 0.05, 1.0, 1.2])
     monkeypatch.setattr("adapters.chain.perf_counter", lambda: next(clock))
     assert chain(Adds(), step_budget_s=0.1).plan().soft
     with pytest.raises(ProcessorFailed, match=r"took 200 ms for one step, the budget is 100 ms") as caught:

@@ -1,0 +1,276 @@
+"""What processors cost, as ratios within one run.
+
+    .venv/bin/python benchmarks/processors.py
+
+
+The figures (32 rows, V = 151,936, float32, CPU) and what each is compared with:
+
+* forcing every row, against filling every row densely, as a processor that writes logits has to;
+* 200 biases a row, against a Python loop over them;
+* a typical chain (bias, penalties, minimum length, thinking budget, JSON Schema) on every row, in passes over the
+  logits: one pass is ``logits.copy_(other)``;
+* an idle TensorRT-LLM callable, against a bare Python call of the same shape;
+* the work that history makes per step, at 128 to 32,768 tokens.
+
+Results go to ``benchmarks/results/processors.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from adapters import create_trtllm_adapters
+from adapters.batch import apply_edits, plan_rows
+from adapters.catalog import Catalog
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.edits import Bias, apply_sparse
+from adapters.processors.grammar import grammar_cache
+from adapters.selection import Requested, Selection
+from adapters.vocabulary import Vocabulary
+
+VOCAB = 151_936
+ROWS = 32
+END = 0
+RESULTS = Path(__file__).parent / "results" / "processors.md"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TYPICAL = (
+    Requested("logit_bias", {"bias": {str(i * 7 + 300): 1.5 for i in range(50)}}),
+    Requested("repetition_penalty", {"penalty": 1.1}),
+    Requested("frequency_penalty", {"penalty": 0.2}),
+    Requested("min_tokens", {"n": 1000}),
+    Requested("thinking_budget", {"tokens": 4000, "start": "<think>", "end": "</think>"}),
+    Requested("json_schema", {"schema": SCHEMA}),
+)
+HISTORY = (
+    Requested("repetition_penalty", {"penalty": 1.1}),
+    Requested("presence_penalty", {"penalty": 0.2}),
+    Requested("no_repeat_ngram", {"n": 3}),
+    Requested("dry", {"multiplier": 0.8}),
+    Requested("loop_stop", {"max_period": 20, "copies": 4}),
+    Requested("thinking_budget", {"tokens": 100_000, "start": "<think>", "end": "</think>"}),
+)
+
+
+def vocabulary() -> Vocabulary:
+    """A byte-level vocabulary as wide as Qwen's: the bytes, then words of letters and digits, then the tags."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<end>", *alphabet]
+    letters = "etaoinshrdlucmfwypvbgkjqxz0123456789"
+    merges = []
+    known = set(tokens)
+    frontier = list(letters)
+    while len(tokens) < VOCAB - 2:
+        longer = []
+        for head in frontier:
+            for letter in letters:
+                word = head + letter
+                if word in known or len(tokens) >= VOCAB - 2:
+                    continue
+                known.add(word)
+                tokens.append(word)
+                merges.append((head, letter))
+                longer.append(word)
+        frontier = longer
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.add_tokens(["<think>", "</think>"])
+    return Vocabulary(VOCAB, fast, (END,))
+
+
+def median_ms(run: Callable[[], Any], repeats: int = 30) -> float:
+    """Median wall time of ``run``, after three runs that do not count, milliseconds."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
+
+
+def chain_of(context: Context, wanted: Sequence[Requested], prompt: Sequence[int]) -> ProcessorChain:
+    chain = Catalog.default().build_chain(Selection(tuple(wanted)), context, step_budget_s=60)
+    chain.start(prompt)
+    return chain
+
+
+def forcing(context: Context, logits: torch.Tensor) -> tuple[float, float]:
+    """(applying a forced id to every row, filling every row), ms; both have been decided before."""
+    wanted = [Requested("forced_sequence", {"token_ids": [i + 300]}) for i in range(ROWS)]
+    chains = [(row, chain_of(context, [each], [5, 6, 7])) for row, each in enumerate(wanted)]
+
+    planned, _ = plan_rows(chains)
+
+    def force() -> None:
+        for _ in range(100):
+            apply_edits(logits, planned)
+
+    def fill() -> None:
+        for row in range(ROWS):
+            value = logits[row, row + 300].clone()
+            logits[row].fill_(-torch.inf)
+            logits[row, row + 300] = value
+
+    return median_ms(force) / 100, median_ms(fill)
+
+
+def biases(logits: torch.Tensor) -> tuple[float, float]:
+    """(200 biases on every row, the same in a Python loop), ms."""
+    tables = [{(i * 37 + row) % VOCAB: 0.25 for i in range(200)} for row in range(ROWS)]
+    edits = [(row, Bias.of(list(table), list(table.values()))) for row, table in enumerate(tables)]
+
+    def loop() -> None:
+        for row, table in enumerate(tables):
+            for token_id, bias in table.items():
+                logits[row, token_id] += bias
+
+    return median_ms(lambda: apply_sparse(logits, list(edits))), median_ms(loop, repeats=3)
+
+
+def typical(context: Context, logits: torch.Tensor) -> tuple[float, float, float]:
+    """(planning and applying a typical chain on every row, planning alone, one pass over the logits), ms.
+
+    Each step accepts a token first, so that nothing is merely repeated: the answers are valid JSON being written.
+    """
+    prompt = context.vocabulary.encode("name a person and their age " * 40)[:200]
+    chains = [(row, chain_of(context, TYPICAL, prompt)) for row in range(ROWS)]
+    answer = context.vocabulary.encode('{"name":"' + "".join("lorem ipsum dolor sit amet "[i % 27] for i in range(400)))
+    steps = iter(range(len(answer)))
+    other = torch.randn_like(logits)
+    planning: list[float] = []
+
+    def step() -> None:
+        token_id = answer[next(steps)]
+        for _, chain in chains:
+            chain.accept(token_id, chain.position)
+        began = time.perf_counter()
+        planned, failures = plan_rows(chains)
+        planning.append((time.perf_counter() - began) * 1e3)
+        assert not failures, failures
+        apply_edits(logits, planned)
+
+    logits.copy_(other)
+    total = median_ms(step)
+    return total, statistics.median(planning), median_ms(lambda: logits.copy_(other))
+
+
+def idle_call(context: Context) -> tuple[float, float]:
+    """(a call of a chain's callable that asks for nothing, a bare Python call of the same shape), microseconds."""
+    chain = chain_of(context, [Requested("forced_prefix", {"token_ids": [300]})], [5, 6, 7])
+    (adapter,) = create_trtllm_adapters([chain])
+    logits = torch.zeros(1, 1, 64)
+    ids = [[5, 6, 7, 300, 301, 302]]
+    adapter(1, logits, ids, None, None)
+
+    class Bare:
+        def __call__(self, req_id: int, logits: Any, token_ids: Any, stream_ptr: Any, client_id: Any) -> None:
+            pass
+
+    def per_call(processor: Callable[..., None]) -> float:
+        def many() -> None:
+            for _ in range(10_000):
+                processor(1, logits, ids, None, None)
+
+        return median_ms(many, repeats=7) / 10
+
+    return per_call(adapter), per_call(Bare())
+
+
+def history(context: Context, lengths: Sequence[int]) -> list[tuple[int, float]]:
+    """Time to accept a token and plan, by tokens of history (of 1,000 distinct ids), microseconds."""
+    found = []
+    for length in lengths:
+        prompt = [300 + (i * 7919) % 1000 for i in range(length)]
+        chain = chain_of(context, HISTORY, prompt)
+        tokens = iter(range(10**9))
+
+        def step(chain: ProcessorChain = chain, tokens: Any = tokens) -> None:
+            chain.accept(300 + (next(tokens) * 104_729) % 1000, chain.position)
+            chain.plan()
+
+        found.append((length, median_ms(step, repeats=300) * 1e3))
+    return found
+
+
+def main() -> None:
+    """Run, print, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args()
+    context = Context(vocabulary(), frozenset({END}), seed=1)
+    grammar_cache(context.vocabulary)
+    gc.collect()
+    gc.freeze()  # as the worker does: a large vocabulary is garbage-collected for milliseconds otherwise
+    logits = torch.randn(ROWS, VOCAB)
+    rows = []
+    ours, theirs = forcing(context, logits)
+    rows.append(
+        (
+            "forcing 32 rows, against a dense fill",
+            f"{ours:.3f} ms",
+            f"{theirs:.2f} ms",
+            f"{theirs / ours:.0f}×",
+            "≥ 100×",
+        )
+    )
+    ours, theirs = biases(logits)
+    rows.append(
+        ("200 biases a row, against a loop", f"{ours:.3f} ms", f"{theirs:.0f} ms", f"{theirs / ours:.0f}×", "≥ 50×")
+    )
+    total, planning, copy = typical(context, logits)
+    passes = f"{total / copy:.1f} passes"
+    rows.append(
+        (f"typical chain, 32 rows (plans {planning:.2f} ms)", f"{total:.2f} ms", f"{copy:.2f} ms", passes, "≤ 2")
+    )
+    ours, theirs = idle_call(context)
+    rows.append(
+        (
+            "idle callable, against a bare call",
+            f"{ours:.2f} µs",
+            f"{theirs:.2f} µs",
+            f"+{ours - theirs:.2f} µs",
+            "≤ 3 µs",
+        )
+    )
+    measured = history(context, (128, 1024, 8192, 32_768))
+    first = measured[0][1]
+    for length, us in measured:
+        rows.append(
+            (f"history work a step, {length:,} tokens", f"{us:.0f} µs", f"{first:.0f} µs", f"{us / first:.2f}×", "flat")
+        )
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    when = datetime.date.today().isoformat()
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    text = (
+        f"# Processors\n\n`python benchmarks/processors.py` on {when} ({machine}); V = {VOCAB:,}, {ROWS} rows, float32.\n\n"
+        f"| what | ours | compared with | ratio | target |\n| --- | --- | --- | --- | --- |\n{table}\n"
+    )
+    print(text)
+    if not options.no_write:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
