@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from worker import __version__
 from worker.errors import ConfigurationError
@@ -292,7 +292,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return {option.name: option.read(environ[name], name) for name, option in known.items() if environ.get(name)}
 
 
-class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
+class _UniqueKeys(yaml.SafeLoader):
     """YAML keeps the last of two equal keys in silence; here that is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -170,19 +170,12 @@ def test_info_control(shared: Shared) -> None:
 REFUSALS = {
     "n": ("chat", {"n": 2}, "sampling_options.n: more than one choice cannot be streamed"),
     "best_of": ("completions", {"best_of": 3}, "sampling_options.best_of: best_of above 1 is not supported"),
-    "grammar": ("chat", {"response_format": {"type": "json_object"}}, "sampling_options.guided_decoding: "),
-    "choice": ("chat", {"guided_choice": ["a", "b"]}, "sampling_options.guided_decoding: "),
-    "thinking": ("chat", {"nvext": {"max_thinking_tokens": 4}}, "stop_conditions.max_thinking_tokens: "),
-    "allowed": ("chat", {"allowed_token_ids": [40]}, "extra_args.sampling_options.allowed_token_ids: "),
-    "bad words": ("chat", {"bad_words_token_ids": [[40]]}, "extra_args.sampling_options.bad_words_token_ids: "),
+    "allowed": ("chat", {"allowed_token_ids": [99_999]}, "allowed_token_ids"),
     "prompt logprobs": ("chat", {"prompt_logprobs": 1}, "output_options.prompt_logprobs: "),
     "echo": ("completions", {"echo": True}, "output_options.prompt_logprobs: "),
     "stop id": ("chat", {"stop_token_ids": [999_999]}, "stop_conditions.stop_token_ids: token id 999999 is not in"),
-    "processors": (
-        "chat",
-        {"nvext": {"annotations": ["logits_processors:[]"]}},
-        "annotations: 'logits_processors' is refused",
-    ),
+    "processors": ("chat", {"nvext": {"annotations": ["logits_processors:["]}}, "logits_processors: "),
+    "misspelt": ("chat", {"nvext": {"annotations": ["logits_procesors:{}"]}}, "annotations: 'logits_procesors' is not"),
     "annotation size": ("chat", {"nvext": {"annotations": ["a" * 70_000]}}, "annotations: must have at most 65536"),
 }
 
