@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal
@@ -71,6 +71,11 @@ class Member:
     processor: Processor
     scope: Scope
     record: ProcessorRecord
+    edit: Callable[[], Edit | None] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.processor, SteeringProcessor):
+            self.edit = self.processor.edit  # found once: an abstract class answers isinstance slowly
 
     @property
     def name(self) -> str:
@@ -78,9 +83,8 @@ class Member:
 
     def step(self) -> Edit | Member | None:
         """What the processor asks for now; a shaping one always asks for itself."""
-        processor = self.processor
-        processor.catch_up()
-        return processor.edit() if isinstance(processor, SteeringProcessor) else self
+        self.processor.catch_up()
+        return self.edit() if self.edit is not None else self
 
 
 class ProcessorChain:
@@ -250,15 +254,14 @@ class ProcessorChain:
         """
         if len(tokens) < self.prompt_length:
             raise ValueError(f"history of {len(tokens)} tokens is shorter than the prompt of {self.prompt_length}")
-        known = min(len(tokens), len(self.tokens))
-        checked = max(self.prompt_length, known - 32)
-        if tokens[checked:known] == self.tokens[checked:known]:
-            checked = known
-        while checked < known and tokens[checked] == self.tokens[checked]:
-            checked += 1
-        if checked < len(self.tokens):
-            self.rewind(checked)
-        for position in range(checked, len(tokens)):
+        own, length = self.tokens, len(self.tokens)
+        first = max(self.prompt_length, length - 32)
+        if tokens[first:length] != own[first:length]:  # also when `tokens` is the shorter one
+            length = max(self.prompt_length, min(first, len(tokens) - 32))
+            while length < min(len(tokens), len(own)) and tokens[length] == own[length]:
+                length += 1
+            self.rewind(length)
+        for position in range(length, len(tokens)):
             self.accept(tokens[position], position)
 
     def _append(self, token_id: int) -> None:

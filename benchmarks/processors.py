@@ -230,13 +230,13 @@ def main() -> None:
             "forcing 32 rows, against a dense fill",
             f"{ours:.3f} ms",
             f"{theirs:.2f} ms",
-            f"{theirs / ours:.0f}×",
-            "≥ 100×",
+            f"{theirs / ours:.0f}x",
+            "≥ 100x",
         )
     )
     ours, theirs = biases(logits)
     rows.append(
-        ("200 biases a row, against a loop", f"{ours:.3f} ms", f"{theirs:.0f} ms", f"{theirs / ours:.0f}×", "≥ 50×")
+        ("200 biases a row, against a loop", f"{ours:.3f} ms", f"{theirs:.0f} ms", f"{theirs / ours:.0f}x", "≥ 50x")
     )
     total, planning, copy = typical(context, logits)
     passes = f"{total / copy:.1f} passes"
@@ -257,7 +257,7 @@ def main() -> None:
     first = measured[0][1]
     for length, us in measured:
         rows.append(
-            (f"history work a step, {length:,} tokens", f"{us:.0f} µs", f"{first:.0f} µs", f"{us / first:.2f}×", "flat")
+            (f"history work a step, {length:,} tokens", f"{us:.0f} µs", f"{first:.0f} µs", f"{us / first:.2f}x", "flat")
         )
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     when = datetime.date.today().isoformat()

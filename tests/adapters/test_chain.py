@@ -308,6 +308,17 @@ def test_sync_makes_any_history_known(stream, steps):
         assert allowed(made) == set(range(VOCAB)) - reference
 
 
+@pytest.mark.parametrize("kept", [0, 5, 60, 99, 100])
+def test_sync_to_a_much_shorter_history(kept):
+    made = chain(NoRepeat())
+    stream = [i % VOCAB for i in range(100)]
+    made.sync([1, 2, 3, *stream])
+    made.sync([1, 2, 3, *stream[:kept], 39])
+    assert made.tokens == [1, 2, 3, *stream[:kept], 39]
+    with pytest.raises(ValueError, match="shorter than the prompt"):
+        made.sync([1, 2])
+
+
 def test_history_work_is_done_once_per_token():
     processor = NoRepeat()
     made = chain(processor)
