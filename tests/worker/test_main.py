@@ -1,0 +1,120 @@
+"""``python -m worker`` up to the point where it would serve: checks, one line each, and the exit status."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import worker.__main__ as program
+from worker.arguments import Arguments, parse_arguments
+from worker.errors import ConfigurationError, StartupError
+
+
+def arguments(*argv: str) -> Arguments:
+    return parse_arguments(["--model-path", "/models/tiny", *argv], {})
+
+
+def test_our_own_adapters_package_is_the_one_that_is_found() -> None:
+    program.check_adapters_package()
+
+
+@pytest.mark.parametrize("name", ["adapters", "adapter-transformers"])
+def test_another_distribution_with_an_adapters_package(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    real = importlib.metadata.distribution
+
+    def distribution(wanted: str) -> importlib.metadata.Distribution:
+        return real("pytest") if wanted == name else real(wanted)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    with pytest.raises(ConfigurationError, match=f"distribution '{name}' also installs a package called 'adapters'"):
+        program.check_adapters_package()
+
+
+def test_a_shadowing_adapters_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "__init__.py").touch()
+    spec = importlib.util.spec_from_file_location("adapters", tmp_path / "adapters" / "__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(ConfigurationError, match=f"'adapters' must be the package at .*, found {tmp_path}"):
+        program.check_adapters_package()
+
+
+def test_trtllm_where_it_is_missing_and_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    program.check_engine(arguments())
+    with pytest.raises(ConfigurationError, match="tensorrt_llm is not installed"):
+        program.check_engine(arguments("--engine", "trtllm"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ConfigurationError, match="does not drive TensorRT-LLM"):
+        program.check_engine(arguments("--engine", "trtllm"))
+
+
+def test_models_that_are_none(tmp_path: Path) -> None:
+    def check(*argv: str) -> None:
+        program.check_model(parse_arguments(["--model-path", str(tmp_path / "m"), *argv], {}))
+
+    with pytest.raises(StartupError, match="no such directory"):
+        check()
+    (tmp_path / "m").mkdir()
+    with pytest.raises(StartupError, match=r"no config\.json"):
+        check()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    check()
+    with pytest.raises(StartupError, match=r"--custom-jinja-template /nowhere\.jinja: no such file"):
+        check("--custom-jinja-template", "/nowhere.jinja")
+
+
+class Serving:
+    """Stands for the engine while `runtime.run` is replaced."""
+
+    startup_error: str | None = None
+    broken: str | None = None
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
+    engine = Serving()
+    monkeypatch.setattr(program, "build", lambda argv: (engine, None))
+    return engine
+
+
+def test_a_clean_end(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program.runtime, "run", lambda engine, config: None)
+    assert program.main([]) == 0
+
+
+def test_a_broken_engine(serving: Serving, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    serving.broken = "device lost"
+    monkeypatch.setattr(program.runtime, "run", lambda engine, config: None)
+    assert program.main([]) == 1
+    assert capsys.readouterr().err == "worker: error: engine broken: device lost\n"
+
+
+@pytest.mark.parametrize(("startup_error", "shown"), [("no weights", "no weights"), (None, "no etcd")])
+def test_a_failed_start(
+    serving: Serving,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    startup_error: str | None,
+    shown: str,
+) -> None:
+    def run(engine: object, config: object) -> None:
+        raise RuntimeError("no\netcd")
+
+    serving.startup_error = startup_error
+    monkeypatch.setattr(program.runtime, "run", run)
+    assert program.main([]) == 1
+    assert capsys.readouterr().err == f"worker: error: {shown}\n"
+
+
+def test_statuses_of_checks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(program.runtime.SHUTDOWN_LIMIT, "60")  # or the first of these would set it for good
+    assert program.main(["--model-path", "/nowhere", "--engine", "vllm"]) == 2
+    assert program.main(["--model-path", "/nowhere"]) == 1
+    monkeypatch.setenv("DYN_ENABLE_TEST_LOGITS_PROCESSOR", "maybe")
+    assert program.main(["--model-path", "/nowhere"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("worker: error: ") for line in lines)
