@@ -223,47 +223,30 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # as the worker does: a large vocabulary is garbage-collected for milliseconds otherwise
     logits = torch.randn(ROWS, VOCAB)
-    rows = []
+    rows: list[tuple[str, str, str, str, str]] = []
+
+    def row(what: str, ours: str, other: str, ratio: str, target: str) -> None:
+        rows.append((what, ours, other, ratio, target))
+
     ours, theirs = forcing(context, logits)
-    rows.append(
-        (
-            "forcing 32 rows, against a dense fill",
-            f"{ours:.3f} ms",
-            f"{theirs:.2f} ms",
-            f"{theirs / ours:.0f}x",
-            "≥ 100x",
-        )
-    )
+    row("forcing 32 rows; a dense fill", f"{ours:.3f} ms", f"{theirs:.2f} ms", f"{theirs / ours:.0f}x", ">= 100x")
     ours, theirs = biases(logits)
-    rows.append(
-        ("200 biases a row, against a loop", f"{ours:.3f} ms", f"{theirs:.0f} ms", f"{theirs / ours:.0f}x", "≥ 50x")
-    )
+    row("200 biases a row; a loop", f"{ours:.3f} ms", f"{theirs:.0f} ms", f"{theirs / ours:.0f}x", ">= 50x")
     total, planning, copy = typical(context, logits)
-    passes = f"{total / copy:.1f} passes"
-    rows.append(
-        (f"typical chain, 32 rows (plans {planning:.2f} ms)", f"{total:.2f} ms", f"{copy:.2f} ms", passes, "≤ 2")
-    )
+    what = f"typical chain, 32 rows ({planning:.2f} ms of it plans); one pass"
+    row(what, f"{total:.2f} ms", f"{copy:.2f} ms", f"{total / copy:.1f} passes", "<= 2")
     ours, theirs = idle_call(context)
-    rows.append(
-        (
-            "idle callable, against a bare call",
-            f"{ours:.2f} µs",
-            f"{theirs:.2f} µs",
-            f"+{ours - theirs:.2f} µs",
-            "≤ 3 µs",
-        )
-    )
+    row("idle callable; a bare call", f"{ours:.2f} us", f"{theirs:.2f} us", f"+{ours - theirs:.2f} us", "<= 3 us")
     measured = history(context, (128, 1024, 8192, 32_768))
     first = measured[0][1]
     for length, us in measured:
-        rows.append(
-            (f"history work a step, {length:,} tokens", f"{us:.0f} µs", f"{first:.0f} µs", f"{us / first:.2f}x", "flat")
-        )
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        row(f"history, {length:,} tokens; 128 tokens", f"{us:.0f} us", f"{first:.0f} us", f"{us / first:.2f}x", "1x")
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
     when = datetime.date.today().isoformat()
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     text = (
-        f"# Processors\n\n`python benchmarks/processors.py` on {when} ({machine}); V = {VOCAB:,}, {ROWS} rows, float32.\n\n"
+        f"# What processors cost\n\nMade by `.venv/bin/python benchmarks/processors.py` on {when} ({machine}); "
+        f"V = {VOCAB:,}, {ROWS} rows, float32.\n\n"
         f"| what | ours | compared with | ratio | target |\n| --- | --- | --- | --- | --- |\n{table}\n"
     )
     print(text)
