@@ -15,7 +15,7 @@ from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import Context
 from adapters.testing.subject import Case, CheckFailed, Subject
 
-NUM_STEPS = 24
+NUM_STEPS = 21
 SEEDS = (0, 1)
 
 _PROMPTS = (

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
+from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
 from adapters.edits import Allow, Ban, Bias, Edit, Force
 
 
@@ -22,6 +22,7 @@ class Amount(ProcessorArgs):
 class Steering(SteeringProcessor):
     """A processor in order, but for what a subclass does."""
 
+    name = "steering_in_order"
     stage = Stage.SOFT
     reads = Reads.PROMPT_AND_GENERATED
     Args = Amount
@@ -38,6 +39,7 @@ class Steering(SteeringProcessor):
 class Shaping(ShapingProcessor):
     """A processor in order, but for what a subclass does."""
 
+    name = "shaping_in_order"
     stage = Stage.TEMPERATURE
     reads = Reads.NOTHING
     Args = Amount
@@ -291,3 +293,40 @@ class ForcesBlindly(Shaping):
         kept = float(logits[40])
         logits.fill_(-torch.inf)
         logits[40] = kept - kept
+
+
+class NeedsAKey(Steering):
+    """In order, but nobody can guess its argument."""
+
+    name = "needs_a_key"
+
+    class Args(ProcessorArgs):
+        key: str = Field(min_length=20, max_length=20)
+
+    def __init__(self, args: Any, context: Context) -> None:
+        if args.key != "open sesame 12345678":
+            raise ArgumentError("key", "is not the key")
+
+
+class ZooBoost:
+    """In order: a TensorRT-LLM callable that counts its calls, which its wrapper takes care of."""
+
+    def __init__(self, boost: float = 1.0) -> None:
+        self.boost, self.calls = boost, 0
+
+    def __call__(self, req_id: int, logits: Any, token_ids: Any, stream_ptr: Any, client_id: Any) -> None:
+        logits[:, :, 40] += self.boost * (self.calls % 3)
+        self.calls += 1
+
+
+class ZooEnforce:
+    """Forces a token by making all others as low as the lowest, and its own the highest: NaN where it was banned."""
+
+    def __init__(self, token_id: int) -> None:
+        self.token_id = token_id
+
+    def __call__(self, req_id: int, logits: Any, token_ids: Any, stream_ptr: Any, client_id: Any) -> None:
+        lowest = logits.min()
+        logits[:, :, self.token_id] -= lowest
+        others = torch.arange(logits.shape[-1]) != self.token_id
+        logits[:, :, others] = torch.where(logits[:, :, others] > lowest, lowest, logits[:, :, others])

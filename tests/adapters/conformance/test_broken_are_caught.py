@@ -42,7 +42,5 @@ def test_broken(processor: type[Processor]) -> None:
 
 @pytest.mark.parametrize("processor", [broken.Steering, broken.Shaping], ids=["steering", "shaping"])
 def test_what_they_are_made_from_is_in_order(processor: type[Processor]) -> None:
-    named = type("InOrder", (processor,), {"name": "in_order", "__doc__": "Does nothing.", "__module__": __name__})
-    globals()["InOrder"] = named  # pickling looks it up
-    report = check_processor(named)
+    report = check_processor(processor)
     assert report.passed, str(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from examples import EXAMPLES
+from builtin_examples import EXAMPLES
 
 from adapters.processors import BUILTINS
 

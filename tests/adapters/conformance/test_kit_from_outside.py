@@ -1,0 +1,162 @@
+"""The kit as authors use it: the page about writing processors, the pytest plugin, the command, foreign classes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import broken_processors
+import pytest
+
+from adapters.__main__ import main
+from adapters.testing import CHECKS, CheckFailed, Subject, check_processor
+
+pytest_plugins = ["pytester"]
+
+_PAGE = Path(__file__).parents[3] / "docs" / "writing-processors.md"
+_OPTIONS = ("-p", "adapters.testing.plugin", "-p", "no:asyncio")
+
+
+@pytest.fixture
+def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Python files of the page by name, which its first line gives; also written to a directory on the path."""
+    blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    files = {re.match(r'"""(\w+\.py)"""', block)[1]: block for block in blocks}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield files
+    for name in files:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def test_the_processors_of_the_page_conform(page_files: dict[str, str]) -> None:
+    limit = importlib.import_module("sentence_limit").SentenceLimit
+    cap = importlib.import_module("soft_cap").SoftCap
+    for processor, example in ((limit, {"sentences": 2}), (cap, {"cap": 5.0})):
+        report = check_processor(processor, [example])
+        assert report.passed, str(report)
+
+
+def test_the_pitfall_that_the_page_tells_is_caught(page_files: dict[str, str]) -> None:
+    cap = importlib.import_module("soft_cap")
+    source = page_files["soft_cap.py"]
+    line = "logits.copy_(shaped.masked_fill(logits == -torch.inf, -torch.inf))"
+    assert line in source
+    exec(compile(source.replace(line, "logits.copy_(shaped)"), "soft_cap.py", "exec"), vars(cap))
+    report = check_processor(cap.SoftCap, [{"cap": 5.0}], only=["masked_rows"])
+    assert "was masked and came back" in str(report)
+
+
+def test_the_test_file_of_the_page_runs_one_test_for_each_check(
+    page_files: dict[str, str], pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(**{name.removesuffix(".py"): text for name, text in page_files.items()})
+    result = pytester.runpytest_inprocess(*_OPTIONS, "test_sentence_limit.py", "--strict-markers")
+    result.assert_outcomes(passed=len(CHECKS))
+
+
+def test_the_page_lists_the_checks() -> None:
+    listed = re.findall(
+        r"^\| `(\w+)` \| (.*) \|$", _PAGE.read_text(encoding="utf-8").partition("## The checks")[2], re.M
+    )
+    assert listed == [(check.name, check.meaning) for check in CHECKS]
+
+
+def test_plugin_fails_with_the_text_of_the_check(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from broken_processors import GrowsWithHistory, Unbounded
+
+        @pytest.mark.logits_processor(Unbounded, examples=[])
+        @pytest.mark.logits_processor(GrowsWithHistory, examples=[{"n": 4}])
+        def test_conformance(processor_check):
+            processor_check()
+        """
+    )
+    result = pytester.runpytest_inprocess(*_OPTIONS, "-k", "bounds or cost")
+    result.assert_outcomes(passed=2, failed=2)
+    result.stdout.fnmatch_lines(["*bounds: n has no upper bound: give*", "*the work of a step grew: *history*"])
+
+
+def test_plugin_needs_the_mark(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_conformance(processor_check): processor_check()")
+    result = pytester.runpytest_inprocess(*_OPTIONS)
+    assert result.ret != 0
+    result.stdout.fnmatch_lines(["*processor_check without @pytest.mark.logits_processor*"])
+
+
+def test_command_reports_and_sets_the_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "broken_processors:Steering", "--only", "bounds", "--only", "runs"]) == 0
+    assert capsys.readouterr().out.endswith("Steering passes all 2 checks\n")
+    assert main(["check", "broken_processors:CountsCalls", "--example", '{"n": 4}', "--only", "double_call"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("FAIL  double_call: ")
+    assert 'arguments {"n": 4}, story 0, generated token' in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["no_such_module:X"], "no_such_module"),
+        (["broken_processors:NoSuchClass"], "NoSuchClass"),
+        (["builtins:int"], "int"),
+        (["broken_processors:Steering", "--only", "no_such_check"], "unknown check no_such_check; known are declares"),
+    ],
+)
+def test_command_says_what_it_cannot_check(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("example", ["[1]", "{"])
+def test_command_refuses_an_example_that_is_no_object(example: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", "broken_processors:Steering", "--example", example])
+
+
+def test_command_lists_the_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["check", "--list"])
+    assert left.value.code == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("target", "example"),
+    [
+        ("transformers:RepetitionPenaltyLogitsProcessor", {"penalty": 1.2}),
+        ("adapters.basic:TemperatureProcessor", {"temperature": 0.5}),
+        ("broken_processors:ZooBoost", {"boost": 2.0}),
+    ],
+)
+def test_foreign_classes_conform(target: str, example: dict[str, float]) -> None:
+    module, _, name = target.partition(":")
+    report = check_processor(getattr(importlib.import_module(module), name), [example])
+    assert report.passed, str(report)
+
+
+def test_foreign_forcing_that_leaves_nan_is_caught() -> None:
+    report = check_processor(broken_processors.ZooEnforce, [{"token_id": 40}], only=["masked_rows", "banned_tokens"])
+    assert {result.check.name for result in report.failures} == {"masked_rows", "banned_tokens"}
+
+
+def test_an_example_that_is_refused_fails_every_check_that_needs_it() -> None:
+    report = check_processor(broken_processors.Steering, [{"n": 51}], only=["runs"])
+    assert 'the example {"n": 51} is refused' in str(report)
+    with pytest.raises(CheckFailed, match="is refused"):
+        report.raise_for_failures()
+
+
+def test_without_an_example_that_can_be_guessed_the_kit_asks_for_one() -> None:
+    with pytest.raises(CheckFailed, match="give examples"):
+        _ = Subject(broken_processors.NeedsAKey).cases
+
+
+def test_made_up_arguments_are_the_same_every_time() -> None:
+    cases = [[str(case) for case in Subject(broken_processors.Steering).cases] for _ in range(2)]
+    assert cases[0] == cases[1]
+    assert len(cases[0]) == 5  # none, two made up, two scopes
