@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import uvloop
 from dynamo.common.backend.engine import LLMEngine
+from dynamo.common.backend.worker import Worker
 from tokenizers import Tokenizer
 
 from worker.arguments import Arguments, parse_arguments
@@ -99,15 +101,15 @@ class ConstantEngine(LLMEngine):
 
 def main(kind: str, argv: list[str]) -> None:
     arguments = parse_arguments(argv)
-    engine: LLMEngine
+    runtime_config = runtime.worker_config(arguments)
     if kind == "ours":
         config = EmbeddedConfig(model_path=arguments.model_path, max_num_seqs=arguments.max_num_seqs)
-        engine = WorkerEngine(EmbeddedEngine(config, model=NullModel(arguments.model_path)), arguments)
+        model = NullModel(arguments.model_path)
+        runtime.run(WorkerEngine(EmbeddedEngine(config, model=model), arguments), runtime_config)
     elif kind == "constant":
-        engine = ConstantEngine(arguments)
+        uvloop.run(Worker(ConstantEngine(arguments), runtime_config).run())
     else:
         raise SystemExit(f"unknown worker {kind!r}")
-    runtime.run(engine, runtime.worker_config(arguments))
     runtime.finish(0)
 
 
