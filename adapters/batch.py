@@ -25,6 +25,27 @@ _SOFT_STAGES = (Stage.BIAS, Stage.PENALTY, Stage.SOFT)
 _LATE_STAGES = (Stage.FORCE, Stage.TEMPERATURE, Stage.TRUNCATION, Stage.SAMPLING)
 
 
+PROBLEMS = {
+    "nan": "left NaN in the logits",
+    "infinite": "left +inf in the logits",
+    "empty": "left no token that can be sampled",
+}
+"""What `row_problem` finds, in words."""
+
+
+def row_problem(row: torch.Tensor) -> str | None:
+    """``nan``, ``infinite`` or ``empty`` if no token can be drawn from ``row`` (shape ``[V]``), else None.
+
+    The maximum tells all three, because it propagates NaN: one pass, and on CUDA one host synchronisation.
+    """
+    highest = float(row.max())
+    if highest != highest:
+        return "nan"
+    if highest == torch.inf:
+        return "infinite"
+    return "empty" if highest == -torch.inf else None
+
+
 def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planned], dict[int, ProcessorFailed]]:
     """Plans of ``(row, chain)`` pairs and the failures by row. Needs no logits: call it while the forward runs."""
     planned: list[Planned] = []
@@ -174,9 +195,12 @@ def _shape(
             groups.setdefault(type(member.processor), []).append((row, chain, member))
     for kind, group in groups.items():
         # a class that is not batched goes row by row, so that nobody is called twice when a batch-mate raises
-        batched = kind.shape_rows.__func__ is not ShapingProcessor.shape_rows.__func__  # type: ignore[attr-defined]
-        for part in [group] if batched else [[single] for single in group]:
+        for part in [group] if _is_batched(kind) else [[single] for single in group]:
             _shape_group(kind, logits, part, failures)
+
+
+def _is_batched(kind: type[ShapingProcessor]) -> bool:
+    return kind.shape_rows.__func__ is not ShapingProcessor.shape_rows.__func__  # type: ignore[attr-defined]
 
 
 def _shape_group(
@@ -191,6 +215,8 @@ def _shape_group(
     began = perf_counter()
     try:
         kind.shape_rows(processors, values)
+        if not _is_batched(kind):
+            _check_shaped(logits[rows[0]], values[0], group[0][1], group[0][2])
     except Exception as error:  # the processor boundary: third-party code
         if len(group) == 1:
             failures[rows[0]] = group[0][1].fail_from(group[0][2], error)
@@ -205,3 +231,11 @@ def _shape_group(
             chain.charge(member, seconds)
         except ProcessorFailed as failure:
             failures[row] = failure
+
+
+def _check_shaped(before: torch.Tensor, after: torch.Tensor, chain: ProcessorChain, member: Member) -> None:
+    """Blames a row that nothing can be drawn from on the processor that made it so, and not on the model."""
+    problem = row_problem(after)
+    if problem is not None and row_problem(before) is None:
+        reason = "unsatisfiable" if problem == "empty" else problem
+        raise ProcessorFailed(member.name, reason, f"{PROBLEMS[problem]} at position {chain.position}")

@@ -401,8 +401,12 @@ class ProcessorChain:
                 message = f"forces token {plan.force}, which another processor forbids"
                 raise self.fail(plan.forced_by.name, "unsatisfiable", f"{message} at position {self.position}")
         elif not _leaves_a_token(plan):
-            names = ", ".join(dict.fromkeys(m.name for m, kind, _ in self._pending if kind == "masked"))
-            raise self.fail(names, "unsatisfiable", f"no token is left at position {self.position}")
+            raise self.no_token_left(["masked"])
+
+    def no_token_left(self, kinds: Sequence[str] = ("masked", "shaped", "biased")) -> ProcessorFailed:
+        """Record that nothing is left to sample at the position last planned; to blame is who did one of ``kinds``."""
+        names = dict.fromkeys(member.name for member, kind, _ in self._pending if kind in kinds)
+        return self.fail(", ".join(names), "unsatisfiable", f"no token is left at position {self.position}")
 
     def fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
         """Record that ``member`` raised ``error``; returns the failure for the caller to raise or report."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from adapters.batch import apply_plan
+from adapters.batch import PROBLEMS, apply_plan, row_problem
 from adapters.chain import ProcessorChain, ProcessorFailed
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class DynamoAdapter(TrtllmAdapter):
         problem = row_problem(row)
         if problem is None:
             return None
-        return Failure(str(req_id), self.name, problem, f"{_PROBLEMS[problem]} at position {position}", position)
+        return Failure(str(req_id), self.name, problem, f"{PROBLEMS[problem]} at position {position}", position)
 
 
 class ChainAdapter(TrtllmAdapter):
@@ -237,30 +237,11 @@ class ChainAdapter(TrtllmAdapter):
         if problem is not None:
             names = ", ".join(dict.fromkeys(member.name for member in self.chain.members))
             reason = "unsatisfiable" if problem == "empty" else problem
-            raise self.chain.fail(names, reason, f"{_PROBLEMS[problem]} at position {self.chain.position}")
+            raise self.chain.fail(names, reason, f"{PROBLEMS[problem]} at position {self.chain.position}")
 
 
 _UNSEEN = -1
 """Stands for a sampled token that the engine has not shown yet; no processor of a lagged chain looks at it."""
-
-_PROBLEMS = {
-    "nan": "left NaN in the logits",
-    "infinite": "left +inf in the logits",
-    "empty": "left no token that can be sampled",
-}
-
-
-def row_problem(row: torch.Tensor) -> str | None:
-    """``nan``, ``infinite`` or ``empty`` if no token can be drawn from ``row`` (shape ``[V]``), else None.
-
-    The maximum tells all three, because it propagates NaN: one pass, and on CUDA one host synchronisation.
-    """
-    highest = float(row.max())
-    if highest != highest:
-        return "nan"
-    if highest == torch.inf:
-        return "infinite"
-    return "empty" if highest == -torch.inf else None
 
 
 def create_trtllm_adapters(

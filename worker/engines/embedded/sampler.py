@@ -111,12 +111,9 @@ class Sampler:
             token_ids = drawn if token_ids is None else token_ids.index_copy_(0, table.random_index, drawn)
         assert token_ids is not None
         if not bool(highest.isfinite().all()):
-            for row, value in enumerate(highest.tolist()):
-                if not math.isfinite(value) and row not in errors:
-                    errors[row] = _UNSATISFIABLE if value == -math.inf else _NOT_FINITE
+            errors |= _unfit(highest.tolist(), planned, errors)
         samples = Samples(token_ids.tolist(), errors)
-        forced = {row: plan.force for row, _, plan in planned if plan.force is not None and row not in errors}
-        self._force(logits, samples, forced)
+        forced = self._force(logits, samples, planned)
         if table.processed_logprobs:
             final = logits.double()
             if adjusted is not None:
@@ -127,16 +124,23 @@ class Sampler:
             _attach_logprobs(samples, final[table.processed_logprobs], table.requests, table.processed_logprobs)
         return samples
 
-    def _force(self, logits: torch.Tensor, samples: Samples, forced: dict[int, int]) -> None:
-        """Override the sampled ids. One that this engine never samples, or masks, cannot be forced either."""
+    def _force(self, logits: torch.Tensor, samples: Samples, planned: list[Planned]) -> dict[int, int]:
+        """Override the sampled ids; returns the forced id by row. One that this engine never samples is an error."""
+        rows = [(row, chain, plan) for row, chain, plan in planned if plan.force is not None]
+        rows = [one for one in rows if one[0] not in samples.errors]
+        forced = {row: plan.force for row, _, plan in rows if plan.force is not None}
         if not forced:
-            return
+            return forced
         values = logits[list(forced), list(forced.values())].tolist()
-        for (row, token_id), value in zip(forced.items(), values, strict=True):
+        for (row, chain, plan), value in zip(rows, values, strict=True):
             if value == -math.inf:
-                samples.errors[row] = f"{_UNSATISFIABLE}: token {token_id} is forced"
+                name = plan.forced_by.name if plan.forced_by is not None else "model"
+                message = f"forces token {plan.force}, which this model never samples, at position {chain.position}"
+                samples.errors[row] = str(chain.fail(name, "unsatisfiable", message))
+                del forced[row]
             else:
-                samples.token_ids[row] = token_id
+                samples.token_ids[row] = forced[row]
+        return forced
 
     def _draw(self, logits: torch.Tensor, table: RowTable) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = [table.requests[row] for row in table.random]
@@ -144,6 +148,20 @@ class Sampler:
         rows = logits if len(table.random) == len(table.requests) else logits.index_select(0, table.random_index)
         adjusted, weights = weigh(rows, table.truncation)
         return adjusted, draw(weights, torch.tensor(numbers, dtype=torch.float64, device=self._device))
+
+
+def _unfit(highest: list[float], planned: list[Planned], known: dict[int, str]) -> dict[int, str]:
+    """Why nothing can be drawn from a row, for the rows that are not in `known`; their chains hear of it."""
+    chains = {row: chain for row, chain, _ in planned}
+    errors: dict[int, str] = {}
+    for row, value in enumerate(highest):
+        if math.isfinite(value) or row in known:
+            continue
+        if value == -math.inf and row in chains:
+            errors[row] = str(chains[row].no_token_left())
+        else:
+            errors[row] = _UNSATISFIABLE if value == -math.inf else _NOT_FINITE
+    return errors
 
 
 def _never(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> slice | torch.Tensor | None:
