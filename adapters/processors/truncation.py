@@ -10,7 +10,7 @@ decide a prefix are sums of integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import torch
@@ -83,13 +83,7 @@ class TopK(_RowWise):
 
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        width = logits.shape[1]
-        keep_most_likely(logits, [row for row, p in enumerate(processors) if p.k == 1])
-        rows = [row for row, p in enumerate(processors) if 1 < p.k < width]
-        narrow = [row for row in rows if processors[row].k <= _WIDEST_TOPK]
-        for together in (narrow, *([row] for row in rows if processors[row].k > _WIDEST_TOPK)):
-            if together:
-                _keep_top_k(logits, together, [processors[row].k for row in together])
+        keep_top_k(logits, [p.k for p in processors])
 
 
 class TopP(_RowWise):
@@ -110,17 +104,7 @@ class TopP(_RowWise):
 
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        rows = [row for row, p in enumerate(processors) if p.p < 1.0]
-        if not rows:
-            return
-        part = _take(logits, rows)
-        cuts, room = _prefixes(part, part.softmax(-1), [processors[row].p for row in rows])
-        drop = part < cuts
-        for i, kept in enumerate(room):
-            if kept is not None:  # more tokens have the last logit than the prefix has room for
-                tied = part[i] == cuts[i]
-                drop[i] |= tied & (tied.cumsum(0) > kept)
-        _drop(logits, rows, part, drop)
+        keep_top_p(logits, [p.p for p in processors], lambda part: part.softmax(-1))
 
 
 class MinP(_RowWise):
@@ -196,9 +180,9 @@ class TopNSigma(_RowWise):
         finite = logits > -torch.inf
         count = finite.sum(-1, keepdim=True)
         below = (logits - highest).masked_fill_(~finite, 0.0)
-        mean = _row_sums(below) / count
+        mean = row_sums(below) / count
         squares = (below - mean).square_().masked_fill_(~finite, 0.0)
-        sigma = (_row_sums(squares) / count).sqrt_()
+        sigma = (row_sums(squares) / count).sqrt_()
         cuts = highest - _column([p.n for p in processors], logits) * sigma
         logits.masked_fill_(logits < cuts, -torch.inf)
 
@@ -259,6 +243,46 @@ def keep_most_likely(logits: torch.Tensor, rows: Sequence[int]) -> None:
     logits[rows] = part.fill_(-torch.inf).scatter_(-1, best, highest)
 
 
+def keep_top_k(keys: torch.Tensor, ks: Sequence[int]) -> None:
+    """Masks in row i of ``keys`` (float ``[B, V]``) all but the ``ks[i]`` highest and those that tie with the last.
+
+    0 and ``k >= V`` keep all; of ``k = 1`` only the lowest of the tied ids stays.
+    """
+    width = keys.shape[1]
+    keep_most_likely(keys, [row for row, k in enumerate(ks) if k == 1])
+    rows = [row for row, k in enumerate(ks) if 1 < k < width]
+    narrow = [row for row in rows if ks[row] <= _WIDEST_TOPK]
+    for together in (narrow, *([row] for row in rows if ks[row] > _WIDEST_TOPK)):
+        if together:
+            _keep_top_k(keys, together, [ks[row] for row in together])
+
+
+def keep_top_p(keys: torch.Tensor, ps: Sequence[float], probabilities: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Masks in row i of ``keys`` (float ``[B, V]``) all but the shortest prefix with a mass of at least ``ps[i]``.
+
+    The prefix is of the keys in descending order, of equals the lower ids first. 1 keeps all.
+
+    Args:
+        probabilities: From some rows of the keys to their probabilities, float ``[R, V]``.
+    """
+    rows = [row for row, p in enumerate(ps) if p < 1.0]
+    if not rows:
+        return
+    part = _take(keys, rows)
+    cuts, room = _prefixes(part, probabilities(part), [ps[row] for row in rows])
+    drop = part < cuts
+    for i, kept in enumerate(room):
+        if kept is not None:  # more tokens have the last key than the prefix has room for
+            tied = part[i] == cuts[i]
+            drop[i] |= tied & (tied.cumsum(0) > kept)
+    _drop(keys, rows, part, drop)
+
+
+def row_sums(values: torch.Tensor) -> torch.Tensor:
+    """``[R, 1]``. One row at a time: a sum over ``[1, V]`` is split among threads, one over ``[R, V]`` is not."""
+    return torch.stack([row.sum() for row in values]).unsqueeze(1)
+
+
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     """``[R, 1]`` on the device of ``like``."""
     return torch.tensor(values, dtype=like.dtype).unsqueeze(1).to(like.device, non_blocking=True)
@@ -287,14 +311,9 @@ def _keep_top_k(logits: torch.Tensor, rows: list[int], ks: list[int]) -> None:
     _drop(logits, rows, part, part < cuts)
 
 
-def _row_sums(values: torch.Tensor) -> torch.Tensor:
-    """``[R, 1]``. One row at a time: a sum over ``[1, V]`` is split among threads, one over ``[R, V]`` is not."""
-    return torch.stack([row.sum() for row in values]).unsqueeze(1)
-
-
 def _entropy(information: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
     """Entropy in nats, ``[R, 1]``; masked tokens contribute nothing."""
-    return _row_sums((information * probabilities).masked_fill_(probabilities == 0, 0.0))
+    return row_sums((information * probabilities).masked_fill_(probabilities == 0, 0.0))
 
 
 def _prefixes(
