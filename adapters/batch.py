@@ -22,7 +22,7 @@ Planned = tuple[int, ProcessorChain, RowPlan]
 """Row of the logits, its chain, and what the chain asks of it."""
 
 _SOFT_STAGES = (Stage.BIAS, Stage.PENALTY, Stage.SOFT)
-_LATE_STAGES = (Stage.FORCE, Stage.TEMPERATURE, Stage.TRUNCATION, Stage.SAMPLING)
+_LATE_STAGES = (Stage.MASK, Stage.FORCE, Stage.TEMPERATURE, Stage.TRUNCATION, Stage.SAMPLING)
 
 
 PROBLEMS = {
@@ -80,7 +80,7 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
 
 
 def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
-    """Shaping at the forcing stage and after it, on the rows that are not forced. As `apply_edits` otherwise."""
+    """Shaping at the stage of hard masks and after it, on the rows that are not forced. As `apply_edits` otherwise."""
     failures: dict[int, ProcessorFailed] = {}
     queues = [(row, chain, plan.late) for row, chain, plan in planned if plan.force is None and plan.late]
     for stage in _LATE_STAGES:

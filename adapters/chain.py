@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, Literal
 
 import torch
 
 from adapters.contract import Context, Processor, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
-from adapters.edits import Allow, Ban, Edit, Force, bitmask_of, count_allowed, is_allowed
+from adapters.edits import Allow, Ban, Edit, Force, MalformedEdit, bitmask_of, check_edit, count_allowed, is_allowed
 from adapters.receipts import ProcessorRecord, Receipt
 from adapters.scope import Scope, ThinkingTracker
+from adapters.vocabulary import Vocabulary
 
 DEFAULT_STEP_BUDGET_S = 0.1
 """Longest that one processor may take for one step, seconds."""
@@ -46,7 +48,7 @@ class RowPlan:
         allows: Packed hard masks, to be AND-ed.
         force: The token, when one is forced. Nothing else of the plan then matters for the token.
         forced_by: Who forces it.
-        late: Shaping steps of the forcing stage and of those after it.
+        late: Shaping steps of the stage of hard masks and of those after it.
         fewest_allowed: Bits set in the strictest of `allows`.
     """
 
@@ -117,7 +119,7 @@ class ProcessorChain:
         attribution: bool = False,
     ) -> None:
         scopes = ["all"] * len(processors) if scopes is None else scopes
-        members = [Member(p, s, ProcessorRecord(p.name, p.version)) for p, s in zip(processors, scopes, strict=True)]
+        members = [_member(p, s, context.vocabulary) for p, s in zip(processors, scopes, strict=True)]
         self.members = sorted(members, key=lambda member: member.processor.stage)
         self.context = context
         self.step_budget_s = DEFAULT_STEP_BUDGET_S if step_budget_s is None else step_budget_s
@@ -162,7 +164,7 @@ class ProcessorChain:
         Raises:
             ProcessorFailed: one of them raised on the history.
         """
-        added = [Member(p, "all", ProcessorRecord(p.name, p.version)) for p in processors]
+        added = [_member(p, "all", self.context.vocabulary) for p in processors]
         self.members = sorted([*added, *self.members], key=lambda member: member.processor.stage)
         self.receipt.records = [member.record for member in self.members]
         self.has_shaping = _any_shapes(self.members)
@@ -412,6 +414,8 @@ class ProcessorChain:
         """Record that ``member`` raised ``error``; returns the failure for the caller to raise or report."""
         if isinstance(error, ProcessorFailed):
             return self.fail(error.processor, error.reason, error.message)
+        if isinstance(error, MalformedEdit):
+            return self.fail(member.name, "raised", f"{error} at position {self.position}")
         if isinstance(error, Unsatisfiable):
             return self.fail(member.name, "unsatisfiable", f"{error} at position {self.position}")
         return self.fail(member.name, "raised", f"raised {type(error).__name__} at position {self.position}")
@@ -425,6 +429,20 @@ class ProcessorChain:
     def report(self) -> dict[str, Any]:
         """The receipt so far, as JSON data."""
         return self.receipt.as_json()
+
+
+def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Member:
+    member = Member(processor, scope, ProcessorRecord(processor.name, processor.version))
+    if member.edit is not None and not type(processor).__module__.startswith("adapters.processors."):
+        # Third parties' edits are looked at before anything is applied; those of the built-ins are, in tests.
+        soft = processor.stage <= Stage.SOFT
+        member.edit = partial(_checked_edit, member.edit, soft, vocabulary.size, vocabulary.num_tokens)
+    return member
+
+
+def _checked_edit(make: Callable[[], Edit | None], soft: bool, vocab_size: int, num_tokens: int) -> Edit | None:
+    edit = make()
+    return None if edit is None else check_edit(edit, soft=soft, vocab_size=vocab_size, num_tokens=num_tokens)
 
 
 def _any_shapes(members: list[Member]) -> bool:

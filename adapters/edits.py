@@ -94,6 +94,58 @@ Sparse = Bias | Scale | Ban
 Edit = Sparse | Allow | Force
 
 
+class MalformedEdit(Exception):
+    """A processor returned what is no edit of its row; applied, it would reach its batch-mates, or fail the batch."""
+
+
+def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) -> Edit:
+    """``edit``, if it can be applied to a row; a bitmask that is too narrow is widened with zeros.
+
+    Args:
+        edit: What a processor returned.
+        soft: The processor acts at a stage at which biases and scales are applied.
+        vocab_size: Width of the row.
+        num_tokens: Ids that may be forced are below it.
+
+    Raises:
+        MalformedEdit: it cannot.
+    """
+    if isinstance(edit, Force):
+        if type(edit.token_id) is not int or not 0 <= edit.token_id < num_tokens:
+            raise MalformedEdit(f"forces {edit.token_id!r:.40}, expected a token id below {num_tokens}")
+        return edit
+    if isinstance(edit, Allow):
+        return _check_bitmask(edit, -(-vocab_size // 32))
+    if not isinstance(edit, Bias | Scale | Ban):
+        raise MalformedEdit(f"returned {type(edit).__name__}, which is not an edit")
+    name, ids = type(edit).__name__, edit.token_ids
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        raise MalformedEdit(f"{name} holds ids {_described(ids)}, expected int64 [n]")
+    if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < vocab_size):
+        raise MalformedEdit(f"{name} holds ids {int(ids.min())} to {int(ids.max())} for a row of {vocab_size}")
+    if isinstance(edit, Ban):
+        return edit
+    values = edit.values if isinstance(edit, Bias) else edit.factors
+    if values.dtype != torch.float32 or values.shape != ids.shape:
+        raise MalformedEdit(f"{name} holds values {_described(values)}, expected float32 {list(ids.shape)}")
+    if not soft:
+        raise MalformedEdit(f"{name} comes at a stage where biases and scales are not applied")
+    return edit
+
+
+def _check_bitmask(edit: Allow, num_words: int) -> Allow:
+    bitmask = edit.bitmask
+    if bitmask.dtype != torch.int32 or bitmask.dim() != 1 or bitmask.device.type != "cpu" or len(bitmask) > num_words:
+        expected = f"expected int32 [{num_words}] on the CPU"
+        raise MalformedEdit(f"Allow holds a bitmask {_described(bitmask)} on {bitmask.device}, {expected}")
+    missing = num_words - len(bitmask)
+    return Allow(torch.nn.functional.pad(bitmask, (0, missing))) if missing else edit
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
 def bitmask_of(token_ids: Iterable[int], vocab_size: int) -> torch.Tensor:
     """Packed int32 ``[ceil(vocab_size / 32)]`` with the bits of ``token_ids`` set.
 

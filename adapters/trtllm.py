@@ -213,7 +213,8 @@ class ChainAdapter(TrtllmAdapter):
             if plan.is_empty:
                 return None
             row = logits[0, 0]
-            before = row.clone() if chain.has_shaping else None
+            empties = self.end_id is None and bool(plan.bans or plan.allows)  # nothing would be forced over it
+            before = row.clone() if chain.has_shaping or empties else None
             if apply_plan(chain, plan, row):
                 self._check(row)
         except ProcessorFailed as failed:

@@ -65,8 +65,6 @@ def _check_stage(processor: Processor) -> None:
             raise CheckFailed(f"a steering processor acts up to the stage FORCE, not at {stage.name}")
     elif not isinstance(processor, ShapingProcessor):
         raise CheckFailed(f"{type(processor).__name__} is neither a steering nor a shaping processor")
-    elif stage is Stage.MASK:
-        raise CheckFailed("a shaping processor cannot act at the stage MASK; masks are edits")
 
 
 @check("bounds", "every number, text and list of the arguments is bounded, in the schema where callers see it")

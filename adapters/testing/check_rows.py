@@ -10,7 +10,7 @@ import torch
 from adapters.batch import apply_chain
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
-from adapters.edits import Allow, Ban, Bias, Edit, Force, Scale, is_allowed
+from adapters.edits import Ban, Bias, Edit, MalformedEdit, Scale, check_edit, is_allowed
 from adapters.testing.registry import check
 from adapters.testing.stories import (
     Outcome,
@@ -25,8 +25,6 @@ from adapters.testing.stories import (
 )
 from adapters.testing.subject import CheckFailed, Subject
 from adapters.trtllm import ChainAdapter
-
-_EDITS = (Bias, Scale, Ban, Allow, Force)
 
 
 @check("runs", "along whole stories nothing is raised, and no NaN, no +inf and no empty row is left")
@@ -76,41 +74,27 @@ def edits(subject: Subject) -> str | None:
                 continue
             if edit is not None:
                 num_edits += 1
-                problem = _edit_problem(edit, processor.stage, subject.context.vocabulary.size)
+                problem = _edit_problem(edit, processor.stage, subject.context)
                 if problem is not None:
                     raise CheckFailed(f"{problem} ({story.at(index)})")
     return f"{num_edits} edits" if num_edits else None
 
 
-def _edit_problem(edit: Edit, stage: Stage, size: int) -> str | None:
-    if not isinstance(edit, _EDITS):
-        return f"edit() returned {type(edit).__name__}, which is not an edit"
-    name = type(edit).__name__
-    if isinstance(edit, Force):
-        return None if type(edit.token_id) is int else f"Force holds {type(edit.token_id).__name__}, expected int"
-    if isinstance(edit, Allow):
-        fits = edit.bitmask.dtype == torch.int32 and edit.bitmask.dim() == 1 and edit.bitmask.device.type == "cpu"
-        return (
-            None if fits else f"Allow holds {edit.bitmask.dtype} {list(edit.bitmask.shape)}, expected int32 [W] (CPU)"
-        )
-    ids = edit.token_ids
-    if ids.dtype != torch.int64 or ids.dim() != 1:
-        return f"{name} holds ids {ids.dtype} {list(ids.shape)}, expected int64 [n]"
-    if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < size):
-        return f"{name} holds the ids {int(ids.min())} to {int(ids.max())} for a row of {size}"
-    if isinstance(edit, Ban):
+def _edit_problem(edit: Edit, stage: Stage, context: Context) -> str | None:
+    vocabulary = context.vocabulary
+    try:
+        check_edit(edit, soft=stage <= Stage.SOFT, vocab_size=vocabulary.size, num_tokens=vocabulary.size)
+    except MalformedEdit as error:
+        return str(error)
+    if not isinstance(edit, Bias | Scale):
         return None
-    if len(set(ids.tolist())) != len(ids):
+    name, values = type(edit).__name__, edit.values if isinstance(edit, Bias) else edit.factors
+    if len(set(edit.token_ids.tolist())) != len(edit.token_ids):
         return f"{name} holds an id twice; ids must be distinct"
-    values = edit.values if isinstance(edit, Bias) else edit.factors
-    if values.dtype != torch.float32 or values.shape != ids.shape:
-        return f"{name} holds values {values.dtype} {list(values.shape)}, expected float32 {list(ids.shape)}"
     if not bool(values.isfinite().all()):
         return f"{name} holds a value that is not finite; masks are Ban or Allow"
     if isinstance(edit, Scale) and not bool((values > 0).all()):
         return "Scale holds a factor that is not above 0"
-    if stage > Stage.SOFT:
-        return f"{name} comes at the stage {stage.name}, where biases and scales are not applied"
     return None
 
 

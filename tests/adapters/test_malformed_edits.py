@@ -1,0 +1,128 @@
+"""Whatever a third party's processor returns as an edit, its batch-mates stay as they are, and it is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.batch import apply_edits, apply_late, plan_rows
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
+from adapters.edits import Allow, Ban, Bias, Edit, Force, Scale, bitmask_of
+from adapters.trtllm import ChainAdapter
+from adapters.vocabulary import Vocabulary
+
+V = 70
+CONTEXT = Context(Vocabulary(V), end_token_ids=frozenset({1}))
+
+
+class Returns(SteeringProcessor):
+    """Returns what it is told to."""
+
+    name = "returns"
+    reads = Reads.NOTHING
+    Args = ProcessorArgs
+
+    def __init__(self, edit: Any, stage: Stage) -> None:
+        self._edit, self.stage = edit, stage
+
+    def edit(self) -> Edit | None:
+        return self._edit
+
+
+class Halves(ShapingProcessor):
+    """Halves the row, at a stage of one's choice."""
+
+    name = "halves"
+    reads = Reads.NOTHING
+    Args = ProcessorArgs
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def shape(self, logits: torch.Tensor) -> None:
+        logits.mul_(0.5)
+
+
+def step(*groups: list[Any]) -> tuple[torch.Tensor, dict[int, ProcessorFailed]]:
+    """One step of some chains over rows of ones, and a row without a chain at the end."""
+    chains = [ProcessorChain(group, CONTEXT) for group in groups]
+    for chain in chains:
+        chain.start([1, 2, 3])
+    logits = torch.ones(len(chains) + 1, V)
+    planned, failures = plan_rows(list(enumerate(chains)))
+    for apply in (apply_edits, apply_late):
+        failures |= apply(logits, planned)
+    return logits, failures
+
+
+FULL = bitmask_of(range(V), V)
+
+MALFORMED = {
+    "id above": (Bias.of([V + 2], [9.0]), Stage.BIAS, "ids 72 to 72 for a row of 70"),
+    "id far above": (Bias.of([9 * V], [9.0]), Stage.BIAS, "for a row of 70"),
+    "id below": (Ban.of([-2]), Stage.MASK, "ids -2 to -2"),
+    "ids of int32": (Ban(torch.tensor([1], dtype=torch.int32)), Stage.MASK, "ids int32"),
+    "ids in a matrix": (Ban(torch.tensor([[1]])), Stage.MASK, r"ids int64 \[1, 1\]"),
+    "too few values": (Bias(torch.tensor([1, 2]), torch.tensor([1.0])), Stage.BIAS, r"expected float32 \[2\]"),
+    "values of float64": (Scale(torch.tensor([1]), torch.ones(1).double()), Stage.SOFT, "values float64"),
+    "a wide bitmask": (Allow(bitmask_of([1], V + 64)), Stage.MASK, r"int32 \[5\]"),
+    "a boolean mask": (Allow(torch.ones(V, dtype=torch.bool)), Stage.MASK, "bitmask bool"),
+    "a float mask": (Allow(torch.ones(3)), Stage.MASK, "bitmask float32"),
+    "no edit": (5, Stage.MASK, "returned int, which is not an edit"),
+    "a tensor": (torch.zeros(V), Stage.BIAS, "returned Tensor"),
+    "a forced id above": (Force(V), Stage.FORCE, "forces 70"),
+    "a forced id below": (Force(-1), Stage.FORCE, "forces -1"),
+    "a forced tensor": (Force(torch.tensor(3)), Stage.FORCE, r"forces tensor\(3\)"),
+    "a bias among masks": (Bias.of([3], [1.0]), Stage.MASK, "not applied"),
+    "a scale among temperatures": (Scale.of([3], [1.0]), Stage.TEMPERATURE, "not applied"),
+}
+
+
+@pytest.mark.parametrize(("edit", "stage", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_only_its_own_row_fails(edit: Any, stage: Stage, message: str) -> None:
+    mates = [Returns(Bias.of([3], [1.0]), Stage.BIAS), Returns(Allow(FULL), Stage.MASK)]
+    alone, _ = step(mates)
+    logits, failures = step(mates, [Returns(edit, stage)], mates)
+    assert failures.keys() == {1}
+    assert (failures[1].processor, failures[1].reason) == ("returns", "raised")
+    with pytest.raises(ProcessorFailed, match=message):
+        raise failures[1]
+    assert torch.equal(logits[[0, 2]], alone[[0, 0]])
+    assert torch.equal(logits[[1, 3]], torch.ones(2, V))
+
+
+def test_narrow_bitmask_masks_the_ids_beyond_it_alone_in_a_batch_and_beside_another() -> None:
+    narrow, full = Returns(Allow(FULL[:1]), Stage.MASK), Returns(Allow(FULL), Stage.MASK)
+    logits, failures = step([narrow], [full], [narrow, full])
+    assert not failures
+    expected = torch.ones(V).index_fill(0, torch.arange(32, V), -torch.inf)
+    assert torch.equal(logits[0], expected)
+    assert torch.equal(logits[1], torch.ones(V))
+    assert torch.equal(logits[2], expected)
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_shaping_is_applied_at_every_stage(stage: Stage) -> None:
+    logits, failures = step([Halves(stage)])
+    assert not failures
+    assert torch.equal(logits[0], torch.full((V,), 0.5))
+
+
+def test_shaping_at_the_mask_stage_sees_what_edits_masked() -> None:
+    logits, _ = step([Halves(Stage.MASK), Returns(Ban.of([4]), Stage.MASK)])
+    assert torch.equal(logits[0], torch.full((V,), 0.5).index_fill(0, torch.tensor(4), -torch.inf))
+
+
+@pytest.mark.parametrize("end_id", [None, 1])
+def test_a_row_that_masks_leave_empty_is_restored_or_ended(end_id: int | None) -> None:
+    chain = ProcessorChain([Returns(Ban.of(range(V)), Stage.MASK)], CONTEXT)
+    chain.start([1, 2])
+    adapter = ChainAdapter(chain, end_id=end_id)
+    logits = torch.ones(1, 1, V)
+    adapter("request", logits, [[1, 2]])
+    assert adapter.failure is not None
+    assert adapter.failure.reason == "unsatisfiable"
+    assert int((logits > -torch.inf).sum()) == (V if end_id is None else 1)
