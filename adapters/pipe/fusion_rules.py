@@ -1,0 +1,66 @@
+"""Fusion rules: which neighbours become one op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from adapters.pipe import operators as o
+from adapters.pipe.op import Op, ParameterizedOp
+
+
+class FusionRule(NamedTuple):
+    """Neighbours that become one op.
+
+    Attributes:
+        pattern: Classes of the neighbours: all of them classes of ops, or all of them classes of processors.
+        guard: Whether to fuse. It is given the ops of the window, the matched processors' ops if the pattern is of
+            processors.
+        build: Makes the fused op of the same window.
+        prio: Rules of higher priority are tried first at each place. Built-in rules have 10 or 100 and come before
+            custom ones of the same priority. Patterns of processors are matched before all others.
+    """
+
+    pattern: tuple[type, ...]
+    guard: Callable[[list[Op]], bool]
+    build: Callable[[list[Op]], Op]
+    prio: int = 0
+
+
+def get_default_fusion_rules() -> list[FusionRule]:
+    """The built-in rules, by priority."""
+    return [
+        _rule((o.TemperatureOp, o.SoftmaxOp), o.FusedTemperatureSoftmaxOp, 100),
+        joint_rule(),
+        _rule((o.ProbsTopKOp, o.ProbsSampleOp), o.FusedProbsTopKSampleOp, 10),
+        _rule((o.TopPOp, o.ProbsSampleOp), o.FusedProbsTopPSampleOp, 10),
+        _rule((o.MinPOp, o.ProbsSampleOp), o.FusedProbsMinPSampleOp, 10),
+    ]
+
+
+def joint_rule() -> FusionRule:
+    """Top-k and top-p on the same distribution. It is part of the meaning of a pipe, compiled or not."""
+    pattern = (o.ProbsTopKOp, o.TopPOp, o.ProbsSampleOp)
+    return _rule(pattern, o.FusedProbsTopKTopPSampleOp, 100, lambda window: _parameters(window)["joint_topk_topp"])
+
+
+def _rule(
+    pattern: tuple[type[o.BuiltinOp], ...],
+    fused: type[o.BuiltinOp],
+    prio: int,
+    condition: Callable[[list[Op]], bool] = lambda window: True,
+) -> FusionRule:
+    def guard(window: list[Op]) -> bool:
+        # A subclass of a built-in op may do something else: it is never fused away.
+        return all(type(op) is cls for op, cls in zip(window, pattern, strict=True)) and condition(window)
+
+    return FusionRule(pattern, guard, lambda window: fused(**_parameters(window)), prio)
+
+
+def _parameters(window: list[Op]) -> dict[str, Any]:
+    """Every parameter given to the ops of a window; no two built-in ops of one window share a name."""
+    merged: dict[str, Any] = {}
+    for op in window:
+        if isinstance(op, ParameterizedOp):
+            merged.update(op.default_params)
+    return merged

@@ -1,0 +1,117 @@
+"""Processors: what a user puts into a pipe. Each becomes ops according to the type that reaches it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from adapters.pipe import operators
+from adapters.pipe.op import Op
+from adapters.pipe.types import TensorType
+
+
+class LogitsProcessor(ABC):
+    """A transformation of logits or probabilities, given as parameters until `legalize` makes ops of it.
+
+    Args:
+        **params: Parameters of the ops. They may be given in the call of the pipe instead, which wins.
+    """
+
+    def __init__(self, **params: Any) -> None:
+        self.params = params
+
+    @abstractmethod
+    def legalize(self, input_type: TensorType) -> list[Op]:
+        """The ops for an input of this type, at least one.
+
+        Raises:
+            ValueError: the processor cannot be applied to it.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.params.items())})"
+
+
+class BuiltinProcessor(LogitsProcessor):
+    """A processor that becomes one built-in op.
+
+    Raises:
+        TypeError: no op of the processor has a parameter of this name.
+        ValueError: a flag is neither True nor False.
+    """
+
+    ops: ClassVar[Mapping[TensorType, type[operators.BuiltinOp]]]
+
+    def __init__(self, **params: Any) -> None:
+        super().__init__(**params)
+        known = frozenset[str]().union(*(op.run_time_names | op.compile_time_names for op in self.ops.values()))
+        operators.check_names(type(self).__name__, params, known)
+        operators.check_flags(params)
+
+    def legalize(self, input_type: TensorType) -> list[Op]:
+        if input_type not in self.ops:
+            raise ValueError(self._refusal(input_type))
+        return [self.ops[input_type](**self.params)]
+
+    def _refusal(self, input_type: TensorType) -> str:
+        (only,) = self.ops
+        return f"{type(self).__name__} can only be applied to {only}, got {input_type}"
+
+
+class Temperature(BuiltinProcessor):
+    """Divides logits by ``temperature``: positive, finite, an int or a float, or one per row."""
+
+    ops = MappingProxyType({TensorType.LOGITS: operators.TemperatureOp})
+
+
+class Softmax(BuiltinProcessor):
+    """Logits to probabilities, once in a pipe. ``enable_pdl`` concerns FlashInfer's kernel only."""
+
+    ops = MappingProxyType({TensorType.LOGITS: operators.SoftmaxOp})
+
+
+class TopK(BuiltinProcessor):
+    """Keeps the ``top_k`` highest: of logits, with -inf for the others; of probabilities, renormalised.
+
+    Args:
+        joint_topk_topp: On probabilities and directly followed by `TopP` and `Sample`: both tests are made on the
+            same distribution. Otherwise top-p comes after top-k and its renormalisation.
+    """
+
+    ops = MappingProxyType({TensorType.LOGITS: operators.LogitsTopKOp, TensorType.PROBS: operators.ProbsTopKOp})
+
+    def __init__(self, joint_topk_topp: bool = False, **params: Any) -> None:
+        super().__init__(joint_topk_topp=joint_topk_topp, **params)
+
+    def _refusal(self, input_type: TensorType) -> str:
+        return f"TopK cannot be applied to {input_type}"
+
+
+class TopP(BuiltinProcessor):
+    """Keeps the shortest prefix of the most likely tokens with a mass of at least ``top_p``, renormalised."""
+
+    ops = MappingProxyType({TensorType.PROBS: operators.TopPOp})
+
+
+class MinP(BuiltinProcessor):
+    """Keeps the probabilities of at least ``min_p`` times the highest, renormalised."""
+
+    ops = MappingProxyType({TensorType.PROBS: operators.MinPOp})
+
+
+class Sample(BuiltinProcessor):
+    """Draws token ids: the end of a pipe. In the call: ``generator``, and ``indices``, the row of each draw.
+
+    Args:
+        deterministic: Passed on to FlashInfer's kernels; our draws are reproducible with either value.
+    """
+
+    ops = MappingProxyType({TensorType.LOGITS: operators.LogitsSampleOp, TensorType.PROBS: operators.ProbsSampleOp})
+
+    def __init__(self, deterministic: bool = True, **params: Any) -> None:
+        super().__init__(deterministic=deterministic, **params)
+
+    def _refusal(self, input_type: TensorType) -> str:
+        return f"Sampling cannot be applied to {input_type}"
