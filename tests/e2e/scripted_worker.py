@@ -27,6 +27,7 @@ class ScriptedEngine:
         self.arguments = arguments
         tokenizer = json.loads((Path(arguments.model_path) / "tokenizer.json").read_text())
         self.vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
+        self.vocab_size = int(json.loads((Path(arguments.model_path) / "config.json").read_text())["vocab_size"])
         self.letters = {self.vocabulary[letter]: letter for letter in "abcdefghijklmnopqrstuvwxyz"}
         self.running: dict[str, asyncio.Event] = {}
         self.given_away = False
@@ -36,7 +37,7 @@ class ScriptedEngine:
             name="scripted",
             version="0",
             context_length=2048,
-            vocab_size=max(self.vocabulary.values()) + 1,
+            vocab_size=self.vocab_size,
             eos_token_ids=(0,),
             kv_block_size=16,
             total_kv_blocks=1024,
