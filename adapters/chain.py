@@ -233,6 +233,7 @@ class ProcessorChain:
         if not self.prompt_length <= position <= len(self.tokens):
             raise ValueError(f"cannot rewind to {position}: not between {self.prompt_length} and {len(self.tokens)}")
         self._pending = []
+        self.receipt.forget_from(position)
         for member in self.members:
             if member.scope == "all":
                 member.processor.forget_from(position)

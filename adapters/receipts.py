@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,10 @@ class ProcessorRecord:
     first_position: int | None = None
     last_position: int | None = None
     seconds: float = 0.0
+    _positions: array[int] = field(default_factory=lambda: array("q"), init=False, repr=False)
+    _amounts: array[int] = field(
+        default_factory=lambda: array("q"), init=False, repr=False
+    )  # 2 * masked + forced, per position
 
     def add(self, position: int, kind: str, masked: int) -> None:
         """Count one step at ``position``; ``kind`` is ``biased``, ``masked``, ``forced`` or ``shaped``."""
@@ -34,6 +39,20 @@ class ProcessorRecord:
         if self.first_position is None:
             self.first_position = position
         self.last_position = position
+        self._positions.append(position)
+        self._amounts.append(2 * masked + (kind == "forced"))
+
+    def forget_from(self, position: int) -> None:
+        """Take back what was counted from ``position`` on: its tokens were dropped."""
+        positions = self._positions
+        while positions and positions[-1] >= position:
+            positions.pop()
+            masked, forced = divmod(self._amounts.pop(), 2)
+            self.steps_active -= 1
+            self.tokens_forced -= forced
+            self.tokens_masked -= masked
+            self.last_position = positions[-1] if positions else None
+            self.first_position = self.first_position if positions else None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -64,6 +83,14 @@ class Receipt:
         self.mode = f"migrated at {replayed}" if mode == "migrated" else mode
         self.prompt_length = prompt_length
         self.replayed = replayed
+        self.forget_from(0)
+
+    def forget_from(self, position: int) -> None:
+        """Take back what was counted from ``position`` on."""
+        for record in self.records:
+            record.forget_from(position)
+        while self.tokens and self.tokens[-1]["position"] >= position:
+            self.tokens.pop()
 
     def attribute(self, position: int, token_id: int, record: ProcessorRecord, kind: str) -> None:
         """With attribution on, note what a processor did to the token at ``position``."""

@@ -1,0 +1,70 @@
+"""A receipt counts the tokens that were kept, however many were dropped in between."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.edits import Ban, Edit, Force
+from adapters.vocabulary import Vocabulary
+
+CONTEXT = Context(Vocabulary(40), end_token_ids=frozenset({1}))
+PROMPT = [2, 3, 4]
+
+
+class Bans(SteeringProcessor):
+    """Bans as many tokens as were generated."""
+
+    name = "bans"
+    stage = Stage.MASK
+    reads = Reads.NOTHING
+    Args = ProcessorArgs
+
+    def edit(self) -> Edit | None:
+        return Ban.of(range(20, 20 + self.num_generated)) if self.num_generated else None
+
+
+class Forces(SteeringProcessor):
+    """Forces a token at every third position."""
+
+    name = "forces"
+    stage = Stage.FORCE
+    reads = Reads.NOTHING
+    Args = ProcessorArgs
+
+    def edit(self) -> Edit | None:
+        return Force(5) if self.position % 3 == 0 else None
+
+
+def begun() -> ProcessorChain:
+    chain = ProcessorChain([Bans(None, CONTEXT), Forces(None, CONTEXT)], CONTEXT, attribution=True)
+    chain.start(PROMPT)
+    return chain
+
+
+def accept(chain: ProcessorChain, count: int) -> None:
+    for _ in range(count):
+        plan = chain.plan()
+        chain.accept(9 if plan.force is None else plan.force, chain.position)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=6))
+def test_dropped_tokens_are_not_counted(moves: list[tuple[int, int]]) -> None:
+    chain = begun()
+    for forward, back in moves:
+        accept(chain, forward)
+        chain.peek([9, 9])
+        chain.rewind(max(len(PROMPT), chain.position - back))
+    straight = begun()
+    accept(straight, chain.position - len(PROMPT))
+    assert chain.report() == straight.report()
+
+
+def test_a_chain_that_begins_again_counts_from_nothing() -> None:
+    chain = begun()
+    accept(chain, 5)
+    chain.start(PROMPT)
+    assert chain.report() == begun().report()
