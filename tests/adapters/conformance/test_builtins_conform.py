@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from builtin_examples import EXAMPLES
 
 from adapters.processors import BUILTINS
+from adapters.testing import Subject
+from adapters.testing.stories import restarted, stories
+from adapters.trtllm import ChainAdapter
 
 pytestmark = [pytest.mark.logits_processor(builtin, EXAMPLES.get(builtin.name, ())) for builtin in BUILTINS]
 
@@ -19,3 +27,35 @@ def test_builtin(processor_check: Callable[[], None]) -> None:
 def test_every_builtin_has_an_example() -> None:
     names = {builtin.name for builtin in BUILTINS}
     assert names <= EXAMPLES.keys()
+
+
+_OTHER_PROCESS = """
+import pickle, sys
+import torch
+for name, blob, shown, logits, expected in pickle.load(sys.stdin.buffer):
+    pickle.loads(blob)("request", logits, [shown])
+    assert torch.equal(logits[0, 0], expected), name
+    print(name)
+"""
+
+
+def test_every_builtin_goes_on_in_another_process() -> None:
+    jobs = []
+    for builtin in BUILTINS:
+        subject = Subject(builtin, EXAMPLES[builtin.name])
+        story, index = stories(subject)[0], 4
+        blob = pickle.dumps(ChainAdapter(restarted(subject, story, index)))
+        logits = story.logits[index].clone().view(1, 1, -1)
+        jobs.append((builtin.name, blob, story.history(index), logits, story.outcomes[index].dense()))
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", _OTHER_PROCESS],
+        input=pickle.dumps(jobs),
+        capture_output=True,
+        timeout=100,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": root},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().split() == [builtin.name for builtin in BUILTINS]

@@ -1,0 +1,61 @@
+"""Chains of several built-ins keep what each of them keeps alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, ClassVar
+
+import pytest
+from builtin_examples import EXAMPLES
+
+from adapters.contract import Context, Processor, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.edits import Edit
+from adapters.processors import BUILTINS
+from adapters.testing import CHECKS, Subject, run_check
+
+_ABOUT_ONE_CLASS = {"declares", "bounds", "arguments", "cost"}
+_MAY_CONTRADICT = {"runs"}  # the first token may be unsatisfiable: forced by one, banned by another
+
+
+def combination(seed: int) -> type[Processor]:
+    """A class that stands for a few built-ins with example arguments."""
+    choose = random.Random(seed)
+    kinds = choose.sample(BUILTINS, choose.randint(2, 6))
+    given = [(kind, choose.choice(EXAMPLES[kind.name])) for kind in kinds]
+
+    class Combination(SteeringProcessor):
+        """Several processors under one name."""
+
+        name = "_".join(kind.name for kind in kinds)[:60]
+        stage = Stage.BIAS
+        reads = Reads.PROMPT_AND_GENERATED
+        scopes = tuple(scope for scope in Processor.scopes if all(scope in kind.scopes for kind in kinds))
+        Args: ClassVar[Any] = ProcessorArgs
+
+        @classmethod
+        def build(cls, args: Any, context: Context) -> list[Processor]:
+            return [one for kind, data in given for one in kind.build(kind.Args.model_validate(data), context)]
+
+        def edit(self) -> Edit | None:
+            raise AssertionError("stands for others")
+
+    return Combination
+
+
+def _check(seed: int) -> None:
+    subject = Subject(combination(seed))
+    for check in CHECKS:
+        if check.name not in _ABOUT_ONE_CLASS | _MAY_CONTRADICT:
+            run_check(subject, check)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_some_builtins_together(seed: int) -> None:
+    _check(seed)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+def test_many_builtins_together() -> None:
+    for seed in range(8, 300):
+        _check(seed)
