@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 from typing_extensions import Self
 
+from adapters.candidates import block_maxima, highest_ids, top
 from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage
 from adapters.processors.arguments import MAX_INT
 
@@ -238,7 +239,7 @@ def keep_most_likely(logits: torch.Tensor, rows: Sequence[int]) -> None:
     if not rows:
         return
     part = logits[rows]
-    best = part.argmax(-1, keepdim=True)
+    best = highest_ids(part, block_maxima(part)).unsqueeze(1)
     highest = part.gather(-1, best)
     logits[rows] = part.fill_(-torch.inf).scatter_(-1, best, highest)
 
@@ -307,7 +308,7 @@ def _drop_unlikely(logits: torch.Tensor, probabilities: torch.Tensor, cuts: torc
 def _keep_top_k(logits: torch.Tensor, rows: list[int], ks: list[int]) -> None:
     part = _take(logits, rows)
     last = torch.tensor(ks).unsqueeze(1).to(logits.device, non_blocking=True) - 1
-    cuts = part.topk(max(ks), dim=-1).values.gather(-1, last)
+    cuts = top(part, max(ks))[0].gather(-1, last)
     _drop(logits, rows, part, part < cuts)
 
 
@@ -358,7 +359,7 @@ def _ends(
     if num_selected == keys.shape[1]:
         values, ids = keys.sort(-1, descending=True)
     else:
-        values, ids = keys.topk(num_selected, dim=-1)
+        values, ids = top(keys, num_selected)
     reached = (probabilities.gather(-1, ids).double() * _UNIT).long().cumsum(-1)
     targets = [max(1, math.ceil((masses[row] - MASS_RESOLUTION) * _UNIT)) for row in rows]
     needed = torch.tensor(targets).unsqueeze(1).to(keys.device, non_blocking=True)

@@ -443,3 +443,34 @@ def test_a_row_that_the_model_spoils_ends_its_request_alone() -> None:
 def test_answers_end_with_the_context(model: ScriptedModel, max_tokens: int | None) -> None:
     answer = run_alone(model, [3] * 200, greedy(max_tokens=max_tokens))
     assert (len(answer.token_ids), answer.finish_reason) == (model.context_length - 200, "length")
+
+
+# -- several rows per request
+
+
+def rows_of(model: ScriptedModel, tokens: list[int], count: int) -> torch.Tensor:
+    """Logits of `count` consecutive positions, as when drafted tokens are verified."""
+    return torch.stack([model.row(tokens[: len(tokens) - count + 1 + place]) for place in range(count)])
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_k": 9}, {"top_p": 0.8}, {"temperature": 0.0}])
+def test_rows_of_one_request_are_its_next_positions(model: ScriptedModel, changes: dict[str, Any]) -> None:
+    params = sampled(max_tokens=3, logprobs=2, logprobs_mode="processed", **changes)
+    answer = run_alone(model, PROMPT, params)
+    drafted = rows_of(model, PROMPT + answer.token_ids[:2], 3)
+    mate, none = sampled(seed=5), greedy()
+    requests = tuple(request(model, str(i), PROMPT, one) for i, one in enumerate((mate, none, params)))
+    sampler = Sampler(WIDTH, model.undecodable_ids, model.device)
+    logits = torch.cat((model.row(PROMPT)[None], drafted))
+    samples = sampler.sample(logits, Edits(), Plan(requests, (), requests), offsets=[0, 1, 1, 4])
+    assert samples.token_ids[1:] == answer.token_ids
+    assert samples.token_ids[:1] == run_alone(model, PROMPT, sampled(seed=5, max_tokens=1)).token_ids
+    assert [samples.logprobs[row] for row in (1, 2, 3)] == answer.logprobs
+
+
+@pytest.mark.parametrize("offsets", [[0, 1], [1, 1, 2], [0, 2, 1], [0, 1, 2, 3]])
+def test_offsets_that_do_not_fit_the_requests(model: ScriptedModel, offsets: list[int]) -> None:
+    requests = tuple(request(model, name, PROMPT, greedy()) for name in "ab")
+    sampler = Sampler(WIDTH, (), model.device)
+    with pytest.raises(ValueError, match="offsets must be 3 rising numbers from 0"):
+        sampler.sample(torch.zeros(2, WIDTH), Edits(), Plan(requests, (), requests), offsets)

@@ -7,33 +7,41 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from worker.engines.embedded.truncation import WEIGHT_SCALE, Truncation, draw, weigh
+from worker.engines.embedded.truncation import Controls, Group, draw, group_rows
 
 GRAIN = 0.5  # logits are multiples of it, so that ties are frequent and exact
+CPU = torch.device("cpu")
 
 
-def column(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype)[:, None]
+def groups_of(controls: list[Controls], width: int, whole: bool = False) -> list[Group]:
+    groups = group_rows(dict(enumerate(controls)), width, CPU)
+    return [Group(group.controls, 0, width, CPU) for group in groups] if whole else groups
 
 
-def truncation(
-    temperature: float = 1.0, min_p: float | None = None, top_k: int | None = None, top_p: float | None = None
-) -> Truncation:
-    return Truncation(
-        column([temperature], torch.float64),
-        None if min_p is None else column([min_p], torch.float64),
-        None if top_k is None else column([top_k], torch.int64),
-        None if top_p is None else column([top_p], torch.float64),
-    )
+def log_weights(logits: torch.Tensor, controls: list[Controls], whole: bool = False) -> torch.Tensor:
+    """``[B, V]``; -inf where a token cannot be drawn."""
+    rows = range(len(controls))
+    groups = groups_of(controls, logits.shape[1], whole)
+    _, found = draw(logits, groups, dict.fromkeys(rows, 0.5), wanted=set(rows))
+    return torch.stack([found[row] for row in rows])
+
+
+def tokens(logits: torch.Tensor, controls: list[Controls], uniforms: list[float], whole: bool = False) -> list[int]:
+    groups = groups_of(controls, logits.shape[1], whole)
+    found, _ = draw(logits, groups, dict(enumerate(uniforms)))
+    return [found[row] for row in range(len(controls))]
 
 
 def kept_ids(logits: list[float], **parameters: Any) -> list[int]:
-    adjusted, weights = weigh(torch.tensor([logits]), truncation(**parameters))
-    kept = weights[0].nonzero()[:, 0].tolist()
-    assert adjusted[0].isfinite().nonzero()[:, 0].tolist() == kept
+    """By the few candidates and by the whole row."""
+    kept, by_whole = (
+        log_weights(torch.tensor([logits]), [Controls(**parameters)], whole)[0].isfinite().nonzero()[:, 0].tolist()
+        for whole in (False, True)
+    )
+    assert kept == by_whole
     return [int(token) for token in kept]
 
 
@@ -67,17 +75,54 @@ rows = st.lists(st.one_of(finite, finite, finite, st.just(-math.inf)), min_size=
     logits=rows,
     temperature=st.floats(0.1, 10),
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 0.9)),
-    top_k=st.integers(1, 50),
+    top_k=st.integers(0, 50),
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
+    whole=st.booleans(),
 )
-def test_reference(logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float) -> None:
-    expected = reference(logits, temperature, min_p, top_k, top_p)
+def test_reference(
+    logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float, whole: bool
+) -> None:
+    expected = reference(logits, temperature, min_p, top_k or len(logits), top_p)
     assume(min(expected.values()) > 1e-12)
-    _, weights = weigh(torch.tensor([logits]), truncation(temperature, min_p, min(top_k, len(logits)), top_p))
-    found = (weights[0].double() / weights[0].sum()).tolist()
+    weights = log_weights(torch.tensor([logits]), [Controls(temperature, min_p, top_k, top_p)], whole)[0]
+    found = weights.softmax(-1).tolist()
     assert {token for token, value in enumerate(found) if value} == set(expected)
     for token, value in expected.items():
         assert found[token] == pytest.approx(value, rel=1e-9, abs=1e-14)
+
+
+wide_rows = st.builds(
+    lambda seed, width, scale, grain: wide_row(seed, width, scale, grain),
+    seed=st.integers(0, 2**32),
+    width=st.sampled_from([700, 4096, 5003]),
+    scale=st.sampled_from([0.1, 1.0, 4.0]),
+    grain=st.sampled_from([0.0, 0.25, 2.0]),
+)
+
+
+def wide_row(seed: int, width: int, scale: float, grain: float) -> torch.Tensor:
+    row = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) * scale
+    return torch.round(row / grain) * grain if grain else row
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    logits=wide_rows,
+    temperature=st.sampled_from([0.3, 1.0, 3.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.2]),
+    top_k=st.sampled_from([0, 0, 2, 20, 50, 300, 600, 2000]),
+    top_p=st.sampled_from([1.0, 0.3, 0.9, 0.999]),
+)
+def test_reference_on_rows_wider_than_the_candidates(
+    logits: torch.Tensor, temperature: float, min_p: float, top_k: int, top_p: float
+) -> None:
+    expected = reference(logits[0].tolist(), temperature, min_p, top_k or logits.shape[1], top_p)
+    assume(min(expected.values()) > 1e-14)
+    weights = log_weights(logits, [Controls(temperature, min_p, top_k, top_p)])[0]
+    kept = weights.isfinite().nonzero()[:, 0].tolist()
+    assert set(kept) == set(expected)
+    wanted = torch.tensor([expected[token] for token in kept], dtype=torch.float64)
+    torch.testing.assert_close(weights.softmax(-1)[kept], wanted, rtol=1e-9, atol=1e-14)
 
 
 @given(power=st.integers(0, 6), part=st.data())
@@ -126,69 +171,104 @@ def test_a_tiny_temperature_leaves_the_highest_and_its_ties(temperature: float) 
 
 
 def test_a_huge_temperature_flattens() -> None:
-    _, weights = weigh(torch.tensor([[1.0, -1e30, 3.0, 0.0]]), truncation(temperature=1e300))
-    assert len(set(weights[0].tolist())) == 1
+    weights = log_weights(torch.tensor([[1.0, -1e30, 3.0, 0.0]]), [Controls(temperature=1e300)])
+    assert weights.tolist() == [[0.0] * 4]
 
 
 def test_huge_logits() -> None:
     assert kept_ids([3e38, -3e38, 3e38]) == [0, 2]
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=30).filter(any), st.data())
-def test_a_draw_falls_into_the_interval_of_its_token(weights: list[int], data: st.DataObject) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+@given(part=st.data())
+def test_a_draw_falls_into_the_interval_of_its_token(whole: bool, part: st.DataObject) -> None:
+    weights = part.draw(st.lists(st.integers(0, 5), min_size=1, max_size=200).filter(any))
     total = sum(weights)
-    place = data.draw(st.integers(0, total - 1))
+    place = part.draw(st.integers(0, total - 1))
     cumulative, expected = 0, -1
     while cumulative <= place:
         expected += 1
         cumulative += weights[expected]
     uniform = (place + 0.5) / total
-    assert draw(torch.tensor([weights]), torch.tensor([uniform], dtype=torch.float64)).tolist() == [expected]
+    logits = torch.tensor([weights]).double().log().float()
+    assert tokens(logits, [Controls(min_p=0.001)], [uniform], whole) == [expected]
 
 
-def test_the_ends_of_the_unit_interval_draw_possible_tokens() -> None:
-    weights = torch.tensor([[0, 3, 0, 5, 0]] * 3)
-    ends = torch.tensor([0.0, 1 - 2.0**-53, 1.0], dtype=torch.float64)
-    assert draw(weights, ends).tolist() == [1, 3, 3]
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("width", [5, 64, 100, 3000])
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(width: int, whole: bool) -> None:
+    logits = torch.full((3, width), -torch.inf)
+    logits[:, 1] = math.log(3)
+    logits[:, 3] = math.log(5)
+    assert tokens(logits, [Controls(top_p=0.99)] * 3, [0.0, 1 - 2.0**-53, 1.0], whole) == [1, 3, 3]
+    assert tokens(logits, [Controls()] * 3, [0.0, 1 - 2.0**-53, 1.0]) == [1, 3, 3]
 
 
-def test_weights_do_not_overflow() -> None:
-    _, weights = weigh(torch.zeros(1, 300_000), truncation())
-    assert 0.99 * WEIGHT_SCALE < int(weights.sum()) <= WEIGHT_SCALE
-    assert draw(weights, torch.tensor([1.0], dtype=torch.float64)).tolist() == [299_999]
+def test_a_level_row_is_drawn_from_end_to_end() -> None:
+    ends = tokens(torch.zeros(3, 300_000), [Controls()] * 3, [0.0, 0.5, 1.0])
+    assert ends == [0, 150_000, 299_999]
 
 
+@pytest.mark.parametrize(
+    "controls", [Controls(), Controls(top_k=40), Controls(top_p=0.8), Controls(0.7, 0.01, 100, 0.9)]
+)
+def test_frequencies_of_five_million_draws(controls: Controls) -> None:
+    """Evenly spread numbers instead of random ones: each token's share is exact to one part in the count."""
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(3)) * 2
+    share = log_weights(logits, [controls])[0].softmax(-1)
+    count = 5_000_000
+    edges = torch.cat((torch.zeros(1, dtype=torch.float64), share.cumsum(0)))
+    for token in share.nonzero()[:, 0].tolist():
+        inside = [(edges[token] * count).ceil() + 0.5, (edges[token + 1] * count).floor() - 0.5]
+        if inside[0] <= inside[1]:  # a token too unlikely to be hit has no number of its own
+            numbers = [float(place) / count for place in inside]
+            assert tokens(logits.expand(2, -1), [controls] * 2, numbers) == [token, token]
+
+
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), width=st.sampled_from([5, 64, 1000, 4097]), count=st.integers(2, 6))
 def test_a_row_is_bitwise_the_same_in_any_batch(seed: int, width: int, count: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-
-    def uniforms(low: float, high: float) -> torch.Tensor:
-        return low + (high - low) * torch.rand(count, 1, generator=generator, dtype=torch.float64)
-
     logits = torch.randn(count, width, generator=generator) * 3
-    temperature, min_p, top_p = uniforms(0.2, 2), uniforms(0, 0.1), uniforms(0.2, 1)
-    top_k = torch.randint(1, width + 1, (count, 1), generator=generator)
-    numbers = uniforms(0, 1)[:, 0]
-    adjusted, weights = weigh(logits, Truncation(temperature, min_p, top_k, top_p))
-    tokens = draw(weights, numbers)
+
+    def number(low: float, high: float) -> float:
+        return low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
+
+    def one_of(*values: float) -> float:
+        return values[int(torch.randint(len(values), (), generator=generator))]
+
+    controls = [
+        Controls(
+            number(0.2, 2),
+            one_of(0.0, number(0, 0.1)),
+            int(one_of(0, 2, number(1, 60), number(1, width))),
+            one_of(1.0, number(0.2, 1)),
+        )
+        for _ in range(count)
+    ]
+    numbers = [number(0, 1) for _ in range(count)]
+    together = log_weights(logits, controls)
+    drawn = tokens(logits, controls, numbers)
     for row in range(count):
         one = slice(row, row + 1)
-        alone = Truncation(temperature[one], min_p[one], top_k[one], top_p[one])
-        adjusted_alone, weights_alone = weigh(logits[one], alone)
-        assert torch.equal(adjusted_alone[0], adjusted[row])
-        assert torch.equal(weights_alone[0], weights[row])
-        assert torch.equal(draw(weights_alone, numbers[one]), tokens[one])
+        assert torch.equal(log_weights(logits[one], controls[one])[0], together[row])
+        assert tokens(logits[one], controls[one], numbers[one]) == drawn[one]
 
 
 @given(seed=st.integers(0, 2**32))
 def test_a_batch_mates_parameters_do_not_matter_where_they_are_off(seed: int) -> None:
     logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(seed))
-    _, plain = weigh(logits[:1], truncation(0.7))
-    both = Truncation(
-        column([0.7, 1.0], torch.float64),
-        column([0.0, 0.1], torch.float64),
-        column([500, 3], torch.int64),
-        column([1.0, 0.5], torch.float64),
-    )
-    _, beside = weigh(logits, both)
-    assert torch.equal(plain[0], beside[0])
+    for controls in (Controls(0.7), Controls(0.7, top_k=30)):
+        plain = log_weights(logits[:1], [controls])
+        beside = log_weights(logits, [controls, Controls(1.0, 0.1, 25, 0.5)])
+        assert torch.equal(plain[0], beside[0])
+
+
+def test_a_group_less_some_rows_draws_the_same() -> None:
+    logits = torch.randn(3, 900, generator=torch.Generator().manual_seed(5))
+    controls = dict(enumerate([Controls(1.0, 0.0, 20, 0.9), Controls(0.5, 0.1, 30), Controls(2.0, 0.0, 40, 0.5)]))
+    groups = group_rows(controls, 900, CPU)
+    numbers = dict.fromkeys(controls, 0.4)
+    every, _ = draw(logits, groups, numbers)
+    rest, _ = draw(logits, [group.without({1}) for group in groups], numbers)
+    assert rest == {row: token for row, token in every.items() if row != 1}

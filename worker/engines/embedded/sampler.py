@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
 from adapters.batch import Planned, apply_edits, apply_late
+from adapters.candidates import block_maxima, highest_ids
 from adapters.draws import SAMPLE, uniform
 from worker.engines.embedded.logprobs import token_logprobs
 from worker.engines.embedded.plan import Edits, Plan, Request, Samples
-from worker.engines.embedded.truncation import Truncation, draw, weigh
+from worker.engines.embedded.truncation import Controls, draw, group_rows
+from worker.sampling import SamplingParams
 
 _UNSATISFIABLE = "unsatisfiable: the request's controls leave no token that may be sampled"
 _NOT_FINITE = "the row of logits holds NaN or +inf"
@@ -21,40 +24,67 @@ class RowTable:
     """Which rows of a batch need which treatment; made once per set of rows, not once per step.
 
     Args:
-        requests: The sampled requests, by row.
+        requests: The sampled requests.
+        offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive positions; one row each by
+            default.
         vocab_size: Width of a row.
         device: Where logits are.
+
+    Raises:
+        ValueError: the offsets do not start at 0, fall, or do not fit the requests.
     """
 
-    def __init__(self, requests: tuple[Request, ...], vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, requests: tuple[Request, ...], offsets: Sequence[int] | None, vocab_size: int, device: torch.device
+    ) -> None:
         self.requests = requests
-        self.random = _rows(requests, lambda request: not request.params.is_greedy)
-        logprobs = _rows(requests, lambda request: request.params.logprobs is not None)
-        self.raw = [row for row in logprobs if requests[row].params.logprobs_mode == "raw"]
-        self.processed_logprobs = [row for row in logprobs if requests[row].params.logprobs_mode == "processed"]
-        chosen = [requests[row] for row in self.random]
-        self.random_index = torch.tensor(self.random, dtype=torch.long, device=device)
-        self.truncation = _truncation(chosen, vocab_size, device)
+        self.offsets = offsets
+        owners = _owners(len(requests), offsets)
+        self.owners = [(requests[owner], depth) for owner, depth in owners]
+        params = [request.params for request, _ in self.owners]
+        self.logprob_counts = [one.logprobs or 0 for one in params]
+        self.greedy = _rows(params, lambda one: one.is_greedy)
+        self.random = _rows(params, lambda one: not one.is_greedy)
+        logprobs = _rows(params, lambda one: one.logprobs is not None)
+        self.raw = [row for row in logprobs if params[row].logprobs_mode == "raw"]
+        self.processed = [row for row in logprobs if params[row].logprobs_mode == "processed"]
+        self.greedy_index = torch.tensor(self.greedy, dtype=torch.long, device=device)
+        self.groups = group_rows({row: controls_of(params[row]) for row in self.random}, vocab_size, device)
+
+    def is_for(self, requests: tuple[Request, ...], offsets: Sequence[int] | None) -> bool:
+        """Whether these are the same objects as those that the table was made of."""
+        return self.requests is requests and self.offsets is offsets
+
+    def uniforms(self) -> dict[int, float]:
+        """This step's number for each row that draws."""
+        numbers = {}
+        for row in self.random:
+            request, depth = self.owners[row]
+            numbers[row] = uniform(request.seed, 0, len(request.tokens) + depth, SAMPLE)
+        return numbers
 
 
-def _rows(requests: tuple[Request, ...], wanted: Callable[[Request], bool]) -> list[int]:
-    return [row for row, request in enumerate(requests) if wanted(request)]
+def _owners(count: int, offsets: Sequence[int] | None) -> list[tuple[int, int]]:
+    """Of each row: which request's it is, and how many of the request's rows come before it."""
+    if offsets is None:
+        return [(request, 0) for request in range(count)]
+    falls = any(stop < start for start, stop in pairwise(offsets))
+    if len(offsets) != count + 1 or offsets[0] != 0 or falls:
+        raise ValueError(f"offsets must be {count + 1} rising numbers from 0, got {list(offsets)}")
+    return [(request, depth) for request in range(count) for depth in range(offsets[request + 1] - offsets[request])]
 
 
-def _truncation(requests: list[Request], vocab_size: int, device: torch.device) -> Truncation:
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+def _rows(params: Sequence[SamplingParams], wanted: Callable[[SamplingParams], bool]) -> list[int]:
+    return [row for row, one in enumerate(params) if wanted(one)]
 
-    params = [request.params for request in requests]
-    temperature = [1.0 if one.temperature is None else one.temperature for one in params]
-    min_p = [one.min_p or 0.0 for one in params]
-    top_k = [min(one.top_k or vocab_size, vocab_size) for one in params]
-    top_p = [1.0 if one.top_p is None else one.top_p for one in params]
-    return Truncation(
-        column(temperature, torch.float64),
-        column(min_p, torch.float64) if any(min_p) else None,
-        column(top_k, torch.int64) if any(value < vocab_size for value in top_k) else None,
-        column(top_p, torch.float64) if any(value < 1 for value in top_p) else None,
+
+def controls_of(params: SamplingParams) -> Controls:
+    """Temperature and truncation of a request that is not greedy; what it does not set is off."""
+    return Controls(
+        temperature=1.0 if params.temperature is None else params.temperature,
+        min_p=params.min_p or 0.0,
+        top_k=params.top_k or 0,
+        top_p=1.0 if params.top_p is None else params.top_p,
     )
 
 
@@ -71,15 +101,26 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._never = _never(undecodable_ids, vocab_size, device)
-        self._table = RowTable((), vocab_size, device)
+        self._table = RowTable((), None, vocab_size, device)
 
-    def sample(self, logits: torch.Tensor, edits: Edits, plan: Plan) -> Samples:
-        """Tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it is float32."""
-        if not plan.sampled:
-            return Samples([])
-        if self._table.requests is not plan.sampled:
-            self._table = RowTable(plan.sampled, self._vocab_size, self._device)
+    def sample(self, logits: torch.Tensor, edits: Edits, plan: Plan, offsets: Sequence[int] | None = None) -> Samples:
+        """Tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it is float32.
+
+        Args:
+            logits: One row per request, or as many as `offsets` say.
+            edits: By row.
+            plan: Its ``sampled`` requests own the rows.
+            offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive positions from the
+                length of its tokens on; a request may have none.
+
+        Raises:
+            ValueError: as `RowTable`.
+        """
+        if not self._table.is_for(plan.sampled, offsets):
+            self._table = RowTable(plan.sampled, offsets, self._vocab_size, self._device)
         table = self._table
+        if not table.owners:
+            return Samples([])
         logits = logits.float()
         self._mask_never(logits)
         raw = logits[table.raw] if table.raw else None
@@ -88,7 +129,7 @@ class Sampler:
             self._apply_chains(logits, edits.planned, errors)
         samples = self._choose(logits, table, edits.planned, errors)
         if raw is not None:
-            _attach_logprobs(samples, raw, table.requests, table.raw)
+            _attach_logprobs(samples, raw, table, table.raw)
         return samples
 
     def _apply_chains(self, logits: torch.Tensor, planned: list[Planned], errors: dict[int, str]) -> None:
@@ -103,25 +144,29 @@ class Sampler:
             logits.index_fill_(-1, self._never, -torch.inf)
 
     def _choose(self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]) -> Samples:
-        highest = logits.amax(-1)
-        token_ids = logits.argmax(-1) if len(table.random) < len(table.requests) else None
-        adjusted = None
-        if table.random:
-            adjusted, drawn = self._draw(logits, table)
-            token_ids = drawn if token_ids is None else token_ids.index_copy_(0, table.random_index, drawn)
-        assert token_ids is not None
-        if not bool(highest.isfinite().all()):
-            errors |= _unfit(highest.tolist(), planned, errors)
-        samples = Samples(token_ids.tolist(), errors)
+        maxima = block_maxima(logits)
+        groups = table.groups
+        highest = maxima.amax(-1).tolist()  # NaN in a row is NaN here
+        unfit = {row for row, value in enumerate(highest) if not math.isfinite(value)}
+        if unfit:
+            errors |= _unfit(highest, planned, errors)
+            groups = [group.without(unfit) for group in groups]
+        samples = Samples([0] * len(table.owners), errors)
+        if table.greedy:
+            _take_highest(samples, logits, maxima, table)
+        drawn, distributions = draw(logits, groups, table.uniforms(), maxima, frozenset(table.processed))
+        for row, token_id in drawn.items():
+            samples.token_ids[row] = token_id
         forced = self._force(logits, samples, planned)
-        if table.processed_logprobs:
-            final = logits.double()
-            if adjusted is not None:
-                final.index_copy_(0, table.random_index, adjusted)
-            for row, token_id in forced.items():
-                final[row] = -torch.inf
-                final[row, token_id] = 0.0
-            _attach_logprobs(samples, final[table.processed_logprobs], table.requests, table.processed_logprobs)
+        if table.processed:
+            final = logits[table.processed].double()
+            for place, row in enumerate(table.processed):
+                if row in distributions:
+                    final[place] = distributions[row]
+                if row in forced:
+                    final[place] = -torch.inf
+                    final[place, forced[row]] = 0.0
+            _attach_logprobs(samples, final, table, table.processed)
         return samples
 
     def _force(self, logits: torch.Tensor, samples: Samples, planned: list[Planned]) -> dict[int, int]:
@@ -142,13 +187,6 @@ class Sampler:
                 samples.token_ids[row] = forced[row]
         return forced
 
-    def _draw(self, logits: torch.Tensor, table: RowTable) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = [table.requests[row] for row in table.random]
-        numbers = [uniform(request.seed, 0, len(request.tokens), SAMPLE) for request in chosen]
-        rows = logits if len(table.random) == len(table.requests) else logits.index_select(0, table.random_index)
-        adjusted, weights = weigh(rows, table.truncation)
-        return adjusted, draw(weights, torch.tensor(numbers, dtype=torch.float64, device=self._device))
-
 
 def _unfit(highest: list[float], planned: list[Planned], known: dict[int, str]) -> dict[int, str]:
     """Why nothing can be drawn from a row, for the rows that are not in `known`; their chains hear of it."""
@@ -164,6 +202,15 @@ def _unfit(highest: list[float], planned: list[Planned], known: dict[int, str]) 
     return errors
 
 
+def _take_highest(samples: Samples, logits: torch.Tensor, maxima: torch.Tensor, table: RowTable) -> None:
+    if not table.random:
+        samples.token_ids = highest_ids(logits, maxima).tolist()
+        return
+    token_ids = highest_ids(logits, maxima.index_select(0, table.greedy_index), table.greedy_index).tolist()
+    for row, token_id in zip(table.greedy, token_ids, strict=True):
+        samples.token_ids[row] = token_id
+
+
 def _never(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> slice | torch.Tensor | None:
     """Ids as an index; padding is a tail nearly always, and a slice is much cheaper to fill."""
     if not ids:
@@ -173,7 +220,7 @@ def _never(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> slice
     return torch.tensor(ids, device=device)
 
 
-def _attach_logprobs(samples: Samples, logits: torch.Tensor, requests: tuple[Request, ...], rows: list[int]) -> None:
-    counts = [requests[row].params.logprobs or 0 for row in rows]
+def _attach_logprobs(samples: Samples, logits: torch.Tensor, table: RowTable, rows: list[int]) -> None:
+    counts = [table.logprob_counts[row] for row in rows]
     found = token_logprobs(logits, [samples.token_ids[row] for row in rows], counts)
     samples.logprobs |= dict(zip(rows, found, strict=True))

@@ -1,0 +1,93 @@
+"""The kernels that find the likeliest tokens, against torch's own and plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.candidates import block_maxima, highest_ids, prefix_of_mass, top
+
+WIDTHS = [1, 5, 63, 64, 65, 700, 4096, 9000, 20_003]
+
+
+def rows_of(seed: int, count: int, width: int, grain: float) -> torch.Tensor:
+    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * 3
+    return torch.round(rows / grain) * grain if grain else rows
+
+
+seeds = st.integers(0, 2**32)
+grains = st.sampled_from([0.0, 0.5, 8.0])
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=seeds, width=st.sampled_from(WIDTHS), count=st.integers(1, 150), grain=grains, part=st.booleans())
+def test_top_finds_what_torch_finds(seed: int, width: int, count: int, grain: float, part: bool) -> None:
+    values = rows_of(seed, 3, width, grain)
+    values[1, width // 2 :] = -torch.inf
+    rows = torch.tensor([2, 1]) if part else None
+    chosen = values if rows is None else values[rows]
+    count = min(count, width)
+    found, ids = top(values, count, block_maxima(chosen), rows)
+    assert torch.equal(found, chosen.topk(count, dim=-1).values)
+    assert torch.equal(chosen.gather(1, ids), found)
+    assert all(len(set(row)) == count for row in ids.tolist())
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=seeds, width=st.sampled_from(WIDTHS), grain=grains, part=st.booleans())
+def test_the_highest_of_equals_is_the_lowest_id(seed: int, width: int, grain: float, part: bool) -> None:
+    values = rows_of(seed, 3, width, grain)
+    rows = torch.tensor([2, 0]) if part else None
+    chosen = values if rows is None else values[rows]
+    expected = [row.index(max(row)) for row in chosen.tolist()]
+    assert highest_ids(values, block_maxima(chosen), rows).tolist() == expected
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nan_anywhere_shows_in_the_maxima(width: int) -> None:
+    values = torch.zeros(2, width)
+    values[1, width - 1] = torch.nan
+    assert block_maxima(values).amax(-1).isnan().tolist() == [False, True]
+
+
+def test_a_view_of_a_larger_tensor() -> None:
+    values = torch.arange(20_000.0).remainder(997).view(2, 10_000)[:, 100:9_828]
+    found, ids = top(values, 60)
+    assert torch.equal(found, values.topk(60).values)
+    assert torch.equal(values.gather(1, ids), found)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=seeds,
+    width=st.sampled_from([1, 40, 4097, 30_000]),
+    grain=grains,
+    scale=st.sampled_from([1e-40, 1.0, 1e30]),
+    share=st.floats(0.001, 1.0),
+)
+def test_prefixes_of_integer_masses(seed: int, width: int, grain: float, scale: float, share: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    keys = rows_of(seed, 1, width, grain)[0].mul_(scale)
+    masses = torch.randint(0, 50, (width,), generator=generator).double()
+    masses[int(keys.argmax())] = 1
+    target = max(1.0, float(masses.sum()) * share)
+    inside, total = set(), 0.0
+    for token in sorted(range(width), key=lambda token: (-float(keys[token]), token)):
+        inside.add(token)
+        total += float(masses[token])
+        if total >= target:
+            break
+    prefix = prefix_of_mass(keys, masses, target)
+    assert set(prefix.contains(keys).nonzero()[:, 0].tolist()) == inside
+
+
+@pytest.mark.parametrize("width", [50, 10_000])
+def test_a_prefix_of_a_row_with_masked_and_with_extreme_keys(width: int) -> None:
+    keys = torch.full((width,), -torch.inf)
+    keys[[3, 7, 9]] = torch.tensor([3e38, -3e38, 3e38])
+    masses = keys.isfinite().double()
+    assert prefix_of_mass(keys, masses, 1.5).contains(keys).nonzero()[:, 0].tolist() == [3, 9]
+    assert prefix_of_mass(keys, masses, 1.0).contains(keys).nonzero()[:, 0].tolist() == [3]
+    assert prefix_of_mass(keys, masses, 3.0).contains(keys).nonzero()[:, 0].tolist() == [3, 7, 9]
