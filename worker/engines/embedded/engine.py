@@ -26,6 +26,13 @@ from worker.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 
+RUN_AHEAD = 4
+"""Steps that may wait for the event loop. A model faster than the loop would otherwise take the processor from it."""
+
+MAX_PAUSE_S = 0.01
+"""Longest that the step thread holds back for the loop, so that a loop that hangs slows decoding but never stops it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Submit:
     """To the step thread: a new request."""
@@ -69,6 +76,9 @@ class StepThread:
         self._inbox: SimpleQueue[Submit | Abort | Stop] = SimpleQueue()
         self._outbox: list[Output] = []
         self._outbox_lock = threading.Lock()
+        self._num_ahead = 0  # steps published since the loop last collected
+        self._may_run = threading.Event()
+        self._may_run.set()
         self._thread = threading.Thread(target=self._run, name="embedded-step", daemon=True)
 
     def start(self) -> None:
@@ -87,6 +97,7 @@ class StepThread:
         try:
             while self._read_messages():
                 if not self._stepper.scheduler.is_idle:
+                    self._may_run.wait(MAX_PAUSE_S)
                     self._publish(self._stepper.step())
         except BaseException as error:  # the thread's outermost frame: whatever it was, the engine is broken
             logger.exception("the step thread died")
@@ -111,12 +122,17 @@ class StepThread:
         with self._outbox_lock:
             waiting = bool(self._outbox)
             self._outbox += outputs
+            self._num_ahead += 1
+            if self._num_ahead >= RUN_AHEAD:
+                self._may_run.clear()
         if outputs and not waiting:
             self._call_soon(self._collect)
 
     def _collect(self) -> None:
         with self._outbox_lock:
             outputs, self._outbox = self._outbox, []
+            self._num_ahead = 0
+            self._may_run.set()
         self._deliver(outputs)
 
     def _call_soon(self, callback: Callable[..., None], *arguments: str) -> None:
