@@ -69,6 +69,32 @@ def test_bitmasks_narrower_equal_and_wider_than_the_row(masks, width):
         assert set(row.isfinite().nonzero().flatten().tolist()) == {i for i in mask if i < width}
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=8, max_size=8),
+    width=st.integers(1, 150),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 999),
+)
+def test_what_a_bitmask_keeps_is_untouched(words, width, dtype, seed):
+    bitmask = torch.tensor(words, dtype=torch.int32).view(2, 4)
+    logits = torch.randn(3, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    expected = logits.clone()
+    for i, row in enumerate([2, 0]):
+        for token in range(width):
+            if not is_allowed(bitmask[i], token):
+                expected[row, token] = -torch.inf
+    apply_bitmask(logits, bitmask, rows=[2, 0])
+    assert torch.equal(logits, expected)
+
+
+def test_a_bitmask_does_not_hide_what_is_wrong_with_a_row():
+    logits = torch.tensor([[torch.nan, torch.inf, torch.nan, torch.inf]])
+    apply_bitmask(logits, bitmask_of([0, 1], 4)[None])
+    assert logits.isnan().tolist() == [[True, False, True, True]]
+    assert logits[0, 1] == torch.inf
+
+
 def test_a_bitmask_touches_only_the_rows_named():
     logits = torch.ones(3, VOCAB)
     apply_bitmask(logits, bitmask_of([1], VOCAB)[None], rows=[1])
