@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from adapters.contract import Context, ShapingProcessor
+from adapters.contract import Context, Reads, ShapingProcessor
 from adapters.pipe.op import Op, ParameterizedOp
 from adapters.pipe.parameters import check_length
 from adapters.pipe.processors import LogitsProcessor
@@ -112,6 +112,8 @@ class ShapingOp(ParameterizedOp):
         return processors
 
     def _build(self, args: dict[str, Any], context: Context) -> ShapingProcessor:
+        if self.shaping.reads is not Reads.NOTHING:
+            raise _needs_history(self.shaping)
         processor = self.shaping(self.shaping.Args(**args), context)
         processor._tokens = _NoHistory(self.shaping)
         return processor
@@ -125,12 +127,14 @@ class _NoHistory(list[int]):
         self._shaping = shaping
 
     def _refuse(self, *_: Any) -> Any:
-        name = self._shaping.name
-        raise ValueError(
-            f"{name} depends on its history: give one started {self._shaping.__name__} per row as '{name}'"
-        )
+        raise _needs_history(self._shaping)
 
     __len__ = __getitem__ = __iter__ = __bool__ = _refuse
+
+
+def _needs_history(shaping: type[ShapingProcessor]) -> ValueError:
+    name = shaping.name
+    return ValueError(f"{name} depends on its history: give one started {shaping.__name__} per row as '{name}'")
 
 
 def _per_row(args: dict[str, Any], num_rows: int) -> Iterator[dict[str, Any]]:
