@@ -96,10 +96,10 @@ def test_a_compile_time_generator_and_the_default_generator():
     pipe = LogitsPipe([Softmax(), Sample(generator=seeded(11))])
     assert torch.equal(pipe(logits), LogitsPipe([Softmax(), Sample()])(logits, generator=seeded(11)))
     state = torch.get_rng_state()
-    one = pipe_without = LogitsPipe([Softmax(), Sample()])(logits)
+    first = LogitsPipe([Softmax(), Sample()])(logits)
     torch.set_rng_state(state)
-    assert torch.equal(LogitsPipe([Softmax(), Sample()])(logits), one)
-    assert pipe_without.unique().numel() > 1
+    assert torch.equal(LogitsPipe([Softmax(), Sample()])(logits), first)
+    assert first.unique().numel() > 1
 
 
 def test_rows_are_drawn_by_their_place_alone():
