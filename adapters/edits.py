@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -203,9 +204,8 @@ def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Sparse]], kind: typ
     device, width = logits.device, logits.shape[1]
     flat = logits.view(-1)
     ids = torch.cat([edit.token_ids for _, edit in edits])
-    counts = torch.tensor([len(edit.token_ids) for _, edit in edits])
-    starts = torch.tensor([row * width for row, _ in edits])
-    index = (ids + torch.repeat_interleave(starts, counts)).to(device, non_blocking=True)
+    starts = np.repeat([row * width for row, _ in edits], [len(edit.token_ids) for _, edit in edits])
+    index = (ids + torch.from_numpy(starts)).to(device, non_blocking=True)
     if kind is Ban:
         flat.index_fill_(0, index, -torch.inf)
         return
@@ -220,6 +220,9 @@ def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Sparse]], kind: typ
 
 _MINUS_INFINITY = -(1 << 23)
 """The bits of the float32 -inf, as an int32; those of 0.0 are 0."""
+
+_FEW = 16
+"""A mask with bits in less than one word of so many is applied bit by bit."""
 
 # Row b holds eight addends: 0 where the bit of byte b is set, -inf where it is not. Made on first use per device.
 _ADDENDS: dict[torch.device, torch.Tensor] = {}
@@ -263,9 +266,22 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
 
 
 def _mask_on_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int], covered: int) -> None:
-    masked = ~bitmask.cpu().contiguous().numpy().view(np.uint8)
+    masked = ~bitmask.cpu().contiguous().numpy()
     addends = torch.empty(covered)
     for i, row in enumerate(rows):
-        bits = torch.from_numpy(np.unpackbits(masked[i], count=covered, bitorder="little"))
+        words = np.flatnonzero(masked[i])
+        if len(words) * _FEW < len(masked[i]):
+            columns = _ids_in(masked[i], words)
+            ids = torch.from_numpy(columns[columns < covered])
+            logits[row, ids] += -torch.inf
+            continue
+        bits = torch.from_numpy(np.unpackbits(masked[i].view(np.uint8), count=covered, bitorder="little"))
         addends.view(torch.int32).copy_(bits).mul_(_MINUS_INFINITY)
         logits[row, :covered] += addends
+
+
+def _ids_in(bitmask: np.ndarray[Any, np.dtype[np.int32]], words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Ids of the bits set in some words of a bitmask, rising."""
+    places = np.flatnonzero(np.unpackbits(bitmask[words].view(np.uint8), bitorder="little"))
+    ids: np.ndarray[Any, Any] = words[places >> 5] * 32 + (places & 31)
+    return ids

@@ -88,11 +88,25 @@ def test_what_a_bitmask_keeps_is_untouched(words, width, dtype, seed):
     assert torch.equal(logits, expected)
 
 
+@settings(max_examples=50, deadline=None)
+@given(masked=st.sets(st.integers(0, 1999), max_size=5), width=st.integers(1, 2100), seed=st.integers(0, 999))
+def test_a_bitmask_with_few_bits_clear(masked, width, seed):
+    bitmask = bitmask_of(set(range(2000)) - masked, 2000)
+    logits = torch.randn(2, width, generator=torch.Generator().manual_seed(seed))
+    expected = logits.clone()
+    expected[1, [token for token in masked if token < width]] = -torch.inf
+    expected[1, 2000:] = -torch.inf
+    apply_bitmask(logits, bitmask[None], rows=[1])
+    assert torch.equal(logits, expected)
+
+
 def test_a_bitmask_does_not_hide_what_is_wrong_with_a_row():
-    logits = torch.tensor([[torch.nan, torch.inf, torch.nan, torch.inf]])
-    apply_bitmask(logits, bitmask_of([0, 1], 4)[None])
-    assert logits.isnan().tolist() == [[True, False, True, True]]
-    assert logits[0, 1] == torch.inf
+    for width in (4, 2000):  # few bits clear in the second
+        logits = torch.zeros(1, width)
+        logits[0, :4] = torch.tensor([torch.nan, torch.inf, torch.nan, torch.inf])
+        apply_bitmask(logits, bitmask_of(set(range(width)) - {2, 3}, width)[None])
+        assert logits[0, :4].isnan().tolist() == [True, False, True, True]
+        assert logits[0, 1] == torch.inf
 
 
 def test_a_bitmask_touches_only_the_rows_named():
