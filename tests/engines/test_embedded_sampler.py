@@ -13,6 +13,7 @@ from engine_doubles import END, PADDING, WIDTH, ScriptedModel, request, run_alon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters.edits import bitmask_of
 from worker.engines import TokenLogprob
 from worker.engines.embedded.plan import Edits, Plan
 from worker.engines.embedded.sampler import Sampler
@@ -474,3 +475,45 @@ def test_offsets_that_do_not_fit_the_requests(model: ScriptedModel, offsets: lis
     sampler = Sampler(WIDTH, (), model.device)
     with pytest.raises(ValueError, match="offsets must be 3 rising numbers from 0"):
         sampler.sample(torch.zeros(2, WIDTH), Edits(), Plan(requests, (), requests), offsets)
+
+
+def test_logits_that_do_not_fit_the_requests(model: ScriptedModel) -> None:
+    one = request(model, "one", PROMPT, greedy())
+    sampler = Sampler(WIDTH, (), model.device)
+    with pytest.raises(ValueError, match=r"logits must have shape \(1, 96\), got \(2, 96\)"):
+        sampler.sample(torch.zeros(2, WIDTH), Edits(), Plan((one,), (), (one,)))
+
+
+# -- the step's bitmask
+
+
+@pytest.mark.parametrize("make", [greedy, sampled])
+def test_a_bitmask_is_a_hard_mask_that_raw_logprobs_do_not_show(
+    model: ScriptedModel, make: Callable[..., SamplingParams]
+) -> None:
+    one = request(model, "one", PROMPT, make(logprobs=1))
+    sampler = Sampler(WIDTH, model.undecodable_ids, model.device)
+    logits = model.row(PROMPT)[None]
+    best = int(logits[0, :USABLE].argmax())
+    bitmask = bitmask_of({17, WIDTH - 1}, WIDTH)[None]
+    samples = sampler.sample(logits.clone(), Edits(), Plan((one,), (), (one,)), bitmask=bitmask)
+    assert samples.token_ids == [17]
+    assert [entry.token_id for entry in samples.logprobs[0]] == [17, best]
+
+
+def test_a_bitmask_without_a_bit_leaves_no_token(model: ScriptedModel) -> None:
+    one = request(model, "one", PROMPT, greedy())
+    sampler = Sampler(WIDTH, model.undecodable_ids, model.device)
+    samples = sampler.sample(
+        model.row(PROMPT)[None], Edits(), Plan((one,), (), (one,)), bitmask=torch.zeros(1, 3).int()
+    )
+    assert "unsatisfiable" in samples.errors[0]
+
+
+@pytest.mark.parametrize("bitmask", [torch.zeros(1, 2).int(), torch.zeros(2, 3).int(), torch.zeros(1, 3)])
+def test_a_bitmask_that_does_not_fit_is_refused(model: ScriptedModel, bitmask: torch.Tensor) -> None:
+    one = request(model, "one", PROMPT, greedy())
+    with pytest.raises(ValueError, match=r"the bitmask must be int32 of shape \(1, 3\)"):
+        Sampler(WIDTH, (), model.device).sample(
+            torch.zeros(1, WIDTH), Edits(), Plan((one,), (), (one,)), bitmask=bitmask
+        )

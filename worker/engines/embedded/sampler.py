@@ -11,6 +11,7 @@ import torch
 from adapters.batch import Planned, apply_edits, apply_late
 from adapters.candidates import block_maxima, highest_ids
 from adapters.draws import SAMPLE, uniform
+from adapters.edits import apply_bitmask
 from worker.engines.embedded.logprobs import token_logprobs
 from worker.engines.embedded.plan import Edits, Plan, Request, Samples
 from worker.engines.embedded.truncation import Controls, draw, group_rows
@@ -103,7 +104,14 @@ class Sampler:
         self._never = _never(undecodable_ids, vocab_size, device)
         self._table = RowTable((), None, vocab_size, device)
 
-    def sample(self, logits: torch.Tensor, edits: Edits, plan: Plan, offsets: Sequence[int] | None = None) -> Samples:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        edits: Edits,
+        plan: Plan,
+        offsets: Sequence[int] | None = None,
+        bitmask: torch.Tensor | None = None,
+    ) -> Samples:
         """Tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it is float32.
 
         Args:
@@ -112,29 +120,44 @@ class Sampler:
             plan: Its ``sampled`` requests own the rows.
             offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive positions from the
                 length of its tokens on; a request may have none.
+            bitmask: int32 ``[n, ceil(V / 32)]``, a hard mask on top of the chains'; see `adapters.edits.Allow`.
 
         Raises:
-            ValueError: as `RowTable`.
+            ValueError: as `RowTable`, or a shape does not fit.
         """
         if not self._table.is_for(plan.sampled, offsets):
             self._table = RowTable(plan.sampled, offsets, self._vocab_size, self._device)
         table = self._table
+        self._check_shapes(logits, bitmask)
         if not table.owners:
             return Samples([])
         logits = logits.float()
         self._mask_never(logits)
         raw = logits[table.raw] if table.raw else None
         errors = {row: str(failure) for row, failure in edits.failures.items()}
-        if edits.planned:
-            self._apply_chains(logits, edits.planned, errors)
+        if edits.planned or bitmask is not None:
+            self._edit(logits, edits.planned, bitmask, errors)
         samples = self._choose(logits, table, edits.planned, errors)
         if raw is not None:
             _attach_logprobs(samples, raw, table, table.raw)
         return samples
 
-    def _apply_chains(self, logits: torch.Tensor, planned: list[Planned], errors: dict[int, str]) -> None:
-        for apply in (apply_edits, apply_late):
-            errors |= {row: str(failure) for row, failure in apply(logits, planned).items()}
+    def _check_shapes(self, logits: torch.Tensor, bitmask: torch.Tensor | None) -> None:
+        count, width = len(self._table.owners), self._vocab_size
+        if tuple(logits.shape) != (count, width):
+            raise ValueError(f"logits must have shape ({count}, {width}), got {tuple(logits.shape)}")
+        words = -(-width // 32)
+        if bitmask is not None and (tuple(bitmask.shape) != (count, words) or bitmask.dtype != torch.int32):
+            found = f"{str(bitmask.dtype).removeprefix('torch.')} {tuple(bitmask.shape)}"
+            raise ValueError(f"the bitmask must be int32 of shape ({count}, {words}), got {found}")
+
+    def _edit(
+        self, logits: torch.Tensor, planned: list[Planned], bitmask: torch.Tensor | None, errors: dict[int, str]
+    ) -> None:
+        errors |= {row: str(failure) for row, failure in apply_edits(logits, planned).items()}
+        if bitmask is not None:
+            apply_bitmask(logits, bitmask)
+        errors |= {row: str(failure) for row, failure in apply_late(logits, planned).items()}
         self._mask_never(logits)  # a shaping processor may have written there
 
     def _mask_never(self, logits: torch.Tensor) -> None:
