@@ -12,9 +12,10 @@ from typing import TypeVar
 
 import torch
 
-from adapters.chain import Member, ProcessorChain, ProcessorFailed, RowPlan
+from adapters.chain import ProcessorChain
 from adapters.contract import ShapingProcessor, Stage
 from adapters.edits import Edit, Sparse, apply_bitmask, apply_sparse
+from adapters.plan import Member, ProcessorFailed, RowPlan
 
 T = TypeVar("T")
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
 
 import torch
 
-from adapters.contract import Context, Processor, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
-from adapters.edits import Allow, Ban, Edit, Force, MalformedEdit, bitmask_of, check_edit, count_allowed, is_allowed
+from adapters.contract import Context, Processor, Reads, ShapingProcessor, Stage, Unsatisfiable
+from adapters.edits import Allow, Ban, Edit, Force, MalformedEdit, check_edit, count_allowed, is_allowed
+from adapters.plan import NOTHING, Member, ProcessorFailed, RowPlan
 from adapters.receipts import ProcessorRecord, Receipt
 from adapters.scope import Scope, ThinkingTracker
 from adapters.vocabulary import Vocabulary
@@ -20,73 +20,6 @@ DEFAULT_STEP_BUDGET_S = 0.1
 """Longest that one processor may take for one step, seconds."""
 
 Mode = Literal["aggregated", "hand-off", "migrated"]
-
-
-class ProcessorFailed(Exception):
-    """A processor of this chain failed; the request ends with an error, its batch-mates are not touched.
-
-    Args:
-        processor: Name of the processor.
-        reason: ``raised``, ``nan``, ``infinite``, ``empty``, ``unsatisfiable`` or ``budget``.
-        message: One sentence for the caller.
-    """
-
-    def __init__(self, processor: str, reason: str, message: str) -> None:
-        super().__init__(f"logits processor {processor}: {message}")
-        self.processor = processor
-        self.reason = reason
-        self.message = message
-
-
-@dataclass(slots=True)
-class RowPlan:
-    """Everything that a chain asks of one row at one step, in the order law's order.
-
-    Attributes:
-        soft: Bias, scale and shaping steps up to the soft stage, in order: ``(stage, edit or member)``.
-        bans: Sparse hard masks.
-        allows: Packed hard masks, to be AND-ed.
-        force: The token, when one is forced. Nothing else of the plan then matters for the token.
-        forced_by: Who forces it.
-        late: Shaping steps of the stage of hard masks and of those after it.
-        fewest_allowed: Bits set in the strictest of `allows`.
-    """
-
-    soft: list[tuple[Stage, Edit | Member]] = field(default_factory=list)
-    bans: list[Ban] = field(default_factory=list)
-    allows: list[torch.Tensor] = field(default_factory=list)
-    force: int | None = None
-    forced_by: Member | None = None
-    late: list[Member] = field(default_factory=list)
-    fewest_allowed: int = 2**63
-
-    @property
-    def is_empty(self) -> bool:
-        """True if the row is left as it is."""
-        return self.force is None and not (self.soft or self.bans or self.allows or self.late)
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """One processor in its chain, with its scope and its record for the receipt."""
-
-    processor: Processor
-    scope: Scope
-    record: ProcessorRecord
-    edit: Callable[[], Edit | None] | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.processor, SteeringProcessor):
-            self.edit = self.processor.edit  # found once: an abstract class answers isinstance slowly
-
-    @property
-    def name(self) -> str:
-        return self.processor.name
-
-    def step(self) -> Edit | Member | None:
-        """What the processor asks for now; a shaping one always asks for itself."""
-        self.processor.catch_up()
-        return self.edit() if self.edit is not None else self
 
 
 class ProcessorChain:
@@ -293,7 +226,7 @@ class ProcessorChain:
             ProcessorFailed: a processor raised, was over its budget, or the chain cannot be satisfied here.
         """
         self._pending = []
-        plan = _NOTHING
+        plan = NOTHING
         began = perf_counter()
         for member in self.members if self._tracker is None else self._active_members():
             try:
@@ -305,7 +238,7 @@ class ProcessorChain:
             if seconds > self.step_budget_s:
                 raise self._over_budget(member, seconds)
             if edit is not None:
-                if plan is _NOTHING:
+                if plan is NOTHING:
                     plan = RowPlan()
                 self._add(plan, member, edit)
             began = perf_counter()
@@ -325,7 +258,7 @@ class ProcessorChain:
         pending, self._pending = self._pending, []
         try:
             for token_id in draft:
-                if not _permits(plans[-1], token_id):
+                if not plans[-1].permits(token_id):
                     break
                 self._append(token_id)
                 plans.append(self.plan())
@@ -399,11 +332,11 @@ class ProcessorChain:
 
     def _check(self, plan: RowPlan) -> None:
         """A forced id that a mask forbids, or masks that leave nothing, are errors, never token 0 or NaN."""
-        if plan.forced_by is not None:
-            if not _masks_permit(plan, plan.force):
+        if plan.forced_by is not None and plan.force is not None:
+            if not plan.masks_permit(plan.force):
                 message = f"forces token {plan.force}, which another processor forbids"
                 raise self.fail(plan.forced_by.name, "unsatisfiable", f"{message} at position {self.position}")
-        elif not _leaves_a_token(plan):
+        elif not plan.leaves_a_token():
             raise self.no_token_left(["masked"])
 
     def no_token_left(self, kinds: Sequence[str] = ("masked", "shaped", "biased")) -> ProcessorFailed:
@@ -448,33 +381,3 @@ def _checked_edit(make: Callable[[], Edit | None], soft: bool, vocab_size: int, 
 
 def _any_shapes(members: list[Member]) -> bool:
     return any(isinstance(member.processor, ShapingProcessor) for member in members)
-
-
-def _masks_permit(plan: RowPlan, token_id: int | None) -> bool:
-    assert token_id is not None
-    if any(bool((ban.token_ids == token_id).any()) for ban in plan.bans):
-        return False
-    return all(is_allowed(bitmask, token_id) for bitmask in plan.allows)
-
-
-def _permits(plan: RowPlan, token_id: int) -> bool:
-    return plan.force == token_id if plan.force is not None else _masks_permit(plan, token_id)
-
-
-def _leaves_a_token(plan: RowPlan) -> bool:
-    """Whether any bit survives all masks and bans; most plans have more bits set than there are bans."""
-    num_banned = sum(len(ban.token_ids) for ban in plan.bans)
-    if len(plan.allows) == 1 and plan.fewest_allowed > num_banned:
-        return True
-    width = min(len(bitmask) for bitmask in plan.allows)
-    allowed = plan.allows[0][:width].clone()
-    for bitmask in plan.allows[1:]:
-        allowed &= bitmask[:width]
-    if num_banned:
-        banned = torch.cat([ban.token_ids for ban in plan.bans]).tolist()
-        allowed &= ~bitmask_of((token_id for token_id in banned if token_id < 32 * width), 32 * width)
-    return bool(allowed.any())
-
-
-_NOTHING = RowPlan()
-"""The plan of a step at which nobody asks for anything; shared, and never changed."""

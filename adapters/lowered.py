@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from adapters.chain import ProcessorFailed
 from adapters.contract import ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.plan import ProcessorFailed
 from adapters.trtllm import Failure
 
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from adapters.batch import PROBLEMS, apply_plan, row_problem
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
+from adapters.plan import ProcessorFailed
 
 if TYPE_CHECKING:
     _Base = object

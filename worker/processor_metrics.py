@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from adapters.chain import ProcessorFailed
+from adapters.plan import ProcessorFailed
 from adapters.receipts import Receipt
 
 PREFIX = "dlw_processor_"

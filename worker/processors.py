@@ -14,8 +14,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from adapters.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
 from adapters.contract import Context
+from adapters.plan import ProcessorFailed
 from adapters.policy import Policy, PolicyError
 from adapters.processors.grammar import grammar_cache
 from adapters.scope import Scope

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from adapters.batch import apply_edits
-from adapters.chain import ProcessorChain, ProcessorFailed, RowPlan
+from adapters.chain import ProcessorChain
 from adapters.contract import Reads
+from adapters.plan import ProcessorFailed, RowPlan
 from adapters.testing.registry import check
 from adapters.testing.stories import (
     Outcome,

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from adapters.batch import apply_chain
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
 from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
 from adapters.edits import Ban, Bias, Edit, MalformedEdit, Scale, check_edit, is_allowed
+from adapters.plan import ProcessorFailed
 from adapters.testing.registry import check
 from adapters.testing.stories import (
     Outcome,

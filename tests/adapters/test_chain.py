@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from adapters import create_trtllm_adapters
 from adapters.batch import apply_chain, apply_edits, apply_late, plan_rows, replay
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
 from adapters.contract import Context, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
 from adapters.edits import Allow, Ban, Bias, Force
+from adapters.plan import ProcessorFailed
 from adapters.vocabulary import Vocabulary
 
 VOCAB = 40

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from adapters.batch import apply_edits, apply_late, plan_rows
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
 from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
 from adapters.edits import Allow, Ban, Bias, Edit, Force, Scale, bitmask_of
+from adapters.plan import ProcessorFailed
 from adapters.trtllm import ChainAdapter
 from adapters.vocabulary import Vocabulary
 

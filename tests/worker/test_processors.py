@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from adapters.catalog import Catalog
-from adapters.chain import ProcessorFailed
+from adapters.plan import ProcessorFailed
 from adapters.policy import Policy, PolicyError
 from adapters.receipts import ProcessorRecord, Receipt
 from adapters.vocabulary import Vocabulary

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from adapters.chain import ProcessorFailed
+from adapters.plan import ProcessorFailed
 from adapters.receipts import Receipt
 from worker.sampling import SamplingParams
 

@@ -22,9 +22,10 @@ from vocab_for_tests import (
 )
 
 from adapters.batch import apply_chain
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context
 from adapters.edits import Force
+from adapters.plan import ProcessorFailed
 from adapters.processors.forcing import ForcedPrefix, ForcedSequence, ForceLastPhrase, end_token
 from adapters.processors.length import MinTokens
 from adapters.processors.masks import AllowedTokens, BannedTokens

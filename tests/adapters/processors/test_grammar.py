@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.batch import apply_edits, plan_rows
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context
 from adapters.edits import is_allowed
+from adapters.plan import ProcessorFailed
 from adapters.processors import grammar as grammars
 from adapters.processors.grammar import Choice, Grammar, GrammarProcessor, JsonSchema, Regex, grammar_cache
 from adapters.vocabulary import Vocabulary, vocabulary_at

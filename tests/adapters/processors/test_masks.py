@@ -22,8 +22,9 @@ from vocab_for_tests import (
     vocabulary,
 )
 
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context
+from adapters.plan import ProcessorFailed
 from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens, WordAutomaton, spellings
 from adapters.vocabulary import Vocabulary
 

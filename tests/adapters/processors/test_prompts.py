@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from vocab_for_tests import END, assert_rows_equal, context, replayed, run_row, step_by_step, vocabulary
 
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context, Stage
 from adapters.edits import Force
+from adapters.plan import ProcessorFailed
 from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase
 from adapters.vocabulary import Vocabulary
 

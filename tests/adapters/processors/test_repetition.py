@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from transformers import NoRepeatNGramLogitsProcessor
 from vocab_for_tests import END, assert_rows_equal, context, plan_after, replayed, run_row, step_by_step, vocabulary
 
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context
 from adapters.edits import Bias, Force
+from adapters.plan import ProcessorFailed
 from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
 from adapters.processors.suffixes import SuffixAutomaton
 from adapters.vocabulary import Vocabulary

@@ -11,8 +11,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from adapters.batch import apply_edits, apply_late, plan_rows
-from adapters.chain import ProcessorChain, RowPlan
+from adapters.chain import ProcessorChain
 from adapters.contract import Context, Processor
+from adapters.plan import RowPlan
 from adapters.vocabulary import Vocabulary
 
 CORPUS = [

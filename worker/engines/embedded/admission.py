@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
 from adapters.contract import Context, Processor
 from adapters.lowered import EmbeddingBias, ForeignCallable
+from adapters.plan import ProcessorFailed
 from adapters.trtllm import ChainAdapter
 from adapters.vocabulary import Vocabulary
 from worker.controls import with_field_processors

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 
 from adapters.batch import Planned
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
+from adapters.plan import ProcessorFailed
 from worker.engines import FinishReason, TokenLogprob
 from worker.sampling import SamplingParams
 
