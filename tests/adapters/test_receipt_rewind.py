@@ -10,7 +10,7 @@ from adapters.contract import Context, ProcessorArgs, Reads, Stage, SteeringProc
 from adapters.edits import Ban, Edit, Force
 from adapters.vocabulary import Vocabulary
 
-CONTEXT = Context(Vocabulary(40), end_token_ids=frozenset({1}))
+CONTEXT = Context(Vocabulary(80), end_token_ids=frozenset({1}))
 PROMPT = [2, 3, 4]
 
 
