@@ -11,6 +11,7 @@ An edit never holds a vocabulary-sized tensor of floats. The kinds are those of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -266,18 +267,29 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
 
 
 def _mask_on_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int], covered: int) -> None:
-    masked = ~bitmask.cpu().contiguous().numpy()
+    """One row at a time: bit by bit where few are clear or few are set (a grammar's usual masks), else all at once."""
+    allowed = bitmask.cpu().contiguous().numpy()
+    masked = ~allowed
     addends = torch.empty(covered)
     for i, row in enumerate(rows):
-        words = np.flatnonzero(masked[i])
-        if len(words) * _FEW < len(masked[i]):
-            columns = _ids_in(masked[i], words)
-            ids = torch.from_numpy(columns[columns < covered])
-            logits[row, ids] += -torch.inf
-            continue
-        bits = torch.from_numpy(np.unpackbits(masked[i].view(np.uint8), count=covered, bitorder="little"))
-        addends.view(torch.int32).copy_(bits).mul_(_MINUS_INFINITY)
-        logits[row, :covered] += addends
+        clear, some = np.flatnonzero(masked[i]), np.flatnonzero(allowed[i])
+        values = logits[row, :covered]
+        if len(clear) * _FEW < len(masked[i]):
+            values[_columns(masked[i], clear, covered)] += -torch.inf
+        elif len(some) * _FEW < len(masked[i]) and math.isfinite(values.max()):  # what is wrong must stay to be seen
+            columns = _columns(allowed[i], some, covered)
+            kept = values[columns]
+            values.fill_(-torch.inf)
+            values[columns] = kept
+        else:
+            bits = torch.from_numpy(np.unpackbits(masked[i].view(np.uint8), count=covered, bitorder="little"))
+            addends.view(torch.int32).copy_(bits).mul_(_MINUS_INFINITY)
+            values += addends
+
+
+def _columns(bitmask: np.ndarray[Any, Any], words: np.ndarray[Any, Any], covered: int) -> torch.Tensor:
+    columns = _ids_in(bitmask, words)
+    return torch.from_numpy(columns[columns < covered])
 
 
 def _ids_in(bitmask: np.ndarray[Any, np.dtype[np.int32]], words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -100,6 +100,25 @@ def test_a_bitmask_with_few_bits_clear(masked, width, seed):
     assert torch.equal(logits, expected)
 
 
+@settings(max_examples=50, deadline=None)
+@given(allowed=st.sets(st.integers(0, 1999), max_size=5), width=st.integers(1, 2100), seed=st.integers(0, 999))
+def test_a_bitmask_with_few_bits_set(allowed, width, seed):
+    logits = torch.randn(2, width, generator=torch.Generator().manual_seed(seed))
+    expected = logits.clone()
+    expected[1] = -torch.inf
+    kept = [token for token in allowed if token < width]
+    expected[1, kept] = logits[1, kept]
+    apply_bitmask(logits, bitmask_of(allowed, 2000)[None], rows=[1])
+    assert torch.equal(logits, expected)
+
+
+def test_a_bitmask_with_few_bits_set_does_not_hide_a_broken_row():
+    logits = torch.zeros(2, 2000)
+    logits[0, 7], logits[1, 7] = torch.nan, torch.inf
+    apply_bitmask(logits, torch.stack([bitmask_of({3}, 2000)] * 2))
+    assert logits.isnan().any(-1).tolist() == [True, True]
+
+
 def test_a_bitmask_does_not_hide_what_is_wrong_with_a_row():
     for width in (4, 2000):  # few bits clear in the second
         logits = torch.zeros(1, width)

@@ -242,7 +242,8 @@ def test_a_first_token_that_a_mask_forbids_cannot_begin_the_phrase():
     assert row[0] == row[10] == -torch.inf
     assert torch.isfinite(row).any()
     only_the_end = chain_of(facts(), (ForceLastPhrase, {"text": "ab"}), (AllowedTokens, {"token_ids": [10]}))
-    assert not torch.isfinite(run_row(only_the_end, toy_logits([1], 1))).any()
+    with pytest.raises(ProcessorFailed, match="force_last_phrase: left no token"):
+        run_row(only_the_end, toy_logits([1], 1))
 
 
 def test_the_phrase_is_forced_when_there_is_room_for_no_more():
