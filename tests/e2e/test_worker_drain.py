@@ -83,12 +83,12 @@ async def test_new_requests_are_refused_while_draining(stack: Stack) -> None:
 
 async def test_a_second_signal_hands_off_at_once(stack: Stack) -> None:
     stack.start_frontend("--migration-limit", "3")
-    leaving = stack.start_worker("--drain-timeout-s", "100", scripted=True)
+    workers = [stack.start_worker("--drain-timeout-s", "100", scripted=True) for _ in range(2)]
     async with stack.async_client() as client:
         started = asyncio.Event()
         stream = asyncio.create_task(stream_text(client, 300, started))
         await started.wait()
-        await asyncio.to_thread(stack.start_worker, scripted=True)
+        leaving = next(worker for worker in workers if worker.metric("dlw_in_flight_requests") == 1)
         leaving.signal(signal.SIGTERM)
         await asyncio.to_thread(wait_for, lambda: leaving.metric("dlw_draining") == 1, "drain", 10)
         leaving.signal(signal.SIGTERM)
