@@ -48,6 +48,7 @@ class ProcessorMetrics:
             self._forced.labels(record.name).inc(record.tokens_forced)
             self._masked.labels(record.name).inc(record.tokens_masked)
         if failure is not None:
-            self._errors.labels(failure.processor, failure.reason).inc()
-            if failure.reason == "unsatisfiable":
-                self._unsatisfiable.labels(failure.processor).inc()
+            for name in failure.processor.split(", "):  # several may be to blame: a label each, not one per combination
+                self._errors.labels(name, failure.reason).inc()
+                if failure.reason == "unsatisfiable":
+                    self._unsatisfiable.labels(name).inc()

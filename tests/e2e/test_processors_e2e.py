@@ -440,7 +440,8 @@ def test_refusal(served: Shared, name: str) -> None:
 
 def test_unsatisfiable(served: Shared) -> None:
     stack, worker = served
-    before = worker.metric("dlw_processor_unsatisfiable_total")
+    blamed = ("forced_prefix", "forced_sequence", "choice", "banned_tokens", "bad_words")
+    before = [worker.metric("dlw_processor_unsatisfiable_total", processor=name) for name in blamed]
     banned = processor("banned_tokens", token_ids=[LETTER_A])
     rest = [[token_id] for token_id in range(500, 1000)]
     for processors, message in (
@@ -463,7 +464,8 @@ def test_unsatisfiable(served: Shared) -> None:
     ):
         check_failed(chat(stack, *processors), message)
         check_failed(chat(stack, *processors, stream=True), message, stream=True)
-    assert worker.metric("dlw_processor_unsatisfiable_total") == before + 8
+    after = [worker.metric("dlw_processor_unsatisfiable_total", processor=name) for name in blamed]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [2, 2, 2, 2, 2]
     late = [banned, processor("forced_sequence", token_ids=[LETTER_B, LETTER_B, LETTER_A])]
     message = f"forces token {LETTER_A}, which another processor forbids"
     check_failed(chat(stack, *late), message)
