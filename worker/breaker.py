@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from worker.errors import ProcessorUnavailable
+
+logger = logging.getLogger(__name__)
 
 
 class Breaker:
@@ -45,6 +48,7 @@ class Breaker:
         if not on_probation and not (len(times) == self.limit and now - times[0] <= self.window_s):
             return False
         self._open_until[name] = now + self.rest_s
+        logger.warning("logits processor %s has failed too often: refused for %g s", name, self.rest_s)
         return True
 
     def check(self, names: Iterable[str]) -> None:

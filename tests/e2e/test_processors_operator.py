@@ -102,6 +102,7 @@ async def test_one_that_raises_fails_alone_and_is_then_refused(stack: Stack) -> 
         assert await asyncio.gather(*mates) == [alone] * 4
     assert worker.metric("dlw_processor_errors_total", processor="acme/raises", reason="raised") == 5
     assert worker.metric("dlw_processor_breakers_open") == 1
+    assert "logits processor acme/raises has failed too often: refused for 30 s" in worker.log
     check_unavailable(stack)
     assert worker.metric("dlw_requests_total", outcome="unavailable") == 3
     assert chat(stack, processor("choice", choices=["ok"])).content == "ok"
