@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -94,8 +95,9 @@ class _Counting(SteeringProcessor):
             self._known = self._make()
         return self._known
 
+    @abstractmethod
     def _make(self) -> Edit:
-        raise NotImplementedError
+        """The edit for the ids seen so far, at least one."""
 
 
 class RepetitionPenalty(_Counting):
