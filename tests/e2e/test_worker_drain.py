@@ -53,15 +53,17 @@ async def test_requests_past_the_budget_are_cut_with_an_error(stack: Stack) -> N
 async def test_requests_past_the_budget_move_to_another_worker(stack: Stack) -> None:
     stack.start_frontend("--migration-limit", "3")
     leaving = stack.start_worker("--drain-timeout-s", "0.2", scripted=True)
+    staying = stack.start_worker(scripted=True)
     async with stack.async_client() as client:
         started = [asyncio.Event() for _ in range(8)]
         streams = [asyncio.create_task(stream_text(client, 250, event)) for event in started]
         await asyncio.gather(*(event.wait() for event in started))
-        staying = await asyncio.to_thread(stack.start_worker, scripted=True)
+        num_leaving = int(leaving.metric("dlw_in_flight_requests"))
+        assert num_leaving > 0
         leaving.signal(signal.SIGTERM)
         assert await asyncio.gather(*streams) == ["x" * 250] * 8
     assert leaving.wait() == 0
-    assert "8 handed off" in leaving.log
+    assert f"{num_leaving} handed off" in leaving.log
     assert staying.running
 
 
