@@ -39,20 +39,27 @@ def from_openai_logit_bias(logit_bias: Mapping[str, float] | Mapping[int, float]
     return processor("logit_bias", bias=bias)
 
 
-def selection(*processors: Mapping[str, Any], receipt: bool | Literal["debug"] = False) -> str:
+def selection(
+    *processors: Mapping[str, Any], receipt: bool | Literal["debug"] = False, deadline: float | None = None
+) -> str:
     """The selection as JSON text, ASCII only: the value of the annotation or of the header `HEADER`.
+
+    Arguments are those of `logits_processors`.
 
     Raises:
         ValueError: a number is NaN or infinite.
         TypeError: an argument is not JSON data.
     """
-    data = {"version": 1, "processors": list(processors), "receipt": receipt}
+    data: dict[str, Any] = {"version": 1, "processors": list(processors), "receipt": receipt}
+    if deadline is not None:
+        data["deadline"] = deadline
     return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
 def logits_processors(
     *processors: Mapping[str, Any],
     receipt: bool | Literal["debug"] = False,
+    deadline: float | None = None,
     nvext: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """``extra_body`` that selects ``processors``, in this order within a stage.
@@ -60,6 +67,7 @@ def logits_processors(
     Args:
         processors: From `processor` and `from_openai_logit_bias`.
         receipt: Ask for the receipt, in ``nvext.engine_data`` of the reply; "debug" tells what was done to each token.
+        deadline: When the answer ends at the latest, wherever it has got to; seconds since 1970.
         nvext: Further fields of ``nvext``; annotations and extra fields are kept.
 
     Raises:
@@ -67,7 +75,7 @@ def logits_processors(
         TypeError: an argument is not JSON data.
     """
     fields = dict(nvext or {})
-    annotation = ANNOTATION + selection(*processors, receipt=receipt)
+    annotation = ANNOTATION + selection(*processors, receipt=receipt, deadline=deadline)
     fields["annotations"] = [*fields.get("annotations", ()), annotation]
     if receipt:
         fields["extra_fields"] = list(dict.fromkeys([*fields.get("extra_fields", ()), "engine_data"]))

@@ -36,6 +36,13 @@ def test_the_header_is_what_the_worker_reads():
     assert client.ANNOTATION == selection.ANNOTATION
 
 
+def test_the_deadline():
+    assert parse_selection(client.selection(deadline=1790000000.5)).deadline == 1790000000.5
+    assert parse_selection(client.selection()).deadline is None
+    body = logits_processors(deadline=1790000000)
+    assert parse_selection(body["nvext"]["annotations"][0].removeprefix(client.ANNOTATION)).deadline == 1790000000
+
+
 def test_other_fields_of_nvext_are_kept():
     nvext = {"annotations": ["mine"], "extra_fields": ["worker_id", "engine_data"], "max_thinking_tokens": 5}
     body = logits_processors(processor("top_k", k=3), receipt=True, nvext=nvext)

@@ -16,7 +16,6 @@ from processor_requests import (
     LETTER_B,
     PATIENT,
     THIRD_PARTIES,
-    annotation,
     chat,
     check_failed,
     check_refused,
@@ -208,7 +207,7 @@ def test_metrics(served: Shared) -> None:
 
 def test_a_deadline_in_the_past_is_an_empty_answer(served: Shared) -> None:
     for stream in (False, True):
-        reply = chat(served[0], stream=stream, **annotation('{"version": 1, "deadline": 1000000000}'))
+        reply = chat(served[0], stream=stream, **logits_processors(deadline=1000000000))
         assert reply.status == 200, reply.text
         assert reply.finish_reason == "length"
         assert reply.content == ""
@@ -220,8 +219,8 @@ def test_a_deadline_ends_an_answer_where_it_is(stack: Stack) -> None:
     stack.start_frontend()
     worker = stack.start_worker(scripted=True, SCRIPT_STEP_S="1")
     for stream in (False, True):
-        text = f'{{"version": 1, "deadline": {time.time() + 2:f}}}'
-        body = {"prompt": "z", "max_tokens": 1800, "stream": stream, **annotation(text)}
+        selected = logits_processors(deadline=time.time() + 2)
+        body = {"prompt": "z", "max_tokens": 1800, "stream": stream, **selected}
         reply = send(stack, "completions", body)
         assert reply.status == 200, reply.text
         assert reply.finish_reason == "length"
