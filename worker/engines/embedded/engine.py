@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -26,11 +28,15 @@ from worker.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-RUN_AHEAD = 4
+RUN_AHEAD = 32
 """Steps that may wait for the event loop. A model faster than the loop would otherwise take the processor from it."""
 
 MAX_PAUSE_S = 0.01
 """Longest that the step thread holds back for the loop, so that a loop that hangs slows decoding but never stops it."""
+
+GATHER_S = 0.001
+"""How long decoding waits after a request came in for the next one. Requests that come together start together, and
+the event loop sends their first tokens before a fast model keeps it busy with the others'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,7 @@ class StepThread:
         self._num_ahead = 0  # steps published since the loop last collected
         self._may_run = threading.Event()
         self._may_run.set()
+        self._last_arrival_s = -math.inf
         self._thread = threading.Thread(target=self._run, name="embedded-step", daemon=True)
 
     def start(self) -> None:
@@ -104,18 +111,31 @@ class StepThread:
             self._call_soon(self._died, f"the step thread died of {type(error).__name__}: {error}")
 
     def _read_messages(self) -> bool:
-        """Act on all messages, waiting for one if there is nothing else to do; False to leave."""
-        while self._stepper.scheduler.is_idle or not self._inbox.empty():
-            match self._inbox.get():
+        """Act on all messages; False to leave."""
+        while True:
+            try:
+                message = self._inbox.get(timeout=self._patience_s())
+            except Empty:
+                return True
+            match message:
                 case Submit(request):
                     self._stepper.add(request)
+                    self._last_arrival_s = time.monotonic()
                 case Abort(request_id):
                     cancelled = self._stepper.abort(request_id)
                     if cancelled is not None:
                         self._publish([cancelled])
                 case Stop():
                     return False
-        return True
+
+    def _patience_s(self) -> float | None:
+        """How long to wait for a message before the next step; None if there is nothing to compute."""
+        scheduler = self._stepper.scheduler
+        if scheduler.is_idle:
+            return None
+        if scheduler.has_prompts:
+            return 0.0
+        return max(0.0, self._last_arrival_s + GATHER_S - time.monotonic())
 
     def _publish(self, outputs: list[Output]) -> None:
         # while the loop is behind, outputs collect here and it is not woken again

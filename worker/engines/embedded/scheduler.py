@@ -46,6 +46,11 @@ class Scheduler:
         """Whether there is nothing to compute."""
         return not (self.decoding or self.prefilling or self.waiting)
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there is a prompt of which some is still to be computed."""
+        return bool(self.prefilling or self.waiting)
+
     def add(self, request: Request) -> None:
         """Queue a request."""
         self.waiting.append(request)
