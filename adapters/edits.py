@@ -190,6 +190,8 @@ def _first_per_row(
     edits: Sequence[tuple[int, Sparse]],
 ) -> tuple[list[tuple[int, Sparse]], list[tuple[int, Sparse]]]:
     """Splits off the first edit of each row, so that one scatter never writes an element twice."""
+    if len({row for row, _ in edits}) == len(edits):
+        return list(edits), []
     seen: set[int] = set()
     first: list[tuple[int, Sparse]] = []
     rest: list[tuple[int, Sparse]] = []
@@ -205,7 +207,7 @@ def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Sparse]], kind: typ
     device, width = logits.device, logits.shape[1]
     flat = logits.view(-1)
     ids = torch.cat([edit.token_ids for _, edit in edits])
-    starts = np.repeat([row * width for row, _ in edits], [len(edit.token_ids) for _, edit in edits])
+    starts = np.repeat([row * width for row, _ in edits], [edit.token_ids.numel() for _, edit in edits])
     index = (ids + torch.from_numpy(starts)).to(device, non_blocking=True)
     if kind is Ban:
         flat.index_fill_(0, index, -torch.inf)
@@ -218,9 +220,6 @@ def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Sparse]], kind: typ
     z = z + values if kind is Bias else torch.where(z > 0, z / values, z * values)
     flat.index_copy_(0, index, z.to(logits.dtype))
 
-
-_MINUS_INFINITY = -(1 << 23)
-"""The bits of the float32 -inf, as an int32; those of 0.0 are 0."""
 
 _FEW = 16
 """A mask with bits in less than one word of so many is applied bit by bit."""
@@ -241,8 +240,8 @@ def _addends(device: torch.device) -> torch.Tensor:
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int] | None = None) -> None:
     """Masks with -inf every logit whose bit is 0.
 
-    A bit becomes an addend, 0 or -inf, which costs a tenth of a boolean masked fill: on the CPU one row at a time, so
-    that the addends stay in its cache, elsewhere by a table that turns a byte into eight.
+    Eight bits become eight addends, 0 or -inf, by a table, which costs a tenth of a boolean masked fill; on the CPU
+    one row at a time, so that the addends stay in its cache.
 
     Args:
         logits: float ``[B, V]``, edited in place.
@@ -267,33 +266,60 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
 
 
 def _mask_on_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int], covered: int) -> None:
-    """One row at a time: bit by bit where few are clear or few are set (a grammar's usual masks), else all at once."""
+    """Bit by bit where few words are clear or few are set (a grammar's usual masks), else a whole row at once."""
     allowed = bitmask.cpu().contiguous().numpy()
     masked = ~allowed
-    addends = torch.empty(covered)
-    for i, row in enumerate(rows):
-        clear, some = np.flatnonzero(masked[i]), np.flatnonzero(allowed[i])
-        values = logits[row, :covered]
-        if len(clear) * _FEW < len(masked[i]):
-            values[_columns(masked[i], clear, covered)] += -torch.inf
-        elif len(some) * _FEW < len(masked[i]) and math.isfinite(values.max()):  # what is wrong must stay to be seen
-            columns = _columns(allowed[i], some, covered)
-            kept = values[columns]
-            values.fill_(-torch.inf)
-            values[columns] = kept
+    some_clear = masked != 0
+    few_clear = _are_few(some_clear)
+    if few_clear.any():
+        some_clear[~few_clear] = False
+        _mask_few(logits, masked, some_clear, rows, covered)
+    if few_clear.all():
+        return
+    few_set = _are_few(allowed != 0)
+    addends = np.empty((masked.shape[1] * 4, 8), dtype=np.float32)
+    for i in np.flatnonzero(~few_clear).tolist():
+        values = logits[rows[i], :covered]
+        if few_set[i] and math.isfinite(values.max()):  # what is wrong must stay to be seen
+            _keep_few(values, allowed[i])
         else:
-            bits = torch.from_numpy(np.unpackbits(masked[i].view(np.uint8), count=covered, bitorder="little"))
-            addends.view(torch.int32).copy_(bits).mul_(_MINUS_INFINITY)
-            values += addends
+            np.take(_addends(logits.device).numpy(), allowed[i].view(np.uint8), axis=0, out=addends, mode="clip")
+            values += torch.from_numpy(addends).view(-1)[:covered]
 
 
-def _columns(bitmask: np.ndarray[Any, Any], words: np.ndarray[Any, Any], covered: int) -> torch.Tensor:
-    columns = _ids_in(bitmask, words)
-    return torch.from_numpy(columns[columns < covered])
+def _are_few(words: np.ndarray[Any, np.dtype[np.bool_]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """By row: whether few words are true. (A row at a time is three times as fast as by axis.)"""
+    return np.array([np.count_nonzero(row) * _FEW < words.shape[1] for row in words], dtype=np.bool_)
 
 
-def _ids_in(bitmask: np.ndarray[Any, np.dtype[np.int32]], words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Ids of the bits set in some words of a bitmask, rising."""
-    places = np.flatnonzero(np.unpackbits(bitmask[words].view(np.uint8), bitorder="little"))
-    ids: np.ndarray[Any, Any] = words[places >> 5] * 32 + (places & 31)
-    return ids
+def _mask_few(
+    logits: torch.Tensor,
+    masked: np.ndarray[Any, np.dtype[np.int32]],
+    chosen: np.ndarray[Any, np.dtype[np.bool_]],
+    rows: Sequence[int],
+    covered: int,
+) -> None:
+    """Masks the bits set in the chosen words of all rows together, and no others."""
+    words = np.flatnonzero(chosen)
+    bits = _bits_in(masked.reshape(-1)[words])
+    row, word = np.divmod(words[bits >> 5], masked.shape[1])
+    column = word * 32 + (bits & 31)
+    index = torch.from_numpy((np.asarray(rows)[row] * logits.shape[1] + column)[column < covered])
+    flat = logits.view(-1)
+    flat.index_copy_(0, index, flat[index] + -torch.inf)
+
+
+def _keep_few(values: torch.Tensor, allowed: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+    """Masks one row but for the bits set."""
+    some = np.flatnonzero(allowed)
+    bits = _bits_in(allowed[some])
+    columns = some[bits >> 5] * 32 + (bits & 31)
+    index = torch.from_numpy(columns[columns < len(values)])
+    kept = values[index]
+    values.fill_(-torch.inf)
+    values[index] = kept
+
+
+def _bits_in(words: np.ndarray[Any, np.dtype[np.int32]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Places of the bits set, in ``32 * word + bit``, rising."""
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
