@@ -9,8 +9,12 @@ it. Everything works on any torch device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+
+_LAST_ID = 2**31 - 1
 
 BLOCK = 64
 """Tokens per block."""
@@ -80,6 +84,92 @@ def top(
     if whole * BLOCK == width:
         return found, ids
     return found, torch.where(places < count * BLOCK, ids, places + (whole - count) * BLOCK)
+
+
+def top_in_order(
+    values: torch.Tensor, count: int, maxima: torch.Tensor | None = None, rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `top`, with equal values by rising id; of those that equal the last value, any may be left out.
+
+    On the CPU a lower bound of the last value is found first, and what reaches it is sorted, by numpy, whose sort is
+    ten times as fast as torch's.
+
+    Args:
+        values: float32 ``[B, V]``, without NaN.
+        count: How many, at most V.
+        maxima: `block_maxima` of `values`, of the selected rows if `rows` is given.
+        rows: int64 ``[R]``, all rows by default.
+    """
+    if maxima is None:
+        maxima = block_maxima(values if rows is None else values.index_select(0, rows))
+    strides = next((n for n in (8, 4, 2) if maxima.shape[1] // n >= 2 * count), 0)
+    if values.device.type != "cpu" or not strides or not len(maxima):
+        return _order_ties(*top(values, count, maxima, rows))
+    keys, crowded = _reaching(values, maxima, _lower_bounds(maxima, count, strides), rows, 4 * count)
+    ids = torch.from_numpy(_LAST_ID - (np.sort(keys, axis=-1)[:, : -count - 1 : -1] & _LAST_ID))
+    owners = torch.arange(len(maxima)) if rows is None else rows
+    if len(crowded):
+        ids[crowded] = _order_ties(*top(values, count, maxima[crowded], owners[crowded]))[1]
+    return values[owners[:, None], ids], ids
+
+
+def sort_ids(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``ids.sort(-1)`` for distinct ids ``[R, n]`` below 2**31, n up to 2**31."""
+    if ids.device.type != "cpu":
+        return ids.sort(dim=-1)
+    keys = np.sort((ids.numpy() << 31) | np.arange(ids.shape[1]), axis=-1)
+    return torch.from_numpy(keys >> 31), torch.from_numpy(keys & _LAST_ID)
+
+
+def _lower_bounds(maxima: torch.Tensor, count: int, strides: int) -> torch.Tensor:
+    """``[R, 1]``: at most the `count`-th highest maximum of each row, and seldom much less."""
+    whole = maxima.shape[1] // strides
+    highest = maxima[:, : whole * strides].view(len(maxima), strides, whole).amax(1)
+    return torch.from_numpy(np.sort(highest.numpy(), axis=-1)[:, -count, None])
+
+
+def _reaching(
+    values: torch.Tensor, maxima: torch.Tensor, bounds: torch.Tensor, rows: torch.Tensor | None, room: int
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], torch.Tensor]:
+    """Sort keys of the values that reach their row's bound, ``[R, room]``, and the rows that have more than `room`.
+
+    A key rises with the value and, of equal values, falls with the id. Keys without a token are the lowest.
+    """
+    reaching = (maxima >= bounds).numpy()
+    crowded = np.array([np.count_nonzero(row) > room for row in reaching])
+    reaching[crowded] = False
+    row, block = np.divmod(np.flatnonzero(reaching), maxima.shape[1])
+    picked = _blocks_of(values, row if rows is None else rows.numpy()[row], block)
+    places = np.flatnonzero((picked >= bounds[torch.from_numpy(row)]).numpy())
+    owner, column = row[places // BLOCK], block[places // BLOCK] * BLOCK + places % BLOCK
+    starts = np.searchsorted(owner, np.arange(len(maxima) + 1))
+    crowded |= np.diff(starts) > room
+    bits = (picked.view(-1)[torch.from_numpy(places)] + 0.0).numpy().view(np.int32).astype(np.int64)  # -0.0 is 0.0
+    rising = bits ^ ((bits >> 63) & _LAST_ID)
+    keys = np.full((len(maxima), room), np.iinfo(np.int64).min)
+    rank = np.arange(len(owner)) - starts[owner]
+    fits = rank < room
+    keys[owner[fits], rank[fits]] = ((rising << 31) | (_LAST_ID - column))[fits]
+    return keys, torch.from_numpy(np.flatnonzero(crowded))
+
+
+def _blocks_of(
+    values: torch.Tensor, row: np.ndarray[Any, np.dtype[np.int64]], block: np.ndarray[Any, np.dtype[np.int64]]
+) -> torch.Tensor:
+    """Blocks ``[n, BLOCK]``; what is beyond the row's end is -inf."""
+    width = values.shape[1]
+    if width % BLOCK == 0 and values.is_contiguous():
+        return values.view(-1, BLOCK).index_select(0, torch.from_numpy(row * (width // BLOCK) + block))
+    columns = torch.from_numpy(block[:, None] * BLOCK + np.arange(BLOCK))
+    picked = values[torch.from_numpy(row)[:, None], columns.clamp(max=width - 1)]
+    return picked.masked_fill_(columns >= width, -torch.inf)
+
+
+def _order_ties(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By falling value and rising id."""
+    ids, order = ids.sort(dim=-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
 
 
 def _top_of_strides(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014), chained over the four
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,16 @@ def uniform(seed: int, choice: int, position: int, purpose: int = SAMPLE) -> flo
     return ((key(seed, choice, position, purpose) >> 11) + 0.5) * 2.0**-53
 
 
+def uniform_rows(
+    seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], purpose: int = SAMPLE
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """`uniform` of many rows at once: float64 ``[R]``."""
+    state = np.array(seeds, dtype=np.uint64)
+    for words in (choices, positions, (purpose,)):
+        state = _mix_words(state + np.uint64(_GAMMA) + np.array(words, dtype=np.uint64))
+    return _as_uniform(_mix_words(state + np.uint64(_GAMMA)))
+
+
 def uniforms(key_: int, count: int) -> torch.Tensor:
     """Float64 ``[count]`` in (0, 1): element i is a hash of ``key_`` and i alone, the same on every machine."""
     return torch.from_numpy(_uniforms(key_, np.arange(count, dtype=np.uint64)))
@@ -49,8 +60,14 @@ def uniforms_at(key_: int, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _uniforms(key_: int, indices: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    words = indices * np.uint64(_GAMMA) + np.uint64(key_ & _MASK)
+    return _as_uniform(_mix_words(indices * np.uint64(_GAMMA) + np.uint64(key_ & _MASK)))
+
+
+def _mix_words(words: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
+    return words ^ (words >> np.uint64(31))
+
+
+def _as_uniform(words: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
     return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53

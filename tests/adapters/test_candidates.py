@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.candidates import block_maxima, highest_ids, prefix_of_mass, top
+from adapters.candidates import block_maxima, highest_ids, prefix_of_mass, sort_ids, top, top_in_order
 
 WIDTHS = [1, 5, 63, 64, 65, 700, 4096, 9000, 20_003]
 
@@ -33,6 +33,41 @@ def test_top_finds_what_torch_finds(seed: int, width: int, count: int, grain: fl
     assert torch.equal(found, chosen.topk(count, dim=-1).values)
     assert torch.equal(chosen.gather(1, ids), found)
     assert all(len(set(row)) == count for row in ids.tolist())
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=seeds, width=st.sampled_from(WIDTHS), count=st.integers(1, 150), grain=grains, part=st.booleans())
+def test_top_in_order(seed: int, width: int, count: int, grain: float, part: bool) -> None:
+    values = rows_of(seed, 3, width, grain)
+    values[1, width // 2 :] = -torch.inf
+    values[2, ::7] = -0.0
+    rows = torch.tensor([2, 1]) if part else None
+    chosen = values if rows is None else values[rows]
+    count = min(count, width)
+    found, ids = top_in_order(values, count, None, rows)
+    assert torch.equal(found, chosen.topk(count, dim=-1).values)
+    assert torch.equal(chosen.gather(1, ids), found)
+    for row, places in zip(chosen.tolist(), ids.tolist(), strict=True):
+        assert places == sorted(set(places), key=lambda place: (-row[place], place))
+
+
+def test_top_in_order_beside_rows_that_are_flat() -> None:
+    values = torch.randn(3, 20_003, generator=torch.Generator().manual_seed(1))
+    alone = top_in_order(values[1:2].clone(), 100)
+    values[0] = 0.0
+    values[2, 700:] = 0.0
+    found, ids = top_in_order(values, 100)
+    assert torch.equal(ids[1:2], alone[1])
+    for row, chosen, places in zip(values, found, ids, strict=True):
+        assert torch.equal(chosen, row.topk(100).values)
+        assert torch.equal(chosen, row[places])
+
+
+def test_sorted_ids() -> None:
+    ids = torch.tensor([[2**31 - 1, 0, 5], [7, 6, 1]])
+    found, order = sort_ids(ids)
+    assert torch.equal(found, ids.sort(-1).values)
+    assert torch.equal(ids.gather(1, order), found)
 
 
 @settings(max_examples=80, deadline=None)

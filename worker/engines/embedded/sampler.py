@@ -10,7 +10,7 @@ import torch
 
 from adapters.batch import Planned, apply_edits, apply_late
 from adapters.candidates import block_maxima, highest_ids
-from adapters.draws import SAMPLE, uniform
+from adapters.draws import SAMPLE, uniform_rows
 from adapters.edits import apply_bitmask
 from worker.engines.embedded.logprobs import token_logprobs
 from worker.engines.embedded.plan import Edits, Plan, Request, Samples
@@ -49,6 +49,8 @@ class RowTable:
         self.logprob_counts = [one.logprobs or 0 for one in params]
         self.greedy = _rows(params, lambda one: one.is_greedy)
         self.random = _rows(params, lambda one: not one.is_greedy)
+        self.seeds = [self.owners[row][0].seed for row in self.random]
+        self.choices = [0 for _ in self.random]
         logprobs = _rows(params, lambda one: one.logprobs is not None)
         self.raw = [row for row in logprobs if params[row].logprobs_mode == "raw"]
         self.processed = [row for row in logprobs if params[row].logprobs_mode == "processed"]
@@ -61,11 +63,12 @@ class RowTable:
 
     def uniforms(self) -> dict[int, float]:
         """This step's number for each row that draws."""
-        numbers = {}
-        for row in self.random:
-            request, depth = self.owners[row]
-            numbers[row] = uniform(request.seed, 0, len(request.tokens) + depth, SAMPLE)
-        return numbers
+        if not self.random:
+            return {}
+        owners = [self.owners[row] for row in self.random]
+        positions = [len(request.tokens) + depth for request, depth in owners]
+        numbers = uniform_rows(self.seeds, self.choices, positions, SAMPLE)
+        return dict(zip(self.random, numbers.tolist(), strict=True))
 
 
 def _owners(count: int, offsets: Sequence[int] | None) -> list[tuple[int, int]]:

@@ -12,10 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from adapters.candidates import BLOCK, block_maxima, num_blocks, prefix_of_mass, top
+from adapters.candidates import BLOCK, block_maxima, num_blocks, prefix_of_mass, sort_ids, top_in_order
 
 _WIDTHS = (32, 64, 128, 256, 512, 1024)
 _WIDTH_WITHOUT_TOP_K = 128
@@ -152,10 +153,14 @@ class _Drawing:
         self._maxima = maxima
         self._uniforms = uniforms
         self._wanted = wanted
-        # one row of weights, filled up to whole blocks; a fresh one per row would cost more than the weighing
-        self._row = torch.zeros(num_blocks(logits.shape[1]) * BLOCK, dtype=torch.float64, device=logits.device)
         self.token_ids: dict[int, int] = {}
         self.distributions: dict[int, torch.Tensor] = {}
+
+    @cached_property
+    def _row(self) -> torch.Tensor:
+        """One row of weights, filled up to whole blocks; a fresh one per row would cost more than the weighing."""
+        width = num_blocks(self._logits.shape[1]) * BLOCK
+        return torch.zeros(width, dtype=torch.float64, device=self._logits.device)
 
     def draw(self, group: Group) -> None:
         if not group.width:
@@ -173,9 +178,7 @@ class _Drawing:
     def _candidates(self, group: Group) -> _Candidates:
         every = len(group.rows) == len(self._logits)
         maxima = self._maxima if every else self._maxima.index_select(0, group.index)
-        values, ids = top(self._logits, group.width, maxima, None if every else group.index)
-        if group.top_p is not None:
-            values, ids = _order_ties(values, ids)
+        values, ids = top_in_order(self._logits, group.width, maxima, None if every else group.index)
         weights = (values.double() - values[:, :1].double()).div_(group.temperature).exp_()
         last = values[:, -1:]
         complete = (last == -torch.inf) if group.width < group.vocab_size else torch.ones_like(last, dtype=torch.bool)
@@ -220,7 +223,7 @@ class _Drawing:
         if targets is not None:
             before = torch.nn.functional.pad(weights.cumsum(-1)[:, :-1], (1, 0))
             weights = weights * (before < targets)
-        ids, order = found.ids.sort(dim=-1)
+        ids, order = sort_ids(found.ids)
         cumulative = weights.gather(1, order).cumsum_(-1)
         numbers = torch.tensor([self._uniforms[row] for row in group.rows], dtype=torch.float64, device=weights.device)
         places = _invert(cumulative, numbers[:, None])
@@ -266,13 +269,6 @@ class _Drawing:
         self.token_ids[row] = block * BLOCK + int(place)
         if row in self._wanted:
             self.distributions[row] = self._row[: self._logits.shape[1]].log()
-
-
-def _order_ties(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """By falling value and rising id."""
-    ids, order = ids.sort(dim=-1)
-    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(1, order)
 
 
 def _invert(cumulative: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
