@@ -1,0 +1,84 @@
+"""The manifests in `k8s/`, and what each of their containers would run with."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY / "k8s"
+GRAPHS = ("agg", "disagg", "agg-trtllm", "disagg-trtllm")
+WORKERS = ("worker", "prefill", "decode")
+
+# What the operator sets in every worker, unless the manifest does (its v1beta1 defaults).
+OPERATOR_ENVIRON = {
+    "DYN_NAMESPACE": "default-dlw",
+    "DYN_DISCOVERY_BACKEND": "kubernetes",
+    "DYN_SYSTEM_ENABLED": "true",
+    "DYN_SYSTEM_PORT": "9090",
+    "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": '["generate"]',
+    "DYN_HEALTH_CHECK_ENABLED": "false",
+    "DYN_NAMESPACE_WORKER_SUFFIX": "1a2b3c4d",
+}
+
+
+def load_schema() -> dict[str, Any]:
+    schema: dict[str, Any] = json.loads((FOLDER / "schema.json").read_text())
+    return schema
+
+
+def load_graph(name: str) -> dict[str, Any]:
+    graph: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    return graph
+
+
+@dataclass(frozen=True)
+class Component:
+    """One component of one graph."""
+
+    graph: str
+    fields: dict[str, Any]
+    graph_env: list[dict[str, Any]]
+
+    def __str__(self) -> str:
+        return f"{self.graph}-{self.fields['name']}"
+
+    @property
+    def type(self) -> str:
+        return str(self.fields["type"])
+
+    @property
+    def pod(self) -> dict[str, Any]:
+        pod: dict[str, Any] = self.fields["podTemplate"]["spec"]
+        return pod
+
+    @property
+    def main(self) -> dict[str, Any]:
+        (main,) = (container for container in self.pod["containers"] if container["name"] == "main")
+        return main  # type: ignore[no-any-return]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The operator's variables, then the graph's, then the container's."""
+        given = {**OPERATOR_ENVIRON, "DYN_COMPONENT": self.type}
+        return given | {entry["name"]: self._value(entry) for entry in [*self.graph_env, *self.main.get("env", [])]}
+
+    def _value(self, entry: dict[str, Any]) -> str:
+        if "value" in entry:
+            return str(entry["value"])
+        kind, name = entry["valueFrom"]["resourceFieldRef"]["resource"].split(".")
+        return str(math.ceil(float(self.main["resources"][kind][name])))
+
+
+def components(*types: str) -> list[Component]:
+    """Of all graphs, those of the given types."""
+    found = []
+    for name in GRAPHS:
+        spec = load_graph(name)["spec"]
+        found += [Component(name, fields, spec["env"]) for fields in spec["components"] if fields["type"] in types]
+    return found

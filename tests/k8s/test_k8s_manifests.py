@@ -1,0 +1,185 @@
+"""What the manifests say holds for the worker as it is: command lines, ports, grace periods, images."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dynamo.frontend.main import parse_args as parse_frontend_arguments
+from kubernetes_fields import problems
+from manifest_files import FOLDER, GRAPHS, REPOSITORY, WORKERS, Component, components, load_graph
+
+from worker.arguments import Arguments, parse_arguments
+from worker.runtimes.dynamo import SHUTDOWN_LIMIT, allow_drain
+
+RUNTIME_GRACE_PERIOD_S = 5  # of ai-dynamo, where DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS is not set
+HIGHEST_SYSTEM_PORT = 32767  # of ai-dynamo 1.4.2
+
+each_component = pytest.mark.parametrize("component", components("frontend", *WORKERS), ids=str)
+each_worker = pytest.mark.parametrize("component", components(*WORKERS), ids=str)
+each_frontend = pytest.mark.parametrize("component", components("frontend"), ids=str)
+
+
+def worker_arguments(component: Component) -> Arguments:
+    assert component.main["command"] == ["python3", "-m", "worker"]
+    return parse_arguments(component.main["args"], component.environ)
+
+
+@each_worker
+def test_the_worker_reads_its_command_line(component: Component) -> None:
+    arguments = worker_arguments(component)
+    assert arguments.engine == ("trtllm" if component.graph.endswith("-trtllm") else "embedded")
+    roles = {"worker": "aggregated", "prefill": "prefill", "decode": "decode"}
+    assert arguments.disaggregation_mode == roles[component.type]
+    assert arguments.discovery_backend == "kubernetes"
+    assert arguments.namespace == "default-dlw-1a2b3c4d"
+    assert arguments.component == component.type
+
+
+@each_frontend
+def test_the_frontend_reads_its_command_line(component: Component, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert component.main["command"] == ["python3", "-m", "dynamo.frontend"]
+    monkeypatch.setattr("sys.argv", ["frontend", *component.main["args"]])
+    config, _, _ = parse_frontend_arguments()
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert component.main[probe]["httpGet"]["port"] == config.http_port == 8000  # the operator's Service has 8000
+
+
+@each_worker
+def test_probes_ask_the_system_port(component: Component) -> None:
+    port = int(component.environ["DYN_SYSTEM_PORT"])
+    assert port <= HIGHEST_SYSTEM_PORT
+    probes = {name: component.main[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
+    assert probes == {
+        "startup": {"path": "/live", "port": port},
+        "liveness": {"path": "/live", "port": port},
+        "readiness": {"path": "/health", "port": port},
+    }
+    assert "DYN_SYSTEM_HOST" not in component.environ  # the frontend fetches the tokenizer from there
+
+
+@each_worker
+def test_the_grace_period_covers_the_drain(component: Component) -> None:
+    """The pod must live until the runtime itself would end the process by force."""
+    environ = component.environ
+    allow_drain(parse_drain_timeout(component), environ)
+    needed_s = int(environ[SHUTDOWN_LIMIT])
+    needed_s += int(environ.get("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", RUNTIME_GRACE_PERIOD_S))
+    if component.type == "prefill":
+        needed_s += int(environ["DYN_PREFILL_DRAIN_TIMEOUT_S"])
+    assert component.pod["terminationGracePeriodSeconds"] > needed_s
+
+
+def parse_drain_timeout(component: Component) -> float:
+    """Of the command line without its role, which has no part in it."""
+    args = component.main["args"]
+    if "--disaggregation-mode" in args:
+        at = args.index("--disaggregation-mode")
+        args = args[:at] + args[at + 2 :]
+    return parse_arguments(args, component.environ).drain_timeout_s
+
+
+@each_component
+def test_the_pod_is_one_to_kubernetes(component: Component) -> None:
+    assert list(problems(component.fields["podTemplate"], "V1PodTemplateSpec")) == []
+
+
+@each_component
+def test_what_is_mounted_is_there(component: Component) -> None:
+    mounts = {mount["name"]: mount["mountPath"] for mount in component.main["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in component.pod["volumes"]}
+    assert component.environ["HOME"] == mounts["tmp"] == "/tmp"
+    if component.type in WORKERS:
+        model = component.main["args"][component.main["args"].index("--model-path") + 1]
+        assert Path(model).parent == Path(mounts["models"])
+
+
+@each_component
+def test_gpus_are_asked_for_where_tensorrt_llm_runs(component: Component) -> None:
+    trtllm = component.graph.endswith("-trtllm") and component.type in WORKERS
+    limits, requests = component.main["resources"]["limits"], component.main["resources"]["requests"]
+    assert limits.get("nvidia.com/gpu") == requests.get("nvidia.com/gpu") == ("1" if trtllm else None)
+    assert component.main["image"].startswith("dynamo-logits-worker-trtllm:") == trtllm
+
+
+@each_component
+def test_the_image_tag_is_the_version_of_dynamo(component: Component) -> None:
+    """The operator takes the tag for it, and 1.4's admission refuses a tag that is none."""
+    pins = (REPOSITORY / "constraints.txt").read_text()
+    pinned = re.search(r"^ai-dynamo==(.+)$", pins, re.MULTILINE)
+    assert pinned is not None
+    assert component.main["image"].endswith(f":{pinned[1]}")
+
+
+def test_every_topology_is_what_its_name_says() -> None:
+    types = {name: [part["type"] for part in load_graph(name)["spec"]["components"]] for name in GRAPHS}
+    aggregated, disaggregated = ["frontend", "worker"], ["frontend", "prefill", "decode"]
+    assert types == {
+        "agg": aggregated,
+        "agg-trtllm": aggregated,
+        "disagg": disaggregated,
+        "disagg-trtllm": disaggregated,
+    }
+    assert {load_graph(name)["metadata"]["name"] for name in GRAPHS} == {f"dlw-{name}" for name in GRAPHS}
+
+
+def test_component_names_are_unique() -> None:
+    for name in GRAPHS:
+        names = [part["name"].lower() for part in load_graph(name)["spec"]["components"]]
+        assert len(names) == len(set(names))
+
+
+def models() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((FOLDER / "models.yaml").read_text()))
+
+
+def test_models_is_a_claim_and_a_job_to_kubernetes() -> None:
+    claim, job = models()
+    assert list(problems(claim, "V1PersistentVolumeClaim")) == []
+    assert list(problems(job, "V1Job")) == []
+
+
+def test_the_job_writes_the_model_that_the_manifests_serve(tmp_path: Path) -> None:
+    from worker.tiny_model import main
+
+    claim, job = models()
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["python3", "-m", "worker.tiny_model"]
+    written = Path(container["args"][0])
+    assert main([str(tmp_path / written.name)]) == 0
+    assert (tmp_path / written.name / "config.json").is_file()
+    for component in (c for c in components(*WORKERS) if not c.graph.endswith("-trtllm")):
+        assert component.main["args"][component.main["args"].index("--model-path") + 1] == str(written)
+        claims = [v["persistentVolumeClaim"] for v in component.pod["volumes"] if "persistentVolumeClaim" in v]
+        assert [c["claimName"] for c in claims] == [claim["metadata"]["name"]]
+
+
+def test_kubernetes_would_refuse_a_broken_pod() -> None:
+    """The check above is worth something: a misspelt field, a wrong type and a missing name are found."""
+    pod = load_graph("agg")["spec"]["components"][1]["podTemplate"]
+    (main,) = pod["spec"]["containers"]
+    main["livenessprobe"] = main.pop("livenessProbe")
+    main["args"][0] = 1
+    del main["name"]
+    pod["spec"]["terminationGracePeriodSeconds"] = "75"
+    found = " | ".join(problems(pod, "V1PodTemplateSpec"))
+    for place in (
+        "$.spec.containers[0].livenessprobe: V1Container has no such field",
+        "$.spec.containers[0].args[0]: not a str",
+        "$.spec.containers[0]: Invalid value for `name`",
+        "$.spec.terminationGracePeriodSeconds: not a int",
+    ):
+        assert place in found
+
+
+def test_the_dockerfile_copies_what_exists_and_what_is_sent() -> None:
+    sent = {line[1:] for line in (FOLDER / "Dockerfile.dockerignore").read_text().split() if line.startswith("!")}
+    lines = (FOLDER / "Dockerfile").read_text().splitlines()
+    copied = {name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]}
+    assert copied == sent
+    assert [name for name in copied if not (REPOSITORY / name).exists()] == []
+    assert any("-c /src/constraints.txt" in line for line in lines)
