@@ -46,9 +46,39 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes that may still be allocated on `device`; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    known = [free for free in (_free_on_machine(), free_in_container(CGROUPS)) if free is not None]
+    return min(known, default=None)
+
+
+def _free_on_machine() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
     found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     return int(found[0]) * 1024 if found else None
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+_LIMITS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+"""Limit, use, and the cached files in use that the kernel gives back first; of cgroups version 2 and 1."""
+
+
+def free_in_container(root: Path) -> int | None:
+    """Bytes below the memory limit of the container that this process runs in; None if it has no limit.
+
+    Args:
+        root: Where the control groups are mounted.
+    """
+    for limit, used, stat, cached in _LIMITS:
+        try:
+            bound = (root / limit).read_text(encoding="ascii").strip()
+            in_use = int((root / used).read_text(encoding="ascii"))
+            stats = dict(line.split() for line in (root / stat).read_text(encoding="ascii").splitlines())
+        except (OSError, ValueError):
+            continue
+        return None if bound == "max" else max(0, int(bound) - in_use + int(stats.get(cached, 0)))
+    return None

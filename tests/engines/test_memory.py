@@ -1,0 +1,54 @@
+"""What memory a container leaves, from control groups of both versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker.engines.embedded import memory
+from worker.engines.embedded.memory import free_in_container, free_memory
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_version_2(tmp_path: Path) -> None:
+    stat = "anon 5\ninactive_file 300\nactive_file 7\n"
+    root = write(tmp_path, {"memory.max": "1000\n", "memory.current": "600\n", "memory.stat": stat})
+    assert free_in_container(root) == 700
+
+
+def test_version_1(tmp_path: Path) -> None:
+    stat = "inactive_file 1\ntotal_inactive_file 50\n"
+    files = {"memory.limit_in_bytes": "1000\n", "memory.usage_in_bytes": "990\n", "memory.stat": stat}
+    root = write(tmp_path, {f"memory/{name}": text for name, text in files.items()})
+    assert free_in_container(root) == 60
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"memory.max": "max\n", "memory.current": "600\n", "memory.stat": "inactive_file 300\n"},
+        {"memory.max": "unlike a number\n", "memory.current": "?\n", "memory.stat": ""},
+    ],
+    ids=["no control groups", "no limit", "unreadable"],
+)
+def test_no_limit(tmp_path: Path, files: dict[str, str]) -> None:
+    assert free_in_container(write(tmp_path, files)) is None
+
+
+def test_the_stricter_of_machine_and_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"memory.max": "4096\n", "memory.current": "96\n", "memory.stat": "inactive_file 0\n"}
+    monkeypatch.setattr(memory, "CGROUPS", write(tmp_path, files))
+    assert free_memory(torch.device("cpu")) == 4000
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "nothing")
+    machine = free_memory(torch.device("cpu"))
+    assert machine is None or machine > 4000
