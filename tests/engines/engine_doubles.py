@@ -47,6 +47,8 @@ class ScriptedModel:
     def forward(self, plan: Plan) -> torch.Tensor:
         self.plans.append(plan)
         rows = [self.row(request.tokens) for request in plan.sampled]
+        for chunk in plan.scored:
+            rows += [self.row(chunk.request.tokens[: stop + 1]) for stop in range(chunk.start, chunk.stop)]
         logits = torch.stack(rows) if rows else torch.empty(0, WIDTH)
         if self.hook is not None:
             self.hook(plan, logits)

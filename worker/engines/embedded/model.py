@@ -62,8 +62,8 @@ class HfModel:
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
-        """Logits ``[len(plan.sampled), vocab_size]`` in the model's dtype."""
-        ids, positions, kv_index, last, spans = _pack(plan)
+        """Logits in the model's dtype; see `Model.forward`."""
+        ids, positions, kv_index, spans = _pack(plan)
         tensors = torch.tensor([ids, positions, kv_index]).to(self.device, non_blocking=True)
         step = attention.AttentionStep(self._store, spans, tensors[2])
         hidden = self._network.model(
@@ -72,27 +72,24 @@ class HfModel:
             use_cache=False,
             **{attention.STEP_ARGUMENT: step},
         ).last_hidden_state[0]
-        if len(last) < len(ids):
-            hidden = hidden[torch.tensor(last, dtype=torch.long, device=self.device)]
+        if plan.chunks:
+            hidden = hidden[torch.tensor(plan.logit_rows(), dtype=torch.long, device=self.device)]
         logits: torch.Tensor = self._network.lm_head(hidden)
         return logits
 
 
-def _pack(plan: Plan) -> tuple[list[int], list[int], list[int], list[int], list[attention.Span]]:
-    """Token ids, positions and KV places of all rows, the index of each sampled row's last token, and the rows."""
+def _pack(plan: Plan) -> tuple[list[int], list[int], list[int], list[attention.Span]]:
+    """Token ids, positions and KV places of all rows, and the rows."""
     ids = [request.tokens[-1] for request in plan.decode]
     positions = [len(request.tokens) - 1 for request in plan.decode]
     kv_index = [request.kv_start + len(request.tokens) - 1 for request in plan.decode]
-    last = list(range(len(ids)))
     spans = [attention.Span(request.kv_start, len(request.tokens) - 1, len(request.tokens)) for request in plan.decode]
     for chunk in plan.chunks:
         ids += chunk.request.tokens[chunk.start : chunk.stop]
         positions += range(chunk.start, chunk.stop)
         kv_index += range(chunk.request.kv_start + chunk.start, chunk.request.kv_start + chunk.stop)
         spans.append(attention.Span(chunk.request.kv_start, chunk.start, chunk.stop))
-        if chunk.is_last:
-            last.append(len(ids) - 1)
-    return ids, positions, kv_index, last, spans
+    return ids, positions, kv_index, spans
 
 
 def load_model(config: EmbeddedConfig) -> HfModel:

@@ -14,6 +14,24 @@ from worker.engines import FinishReason, TokenLogprob
 from worker.sampling import SamplingParams
 
 
+class LogitsTap(Protocol):
+    """Is shown a request's logits as the model made them, before any control. It must not keep or change the tensors.
+
+    Attributes:
+        wants_prompt: Whether it is shown the rows of prompt tokens; then none of them may come out of a cache.
+        wants_generated: Whether it is shown the row of each token that is sampled.
+    """
+
+    wants_prompt: bool
+    wants_generated: bool
+
+    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
+        """Rows ``[n, V]`` of the tokens from `start` on; after a preemption once more, and then beyond the prompt."""
+
+    def see_generated(self, position: int, logits: torch.Tensor) -> None:
+        """The row ``[V]`` from which the token at `position` is sampled."""
+
+
 @dataclass(eq=False)
 class Request:
     """One admitted request, owned by the step thread.
@@ -28,6 +46,8 @@ class Request:
         end_ids: Ids that end the answer.
         seed: Seed of the draws, 64 bits.
         chain: Its logits processors, in the order law's order, over its own history; None if it has none.
+        choice: Which of several answers to one prompt this is; part of what its draws are made of.
+        tap: Who is shown its logits, None if nobody is.
         kv_start: First token of the request's range in the KV store, while it runs.
         num_computed: Prompt tokens whose KV has been computed; not maintained once the prompt is done.
     """
@@ -41,6 +61,8 @@ class Request:
     end_ids: frozenset[int]
     seed: int
     chain: ProcessorChain | None = None
+    choice: int = 0
+    tap: LogitsTap | None = None
     kv_start: int = -1
     num_computed: int = 0
 
@@ -58,6 +80,11 @@ class Chunk:
         """Whether the prompt ends here, so that a token can be sampled."""
         return self.stop == self.request.prompt_length
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether the logits of every token are wanted."""
+        return self.request.tap is not None and self.request.tap.wants_prompt
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -73,6 +100,25 @@ class Plan:
     decode: tuple[Request, ...]
     chunks: tuple[Chunk, ...]
     sampled: tuple[Request, ...]
+
+    @property
+    def scored(self) -> tuple[Chunk, ...]:
+        """Chunks of which the logits of every token are wanted."""
+        return tuple(chunk for chunk in self.chunks if chunk.is_scored)
+
+    def logit_rows(self) -> list[int]:
+        """Which of the step's tokens, `decode` first and then chunk by chunk, the rows of logits belong to."""
+        rows = list(range(len(self.decode)))
+        scored: list[int] = []
+        start = len(rows)
+        for chunk in self.chunks:
+            stop = start + chunk.stop - chunk.start
+            if chunk.is_last:
+                rows.append(stop - 1)
+            if chunk.is_scored:
+                scored += range(start, stop)
+            start = stop
+        return rows + scored
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +149,10 @@ class Model(Protocol):
         """Make room for the KV of `num_tokens` tokens; requests address it from their `kv_start` on."""
 
     def forward(self, plan: Plan) -> torch.Tensor:
-        """Logits ``[len(plan.sampled), vocab_size]``, of a floating dtype; the sampler may write into them."""
+        """Logits ``[n, vocab_size]``, of a floating dtype; the sampler may write into them.
+
+        One row for each request of ``plan.sampled``, then one for each token of the chunks of ``plan.scored``.
+        """
 
 
 @dataclass(slots=True)

@@ -64,7 +64,7 @@ class RowTable:
         numbers = {}
         for row in self.random:
             request, depth = self.owners[row]
-            numbers[row] = uniform(request.seed, 0, len(request.tokens) + depth, SAMPLE)
+            numbers[row] = uniform(request.seed, request.choice, len(request.tokens) + depth, SAMPLE)
         return numbers
 
 

@@ -24,13 +24,17 @@ class Stepper:
         self.model = model
         self.scheduler = scheduler
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
+        self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
     def add(self, request: Request) -> None:
         """Queue a request; it joins at the next step that has room."""
+        if request.tap is not None:
+            self._tapped.add(request.id)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> Output | None:
         """Free what a request holds; None if it has ended already."""
+        self._tapped.discard(request_id)
         return self.scheduler.abort(request_id)
 
     @torch.inference_mode()
@@ -39,8 +43,28 @@ class Stepper:
         plan = self.scheduler.schedule()
         edits = plan_edits(plan)
         logits = self.model.forward(plan)
+        if self._tapped:
+            logits = show_logits(plan, logits)
         samples = self.sampler.sample(logits, edits, plan)
-        return self.scheduler.commit(plan, samples)
+        outputs = self.scheduler.commit(plan, samples)
+        if self._tapped:
+            self._tapped -= {output.request_id for output in outputs if output.finish_reason is not None}
+        return outputs
+
+
+def show_logits(plan: Plan, logits: torch.Tensor) -> torch.Tensor:
+    """Show every tap its rows; returns the rows of the sampled requests, which the sampler is to have."""
+    end = len(plan.sampled)
+    for row, request in enumerate(plan.sampled):
+        if request.tap is not None and request.tap.wants_generated:
+            request.tap.see_generated(len(request.tokens), logits[row])
+    start = end
+    for chunk in plan.scored:
+        stop = start + chunk.stop - chunk.start
+        assert chunk.request.tap is not None
+        chunk.request.tap.see_prompt(chunk.start, logits[start:stop])
+        start = stop
+    return logits[:end]
 
 
 def plan_edits(plan: Plan) -> Edits:
