@@ -1,12 +1,12 @@
 """Attention over a packed batch with our own KV store, plugged into transformers' model code.
 
 A forward pass has batch size 1: the tokens of all rows lie one after another. Each row writes its keys and values to
-its own range of the store and attends to that range up to its last token, in place and at its exact length.
+its own segments of the store and attends to them up to its last token, at its exact length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +15,31 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from worker.engines.embedded.plan import SegmentCopy
+
 IMPLEMENTATION = "embedded_kv_store"
 STEP_ARGUMENT = "embedded_step"
 
 
 @dataclass(slots=True)
 class KvStore:
-    """Keys and values of every layer: tensors ``[num_kv_heads, num_tokens, head_dim]``."""
+    """Keys and values of every layer: tensors ``[num_segments, num_kv_heads, segment_size, head_dim]``."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
 
+    def copy(self, copies: Sequence[SegmentCopy]) -> None:
+        """Copy the beginnings of segments, in every layer."""
+        for tensor in (*self.keys, *self.values) if copies else ():
+            for each in copies:
+                tensor[each.target, :, : each.num_tokens] = tensor[each.source, :, : each.num_tokens]
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One row of a step: tokens at positions ``[start, stop)`` of the sequence stored from `kv_start` on."""
+    """One row of a step: tokens at positions ``[start, stop)`` of the sequence stored in `segments`."""
 
-    kv_start: int
+    segments: tuple[int, ...]
     start: int
     stop: int
 
@@ -53,12 +61,17 @@ class AttentionStep:
 
         A token sees itself and the `window` - 1 tokens before it, or all of them if `window` is 0.
         """
-        keys = self.store.keys[layer].index_copy_(1, self.kv_index, key)
-        values = self.store.values[layer].index_copy_(1, self.kv_index, value)
+        stored_keys, stored_values = self.store.keys[layer], self.store.values[layer]
+        size = stored_keys.shape[2]
+        places = self.kv_index // size, self.kv_index % size
+        stored_keys[places[0], :, places[1]] = key.transpose(0, 1)
+        stored_values[places[0], :, places[1]] = value.transpose(0, 1)
         rows = []
         for span, row in zip(self.spans, torch.split(query, self.counts, dim=1), strict=True):
             first = max(0, span.start - window + 1) if window else 0
-            seen = slice(span.kv_start + first, span.kv_start + span.stop)
+            seen = slice(first, span.stop)
+            keys = torch.cat([stored_keys[segment] for segment in span.segments], dim=1)
+            values = torch.cat([stored_values[segment] for segment in span.segments], dim=1)
             if span.stop - span.start == 1:
                 rows.append(_attend_one(row, keys[:, seen], values[:, seen], scale))
             else:

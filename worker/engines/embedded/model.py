@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import attention
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
-from worker.engines.embedded.plan import Plan
+from worker.engines.embedded.plan import Plan, Request
 from worker.errors import StartupError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -45,10 +45,11 @@ class HfModel:
         self._head_dim = int(network.model.layers[0].self_attn.head_dim)
         self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
         self._store = attention.KvStore([], [])
+        self._segment_size = 0
 
-    def allocate_kv(self, num_tokens: int) -> None:
+    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
         """Allocate the KV store. Raises `StartupError` if the memory is not there."""
-        shape = (self._kv_heads, num_tokens, self._head_dim)
+        shape = (num_segments, self._kv_heads, segment_size, self._head_dim)
 
         def tensors() -> list[torch.Tensor]:
             return [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(self._layers)]
@@ -57,13 +58,15 @@ class HfModel:
             self._store = attention.KvStore(tensors(), tensors())
         except RuntimeError as error:  # out of memory, on either device
             raise StartupError(
-                f"--kv-blocks: no memory for the KV of {num_tokens} tokens ({first_line(error)})"
+                f"--kv-blocks: no memory for the KV of {num_segments * segment_size} tokens ({first_line(error)})"
             ) from error
+        self._segment_size = segment_size
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
         """Logits in the model's dtype; see `Model.forward`."""
-        ids, positions, kv_index, spans = _pack(plan)
+        ids, positions, kv_index, spans = _pack(plan, self._segment_size)
+        self._store.copy(plan.copies)
         tensors = torch.tensor([ids, positions, kv_index]).to(self.device, non_blocking=True)
         step = attention.AttentionStep(self._store, spans, tensors[2])
         hidden = self._network.model(
@@ -78,18 +81,24 @@ class HfModel:
         return logits
 
 
-def _pack(plan: Plan) -> tuple[list[int], list[int], list[int], list[attention.Span]]:
+def _pack(plan: Plan, size: int) -> tuple[list[int], list[int], list[int], list[attention.Span]]:
     """Token ids, positions and KV places of all rows, and the rows."""
     ids = [request.tokens[-1] for request in plan.decode]
-    positions = [len(request.tokens) - 1 for request in plan.decode]
-    kv_index = [request.kv_start + len(request.tokens) - 1 for request in plan.decode]
-    spans = [attention.Span(request.kv_start, len(request.tokens) - 1, len(request.tokens)) for request in plan.decode]
+    positions = [request.num_computed for request in plan.decode]
+    kv_index = [_place(request, request.num_computed, size) for request in plan.decode]
+    spans = [
+        attention.Span(tuple(request.segments), request.num_computed, len(request.tokens)) for request in plan.decode
+    ]
     for chunk in plan.chunks:
         ids += chunk.request.tokens[chunk.start : chunk.stop]
         positions += range(chunk.start, chunk.stop)
-        kv_index += range(chunk.request.kv_start + chunk.start, chunk.request.kv_start + chunk.stop)
-        spans.append(attention.Span(chunk.request.kv_start, chunk.start, chunk.stop))
+        kv_index += [_place(chunk.request, position, size) for position in range(chunk.start, chunk.stop)]
+        spans.append(attention.Span(tuple(chunk.request.segments), chunk.start, chunk.stop))
     return ids, positions, kv_index, spans
+
+
+def _place(request: Request, position: int, size: int) -> int:
+    return request.segments[position // size] * size + position % size
 
 
 def load_model(config: EmbeddedConfig) -> HfModel:

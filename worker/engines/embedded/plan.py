@@ -48,8 +48,11 @@ class Request:
         chain: Its logits processors, in the order law's order, over its own history; None if it has none.
         choice: Which of several answers to one prompt this is; part of what its draws are made of.
         tap: Who is shown its logits, None if nobody is.
-        kv_start: First token of the request's range in the KV store, while it runs.
-        num_computed: Prompt tokens whose KV has been computed; not maintained once the prompt is done.
+        arrival: Place in the order of arrival, given by the scheduler.
+        segments: The KV segments of its tokens, in order, while it runs: position p is in ``segments[p // size]`` at
+            slot ``p % size``, `size` being the tokens per segment.
+        num_computed: Tokens, from the first on, whose KV is in `segments`.
+        num_cached_tokens: Prompt tokens whose KV was found in the cache when it was first admitted.
     """
 
     id: str
@@ -63,13 +66,15 @@ class Request:
     chain: ProcessorChain | None = None
     choice: int = 0
     tap: LogitsTap | None = None
-    kv_start: int = -1
+    arrival: int = -1
+    segments: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt tokens ``[start, stop)`` of one request, computed in one step."""
+    """Tokens ``[start, stop)`` of one request, computed in one step: prompt, and after a preemption answer too."""
 
     request: Request
     start: int
@@ -77,13 +82,22 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether the prompt ends here, so that a token can be sampled."""
-        return self.stop == self.request.prompt_length
+        """Whether the tokens end here, so that the next one can be sampled."""
+        return self.stop == len(self.request.tokens)
 
     @property
     def is_scored(self) -> bool:
         """Whether the logits of every token are wanted."""
         return self.request.tap is not None and self.request.tap.wants_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCopy:
+    """The KV of the first `num_tokens` slots of segment `source` goes to the same slots of segment `target`."""
+
+    source: int
+    target: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +107,15 @@ class Plan:
     Attributes:
         decode: Requests of which the newest token is computed.
         chunks: Pieces of prompts.
-        sampled: Requests that get a token: those of `decode`, then those whose prompt ends in `chunks`.
+        sampled: Requests that get a token: those of `decode`, then those whose tokens end in `chunks`.
             The same tuple object in consecutive steps means the same rows.
+        copies: Done in this order before anything is written.
     """
 
     decode: tuple[Request, ...]
     chunks: tuple[Chunk, ...]
     sampled: tuple[Request, ...]
+    copies: tuple[SegmentCopy, ...] = ()
 
     @property
     def scored(self) -> tuple[Chunk, ...]:
@@ -145,8 +161,8 @@ class Model(Protocol):
     device: torch.device
     kv_bytes_per_token: int
 
-    def allocate_kv(self, num_tokens: int) -> None:
-        """Make room for the KV of `num_tokens` tokens; requests address it from their `kv_start` on."""
+    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
+        """Make room for `num_segments` segments of `segment_size` tokens; see `Request.segments`."""
 
     def forward(self, plan: Plan) -> torch.Tensor:
         """Logits ``[n, vocab_size]``, of a floating dtype; the sampler may write into them.

@@ -83,6 +83,7 @@ class Scheduler:
         for row, request in enumerate(plan.sampled):
             output = advance(request, samples, row)
             outputs.append(output)
+            request.num_computed = len(request.tokens) - 1
             if output.finish_reason is not None:
                 finished.append(request)
         if finished:
@@ -97,7 +98,7 @@ class Scheduler:
         live = [*running, *self.waiting]
         assert len({id(request) for request in live}) == len(live), f"a request is listed twice: {self!r}"
         assert len(running) <= self.max_num_seqs, f"more than {self.max_num_seqs} requests run: {self!r}"
-        self.cache.check_integrity({request.kv_start for request in running})
+        self.cache.check_integrity([segment for request in running for segment in request.segments])
 
     def _plan_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
         stop = min(request.prompt_length, request.num_computed + budget)
@@ -108,10 +109,10 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         if len(self.decoding) + len(self.prefilling) >= self.max_num_seqs:
             return False
-        start = self.cache.allocate(request.limit)
-        if start is None:
+        segments = self.cache.allocate(request.limit)
+        if segments is None:
             return False
-        request.kv_start = start
+        request.segments = segments
         return True
 
     def _remove(self, request: Request) -> None:
@@ -125,8 +126,8 @@ class Scheduler:
         self.decoding = tuple(request for request in self.decoding if id(request) not in gone)
         self.prefilling = [request for request in self.prefilling if id(request) not in gone]
         for request in requests:
-            self.cache.free(request.kv_start)
-            request.kv_start = -1
+            self.cache.free(request.segments)
+            request.segments = []
 
 
 def advance(request: Request, samples: Samples, row: int) -> Output:

@@ -7,6 +7,7 @@ import torch
 from adapters.batch import plan_rows
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.memory import choose_segment_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampler import Sampler
 from worker.engines.embedded.scheduler import Scheduler
@@ -75,6 +76,8 @@ def plan_edits(plan: Plan) -> Edits:
 
 def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> Stepper:
     """A stepper for `model`, with a KV store of `num_kv_blocks` blocks. Raises `StartupError` if they do not fit."""
-    model.allocate_kv(num_kv_blocks * config.kv_block_size)
-    cache = KvCache(num_kv_blocks, config.kv_block_size)
+    segment_size = choose_segment_size(config.kv_block_size, config.context_length or model.context_length)
+    num_segments = num_kv_blocks * config.kv_block_size // segment_size
+    model.allocate_kv(num_segments, segment_size)
+    cache = KvCache(num_segments, segment_size)
     return Stepper(model, Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens))
