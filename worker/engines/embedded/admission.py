@@ -119,7 +119,7 @@ def admit(
         if name not in allowed and getattr(params, name) != getattr(_DEFAULTS, name):
             raise InvalidRequest(f"sampling_params.{name}", reason)
     tokens = _check_prompt(prompt, model.vocab_size, context_length)
-    end_ids = _end_ids(params, model)
+    end_ids = end_ids_of(params, model)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     context = Context(Vocabulary(model.vocab_size), end_ids, seed, choice)
     bias = _bias(params.embedding_bias, model)
@@ -175,7 +175,7 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
             raise InvalidRequest(name, problem)
 
 
-def _end_ids(params: SamplingParams, model: Model) -> frozenset[int]:
+def end_ids_of(params: SamplingParams, model: Model) -> frozenset[int]:
     """The ids named by the request; without ``end_id`` the model's own, as in TensorRT-LLM, unless ``ignore_eos``."""
     _check_ids("sampling_params.stop_token_ids", params.stop_token_ids or (), model.vocab_size)
     if params.end_id is not None and params.end_id != -1:

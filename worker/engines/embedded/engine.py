@@ -143,6 +143,38 @@ class StepThread:
                 raise
 
 
+def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, EngineInfo]:
+    """The stepper of an engine, and what the engine tells of itself.
+
+    Args:
+        config: Settings, checked here.
+        model: A model to use instead of the checkpoint in ``config.model_path``.
+
+    Raises:
+        StartupError: with one clear line.
+    """
+    config.check()
+    model = model or load_model(config)
+    context_length = config.context_length or model.context_length
+    if context_length > model.context_length:
+        raise StartupError(
+            f"--context-length {context_length} is above the model's own limit of {model.context_length} tokens"
+        )
+    num_kv_blocks = choose_kv_blocks(config, model, context_length)
+    info = EngineInfo(
+        name="embedded",
+        version=torch.__version__,
+        context_length=context_length,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        kv_block_size=config.kv_block_size,
+        total_kv_blocks=num_kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    return make_stepper(config, model, num_kv_blocks), info
+
+
 class EmbeddedEngine:
     """Implements `worker.engines.Engine` in torch.
 
@@ -173,8 +205,7 @@ class EmbeddedEngine:
         """
         if self._info is not None:
             raise StartupError("the embedded engine was started twice")
-        self.config.check()
-        stepper, info = await asyncio.to_thread(self._load)
+        stepper, info = await asyncio.to_thread(load, self.config, self._injected_model)
         self._thread = StepThread(stepper, self._deliver, self._break, asyncio.get_running_loop())
         self._model = stepper.model
         self._info = info
@@ -218,28 +249,6 @@ class EmbeddedEngine:
             await asyncio.to_thread(thread.join)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-
-    def _load(self) -> tuple[Stepper, EngineInfo]:
-        config = self.config
-        model = self._injected_model or load_model(config)
-        context_length = config.context_length or model.context_length
-        if context_length > model.context_length:
-            raise StartupError(
-                f"--context-length {context_length} is above the model's own limit of {model.context_length} tokens"
-            )
-        num_kv_blocks = choose_kv_blocks(config, model, context_length)
-        info = EngineInfo(
-            name="embedded",
-            version=torch.__version__,
-            context_length=context_length,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            kv_block_size=config.kv_block_size,
-            total_kv_blocks=num_kv_blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
-        return make_stepper(config, model, num_kv_blocks), info
 
     def _admit(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Stream:
         if self._refusal is not None:
