@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import attention
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
-from worker.engines.embedded.plan import Plan, Request
+from worker.engines.embedded.pack import pack
+from worker.engines.embedded.partial_softmax import Shapes
+from worker.engines.embedded.plan import Plan
 from worker.errors import StartupError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -46,13 +48,14 @@ class HfModel:
         self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
         self._store = attention.KvStore([], [])
         self._segment_size = 0
+        self._shapes = Shapes()
 
     def allocate_kv(self, num_segments: int, segment_size: int) -> None:
         """Allocate the KV store. Raises `StartupError` if the memory is not there."""
         shape = (num_segments, self._kv_heads, segment_size, self._head_dim)
 
         def tensors() -> list[torch.Tensor]:
-            return [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(self._layers)]
+            return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self._layers)]
 
         try:
             self._store = attention.KvStore(tensors(), tensors())
@@ -65,10 +68,12 @@ class HfModel:
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
         """Logits in the model's dtype; see `Model.forward`."""
-        ids, positions, kv_index, spans = _pack(plan, self._segment_size)
+        batch = pack(plan, self._segment_size)
         self._store.copy(plan.copies)
-        tensors = torch.tensor([ids, positions, kv_index]).to(self.device, non_blocking=True)
-        step = attention.AttentionStep(self._store, spans, tensors[2])
+        self._store.open(batch.opened)
+        tensors = torch.tensor([batch.ids, batch.positions, batch.segments, batch.slots])
+        tensors = tensors.to(self.device, non_blocking=True)
+        step = attention.AttentionStep(self._store, batch.spans, tensors[2:], self._shapes)
         hidden = self._network.model(
             input_ids=tensors[:1],
             position_ids=tensors[1:2],
@@ -79,26 +84,6 @@ class HfModel:
             hidden = hidden[torch.tensor(plan.logit_rows(), dtype=torch.long, device=self.device)]
         logits: torch.Tensor = self._network.lm_head(hidden)
         return logits
-
-
-def _pack(plan: Plan, size: int) -> tuple[list[int], list[int], list[int], list[attention.Span]]:
-    """Token ids, positions and KV places of all rows, and the rows."""
-    ids = [request.tokens[-1] for request in plan.decode]
-    positions = [request.num_computed for request in plan.decode]
-    kv_index = [_place(request, request.num_computed, size) for request in plan.decode]
-    spans = [
-        attention.Span(tuple(request.segments), request.num_computed, len(request.tokens)) for request in plan.decode
-    ]
-    for chunk in plan.chunks:
-        ids += chunk.request.tokens[chunk.start : chunk.stop]
-        positions += range(chunk.start, chunk.stop)
-        kv_index += [_place(chunk.request, position, size) for position in range(chunk.start, chunk.stop)]
-        spans.append(attention.Span(tuple(chunk.request.segments), chunk.start, chunk.stop))
-    return ids, positions, kv_index, spans
-
-
-def _place(request: Request, position: int, size: int) -> int:
-    return request.segments[position // size] * size + position % size
 
 
 def load_model(config: EmbeddedConfig) -> HfModel:
