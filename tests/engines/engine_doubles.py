@@ -49,7 +49,7 @@ class ScriptedModel:
         rows = [self.row(request.tokens) for request in plan.sampled]
         for chunk in plan.scored:
             rows += [self.row(chunk.request.tokens[: stop + 1]) for stop in range(chunk.start, chunk.stop)]
-        logits = torch.stack(rows) if rows else torch.empty(0, WIDTH)
+        logits = torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
         if self.hook is not None:
             self.hook(plan, logits)
         return logits

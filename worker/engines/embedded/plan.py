@@ -52,7 +52,8 @@ class Request:
         segments: The KV segments of its tokens, in order, while it runs: position p is in ``segments[p // size]`` at
             slot ``p % size``, `size` being the tokens per segment.
         num_computed: Tokens, from the first on, whose KV is in `segments`.
-        num_cached_tokens: Prompt tokens whose KV was found in the cache when it was first admitted.
+        num_cached_tokens: Prompt tokens whose KV was known when it was first admitted; None before.
+        block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
     """
 
     id: str
@@ -69,7 +70,8 @@ class Request:
     arrival: int = -1
     segments: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
+    block_hashes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,7 @@ class Output:
 
     Attributes:
         token_id: None if it shows no token.
+        num_cached_tokens: Prompt tokens whose KV was known; said with the first token.
         chain: The request's processors, when it ends.
     """
 
@@ -214,5 +217,6 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
+    num_cached_tokens: int = 0
     engine_data: dict[str, object] | None = None
     chain: ProcessorChain | None = None
