@@ -36,6 +36,9 @@ SLICE_BYTES = 8 * 2**20
 READ_TIMEOUT_S = 10.0
 """A read that makes no progress for this long is given up."""
 
+PAUSE_S = 0.00005
+"""Pause between looks at a transfer that another thread or device carries out."""
+
 LINGER_S = 0.5
 """How long a note to a peer is given to leave: nothing moves unless somebody polls."""
 
@@ -100,14 +103,15 @@ class KvPort:
         self._free_landing = list(range(MAX_TICKETS))
         self._peers: dict[str, str] = {}
         self._linger_until = 0.0
-        self._errors: tuple[type[Exception], ...] = nixl.errors
+        self._errors = nixl.errors
+        failures: tuple[type[Exception], ...] = (RuntimeError, KeyError, *nixl.errors)
         try:
             self._agent = nixl.agent(self.name)
             self._registered = [
                 self._agent.register_memory(memory) for memory in (self._tensors, [self._tickets, self._landing])
             ]
             self._metadata: bytes = self._agent.get_agent_metadata()
-        except (RuntimeError, KeyError, *self._errors) as error:
+        except failures as error:
             raise StartupError(f"--disaggregation-mode: NIXL cannot be used here: {error}") from error
 
     def __repr__(self) -> str:
@@ -239,6 +243,8 @@ class KvRead:
                 self._fail()
             if now >= until:
                 break
+            if not moved:
+                time.sleep(PAUSE_S)  # other threads run meanwhile
         if self._state != "busy" and not self.seconds:
             self.seconds = time.monotonic() - self._began
         return self._state
