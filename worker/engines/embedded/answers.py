@@ -109,6 +109,8 @@ class Answer:
     Attributes:
         token_ids: Shown tokens; those that belong to a stop string go when it is found.
         token_times_s: When they came.
+        token_logprobs: Of each, if asked for.
+        last_logprobs: Of the newest token, also if it has gone with a stop string; None if it is not shown.
         finish_reason: None while it grows.
     """
 
@@ -119,6 +121,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.token_times_s: list[float] = []
         self.token_logprobs: list[list[TokenLogprob]] = []
+        self.last_logprobs: list[TokenLogprob] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -136,6 +139,7 @@ class Answer:
     def take(self, output: Output, time_s: float) -> None:
         """Add what a step says; it is over when `finish_reason` is set, also if `output` has none."""
         ended = False
+        self.last_logprobs = output.logprobs
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
             self.token_times_s.append(time_s)

@@ -9,7 +9,7 @@ from itertools import count
 from threading import RLock
 from time import perf_counter
 
-from worker.engines import EngineInfo
+from worker.engines import EngineInfo, FinishReason
 from worker.engines.embedded.answers import Answer, Job
 from worker.engines.embedded.jobs import Desk, Named
 from worker.engines.embedded.plan import Output
@@ -114,28 +114,13 @@ class Session:
             time_s = perf_counter()
             return [self._take(output, time_s) for output in outputs]
 
-    def finish(self, answer: Answer, stop_reason: int | str | None = None) -> None:
-        """End a live answer as ``stop``, with the tokens that it has."""
-        with self._lock:
-            job, _ = self._live[answer.request.id]
-            self._end_live(answer)
-            answer.end("stop")
-            answer.stop_reason = stop_reason
-            self._close(job)
+    def finish(self, job_id: str) -> None:
+        """End every unfinished answer to a prompt as ``stop``, with the tokens that it has; no error if it is done."""
+        self._end(job_id, "stop")
 
     def abort(self, job_id: str) -> Job | None:
         """End every unfinished answer to a prompt as ``cancelled``; None if it is not here any more."""
-        with self._lock:
-            job = self._jobs.get(job_id)
-            if job is None:
-                return None
-            self._withdraw(job)
-            for answer in job.answers:
-                if answer.finish_reason is None:
-                    answer.end("cancelled")
-            self._suspended.pop(job_id, None)
-            self._close(job)
-            return job
+        return self._end(job_id, "cancelled")
 
     def suspend(self, job_id: str) -> None:
         """Take a prompt out of the engine; its tokens stay, its KV need not. Once more is no error.
@@ -158,6 +143,18 @@ class Session:
             job = self._jobs[job_id]
             for answer in reversed(self._suspended.pop(job_id)):
                 self._waiting.appendleft((job, answer))
+
+    def _end(self, job_id: str, reason: FinishReason) -> Job | None:
+        with self._lock:
+            job = self._jobs.pop(job_id, None)
+            if job is None:
+                return None
+            self._withdraw(job)
+            for answer in job.answers:
+                if answer.finish_reason is None:
+                    answer.end(reason)
+            self._suspended.pop(job_id, None)
+            return job
 
     def _fill(self) -> None:
         while self._waiting and len(self._live) < self.info.max_num_seqs:
