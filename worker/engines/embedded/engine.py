@@ -15,11 +15,12 @@ import torch
 from worker.engines import EngineInfo, TokenDelta
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.memory import choose_kv_blocks
+from worker.engines.embedded.memory import choose_kv_blocks, is_out_of_memory
 from worker.engines.embedded.model import load_model
 from worker.engines.embedded.plan import Model, Output, Request
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.stream import Stream
+from worker.engines.embedded.watchdog import Watchdog
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, ServingError, StartupError
 from worker.sampling import SamplingParams
 
@@ -60,6 +61,7 @@ class StepThread:
         deliver: Called on `loop` with outputs, oldest first.
         died: Called on `loop` with a text, if the thread ends without having been told to.
         loop: The event loop of the callers.
+        step_timeout_s: Seconds after which a step counts as hung.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class StepThread:
         deliver: Callable[[list[Output]], None],
         died: Callable[[str], None],
         loop: asyncio.AbstractEventLoop,
+        step_timeout_s: float,
     ) -> None:
+        self._watchdog = Watchdog(step_timeout_s)
         self._stepper = stepper
         self._deliver = deliver
         self._died = died
@@ -83,6 +87,7 @@ class StepThread:
 
     def start(self) -> None:
         """Start the thread."""
+        self._watchdog.start()
         self._thread.start()
 
     def tell(self, message: Submit | Abort | Stop) -> None:
@@ -92,16 +97,18 @@ class StepThread:
     def join(self) -> None:
         """Block until the thread has ended."""
         self._thread.join()
+        self._watchdog.stop()
 
     def _run(self) -> None:
         try:
             while self._read_messages():
                 if not self._stepper.scheduler.is_idle:
                     self._may_run.wait(MAX_PAUSE_S)
-                    self._publish(self._stepper.step())
+                    self._publish(self._watchdog.watch(self._stepper.step))
         except BaseException as error:  # the thread's outermost frame: whatever it was, the engine is broken
             logger.exception("the step thread died")
-            self._call_soon(self._died, f"the step thread died of {type(error).__name__}: {error}")
+            reason = "out of memory, as " if is_out_of_memory(error) else ""
+            self._call_soon(self._died, f"the step thread died of {reason}{type(error).__name__}: {error}")
 
     def _read_messages(self) -> bool:
         """Act on all messages, waiting for one if there is nothing else to do; False to leave."""
@@ -206,7 +213,8 @@ class EmbeddedEngine:
         if self._info is not None:
             raise StartupError("the embedded engine was started twice")
         stepper, info = await asyncio.to_thread(load, self.config, self._injected_model)
-        self._thread = StepThread(stepper, self._deliver, self._break, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        self._thread = StepThread(stepper, self._deliver, self._break, loop, self.config.step_timeout_s)
         self._model = stepper.model
         self._info = info
         self._thread.start()

@@ -14,6 +14,8 @@ _SHARE = {"cuda": 0.85, "cpu": 0.5}
 """Part of the memory that is free once the weights are loaded; activations and the rest of the machine need some."""
 
 
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
+
 SEGMENT_TOKENS = 256
 """Largest segment. Long ones make few parts per row of attention, short ones waste less at the end of a sequence."""
 
@@ -59,6 +61,14 @@ def choose_kv_blocks(config: EmbeddedConfig, model: Model, context_length: int) 
             f"{fitting * block_bytes / 2**30:.1f} GiB are available: lower it"
         )
     return min(wanted, fitting // per_segment * per_segment)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; torch raises a plain `RuntimeError` on a CPU."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(each in text for each in _OUT_OF_MEMORY)
 
 
 def free_memory(device: torch.device) -> int | None:
