@@ -230,6 +230,14 @@ def test_answers_to_one_prompt_are_those_that_they_would_be_alone(engine: Engine
         _ = together.text
 
 
+def test_answers_to_one_prompt_share_it(engine: Engine) -> None:
+    prompt = list(range(200, 270))
+    (result,) = engine.generate(prompt, SamplingParams(max_tokens=2, n=3, temperature=1.0, seed=1, ignore_eos=True))
+    first, *others = result.outputs
+    assert first.num_cached_tokens == 0
+    assert [one.num_cached_tokens for one in others] == [64, 64]  # whole blocks of 16, and one token is computed
+
+
 def test_best_of_returns_the_likeliest(engine: Engine) -> None:
     def ask(**changes: Any) -> Result:
         return engine.generate("Hello", SamplingParams(max_tokens=6, temperature=1.0, seed=3, **changes))[0]

@@ -35,6 +35,7 @@ class Completion:
         error: Why it failed, exactly when `finish_reason` is ``error``.
         receipt: What its logits processors did, if it had any.
         token_times_s: When each of `token_ids` came, in seconds since the request was added.
+        num_cached_tokens: Tokens of the prompt whose KV was known already.
     """
 
     index: int
@@ -48,6 +49,7 @@ class Completion:
     error: str | None = None
     receipt: Receipt | None = None
     token_times_s: list[float] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,7 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.num_cached_tokens = 0
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -140,6 +143,8 @@ class Answer:
         """Add what a step says; it is over when `finish_reason` is set, also if `output` has none."""
         ended = False
         self.last_logprobs = output.logprobs
+        if not self.token_ids:
+            self.num_cached_tokens = output.num_cached_tokens
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
             self.token_times_s.append(time_s)
@@ -188,6 +193,7 @@ class Answer:
             error=self.error,
             receipt=None if chain is None else chain.receipt,
             token_times_s=self.token_times_s,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import secrets
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from threading import RLock
 from typing import TypeVar
 
 import torch
 
-from worker.engines.embedded.controller_state import Report, Running, entry
+from worker.engines.embedded.controller_sampling import add_top_n, check_sampling, sample_rows
+from worker.engines.embedded.controller_state import Report, Running
 from worker.engines.embedded.controller_text import ControllerTokenizer, HfControllerTokenizer
 from worker.engines.embedded.controller_types import (
     DynamicStep,
@@ -27,11 +27,7 @@ from worker.engines.embedded.controller_types import (
     TokenStream,
     TopN,
 )
-from worker.engines.embedded.logprobs import token_logprobs
 from worker.engines.embedded.offline import Engine
-from worker.engines.embedded.plan import Edits, Plan, Request
-from worker.engines.embedded.sampler import Sampler
-from worker.sampling import SamplingParams
 
 NO_TOKEN = -1
 """What `TextGenerationController.sample_from_logits` gives for a row that holds no token that may be sampled."""
@@ -39,8 +35,6 @@ NO_TOKEN = -1
 StopWordCallback = Callable[[list[RequestId]], Iterable[RequestId]]
 
 _Key = TypeVar("_Key", bound=RequestId)
-
-_NEEDS_HISTORY = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 
 
 class TextGenerationController:
@@ -180,59 +174,13 @@ class TextGenerationController:
         """
         count, width = last_token_logits.shape
         params = [sampling_params] * count if isinstance(sampling_params, InferenceParams) else list(sampling_params)
-        self._check_sampling(params, count, width, vocab_size, positions)
+        check_sampling(params, count, width, vocab_size, positions)
         if any(one.top_n_logprobs for one in params):
-            self._add_top_n(params, last_token_logits, generation_started, top_n_logprobs_dict, logits)
-        requests = tuple(
-            _row_request(row, one, 0 if positions is None else positions[row]) for row, one in enumerate(params)
-        )
-        never = () if vocab_size is None else tuple(range(vocab_size, width))
-        sampler = Sampler(width, never, last_token_logits.device)
-        with torch.inference_mode():
-            rows = last_token_logits.to(torch.float32, copy=True)
-            samples = sampler.sample(rows, Edits(), Plan(requests, (), requests))
+            add_top_n(params, last_token_logits, generation_started, top_n_logprobs_dict, logits)
+        samples = sample_rows(last_token_logits, params, vocab_size, positions)
         self.sampling_errors = samples.errors
         tokens = [NO_TOKEN if row in samples.errors else token for row, token in enumerate(samples.token_ids)]
         return torch.tensor(tokens, dtype=torch.int64, device=last_token_logits.device)
-
-    @staticmethod
-    def _check_sampling(
-        params: Sequence[InferenceParams],
-        count: int,
-        width: int,
-        vocab_size: int | None,
-        positions: Sequence[int] | None,
-    ) -> None:
-        default = InferenceParams()
-        if len(params) != count or (positions is not None and len(positions) != count):
-            raise ValueError(f"there are {count} rows, {len(params)} sampling_params and {positions} as positions")
-        if vocab_size is not None and not 0 < vocab_size <= width:
-            raise ValueError(f"vocab_size must be from 1 to the {width} columns of the logits, got {vocab_size}")
-        for name in _NEEDS_HISTORY:
-            if any(getattr(one, name) != getattr(default, name) for one in params):
-                raise ValueError(f"{name} needs the history of a request; it is applied in batches")
-        if any(one.processors or one.logits_processor for one in params):
-            raise ValueError("logits processors need the history of a request; they are applied in batches")
-
-    def _add_top_n(
-        self,
-        params: Sequence[InferenceParams],
-        last: torch.Tensor,
-        started: torch.Tensor | Sequence[bool] | None,
-        target: MutableMapping[int, list[TopN]] | None,
-        logits: torch.Tensor | None,
-    ) -> None:
-        if target is None or started is None:
-            raise ValueError("top_n_logprobs needs generation_started and top_n_logprobs_dict")
-        for row, one in enumerate(params):
-            if not one.top_n_logprobs:
-                continue
-            if logits is not None and one.skip_prompt_log_probs:
-                raise ValueError("logits of the prompt are given, and skip_prompt_log_probs is set")
-            if logits is not None:
-                target.setdefault(row, []).extend(_top_n(logits[row], one.top_n_logprobs))
-            elif bool(started[row]) or not one.skip_prompt_log_probs:
-                target.setdefault(row, []).extend(_top_n(last[row : row + 1], one.top_n_logprobs))
 
     def update_generation_status(
         self,
@@ -609,21 +557,3 @@ class TextGenerationController:
             if running.request.request_id == request_id:
                 return running
         raise KeyError(request_id)
-
-
-def _top_n(rows: torch.Tensor, count: int) -> list[TopN]:
-    """The likeliest of each row of ``[S, V]``."""
-    tokens = rows.nan_to_num(-torch.inf).argmax(-1).tolist()
-    return [entry(one) for one in token_logprobs(rows, tokens, [count] * len(tokens))]
-
-
-def _row_request(row: int, params: InferenceParams, position: int) -> Request:
-    """What the sampler needs to know of a row."""
-    seed = secrets.randbits(64) if params.seed is None else params.seed
-    controls = SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.lower(1).top_p,
-        min_p=params.min_p or None,
-    )
-    return Request(str(row), row, controls, [0] * position, position, position + 1, frozenset(), seed, choice=row)

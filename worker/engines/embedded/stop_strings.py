@@ -34,9 +34,9 @@ class IncrementalText:
         """Characters at the end that the next token may change."""
         return max(0, len(self._text) - self._num_given)
 
-    def append(self, token_id: int) -> str:
-        """The text that `token_id` completes; empty if it ends inside a character."""
-        self._tokens.append(token_id)
+    def append(self, *token_ids: int) -> str:
+        """The text that the tokens complete; empty if they end inside its first character."""
+        self._tokens += token_ids
         self._text = self._decode(self._tokens)
         whole = len(self._text.rstrip(_UNFINISHED))
         piece = self._text[self._num_given : whole]
@@ -75,7 +75,6 @@ class AnswerText:
         min_tokens: A stop string that is complete before so many tokens is text like any other.
 
     Attributes:
-        text: All of it so far, or up to where a stop string has ended it.
         stopped_by: The stop string, None while there is none.
         num_tokens: Tokens of the answer: those before the stop string, of which they hold no part, or, if it is
             included, up to the one that completes it.
@@ -97,9 +96,17 @@ class AnswerText:
         self._min_tokens = min_tokens
         self._floor = 0  # a stop string that ends at or before it does not count
         self._ends: list[int] = []  # of each token, the number of characters up to the last that it is a part of
-        self.text = ""
+        self._later: list[int] = []  # tokens that are decoded when the text is asked for, as no stop string waits
+        self._text = ""
         self.stopped_by: str | None = None
         self.num_tokens = 0
+
+    @property
+    def text(self) -> str:
+        """All of it so far, or up to where a stop string has ended it."""
+        if self._later:
+            self._decode_later()
+        return self._text
 
     @property
     def shown(self) -> str:
@@ -122,33 +129,43 @@ class AnswerText:
     def append(self, token_id: int) -> bool:
         """Take the next token; whether the answer ends here."""
         self.num_tokens += 1
+        if not self._stops:
+            self._later.append(token_id)
+            return False
         self._add(self._pieces.append(token_id), self.num_tokens)
-        self._ends.append(len(self.text) + self._pieces.num_held_back)
+        self._ends.append(len(self._text) + self._pieces.num_held_back)
         return self._stop()
 
     def finish(self) -> bool:
         """No more tokens come: what was held back becomes text. Whether that completed a stop string."""
         if self.stopped_by is None:
+            self._decode_later()
             self._add(self._pieces.finish(), self.num_tokens)
             self._stop()
         return self.stopped_by is not None
 
+    def _decode_later(self) -> None:
+        if self._later:
+            self._text += self._pieces.append(*self._later)
+            self._ends += [len(self._text) + self._pieces.num_held_back] * len(self._later)
+            self._later = []
+
     def _add(self, piece: str, num_tokens: int) -> None:
-        self.text += piece
+        self._text += piece
         if num_tokens < self._min_tokens:
-            self._floor = len(self.text)
+            self._floor = len(self._text)
 
     def _stop(self) -> bool:
         found = self._first_stop()
         if found is None:
-            self._floor = len(self.text)
+            self._floor = len(self._text)
             return False
         start, end = found
-        self.stopped_by = self.text[start:end]
+        self.stopped_by = self._text[start:end]
         if self._include:
-            self.text = self.text[:end]
+            self._text = self._text[:end]
         else:
-            self.text = self.text[:start]
+            self._text = self._text[:start]
             self.num_tokens = self._num_within(start)
         return True
 
@@ -156,7 +173,7 @@ class AnswerText:
         """Start and end of the stop string that ends first after `_floor`, the longest of those that end there."""
         found: list[tuple[int, int]] = []
         for stop in self._stops:
-            start = self.text.find(stop, max(0, self._floor + 1 - len(stop)))
+            start = self._text.find(stop, max(0, self._floor + 1 - len(stop)))
             if start >= 0:
                 found.append((start + len(stop), start))
         end, start = min(found, default=(-1, -1))
