@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -48,6 +48,7 @@ class Request:
         chain: Its logits processors, in the order law's order, over its own history; None if it has none.
         choice: Which of several answers to one prompt this is; part of what its draws are made of.
         tap: Who is shown its logits, None if nobody is.
+        keeps_kv: Whether its KV outlives it, for another worker to read; see `exchange`.
         arrival: Place in the order of arrival, given by the scheduler.
         segments: The KV segments of its tokens, in order, while it runs: position p is in ``segments[p // size]`` at
             slot ``p % size``, `size` being the tokens per segment.
@@ -67,6 +68,7 @@ class Request:
     chain: ProcessorChain | None = None
     choice: int = 0
     tap: LogitsTap | None = None
+    keeps_kv: bool = False
     arrival: int = -1
     segments: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -209,6 +211,7 @@ class Output:
         token_id: None if it shows no token.
         num_cached_tokens: Prompt tokens whose KV was known; said with the first token.
         chain: The request's processors, when it ends.
+        kv: Where its KV is held for another worker, when it ends; see `handoff.handle_as_json`.
     """
 
     request_id: str
@@ -220,3 +223,4 @@ class Output:
     num_cached_tokens: int = 0
     engine_data: dict[str, object] | None = None
     chain: ProcessorChain | None = None
+    kv: dict[str, Any] | None = None

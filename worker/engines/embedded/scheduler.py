@@ -29,6 +29,7 @@ class Scheduler:
     waiting               ``waiting``        nothing; after a preemption it has generated tokens
     in prefill            ``prefilling``     segments for all its tokens
     decoding              ``decoding``       segments for all its tokens
+    a guest               ``guests``         segments; `exchange` says why, and does the rest
     finished or aborted   nowhere            nothing
     ====================  =================  ==================================================
 
@@ -47,6 +48,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()  # in order of arrival
         self.prefilling: list[Request] = []
         self.decoding: tuple[Request, ...] = ()
+        self.guests: list[Request] = []
         self._num_arrived = 0
 
     def __repr__(self) -> str:
@@ -83,6 +85,35 @@ class Scheduler:
         place = sum(one.arrival < request.arrival for one in self.waiting)
         self.waiting.insert(place, request)
 
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more request may run."""
+        return len(self.decoding) + len(self.prefilling) < self.max_num_seqs
+
+    def invite(self, request: Request) -> tuple[SegmentCopy, ...] | None:
+        """Make a request a guest, with segments for all its tokens and as much KV in them as is known.
+
+        Returns:
+            What has to be copied in the store before anything is written; None if there are too few segments.
+        """
+        copies = self.cache.admit(request, self._spare())
+        if copies is not None:
+            request.num_cached_tokens = request.num_computed
+            self.guests.append(request)
+        return copies
+
+    def resume(self, request: Request) -> None:
+        """Let a guest run, after whatever came before it; there must be a slot."""
+        self.guests.remove(request)
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self.prefilling.append(request)
+
+    def dismiss(self, request: Request) -> None:
+        """Free what a guest holds."""
+        self.guests.remove(request)
+        self.cache.release(request)
+
     def schedule(self) -> Plan:
         """The next step's work; admits waiting requests while slots, KV and budget last."""
         fits = self._grow()
@@ -106,6 +137,7 @@ class Scheduler:
             outputs[row].num_cached_tokens = plan.sampled[row].num_cached_tokens or 0
         finished = [plan.sampled[row] for row, output in enumerate(outputs) if output.finish_reason is not None]
         if finished:
+            self._keep([plan.sampled[row] for row, output in enumerate(outputs) if output.finish_reason == "length"])
             self._release(finished)
         if self.is_idle:
             self.check_integrity()
@@ -118,7 +150,7 @@ class Scheduler:
         assert len({id(request) for request in live}) == len(live), f"a request is listed twice: {self!r}"
         assert len(running) <= self.max_num_seqs, f"more than {self.max_num_seqs} requests run: {self!r}"
         assert not any(request.segments for request in self.waiting), f"a waiting request owns segments: {self!r}"
-        self.cache.check_integrity(running)
+        self.cache.check_integrity([*running, *self.guests])
 
     def _grow(self) -> bool:
         """A segment for each decode row whose last one is full; whether that drove nobody out."""
@@ -199,12 +231,17 @@ class Scheduler:
         else:
             self._release([request])
 
+    def _keep(self, requests: list[Request]) -> None:
+        """Make those guests whose KV another worker wants."""
+        self.guests += [request for request in requests if request.keeps_kv]
+
     def _release(self, requests: list[Request]) -> None:
         gone = set(map(id, requests))
         self.decoding = tuple(request for request in self.decoding if id(request) not in gone)
         self.prefilling = [request for request in self.prefilling if id(request) not in gone]
         for request in requests:
-            self.cache.release(request)
+            if request not in self.guests:
+                self.cache.release(request)
 
 
 _arrival = attrgetter("arrival")

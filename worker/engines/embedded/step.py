@@ -6,6 +6,7 @@ import torch
 
 from adapters.batch import plan_rows
 from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.exchange import Exchange
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.memory import choose_segment_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
@@ -19,11 +20,15 @@ class Stepper:
     Args:
         model: What computes logits; its KV store must hold the blocks of `scheduler`.
         scheduler: What decides the work of a step.
+
+    Attributes:
+        exchange: What gives KV to other workers and gets it from them; None where requests are served by one.
     """
 
     def __init__(self, model: Model, scheduler: Scheduler) -> None:
         self.model = model
         self.scheduler = scheduler
+        self.exchange: Exchange | None = None
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
@@ -36,11 +41,24 @@ class Stepper:
     def abort(self, request_id: str) -> Output | None:
         """Free what a request holds; None if it has ended already."""
         self._tapped.discard(request_id)
+        if self.exchange is not None and (given_up := self.exchange.abort(request_id)) is not None:
+            return given_up
         return self.scheduler.abort(request_id)
+
+    @property
+    def wait_s(self) -> float | None:
+        """How soon `step` should be called: 0 at once, None for no need before a request is added."""
+        if not self.scheduler.is_idle:
+            return 0.0
+        return None if self.exchange is None else self.exchange.wait_s
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Compute one step; returns one output for each request that got a token or ended."""
+        if self.exchange is not None:
+            self.exchange.poll()
+            if self.scheduler.is_idle:
+                return []
         plan = self.scheduler.schedule()
         edits = plan_edits(plan)
         logits = self.model.forward(plan)
@@ -48,6 +66,8 @@ class Stepper:
             logits = show_logits(plan, logits)
         samples = self.sampler.sample(logits, edits, plan)
         outputs = self.scheduler.commit(plan, samples)
+        if self.exchange is not None and self.scheduler.guests:
+            self.exchange.hold(plan, outputs)
         if self._tapped:
             self._tapped -= {output.request_id for output in outputs if output.finish_reason is not None}
         return outputs
