@@ -47,7 +47,7 @@ class NullModel:
         self._row = torch.zeros(1, self.vocab_size)
         self._row[0, token] = 10.0
 
-    def allocate_kv(self, num_tokens: int) -> None:
+    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
         """There is none."""
 
     def forward(self, plan: Plan) -> torch.Tensor:

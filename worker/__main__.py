@@ -109,6 +109,7 @@ def make_engine(arguments: Arguments) -> Engine:
         kv_block_size=arguments.kv_block_size,
         kv_blocks=arguments.kv_blocks,
         max_queue=arguments.max_queue,
+        step_timeout_s=arguments.step_timeout_s,
     )
     return EmbeddedEngine(config)
 

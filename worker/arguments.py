@@ -160,6 +160,12 @@ class Arguments:
     max_queue: int = _option(
         256, "Requests that may wait for a place; one more is refused.", parse=_not_negative, engine=True
     )
+    step_timeout_s: float = _option(
+        300.0,
+        "Seconds after which a step that has not ended ends the process; above the longest prompt step of a slow CPU.",
+        parse=_positive_seconds,
+        engine=True,
+    )
     extra_engine_args: str | None = _option(None, "YAML file of engine options, keyed by option name.")
     drain_timeout_s: float = _option(
         30.0, "Seconds that in-flight requests get to finish after SIGTERM; the rest are handed off.", parse=_seconds

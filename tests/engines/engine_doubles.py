@@ -38,8 +38,8 @@ class ScriptedModel:
         self.num_kv_tokens = 0
         self.plans: list[Plan] = []
 
-    def allocate_kv(self, num_tokens: int) -> None:
-        self.num_kv_tokens = num_tokens
+    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
+        self.num_kv_tokens = num_segments * segment_size
 
     def row(self, tokens: Sequence[int]) -> torch.Tensor:
         return 2 * (self.by_token[tokens[-1]] + self.by_position[len(tokens) - 1])
@@ -47,7 +47,9 @@ class ScriptedModel:
     def forward(self, plan: Plan) -> torch.Tensor:
         self.plans.append(plan)
         rows = [self.row(request.tokens) for request in plan.sampled]
-        logits = torch.stack(rows) if rows else torch.empty(0, WIDTH)
+        for chunk in plan.scored:
+            rows += [self.row(chunk.request.tokens[: stop + 1]) for stop in range(chunk.start, chunk.stop)]
+        logits = torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
         if self.hook is not None:
             self.hook(plan, logits)
         return logits

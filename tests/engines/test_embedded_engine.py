@@ -129,7 +129,7 @@ async def test_abort_frees_the_place_at_the_next_step(start_engine: StartEngine,
     assert (await second)[0] == model.greedy(PROMPT, 5)
     assert engine.num_unfinished() == 0
     cache = kv_cache(engine)
-    assert cache.num_free == cache.num_blocks
+    assert cache.num_available == cache.num_segments
 
 
 async def test_abort_of_a_waiting_request(start_engine: StartEngine, gate: Gate) -> None:
@@ -215,7 +215,7 @@ async def test_hand_off_ends_all_and_refuses_new_ones(start_engine: StartEngine,
     cache = kv_cache(engine)
     gate.open()
     await engine.stop()
-    assert cache.num_free == cache.num_blocks
+    assert cache.num_available == cache.num_segments
 
 
 async def test_hand_off_delivers_what_was_sampled_before(start_engine: StartEngine, gate: Gate) -> None:
@@ -252,6 +252,33 @@ async def test_a_dead_step_thread_breaks_the_engine(start_engine: StartEngine, e
         await collect(engine, "late", PROMPT, params())
     assert engine.hand_off() == 0
     assert engine.num_unfinished() == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+async def test_out_of_memory_in_a_step_breaks_the_engine(start_engine: StartEngine, error: Exception) -> None:
+    def run_out(plan: Plan, logits: torch.Tensor) -> None:
+        raise error
+
+    engine = await start_engine(ScriptedModel(run_out))
+    with pytest.raises(EngineBroken, match="out of memory"):
+        await collect(engine, "one", PROMPT, params())
+
+
+async def test_usage_tells_what_was_found_in_the_cache(start_engine: StartEngine) -> None:
+    engine = await start_engine(ScriptedModel())
+    prompt = [5 + position % 50 for position in range(100)]
+    cached = []
+    for name in ("first", "second"):
+        deltas = [delta async for delta in engine.generate(name, prompt, params(5))]
+        cached.append([delta.num_cached_tokens for delta in deltas if delta.num_cached_tokens])
+    assert cached == [[], [96]]
 
 
 async def test_stop_ends_streams_and_is_idempotent(start_engine: StartEngine, gate: Gate) -> None:

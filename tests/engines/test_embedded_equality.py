@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Model
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Model, Request, memory
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.model import load_model
-from worker.engines.embedded.step import make_stepper
+from worker.engines.embedded.step import Stepper, make_stepper
 from worker.sampling import SamplingParams
 from worker.tiny_model import ARCHITECTURES, SLIDING_WINDOW
 
@@ -125,6 +125,103 @@ async def test_concurrent_streams(case: Case) -> None:
         assert await asyncio.gather(*map(answer, range(len(LENGTHS)))) == case.answers
     finally:
         await engine.stop()
+
+
+SEGMENT = 32
+"""Tokens per segment in what follows, so that every prompt but the shortest takes several."""
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SEGMENT_TOKENS", SEGMENT)
+
+
+def small_driver(case: Case, *, budget: int = 4096, num_seqs: int = 8, num_segments: int = 32) -> Stepper:
+    config = EmbeddedConfig(model_path="", max_num_seqs=num_seqs, max_num_batched_tokens=max(budget, num_seqs))
+    driver = make_stepper(config, case.model, num_kv_blocks=num_segments * SEGMENT // 16)
+    assert driver.scheduler.cache.segment_size == SEGMENT
+    assert driver.scheduler.cache.num_segments == num_segments
+    return driver
+
+
+def add(driver: Stepper, case: Case, which: int, name: str | None = None) -> Request:
+    one = admit(name or str(which), which, case.prompts[which], params(), case.model, 2048)
+    driver.add(one)
+    return one
+
+
+def finish(driver: Stepper, after_step: Callable[[], None] = lambda: None) -> None:
+    while not driver.scheduler.is_idle:
+        driver.step()
+        driver.scheduler.check_integrity()
+        driver.scheduler.cache.check_blocks()
+        after_step()
+
+
+def generated(requests: list[Request]) -> list[list[int]]:
+    return [one.tokens[one.prompt_length :] for one in requests]
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("size", range(1, 18))
+def test_chunks_of_every_size(case: Case, size: int) -> None:
+    driver = small_driver(case, budget=size, num_seqs=1)
+    one = add(driver, case, 3)
+    finish(driver)
+    assert generated([one]) == [case.answers[3]]
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("forgets", [False, True], ids=["kv is found again", "kv is computed again"])
+def test_preempted_at_every_step(case: Case, forgets: bool) -> None:
+    driver = small_driver(case)
+    requests = [add(driver, case, which) for which in range(len(LENGTHS))]
+
+    def preempt() -> None:
+        for one in (*driver.scheduler.decoding, *driver.scheduler.prefilling):
+            driver.scheduler.preempt(one)
+        if forgets:
+            driver.scheduler.cache.clear()
+
+    finish(driver, preempt)
+    assert generated(requests) == case.answers
+    assert driver.scheduler.num_preemptions >= NEW_TOKENS - 1
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_driven_out_of_a_store_that_is_too_small(case: Case) -> None:
+    driver = small_driver(case, num_segments=12)
+    requests = [add(driver, case, which, f"{which} {copy}") for copy in range(4) for which in range(len(LENGTHS))]
+    finish(driver)
+    assert generated(requests) == case.answers * 4
+    assert driver.scheduler.num_preemptions > 0
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_beginnings_that_are_known(case: Case) -> None:
+    driver = small_driver(case)
+    for count in range(3):
+        requests = [add(driver, case, which) for which in range(len(LENGTHS))]
+        finish(driver)
+        assert generated(requests) == case.answers
+        cached = [one.num_cached_tokens for one in requests]
+        assert cached == ([(length - 1) // 16 * 16 for length in LENGTHS] if count else [0] * len(LENGTHS))
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_three_answers_share_their_prompt(case: Case) -> None:
+    driver = small_driver(case)
+    requests = [add(driver, case, 4, str(choice)) for choice in range(3)]
+    shared: list[bool] = []
+
+    def look() -> None:
+        if len(driver.scheduler.decoding) == 3:
+            shared.append(len({tuple(one.segments[:4]) for one in requests}) == 1)
+
+    finish(driver, look)
+    assert generated(requests) == [case.answers[4]] * 3
+    assert shared
+    assert all(shared)
 
 
 def test_logits_of_a_prompt_in_pieces(case: Case, checkpoints: dict[str, Path], arch: str) -> None:

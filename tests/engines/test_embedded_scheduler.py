@@ -1,143 +1,63 @@
-"""Scheduler and KV ranges under random arrivals, aborts and ends; nothing here needs a model."""
+"""Who computes what in a step, and who gives way; nothing here needs a model."""
 
 from __future__ import annotations
 
-import random
+from collections.abc import Sequence
 
 import pytest
-from engine_doubles import ScriptedModel, config, request, stepper
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from engine_doubles import ScriptedModel, request, stepper
+from kv_doubles import RecallModel, answer, recall_request
 
 from worker.engines.embedded.kv_cache import KvCache
-from worker.engines.embedded.plan import Plan, Request, Samples
+from worker.engines.embedded.plan import Output, Plan, Request
 from worker.engines.embedded.scheduler import Scheduler
 from worker.sampling import SamplingParams
 
-CONTEXT = 64
 MODEL = ScriptedModel()
+BLOCK = 16
 
 
-class Requests(RuleBasedStateMachine):
-    """Arrivals, aborts and steps in any order, on a store that holds less than all slots could use."""
+class Driver:
+    """A scheduler on a model that checks its KV, and the plans of all steps."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache = KvCache(num_blocks=24, block_size=4)
-        self.scheduler = Scheduler(self.cache, max_num_seqs=4, max_num_batched_tokens=10)
-        self.live: dict[str, Request] = {}
-        self.arrived: list[str] = []
-        self.started: list[str] = []
-        self.computed: dict[str, int] = {}
+    def __init__(self, num_segments: int, segment_size: int, max_num_seqs: int = 8, budget: int = 1024) -> None:
+        self.model = RecallModel(num_segments * segment_size)
+        self.model.allocate_kv(num_segments, segment_size)
+        self.cache = KvCache(num_segments, segment_size, BLOCK)
+        self.scheduler = Scheduler(self.cache, max_num_seqs, budget)
+        self.plans: list[Plan] = []
 
-    @rule(prompt=st.integers(1, 40), max_tokens=st.integers(1, 30))
-    def arrive(self, prompt: int, max_tokens: int) -> None:
-        name = str(len(self.computed))
-        one = request(MODEL, name, [3] * prompt, SamplingParams(max_tokens=max_tokens))
-        one.limit = min(one.limit, CONTEXT)
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int) -> Request:
+        one = recall_request(self.model, name, prompt, max_tokens)
+        one.end_ids = frozenset()
         self.scheduler.add(one)
-        self.live[name] = one
-        self.arrived.append(name)
-        self.computed[name] = 0
+        return one
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.live)))
-        output = self.scheduler.abort(name)
-        assert output is not None
-        assert (output.request_id, output.finish_reason) == (name, "cancelled")
-        assert self.scheduler.abort(name) is None
-        self.live.pop(name)
-        if name not in self.started:
-            self.arrived.remove(name)
-
-    @precondition(lambda self: not self.scheduler.is_idle)
-    @rule(seed=st.integers(0, 2**32))
-    def step(self, seed: int) -> None:
+    def step(self) -> list[Output]:
         plan = self.scheduler.schedule()
-        self.check_plan(plan)
-        source = random.Random(seed)
-        tokens = [2 if source.random() < 0.2 else 5 for _ in plan.sampled]
-        errors = {row: "spoilt" for row in range(len(tokens)) if source.random() < 0.05}
-        outputs = self.scheduler.commit(plan, Samples(tokens, errors))
-        assert [output.request_id for output in outputs] == [one.id for one in plan.sampled]
-        for row, output in enumerate(outputs):
-            expected = self.expected_end(self.live[output.request_id], tokens[row], row in errors)
-            assert output.finish_reason == expected
-            if expected is not None:
-                del self.live[output.request_id]
-
-    def expected_end(self, one: Request, token: int, failed: bool) -> str | None:
-        if failed:
-            return "error"
-        if token == 2:
-            return "stop"
-        return "length" if len(one.tokens) == one.limit else None
-
-    def check_plan(self, plan: Plan) -> None:
-        assert 0 < plan.num_tokens <= self.scheduler.max_num_batched_tokens
-        assert plan.sampled == plan.decode + tuple(chunk.request for chunk in plan.chunks if chunk.is_last)
-        assert len(set(map(id, plan.sampled))) == len(plan.sampled)
-        for chunk in plan.chunks:
-            assert chunk.start == self.computed[chunk.request.id]
-            self.computed[chunk.request.id] = chunk.stop
-            if chunk.request.id not in self.started:
-                self.started.append(chunk.request.id)
-        assert self.started == self.arrived[: len(self.started)], "not first come, first served"
-        for one in plan.decode:
-            assert self.computed[one.id] == one.prompt_length
-
-    @invariant()
-    def whole(self) -> None:
+        self.plans.append(plan)
+        outputs = self.scheduler.commit(plan, self.model.choose(plan))
         self.scheduler.check_integrity()
-        assert self.scheduler.is_idle == (not self.live)
-        if not self.live:
-            assert self.cache.num_free == self.cache.num_blocks
+        self.cache.check_blocks()
+        return outputs
 
-    def teardown(self) -> None:
-        for _ in range(2000):
-            if self.scheduler.is_idle:
-                return
-            self.step(self.scheduler.cache.num_free)
-        raise AssertionError("requests starve")
+    def finish(self) -> list[Output]:
+        outputs = []
+        while not self.scheduler.is_idle:
+            outputs += self.step()
+        return outputs
 
-
-TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-@given(st.lists(st.one_of(st.integers(1, 40), st.none()), max_size=40), st.randoms(use_true_random=False))
-def test_ranges_never_overlap_and_free_ones_merge(actions: list[int | None], source: random.Random) -> None:
-    cache = KvCache(num_blocks=16, block_size=4)
-    held: dict[int, int] = {}
-    for size in actions:
-        if size is None and held:
-            start = source.choice(sorted(held))
-            del held[start]
-            cache.free(start)
-        elif size is not None:
-            start = cache.allocate(size)  # type: ignore[assignment]
-            if start is not None:
-                held[start] = -(-size // 4)
-        cache.check_integrity(set(held))
-        assert cache.num_held == sum(held.values())
-        assert cache.num_free + cache.num_held == 16
-    for start in held:
-        cache.free(start)
-    assert cache.allocate(64) == 0
+    def work(self) -> list[tuple[list[str], list[tuple[str, int, int]]]]:
+        """Per step the decode rows, and the chunks."""
+        return [
+            ([one.id for one in plan.decode], [(chunk.request.id, chunk.start, chunk.stop) for chunk in plan.chunks])
+            for plan in self.plans
+        ]
 
 
-def test_a_leak_is_noticed() -> None:
-    cache = KvCache(num_blocks=4, block_size=4)
-    start = cache.allocate(5)
-    assert start is not None
-    with pytest.raises(AssertionError, match="live requests own"):
-        cache.check_integrity(set())
-    cache._held.clear()
-    with pytest.raises(AssertionError, match="leaked"):
-        cache.check_integrity(set())
+def prompt(length: int, first: int = 3) -> list[int]:
+    """Prompts with different first tokens have nothing in common."""
+    return [first, *(3 + position * position % 90 for position in range(1, length))]
 
 
 def test_decode_rows_come_before_prompts_and_share_the_budget() -> None:
@@ -160,13 +80,116 @@ def test_decode_rows_come_before_prompts_and_share_the_budget() -> None:
 
 
 def test_the_head_of_the_queue_waits_for_memory_and_nobody_overtakes_it() -> None:
-    settings_ = config(max_num_seqs=4)
-    cache = KvCache(num_blocks=4, block_size=16)
-    scheduler = Scheduler(cache, settings_.max_num_seqs, settings_.max_num_batched_tokens)
-    for name, size in (("first", 40), ("large", 60), ("small", 8)):
-        scheduler.add(request(MODEL, name, [3] * 4, SamplingParams(max_tokens=size - 4, ignore_eos=True)))
-    plan = scheduler.schedule()
-    assert [one.id for one in plan.sampled] == ["first"]
-    assert [one.id for one in scheduler.waiting] == ["large", "small"]
-    scheduler.abort("first")
-    assert [one.id for one in scheduler.schedule().sampled] == ["large"]
+    driver = Driver(num_segments=4, segment_size=16)
+    first = driver.add("first", prompt(40, first=3), 5)
+    driver.add("large", prompt(60, first=4), 2)
+    driver.add("small", prompt(4, first=5), 2)
+    driver.step()
+    assert [one.id for one in driver.scheduler.waiting] == ["large", "small"]
+    assert first.segments == [0, 1, 2]
+    driver.scheduler.abort("first")
+    driver.step()
+    assert [one.id for one in driver.plans[-1].sampled] == ["large"]
+    assert len(driver.finish()) == 3
+
+
+def test_a_long_prompt_does_not_starve_short_ones_behind_it() -> None:
+    driver = Driver(num_segments=64, segment_size=256, budget=1024)
+    driver.add("long", prompt(5000, first=3), 4)
+    for name in range(4):
+        driver.add(str(name), prompt(100, first=10 + name), 4)
+    driver.step()
+    assert driver.work() == [([], [("long", 0, 624), *((str(name), 0, 100) for name in range(4))])]
+
+
+def test_prompts_of_the_same_length_share_a_step_and_the_oldest_gets_the_rest() -> None:
+    driver = Driver(num_segments=64, segment_size=256, budget=1024)
+    for name in range(3):
+        driver.add(str(name), prompt(2000, first=10 + name), 4)
+    driver.step()
+    assert driver.work() == [([], [("0", 0, 684), ("1", 0, 170), ("2", 0, 170)])]
+
+
+def test_the_last_that_came_is_the_first_that_goes() -> None:
+    driver = Driver(num_segments=6, segment_size=16)
+    for name in range(3):
+        driver.add(str(name), prompt(10, first=10 + name), 40)
+    outputs = driver.finish()
+    assert driver.scheduler.num_preemptions > 0
+    assert [output.request_id for output in outputs if output.finish_reason] == ["0", "1", "2"]
+    for name in range(3):
+        tokens = [output.token_id for output in outputs if output.request_id == str(name)]
+        assert tokens == answer_without_end(prompt(10, first=10 + name), 40)
+
+
+def answer_without_end(prompt: Sequence[int], count: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens += answer([*prompt, *tokens], count - len(tokens))
+    return tokens
+
+
+def test_a_preempted_request_goes_on_where_it_was() -> None:
+    driver = Driver(num_segments=8, segment_size=64)
+    one = driver.add("one", prompt(20), 50)
+    for _ in range(30):
+        driver.step()
+    driver.scheduler.preempt(one)
+    assert list(driver.scheduler.waiting) == [one]
+    driver.step()
+    chunk = driver.plans[-1].chunks[0]
+    assert (chunk.start, chunk.stop) == (48, 50)  # three blocks were known
+    driver.finish()
+    assert one.tokens == prompt(20) + answer_without_end(prompt(20), 50)
+    assert one.num_cached_tokens == 0  # it was not found when the prompt was first admitted
+
+
+def test_preempted_requests_keep_their_order() -> None:
+    driver = Driver(num_segments=8, segment_size=64)
+    requests = [driver.add(str(name), prompt(20, first=10 + name), 5) for name in range(4)]
+    driver.step()
+    late = driver.add("late", prompt(3, first=30), 5)
+    for one in (requests[2], requests[0], requests[3]):
+        driver.scheduler.preempt(one)
+    assert list(driver.scheduler.waiting) == [requests[0], requests[2], requests[3], late]
+
+
+def test_answers_to_one_prompt_compute_it_once() -> None:
+    driver = Driver(num_segments=32, segment_size=64)
+    alone = prompt(500, first=50)
+    for choice in range(4):
+        driver.add(str(choice), prompt(700), 3)
+    driver.add("alone", alone, 3)
+    driver.step()
+    assert [chunk.request.id for chunk in driver.plans[0].chunks] == ["0", "alone"]  # the others wait for the first
+    outputs = driver.finish()
+    assert driver.model.num_computed < 700 + 500 + 3 * (700 % BLOCK + 1) + 5 * 3
+    cached = {output.request_id: output.num_cached_tokens for output in outputs if output.num_cached_tokens}
+    assert cached == dict.fromkeys(["1", "2", "3"], 700 // BLOCK * BLOCK)
+
+
+def test_a_small_common_beginning_makes_nobody_wait() -> None:
+    driver = Driver(num_segments=32, segment_size=64)
+    for name in range(4):
+        driver.add(str(name), [*prompt(20), *prompt(30, first=10 + name)], 3)
+    driver.step()
+    assert len(driver.plans[0].chunks) == 4
+
+
+def test_who_waits_for_a_prompt_that_is_aborted_computes_it() -> None:
+    driver = Driver(num_segments=32, segment_size=64, budget=100)
+    first = driver.add("first", prompt(500), 3)
+    second = driver.add("second", prompt(500), 3)
+    driver.step()
+    assert (first.num_computed, list(driver.scheduler.waiting)) == (100, [second])
+    driver.scheduler.abort("first")
+    driver.step()
+    assert (second.num_cached_tokens, second.num_computed) == (96, 196)
+
+
+def test_a_request_larger_than_the_store_is_our_own_mistake() -> None:
+    driver = Driver(num_segments=2, segment_size=64)
+    one = recall_request(driver.model, "one", prompt(100), 20)
+    one.limit = 129
+    with pytest.raises(AssertionError, match="may take 3 segments"):
+        driver.scheduler.add(one)

@@ -90,6 +90,7 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--max-queue", "-1"], "--max-queue must be an integer of at least 0, got '-1'"),
         (["--context-length", "1"], "--context-length must be at least 2, got 1"),
         (["--drain-timeout-s", "nan"], "--drain-timeout-s must be a number of seconds of at least 0, got 'nan'"),
+        (["--step-timeout-s", "0"], "--step-timeout-s must be a number of seconds above 0, got '0'"),
         (["--engine", "vllm"], "--engine must be one of embedded, trtllm, got 'vllm'"),
         (["--device", "tpu"], "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--dtype", "fp32"], "--dtype must be one of auto, float32, bfloat16, float16, got 'fp32'"),

@@ -10,10 +10,14 @@ One step, and the file that answers each of its words::
 
 `plan.py` holds what they pass to each other, `step.py` the loop, synchronous; `engine.py` runs it in its own
 thread and turns it into streams (`stream.py`); `admission.py` decides what a request may ask for.
+
+Without services: `offline.py` is the engine as an object, `controller.py` Megatron-Core's controller; both drive the
+loop through `session.py`, whose requests come from `jobs.py` and whose results from `answers.py`.
 """
 
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.engine import EmbeddedEngine
+from worker.engines.embedded.offline import Engine
 from worker.engines.embedded.plan import Chunk, Model, Plan, Request
 
-__all__ = ["Chunk", "EmbeddedConfig", "EmbeddedEngine", "Model", "Plan", "Request"]
+__all__ = ["Chunk", "EmbeddedConfig", "EmbeddedEngine", "Engine", "Model", "Plan", "Request"]

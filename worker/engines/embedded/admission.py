@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import fields
 from typing import Any
 
@@ -89,20 +90,38 @@ _DEFAULTS = SamplingParams()
 
 
 def admit(
-    request_id: str, number: int, prompt: Sequence[int], params: SamplingParams, model: Model, context_length: int
+    request_id: str,
+    number: int,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    model: Model,
+    context_length: int,
+    *,
+    choice: int = 0,
+    allowed: AbstractSet[str] = frozenset(),
 ) -> Request:
     """Check a request and make the engine's own record of it.
+
+    Args:
+        request_id: The caller's id.
+        number: The engine's own.
+        prompt: Token ids.
+        params: What is asked for.
+        model: Which will answer.
+        context_length: Longest prompt + answer, in tokens.
+        choice: Which of several answers to one prompt this is.
+        allowed: Fields of `REFUSED` that the caller takes care of itself.
 
     Raises:
         InvalidRequest: naming the first field that cannot be served, and why.
     """
     for name, reason in REFUSED.items():
-        if getattr(params, name) != getattr(_DEFAULTS, name):
+        if name not in allowed and getattr(params, name) != getattr(_DEFAULTS, name):
             raise InvalidRequest(f"sampling_params.{name}", reason)
     tokens = _check_prompt(prompt, model.vocab_size, context_length)
-    end_ids = _end_ids(params, model)
+    end_ids = end_ids_of(params, model)
     seed = secrets.randbits(64) if params.seed is None else params.seed
-    context = Context(Vocabulary(model.vocab_size), end_ids, seed)
+    context = Context(Vocabulary(model.vocab_size), end_ids, seed, choice)
     bias = _bias(params.embedding_bias, model)
     dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
     try:
@@ -123,6 +142,7 @@ def admit(
         end_ids=end_ids,
         seed=seed,
         chain=chain,
+        choice=choice,
     )
 
 
@@ -155,7 +175,7 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
             raise InvalidRequest(name, problem)
 
 
-def _end_ids(params: SamplingParams, model: Model) -> frozenset[int]:
+def end_ids_of(params: SamplingParams, model: Model) -> frozenset[int]:
     """The ids named by the request; without ``end_id`` the model's own, as in TensorRT-LLM, unless ``ignore_eos``."""
     _check_ids("sampling_params.stop_token_ids", params.stop_token_ids or (), model.vocab_size)
     if params.end_id is not None and params.end_id != -1:

@@ -1,19 +1,24 @@
-"""Attention over a packed batch with our own KV store, plugged into transformers' model code.
+"""Attention over a packed batch with our own KV store: one step's work, laid out once and used by every layer.
 
-A forward pass has batch size 1: the tokens of all rows lie one after another. Each row writes its keys and values to
-its own range of the store and attends to that range up to its last token, in place and at its exact length.
+The tokens of all rows lie one after another. A token's keys are split at the absolute boundaries of the store's
+segments, always, and its result is put together from one partial softmax per segment, in ascending order. So it
+depends on the tokens alone, not on where they lie, nor on which step computed them. Partial softmaxes that read
+segments at a constant distance are one call over a strided view of the store: nothing is gathered, and the number of
+calls depends on how scattered the segments are, not on the number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+
+from worker.engines.embedded.partial_softmax import Shapes, partial_softmax
+from worker.engines.embedded.plan import SegmentCopy
 
 IMPLEMENTATION = "embedded_kv_store"
 STEP_ARGUMENT = "embedded_step"
@@ -21,83 +26,271 @@ STEP_ARGUMENT = "embedded_step"
 
 @dataclass(slots=True)
 class KvStore:
-    """Keys and values of every layer: tensors ``[num_kv_heads, num_tokens, head_dim]``."""
+    """Keys and values of every layer: tensors ``[num_segments, num_kv_heads, segment_size, head_dim]``, finite."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
 
+    def open(self, segments: Sequence[int]) -> None:
+        """Zero segments that are written from their first slot on: a NaN left there would get past every mask."""
+        if segments:
+            index = torch.tensor(segments, device=self.keys[0].device)
+            for tensor in (*self.keys, *self.values):
+                tensor.index_fill_(0, index, 0)
+
+    def copy(self, copies: Sequence[SegmentCopy]) -> None:
+        """Copy the beginnings of segments, in every layer, and zero what is behind them."""
+        for tensor in (*self.keys, *self.values) if copies else ():
+            for each in copies:
+                tensor[each.target, :, : each.num_tokens] = tensor[each.source, :, : each.num_tokens]
+                tensor[each.target, :, each.num_tokens :] = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One row of a step: tokens at positions ``[start, stop)`` of the sequence stored from `kv_start` on."""
+    """One row of a step: tokens at positions ``[start, stop)`` of the sequence stored in `segments`."""
 
-    kv_start: int
+    segments: Sequence[int]
     start: int
     stop: int
 
 
-class AttentionStep:
-    """What the layers of one forward pass share: where rows are, where their KV goes, and their masks."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Entries of `tokens` query tokens each; entry i reads `length` keys of segment ``first + i * stride``.
 
-    def __init__(self, store: KvStore, spans: list[Span], kv_index: torch.Tensor) -> None:
-        self.store = store
-        self.spans = spans
-        self.counts = [span.stop - span.start for span in spans]
-        self.kv_index = kv_index
-        self._masks: dict[tuple[Span, int], torch.Tensor] = {}
+    `mask` is additive, ``[entries, 1, tokens * group, length]``, or None if every key is seen.
+    """
+
+    first: int
+    stride: int
+    entries: int
+    tokens: int
+    length: int
+    mask: torch.Tensor | None
+
+    def view(self, store: torch.Tensor) -> torch.Tensor:
+        """``[entries, num_kv_heads, length, head_dim]`` of the store, in place."""
+        if self.stride == 0 or self.entries == 1:
+            return store[self.first : self.first + 1, :, : self.length].expand(self.entries, -1, -1, -1)
+        stop = self.first + self.stride * (self.entries - 1) + 1
+        return store[self.first : stop : self.stride, :, : self.length]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The calls of a step for one window, and how their partial results become one result per token.
+
+    Attributes:
+        calls: In the order of their results.
+        queries: Query token of each place in the calls' entries; None if that is every token in order.
+        last: Of each token, the result of its last segment; None if that is every result in order.
+        several: Tokens with more than one segment, None if there are none.
+        parts: Of those, the result of each segment, ascending ``[n, S]``; where a token has none, its last.
+        absent: Of those, 0 or, where a token has no such segment, -inf: ``[n, S, 1]``.
+    """
+
+    calls: list[_Call]
+    queries: torch.Tensor | None
+    last: torch.Tensor | None
+    several: torch.Tensor | None
+    parts: torch.Tensor
+    absent: torch.Tensor
+
+
+class AttentionStep:
+    """What the layers of one forward pass share: where rows are, where their KV goes, and their calls.
+
+    Args:
+        store: KV of all layers.
+        spans: The rows, in the order of their tokens.
+        places: Segment and slot of each token, ``[2, T]``.
+        shapes: How calls may be shaped.
+    """
+
+    def __init__(self, store: KvStore, spans: Sequence[Span], places: torch.Tensor, shapes: Shapes) -> None:
+        self._store = store
+        self._spans = spans
+        self._places = (places[0], places[1])
+        self._shapes = shapes
+        self._layouts: dict[int, _Layout] = {}
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        """Store ``key, value [Hkv, T, D]`` and attend with ``query [H, T, D]``; returns ``[H, T, D]``.
+        """Store ``key, value [T, Hkv, D]`` and attend with ``query [T, H, D]``; returns ``[T, H, D]``.
 
-        A token sees itself and the `window` - 1 tokens before it, or all of them if `window` is 0.
+        A token sees itself and the `window` - 1 tokens before it, or all of them if `window` is 0. Scores go through
+        ``softcap * tanh(score / softcap)`` where it is given.
         """
-        keys = self.store.keys[layer].index_copy_(1, self.kv_index, key)
-        values = self.store.values[layer].index_copy_(1, self.kv_index, value)
-        rows = []
-        for span, row in zip(self.spans, torch.split(query, self.counts, dim=1), strict=True):
-            first = max(0, span.start - window + 1) if window else 0
-            seen = slice(span.kv_start + first, span.kv_start + span.stop)
+        keys, values = self._store.keys[layer], self._store.values[layer]
+        keys.transpose(1, 2).index_put_(self._places, key)
+        values.transpose(1, 2).index_put_(self._places, value)
+        layout = self._layouts.get(window)
+        if layout is None:
+            layout = self._layouts[window] = self._lay_out(window, query, keys)
+        if layout.queries is not None:
+            query = query.index_select(0, layout.queries)
+        outputs, sums = [], []
+        start = 0
+        for call in layout.calls:
+            stop = start + call.entries * call.tokens
+            part = partial_softmax(
+                query[start:stop], call.tokens, call.view(keys), call.view(values), call.mask, scale, softcap
+            )
+            outputs.append(part[0])
+            sums.append(part[1])
+            start = stop
+        return _combine(layout, outputs, sums)
+
+    def _lay_out(self, window: int, query: torch.Tensor, keys: torch.Tensor) -> _Layout:
+        group = query.shape[1] // keys.shape[1]
+        return _Planner(self._spans, keys.shape[2], window, group, self._shapes, query).layout()
+
+
+def _combine(layout: _Layout, outputs: list[torch.Tensor], sums: list[torch.Tensor]) -> torch.Tensor:
+    """One result ``[T, H, D]`` per token of the calls' results ``[n, H, D]`` and log-sum-exps ``[n, H]``."""
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    combined = output if layout.last is None else output.index_select(0, layout.last)
+    if layout.several is None:
+        return combined
+    count, depth = layout.parts.shape
+    sum_all = sums[0] if len(sums) == 1 else torch.cat(sums)
+    weights = sum_all.index_select(0, layout.parts.view(-1)).view(count, depth, -1) + layout.absent
+    weights = weights.sub_(weights.amax(1, keepdim=True)).exp_()[..., None]
+    # one after another, so that places without a segment, which weigh 0, change nothing
+    total = weights[:, 0].clone()
+    result = weights[:, 0] * output.index_select(0, layout.parts[:, 0])
+    for part in range(1, depth):
+        total += weights[:, part]
+        result.addcmul_(weights[:, part], output.index_select(0, layout.parts[:, part]).float())
+    return combined.index_copy(0, layout.several, result.div_(total).to(output.dtype))
+
+
+class _Planner:
+    """Makes a `_Layout`."""
+
+    def __init__(
+        self, spans: Sequence[Span], size: int, window: int, group: int, shapes: Shapes, like: torch.Tensor
+    ) -> None:
+        self._spans = spans
+        self._size = size
+        self._window = window
+        self._group = group
+        self._shapes = shapes
+        self._like = like
+        self._calls: list[_Call] = []
+        self._queries: list[torch.Tensor] = []
+        self._results = 0  # places in the calls so far
+        self._table: torch.Tensor = torch.empty(0)  # [T, S]: result of each segment, -1 where a token does not see it
+
+    def layout(self) -> _Layout:
+        count = sum(span.stop - span.start for span in self._spans)
+        depth = max(len(self._seen(span)) for span in self._spans)
+        self._table = torch.full((count, depth), -1)
+        self._plan_single_tokens()
+        token = 0
+        for span in self._spans:
+            if span.stop - span.start > 1:
+                self._plan_many_tokens(span, token)
+            token += span.stop - span.start
+        return self._finish()
+
+    def _seen(self, span: Span) -> range:
+        """Segments, by their place in the sequence, that any token of `span` sees."""
+        first = max(0, span.start - self._window + 1) if self._window else 0
+        return range(first // self._size, (span.stop - 1) // self._size + 1)
+
+    def _plan_single_tokens(self) -> None:
+        pairs: list[tuple[int, int, int, int, int]] = []  # segment, token, column, keys seen from and to
+        token = 0
+        for span in self._spans:
             if span.stop - span.start == 1:
-                rows.append(_attend_one(row, keys[:, seen], values[:, seen], scale))
-            else:
-                rows.append(_attend_many(row, keys[:, seen], values[:, seen], scale, self._mask(span, window, query)))
-        return torch.cat(rows, dim=1)
+                lowest = max(0, span.stop - self._window) if self._window else 0
+                for column, place in enumerate(self._seen(span)):
+                    begin = place * self._size
+                    seen = max(0, lowest - begin), min(self._size, span.stop - begin)
+                    pairs.append((span.segments[place], token, column, *seen))
+            token += span.stop - span.start
+        if not pairs:
+            return
+        pairs.sort()
+        _, tokens, columns, begins, ends = torch.tensor(pairs).unbind(1)
+        self._table[tokens, columns] = torch.arange(self._results, self._results + len(pairs))
+        for start, stop, stride in _runs([pair[0] for pair in pairs]):
+            part = slice(start, stop)
+            self._call(pairs[start][0], stride, tokens[part, None], begins[part, None], ends[part, None])
 
-    def _mask(self, span: Span, window: int, like: torch.Tensor) -> torch.Tensor:
-        """Additive ``[queries, keys]`` mask: causal, and of `window` tokens."""
-        mask = self._masks.get((span, window))
-        if mask is None:
-            first = max(0, span.start - window + 1) if window else 0
-            queries = torch.arange(span.start, span.stop, device=like.device)[:, None]
-            keys = torch.arange(first, span.stop, device=like.device)[None, :]
-            hidden = keys > queries
-            if window:
-                hidden |= keys <= queries - window
-            mask = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-            self._masks[(span, window)] = mask
-        return mask
+    def _plan_many_tokens(self, span: Span, token: int) -> None:
+        for column, place in enumerate(self._seen(span)):
+            begin = place * self._size
+            last = begin + self._size - 1 + self._window if self._window else span.stop
+            first, stop = max(span.start, begin), min(span.stop, last)
+            tile = self._shapes.tokens or stop - first
+            rows = torch.arange(token + first - span.start, token + stop - span.start)
+            self._table[rows, column] = torch.arange(self._results, self._results + len(rows))
+            padded = torch.cat((rows, rows[-1:].expand(-len(rows) % tile))).view(-1, tile)
+            positions = padded + (span.start - token)
+            ends = (positions + 1 - begin).clamp_(max=self._size)
+            begins = (positions + (1 - self._window - begin)).clamp_(min=0) if self._window else torch.zeros_like(ends)
+            self._call(span.segments[place], 0, padded, begins, ends)
+
+    def _call(self, first: int, stride: int, queries: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> None:
+        """Entries for query tokens ``[entries, tokens]``, each of which sees keys from `begins` to `ends`."""
+        entries, tokens = queries.shape
+        length = self._shapes.length(int(ends.max()), self._size)
+        mask = None
+        if int(begins.max()) > 0 or int(ends.min()) < length:
+            keys = torch.arange(length)
+            hidden = (keys < begins[..., None]) | (keys >= ends[..., None])
+            additive = torch.zeros(hidden.shape, dtype=self._like.dtype).masked_fill_(hidden, -torch.inf)
+            shape = (entries, tokens, self._group, length)
+            mask = additive[:, :, None].expand(shape).reshape(entries, 1, tokens * self._group, length)
+            mask = mask.to(self._like.device)
+        self._calls.append(_Call(first, stride, entries, tokens, length, mask))
+        self._queries.append(queries.reshape(-1))
+        self._results += queries.numel()
+
+    def _finish(self) -> _Layout:
+        table = self._table
+        queries = torch.cat(self._queries)
+        last = table.amax(1)
+        several = (table >= 0).sum(1).gt(1).nonzero()[:, 0] if table.shape[1] > 1 else table.new_empty(0)
+        parts = table[several]
+        absent = torch.zeros(parts.shape).masked_fill_(parts < 0, -torch.inf)[..., None]
+        parts = torch.where(parts < 0, last[several, None], parts)
+        device = self._like.device
+        return _Layout(
+            self._calls,
+            None if _in_order(queries, len(table)) else queries.to(device),
+            None if _in_order(last, self._results) else last.to(device),
+            several.to(device) if len(several) else None,
+            parts.to(device),
+            absent.to(device),
+        )
 
 
-def _attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """One query ``[H, 1, D]``: the heads that share keys ride along as queries, so that no key is copied."""
-    heads, _, width = query.shape
-    grouped = query.reshape(1, keys.shape[0], -1, width)
-    return scaled_dot_product_attention(grouped, keys[None], values[None], scale=scale).reshape(heads, 1, width)
+def _in_order(index: torch.Tensor, count: int) -> bool:
+    return len(index) == count and torch.equal(index, torch.arange(count))
 
 
-def _attend_many(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, mask: torch.Tensor
-) -> torch.Tensor:
-    """Several queries ``[H, n, D]``: key heads are the batch, and repeated for the heads that share them."""
-    heads, count, width = query.shape
-    grouped = query.reshape(keys.shape[0], -1, count, width)
-    shared = (-1, grouped.shape[1], -1, -1)
-    attended = scaled_dot_product_attention(
-        grouped, keys[:, None].expand(shared), values[:, None].expand(shared), attn_mask=mask, scale=scale
-    )
-    return attended.reshape(heads, count, width)
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Parts ``[start, stop)`` of ascending numbers that rise by a constant stride."""
+    start = 0
+    while start < len(numbers):
+        stop = start + 1
+        stride = numbers[stop] - numbers[start] if stop < len(numbers) else 0
+        while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == stride:
+            stop += 1
+        yield start, stop, stride
+        start = stop
 
 
 def _attention(
@@ -108,15 +301,16 @@ def _attention(
     attention_mask: torch.Tensor | None,
     scaling: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     step: AttentionStep = arguments[STEP_ARGUMENT]
-    attended = step.attend(module.layer_idx, query[0], key[0], value[0], scaling, sliding_window or 0)
-    return attended.transpose(0, 1)[None], None
+    packed = (each[0].transpose(0, 1) for each in (query, key, value))
+    return step.attend(module.layer_idx, *packed, scaling, sliding_window or 0, softcap)[None], None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Masks are made per row, in `AttentionStep`."""
+    """Masks are made per step, in `AttentionStep`."""
 
 
 def register() -> None:

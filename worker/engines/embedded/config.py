@@ -10,6 +10,7 @@ import torch
 from worker.errors import StartupError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NUMERICS = ("auto", "exact", "fast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,23 +22,28 @@ class EmbeddedConfig:
         device: ``auto`` (CUDA if there is any), ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or, on CUDA only, ``float16``. ``auto`` is the checkpoint's own;
             on a CPU, float32 in place of float16.
+        numerics: ``exact`` (the same tokens in any batch, bit by bit), ``fast``, or ``auto``: exact where it costs next
+            to nothing; see `numerics.py`.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Tokens computed in one step at most; longer prompts take several steps.
         context_length: Longest prompt + answer in tokens; None means the model's own limit.
         kv_block_size: Tokens per KV block.
         kv_blocks: KV blocks to own; None means as many as `max_num_seqs` full contexts need, or as fit into memory.
         max_queue: Requests that may wait for a place; more are refused with `Overloaded`.
+        step_timeout_s: Seconds after which a step that has not ended counts as hung and ends the process.
     """
 
     model_path: str | Path
     device: str = "auto"
     dtype: str = "auto"
+    numerics: str = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     context_length: int | None = None
     kv_block_size: int = 16
     kv_blocks: int | None = None
     max_queue: int = 256
+    step_timeout_s: float = 300.0
 
     def check(self) -> None:
         """Raises `StartupError` naming the flag if a value cannot be served, whatever the model."""
@@ -51,11 +57,15 @@ class EmbeddedConfig:
         ):
             if value is not None and value < minimum:
                 raise StartupError(f"{flag} must be at least {minimum}, got {value}")
+        if not 0 < self.step_timeout_s < float("inf"):
+            raise StartupError(f"--step-timeout-s must be above 0 and finite, got {self.step_timeout_s}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise StartupError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
                 "every running request needs one token of each step"
             )
+        if self.numerics not in NUMERICS:
+            raise StartupError(f"--numerics must be one of {', '.join(NUMERICS)}, got {self.numerics!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise StartupError(f"--dtype must be auto, {', '.join(DTYPES)}, got {self.dtype!r}")
 

@@ -17,11 +17,12 @@ import torch
 from worker.engines import EngineInfo, TokenDelta
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.memory import choose_kv_blocks
+from worker.engines.embedded.memory import choose_kv_blocks, is_out_of_memory
 from worker.engines.embedded.model import load_model
 from worker.engines.embedded.plan import Model, Output, Request
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.stream import Stream
+from worker.engines.embedded.watchdog import Watchdog
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, ServingError, StartupError
 from worker.sampling import SamplingParams
 
@@ -66,6 +67,7 @@ class StepThread:
         deliver: Called on `loop` with outputs, oldest first.
         died: Called on `loop` with a text, if the thread ends without having been told to.
         loop: The event loop of the callers.
+        step_timeout_s: Seconds after which a step counts as hung.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class StepThread:
         deliver: Callable[[list[Output]], None],
         died: Callable[[str], None],
         loop: asyncio.AbstractEventLoop,
+        step_timeout_s: float,
     ) -> None:
+        self._watchdog = Watchdog(step_timeout_s)
         self._stepper = stepper
         self._deliver = deliver
         self._died = died
@@ -90,6 +94,7 @@ class StepThread:
 
     def start(self) -> None:
         """Start the thread."""
+        self._watchdog.start()
         self._thread.start()
 
     def tell(self, message: Submit | Abort | Stop) -> None:
@@ -99,16 +104,18 @@ class StepThread:
     def join(self) -> None:
         """Block until the thread has ended."""
         self._thread.join()
+        self._watchdog.stop()
 
     def _run(self) -> None:
         try:
             while self._read_messages():
                 if not self._stepper.scheduler.is_idle:
                     self._may_run.wait(MAX_PAUSE_S)
-                    self._publish(self._stepper.step())
+                    self._publish(self._watchdog.watch(self._stepper.step))
         except BaseException as error:  # the thread's outermost frame: whatever it was, the engine is broken
             logger.exception("the step thread died")
-            self._call_soon(self._died, f"the step thread died of {type(error).__name__}: {error}")
+            reason = "out of memory, as " if is_out_of_memory(error) else ""
+            self._call_soon(self._died, f"the step thread died of {reason}{type(error).__name__}: {error}")
 
     def _read_messages(self) -> bool:
         """Act on all messages; False to leave."""
@@ -163,6 +170,38 @@ class StepThread:
                 raise
 
 
+def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, EngineInfo]:
+    """The stepper of an engine, and what the engine tells of itself.
+
+    Args:
+        config: Settings, checked here.
+        model: A model to use instead of the checkpoint in ``config.model_path``.
+
+    Raises:
+        StartupError: with one clear line.
+    """
+    config.check()
+    model = model or load_model(config)
+    context_length = config.context_length or model.context_length
+    if context_length > model.context_length:
+        raise StartupError(
+            f"--context-length {context_length} is above the model's own limit of {model.context_length} tokens"
+        )
+    num_kv_blocks = choose_kv_blocks(config, model, context_length)
+    info = EngineInfo(
+        name="embedded",
+        version=torch.__version__,
+        context_length=context_length,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        kv_block_size=config.kv_block_size,
+        total_kv_blocks=num_kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    return make_stepper(config, model, num_kv_blocks), info
+
+
 class EmbeddedEngine:
     """Implements `worker.engines.Engine` in torch.
 
@@ -193,9 +232,9 @@ class EmbeddedEngine:
         """
         if self._info is not None:
             raise StartupError("the embedded engine was started twice")
-        self.config.check()
-        stepper, info = await asyncio.to_thread(self._load)
-        self._thread = StepThread(stepper, self._deliver, self._break, asyncio.get_running_loop())
+        stepper, info = await asyncio.to_thread(load, self.config, self._injected_model)
+        loop = asyncio.get_running_loop()
+        self._thread = StepThread(stepper, self._deliver, self._break, loop, self.config.step_timeout_s)
         self._model = stepper.model
         self._info = info
         self._thread.start()
@@ -238,28 +277,6 @@ class EmbeddedEngine:
             await asyncio.to_thread(thread.join)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-
-    def _load(self) -> tuple[Stepper, EngineInfo]:
-        config = self.config
-        model = self._injected_model or load_model(config)
-        context_length = config.context_length or model.context_length
-        if context_length > model.context_length:
-            raise StartupError(
-                f"--context-length {context_length} is above the model's own limit of {model.context_length} tokens"
-            )
-        num_kv_blocks = choose_kv_blocks(config, model, context_length)
-        info = EngineInfo(
-            name="embedded",
-            version=torch.__version__,
-            context_length=context_length,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            kv_block_size=config.kv_block_size,
-            total_kv_blocks=num_kv_blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
-        return make_stepper(config, model, num_kv_blocks), info
 
     def _admit(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Stream:
         if self._refusal is not None:

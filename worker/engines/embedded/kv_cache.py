@@ -1,71 +1,290 @@
-"""Who owns which part of the KV store. The store itself, a row of tokens per layer, belongs to the model.
+"""Who owns which segment of the KV store, and what the segments hold. The store itself belongs to the model.
 
-A running request holds one contiguous range of blocks, enough for its prompt and its longest possible answer, so
-that attention reads it in place and a running request never runs out of memory.
+A segment holds the KV of consecutive tokens of a sequence. Full ones are shared among the requests whose tokens begin
+alike; a request writes only into its last one, which it owns alone. What no request owns any more stays until its
+place is needed, least recently used first.
+
+=================  ========  =============================================  ==========================
+a segment is       owners    holds                                          becomes
+=================  ========  =============================================  ==========================
+free               0         nothing                                        held by `admit` or `grow`
+held               1 or more  the tokens of its owners                      cached or free by `release`
+cached             0         one known block at least                       held by `admit`, or evicted
+=================  ========  =============================================  ==========================
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-class KvCache:
-    """Ranges of blocks, first fit.
+from worker.engines.embedded.blocks import ROOT, Block, BlocksRemoved, BlocksStored, hash_blocks
+from worker.engines.embedded.plan import Request, SegmentCopy
 
-    Args:
-        num_blocks: Blocks in the store.
-        block_size: Tokens per block.
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """The bookkeeping of one segment.
+
+    Attributes:
+        parent: The segment before it in the sequence, -1 for the first.
+        owners: Requests that own it.
+        blocks: Its full blocks whose KV has been computed, in order.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
+    parent: int = -1
+    owners: int = 0
+    blocks: list[Block] = field(default_factory=list)
+
+
+class KvCache:
+    """Segments with reference counts, found again by the blocks that they hold. Pure bookkeeping, one thread.
+
+    A request's segments are released last one first, and held together: a segment is therefore never evicted before
+    those that follow it in a sequence.
+
+    Args:
+        num_segments: Segments in the store.
+        segment_size: Tokens per segment, a multiple of `block_size`.
+        block_size: Tokens per block.
+        records_events: Whether what becomes known and forgotten is kept for `drain_events`.
+    """
+
+    def __init__(self, num_segments: int, segment_size: int, block_size: int, *, records_events: bool = False) -> None:
+        assert segment_size % block_size == 0, f"a segment of {segment_size} tokens does not hold whole blocks"
+        self.num_segments = num_segments
+        self.segment_size = segment_size
         self.block_size = block_size
-        self._free: list[tuple[int, int]] = [(0, num_blocks)]  # (first, end) of each hole, ascending, never touching
-        self._held: dict[int, int] = {}  # first block -> end
+        self._per_segment = segment_size // block_size
+        self._segments = [Segment() for _ in range(num_segments)]
+        self._free = list(range(num_segments))  # a heap: running requests lie densely at the store's beginning
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._index: dict[int, Block] = {}
+        self._events: list[BlocksStored | BlocksRemoved] | None = [] if records_events else None
 
     def __repr__(self) -> str:
-        return f"KvCache({self.num_free} of {self.num_blocks} blocks free, {len(self._held)} ranges held)"
+        held = self.num_segments - self.num_available
+        return f"KvCache({self.num_segments} segments: {held} held, {len(self._cached)} cached)"
 
     @property
     def num_free(self) -> int:
-        """Blocks that no request holds."""
-        return sum(end - first for first, end in self._free)
+        """Segments that hold nothing."""
+        return len(self._free)
 
     @property
-    def num_held(self) -> int:
-        """Blocks that requests hold."""
-        return sum(end - first for first, end in self._held.items())
+    def num_available(self) -> int:
+        """Segments that no request owns: free and cached."""
+        return len(self._free) + len(self._cached)
 
-    def allocate(self, num_tokens: int) -> int | None:
-        """Hold a range for `num_tokens` tokens; returns its first token, or None while no hole is large enough."""
-        wanted = -(-num_tokens // self.block_size)
-        for index, (first, end) in enumerate(self._free):
-            if end - first >= wanted:
-                rest = (first + wanted, end)
-                self._free[index : index + 1] = [rest] if rest[0] < end else []
-                self._held[first] = first + wanted
-                return first * self.block_size
-        return None
+    def count_segments(self, num_tokens: int) -> int:
+        """Segments that `num_tokens` tokens take."""
+        return -(-num_tokens // self.segment_size)
 
-    def free(self, start: int) -> None:
-        """Give back the range whose first token is `start`."""
-        first = start // self.block_size
-        self._free.append((first, self._held.pop(first)))
-        self._free.sort()
-        merged = [self._free[0]]
-        for hole in self._free[1:]:
-            if merged[-1][1] == hole[0]:
-                merged[-1] = (merged[-1][0], hole[1])
+    def match(self, request: Request) -> list[Block]:
+        """The longest chain of known blocks that a request's tokens begin with; it leaves one token to compute."""
+        chain: list[Block] = []
+        if request.tap is not None and request.tap.wants_prompt:
+            return chain
+        size, tokens = self.block_size, request.tokens
+        hashes = hash_blocks(request, size)
+        for index in range((len(tokens) - 1) // size):
+            block = self._index.get(hashes[index])
+            parent = chain[-1] if chain else None
+            if block is None or not block.is_made_of(parent, tokens[index * size : (index + 1) * size]):
+                break
+            chain.append(block)
+        return chain
+
+    def admit(self, request: Request, spare: int = 0) -> tuple[SegmentCopy, ...] | None:
+        """Give a request segments for all its tokens, with as much KV in them as is known.
+
+        Whole segments are shared; of one that is known in part, that part is to be copied.
+
+        Args:
+            request: Owns no segments; its `segments` and `num_computed` are set.
+            spare: Segments that must be available afterwards.
+
+        Returns:
+            What the model has to copy before it writes; None, and nothing is changed, if there are too few segments.
+        """
+        chain = self.match(request)
+        num_whole, num_copied = divmod(len(chain), self._per_segment)
+        shared = self._line(chain, num_whole)
+        missing = self.count_segments(len(request.tokens)) - num_whole
+        if missing + spare > self.num_available - sum(segment in self._cached for segment in shared):
+            return None
+        for segment in shared:
+            self._hold(segment)
+        request.segments = shared
+        request.num_computed = len(chain) * self.block_size
+        copies = self._copy(request, chain[-num_copied:]) if num_copied else ()
+        for _ in range(missing - bool(num_copied)):
+            self._append(request)
+        return copies
+
+    def grow(self, request: Request) -> bool:
+        """Give a request one more segment; False if all are held."""
+        if not self.num_available:
+            return False
+        self._append(request)
+        return True
+
+    def complete(self, request: Request, num_computed: int) -> None:
+        """A request's KV is valid up to `num_computed` tokens: its full blocks become known."""
+        size = self.block_size
+        first, end = request.num_computed // size, num_computed // size
+        request.num_computed = num_computed
+        if first < end:
+            self._register(request, first, end)
+
+    def release(self, request: Request) -> None:
+        """Take a request's segments back. What they hold stays known until their places are needed."""
+        for number in reversed(request.segments):
+            segment = self._segments[number]
+            segment.owners -= 1
+            if segment.owners:
+                continue
+            if segment.blocks:
+                self._cached[number] = None
             else:
-                merged.append(hole)
-        self._free = merged
+                heapq.heappush(self._free, number)
+        request.segments = []
+        request.num_computed = 0
 
-    def check_integrity(self, owners: set[int]) -> None:
-        """Free + held is the whole store, nothing overlaps, and exactly the ranges in `owners` (first tokens) are held.
+    def clear(self) -> None:
+        """Forget what no request owns."""
+        while self._cached:
+            heapq.heappush(self._free, self._evict())
+
+    def drain_events(self) -> list[BlocksStored | BlocksRemoved]:
+        """What has become known and forgotten since the last call, oldest first."""
+        events = self._events or []
+        if self._events is not None:
+            self._events = []
+        return events
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Free + cached + held is the whole store, and held is exactly what `requests` own, as often as they own it.
 
         Raises:
             AssertionError: the bookkeeping is broken.
         """
-        spans = sorted([*self._free, *self._held.items()])
-        edges = [0, *(end for _, end in spans)]
-        assert [first for first, _ in spans] == edges[:-1] and edges[-1] == self.num_blocks, f"blocks leaked: {spans}"
-        held = {first * self.block_size for first in self._held}
-        assert held == owners, f"ranges at {sorted(held)} are held, live requests own {sorted(owners)}"
+        owned = Counter(segment for request in requests for segment in request.segments)
+        held = {number: segment.owners for number, segment in enumerate(self._segments) if segment.owners}
+        assert held == owned, f"owners are {held}, live requests own {dict(owned)}"
+        everything = sorted([*self._free, *self._cached, *held])
+        assert everything == list(range(self.num_segments)), f"segments leaked: {self!r}"
+
+    def check_blocks(self) -> None:
+        """What is known of blocks agrees with what the segments hold; slower than `check_integrity`.
+
+        Raises:
+            AssertionError: the bookkeeping is broken.
+        """
+        holders: dict[int, list[int]] = {}
+        for number, segment in enumerate(self._segments):
+            assert bool(segment.blocks) or number not in self._cached, f"segment {number} is cached without a block"
+            assert not segment.blocks or number not in self._free, f"segment {number} is free and holds blocks"
+            assert segment.owners < 2 or len(segment.blocks) == self._per_segment, f"segment {number} is shared early"
+            for index, block in enumerate(segment.blocks):
+                holders.setdefault(id(block), []).append(number)
+                assert block.parent is self._before(segment, index), f"segment {number}: block {index} is misplaced"
+                assert sorted(block.holders) == sorted(set(block.holders)) and number in block.holders
+        known = {id(block): block for block in self._index.values()}
+        assert all(block.hash == key for key, block in self._index.items())
+        assert all(sorted(block.holders) == holders.get(key) for key, block in known.items()), "a block has no segment"
+
+    def _before(self, segment: Segment, index: int) -> Block | None:
+        if index:
+            return segment.blocks[index - 1]
+        return self._segments[segment.parent].blocks[-1] if segment.parent >= 0 else None
+
+    def _line(self, chain: list[Block], num_whole: int) -> list[int]:
+        """The segments that hold the first `num_whole` whole segments of a chain, one following the other."""
+        if not chain:
+            return []
+        number = chain[-1].holders[0]
+        if len(chain) > num_whole * self._per_segment:
+            number = self._segments[number].parent
+        line = []
+        while number >= 0:
+            line.append(number)
+            number = self._segments[number].parent
+        line.reverse()
+        return line
+
+    def _copy(self, request: Request, blocks: list[Block]) -> tuple[SegmentCopy, ...]:
+        source = blocks[-1].holders[0]
+        if source in self._cached:
+            self._cached.move_to_end(source)
+        target = self._append(request)  # the source itself, where it was the last one to be had
+        for block in blocks:
+            self._attach(block, target)
+        if target == source:
+            return ()
+        return (SegmentCopy(source, target, len(blocks) * self.block_size),)
+
+    def _hold(self, number: int) -> None:
+        segment = self._segments[number]
+        segment.owners += 1
+        if segment.owners == 1:
+            del self._cached[number]
+
+    def _append(self, request: Request) -> int:
+        number = heapq.heappop(self._free) if self._free else self._evict()
+        segment = self._segments[number]
+        segment.owners = 1
+        segment.parent = request.segments[-1] if request.segments else -1
+        request.segments.append(number)
+        return number
+
+    def _evict(self) -> int:
+        number, _ = self._cached.popitem(last=False)
+        segment = self._segments[number]
+        forgotten = []
+        for block in segment.blocks:
+            block.holders.remove(number)
+            if not block.holders and self._index.get(block.hash) is block:
+                del self._index[block.hash]
+                forgotten.append(block.hash)
+        segment.blocks = []
+        if forgotten and self._events is not None:
+            self._events.append(BlocksRemoved(tuple(forgotten)))
+        return number
+
+    def _register(self, request: Request, first: int, end: int) -> None:
+        size = self.block_size
+        hashes = hash_blocks(request, size)
+        parent = self._block(request, first - 1) if first else None
+        for index in range(first, end):
+            tokens = request.tokens[index * size : (index + 1) * size]
+            block = self._index.get(hashes[index])
+            if block is None or not block.is_made_of(parent, tokens):
+                block = Block(hashes[index], parent, tokens)
+            self._attach(block, request.segments[index // self._per_segment])
+            parent = block
+
+    def _block(self, request: Request, index: int) -> Block:
+        return self._segments[request.segments[index // self._per_segment]].blocks[index % self._per_segment]
+
+    def _attach(self, block: Block, number: int) -> None:
+        if not block.holders and block.hash not in self._index:  # another block of the same hash stays the known one
+            self._index[block.hash] = block
+            if self._events is not None:
+                _record(self._events, block)
+        block.holders.append(number)
+        self._segments[number].blocks.append(block)
+
+
+def _record(events: list[BlocksStored | BlocksRemoved], block: Block) -> None:
+    """Add a block that has become known; to the last event, if it follows that one's last block."""
+    parent = block.parent.hash if block.parent else ROOT
+    event = BlocksStored(parent, (block.hash,), tuple(block.tokens))
+    last = events[-1] if events else None
+    if isinstance(last, BlocksStored) and last.block_hashes[-1] == parent:
+        hashes, tokens = last.block_hashes + event.block_hashes, last.token_ids + event.token_ids
+        events[-1] = BlocksStored(last.parent_hash, hashes, tokens)
+    else:
+        events.append(event)

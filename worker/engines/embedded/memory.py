@@ -14,20 +14,41 @@ _SHARE = {"cuda": 0.85, "cpu": 0.5}
 """Part of the memory that is free once the weights are loaded; activations and the rest of the machine need some."""
 
 
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
+
+SEGMENT_TOKENS = 256
+"""Largest segment. Long ones make few parts per row of attention, short ones waste less at the end of a sequence."""
+
+
+def choose_segment_size(block_size: int, context_length: int) -> int:
+    """Tokens per segment: whole blocks, `SEGMENT_TOKENS` at most, and no more than a context takes; one block at least.
+
+    Args:
+        block_size: Tokens per block.
+        context_length: Longest sequence, in tokens.
+    """
+    most = min(SEGMENT_TOKENS // block_size, -(-context_length // block_size))
+    return block_size * max(1, most)
+
+
 def choose_kv_blocks(config: EmbeddedConfig, model: Model, context_length: int) -> int:
     """Blocks of the KV store: those asked for, or enough for every slot's full context, as far as memory goes.
+
+    They make whole segments; what is left of the blocks asked for is not used.
 
     Raises:
         StartupError: not even one full context fits.
     """
-    per_context = -(-context_length // config.kv_block_size)
+    segment_size = choose_segment_size(config.kv_block_size, context_length)
+    per_segment = segment_size // config.kv_block_size
+    per_context = -(-context_length // segment_size) * per_segment
     if config.kv_blocks is not None:
         if config.kv_blocks < per_context:
             raise StartupError(
                 f"--kv-blocks {config.kv_blocks} cannot hold one context of {context_length} tokens, "
                 f"which takes {per_context}"
             )
-        return config.kv_blocks
+        return config.kv_blocks // per_segment * per_segment
     wanted = per_context * config.max_num_seqs
     block_bytes = model.kv_bytes_per_token * config.kv_block_size
     free_bytes = free_memory(model.device)
@@ -39,7 +60,15 @@ def choose_kv_blocks(config: EmbeddedConfig, model: Model, context_length: int) 
             f"--context-length {context_length} needs {per_context * block_bytes / 2**30:.1f} GiB of KV store, "
             f"{fitting * block_bytes / 2**30:.1f} GiB are available: lower it"
         )
-    return min(wanted, fitting)
+    return min(wanted, fitting // per_segment * per_segment)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; torch raises a plain `RuntimeError` on a CPU."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(each in text for each in _OUT_OF_MEMORY)
 
 
 def free_memory(device: torch.device) -> int | None:

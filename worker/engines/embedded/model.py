@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import attention
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
+from worker.engines.embedded.pack import pack
+from worker.engines.embedded.partial_softmax import Shapes
 from worker.engines.embedded.plan import Plan
 from worker.errors import StartupError
 
@@ -45,54 +47,43 @@ class HfModel:
         self._head_dim = int(network.model.layers[0].self_attn.head_dim)
         self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
         self._store = attention.KvStore([], [])
+        self._segment_size = 0
+        self._shapes = Shapes()
 
-    def allocate_kv(self, num_tokens: int) -> None:
+    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
         """Allocate the KV store. Raises `StartupError` if the memory is not there."""
-        shape = (self._kv_heads, num_tokens, self._head_dim)
+        shape = (num_segments, self._kv_heads, segment_size, self._head_dim)
 
         def tensors() -> list[torch.Tensor]:
-            return [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(self._layers)]
+            return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self._layers)]
 
         try:
             self._store = attention.KvStore(tensors(), tensors())
         except RuntimeError as error:  # out of memory, on either device
             raise StartupError(
-                f"--kv-blocks: no memory for the KV of {num_tokens} tokens ({first_line(error)})"
+                f"--kv-blocks: no memory for the KV of {num_segments * segment_size} tokens ({first_line(error)})"
             ) from error
+        self._segment_size = segment_size
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
-        """Logits ``[len(plan.sampled), vocab_size]`` in the model's dtype."""
-        ids, positions, kv_index, last, spans = _pack(plan)
-        tensors = torch.tensor([ids, positions, kv_index]).to(self.device, non_blocking=True)
-        step = attention.AttentionStep(self._store, spans, tensors[2])
+        """Logits in the model's dtype; see `Model.forward`."""
+        batch = pack(plan, self._segment_size)
+        self._store.copy(plan.copies)
+        self._store.open(batch.opened)
+        tensors = torch.tensor([batch.ids, batch.positions, batch.segments, batch.slots])
+        tensors = tensors.to(self.device, non_blocking=True)
+        step = attention.AttentionStep(self._store, batch.spans, tensors[2:], self._shapes)
         hidden = self._network.model(
             input_ids=tensors[:1],
             position_ids=tensors[1:2],
             use_cache=False,
             **{attention.STEP_ARGUMENT: step},
         ).last_hidden_state[0]
-        if len(last) < len(ids):
-            hidden = hidden[torch.tensor(last, dtype=torch.long, device=self.device)]
+        if plan.chunks:
+            hidden = hidden[torch.tensor(plan.logit_rows(), dtype=torch.long, device=self.device)]
         logits: torch.Tensor = self._network.lm_head(hidden)
         return logits
-
-
-def _pack(plan: Plan) -> tuple[list[int], list[int], list[int], list[int], list[attention.Span]]:
-    """Token ids, positions and KV places of all rows, the index of each sampled row's last token, and the rows."""
-    ids = [request.tokens[-1] for request in plan.decode]
-    positions = [len(request.tokens) - 1 for request in plan.decode]
-    kv_index = [request.kv_start + len(request.tokens) - 1 for request in plan.decode]
-    last = list(range(len(ids)))
-    spans = [attention.Span(request.kv_start, len(request.tokens) - 1, len(request.tokens)) for request in plan.decode]
-    for chunk in plan.chunks:
-        ids += chunk.request.tokens[chunk.start : chunk.stop]
-        positions += range(chunk.start, chunk.stop)
-        kv_index += range(chunk.request.kv_start + chunk.start, chunk.request.kv_start + chunk.stop)
-        spans.append(attention.Span(chunk.request.kv_start, chunk.start, chunk.stop))
-        if chunk.is_last:
-            last.append(len(ids) - 1)
-    return ids, positions, kv_index, last, spans
 
 
 def load_model(config: EmbeddedConfig) -> HfModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -12,6 +12,24 @@ from adapters.chain import ProcessorChain
 from adapters.plan import ProcessorFailed
 from worker.engines import FinishReason, TokenLogprob
 from worker.sampling import SamplingParams
+
+
+class LogitsTap(Protocol):
+    """Is shown a request's logits as the model made them, before any control. It must not keep or change the tensors.
+
+    Attributes:
+        wants_prompt: Whether it is shown the rows of prompt tokens; then none of them may come out of a cache.
+        wants_generated: Whether it is shown the row of each token that is sampled.
+    """
+
+    wants_prompt: bool
+    wants_generated: bool
+
+    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
+        """Rows ``[n, V]`` of the tokens from `start` on; after a preemption once more, and then beyond the prompt."""
+
+    def see_generated(self, position: int, logits: torch.Tensor) -> None:
+        """The row ``[V]`` from which the token at `position` is sampled."""
 
 
 @dataclass(eq=False)
@@ -28,8 +46,15 @@ class Request:
         end_ids: Ids that end the answer.
         seed: Seed of the draws, 64 bits.
         chain: Its logits processors, in the order law's order, over its own history; None if it has none.
-        kv_start: First token of the request's range in the KV store, while it runs.
-        num_computed: Prompt tokens whose KV has been computed; not maintained once the prompt is done.
+        choice: Which of several answers to one prompt this is; part of what its draws are made of.
+        tap: Who is shown its logits, None if nobody is.
+        keeps_kv: Whether its KV outlives it, for another worker to read; see `exchange`.
+        arrival: Place in the order of arrival, given by the scheduler.
+        segments: The KV segments of its tokens, in order, while it runs: position p is in ``segments[p // size]`` at
+            slot ``p % size``, `size` being the tokens per segment.
+        num_computed: Tokens, from the first on, whose KV is in `segments`.
+        num_cached_tokens: Prompt tokens whose KV was known when it was first admitted; None before.
+        block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
     """
 
     id: str
@@ -41,13 +66,19 @@ class Request:
     end_ids: frozenset[int]
     seed: int
     chain: ProcessorChain | None = None
-    kv_start: int = -1
+    choice: int = 0
+    tap: LogitsTap | None = None
+    keeps_kv: bool = False
+    arrival: int = -1
+    segments: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_cached_tokens: int | None = None
+    block_hashes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt tokens ``[start, stop)`` of one request, computed in one step."""
+    """Tokens ``[start, stop)`` of one request, computed in one step: prompt, and after a preemption answer too."""
 
     request: Request
     start: int
@@ -55,8 +86,22 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether the prompt ends here, so that a token can be sampled."""
-        return self.stop == self.request.prompt_length
+        """Whether the tokens end here, so that the next one can be sampled."""
+        return self.stop == len(self.request.tokens)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the logits of every token are wanted."""
+        return self.request.tap is not None and self.request.tap.wants_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCopy:
+    """The KV of the first `num_tokens` slots of segment `source` goes to the same slots of segment `target`."""
+
+    source: int
+    target: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +111,34 @@ class Plan:
     Attributes:
         decode: Requests of which the newest token is computed.
         chunks: Pieces of prompts.
-        sampled: Requests that get a token: those of `decode`, then those whose prompt ends in `chunks`.
+        sampled: Requests that get a token: those of `decode`, then those whose tokens end in `chunks`.
             The same tuple object in consecutive steps means the same rows.
+        copies: Done in this order before anything is written.
     """
 
     decode: tuple[Request, ...]
     chunks: tuple[Chunk, ...]
     sampled: tuple[Request, ...]
+    copies: tuple[SegmentCopy, ...] = ()
+
+    @property
+    def scored(self) -> tuple[Chunk, ...]:
+        """Chunks of which the logits of every token are wanted."""
+        return tuple(chunk for chunk in self.chunks if chunk.is_scored)
+
+    def logit_rows(self) -> list[int]:
+        """Which of the step's tokens, `decode` first and then chunk by chunk, the rows of logits belong to."""
+        rows = list(range(len(self.decode)))
+        scored: list[int] = []
+        start = len(rows)
+        for chunk in self.chunks:
+            stop = start + chunk.stop - chunk.start
+            if chunk.is_last:
+                rows.append(stop - 1)
+            if chunk.is_scored:
+                scored += range(start, stop)
+            start = stop
+        return rows + scored
 
     @property
     def num_tokens(self) -> int:
@@ -99,11 +165,14 @@ class Model(Protocol):
     device: torch.device
     kv_bytes_per_token: int
 
-    def allocate_kv(self, num_tokens: int) -> None:
-        """Make room for the KV of `num_tokens` tokens; requests address it from their `kv_start` on."""
+    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
+        """Make room for `num_segments` segments of `segment_size` tokens; see `Request.segments`."""
 
     def forward(self, plan: Plan) -> torch.Tensor:
-        """Logits ``[len(plan.sampled), vocab_size]``, of a floating dtype; the sampler may write into them."""
+        """Logits ``[n, vocab_size]``, of a floating dtype; the sampler may write into them.
+
+        One row for each request of ``plan.sampled``, then one for each token of the chunks of ``plan.scored``.
+        """
 
 
 @dataclass(slots=True)
@@ -140,7 +209,9 @@ class Output:
 
     Attributes:
         token_id: None if it shows no token.
+        num_cached_tokens: Prompt tokens whose KV was known; said with the first token.
         chain: The request's processors, when it ends.
+        kv: Where its KV is held for another worker, when it ends; see `handoff.handle_as_json`.
     """
 
     request_id: str
@@ -149,5 +220,7 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
+    num_cached_tokens: int = 0
     engine_data: dict[str, object] | None = None
     chain: ProcessorChain | None = None
+    kv: dict[str, Any] | None = None

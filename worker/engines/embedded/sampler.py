@@ -50,7 +50,7 @@ class RowTable:
         self.greedy = _rows(params, lambda one: one.is_greedy)
         self.random = _rows(params, lambda one: not one.is_greedy)
         self.seeds = [self.owners[row][0].seed for row in self.random]
-        self.choices = [0 for _ in self.random]
+        self.choices = [self.owners[row][0].choice for row in self.random]
         logprobs = _rows(params, lambda one: one.logprobs is not None)
         self.raw = [row for row in logprobs if params[row].logprobs_mode == "raw"]
         self.processed = [row for row in logprobs if params[row].logprobs_mode == "processed"]

@@ -1,28 +1,40 @@
-"""Which tokens each step computes: decode rows first, then prompts in order of arrival, within the step's budget."""
+"""Which tokens each step computes: decode rows first, then prompts, fairly, within the step's budget."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+from operator import attrgetter
 
 from adapters.chain import ProcessorChain
+from worker.engines.embedded.blocks import hash_blocks
 from worker.engines.embedded.kv_cache import KvCache
-from worker.engines.embedded.plan import Chunk, Output, Plan, Request, Samples
+from worker.engines.embedded.plan import Chunk, Output, Plan, Request, Samples, SegmentCopy
+
+FAIR_CHUNK = 128
+"""Tokens of each prompt that a step computes before any prompt gets more, a quarter of the budget at most."""
+
+RUNNING_PER_SPARE = 16
+"""Running requests for which one segment stays available when another is admitted, so that it does not
+drive one out, or is driven out, at the next full segment."""
 
 
 class Scheduler:
-    """First come, first served, without preemption. Pure bookkeeping: no tensors, no I/O, one thread.
+    """First come, first served; the last one goes first where memory ends. Pure bookkeeping, one thread.
 
-    ====================  =================  =================================
+    ====================  =================  ==================================================
     a request is          held in            and owns
-    ====================  =================  =================================
-    waiting               ``waiting``        nothing
-    in its prompt         ``prefilling``     a KV range
-    decoding              ``decoding``       a KV range
+    ====================  =================  ==================================================
+    waiting               ``waiting``        nothing; after a preemption it has generated tokens
+    in prefill            ``prefilling``     segments for all its tokens
+    decoding              ``decoding``       segments for all its tokens
+    a guest               ``guests``         segments; `exchange` says why, and does the rest
     finished or aborted   nowhere            nothing
-    ====================  =================  =================================
+    ====================  =================  ==================================================
 
     Args:
-        cache: KV ranges.
+        cache: KV segments.
         max_num_seqs: Requests in ``prefilling`` and ``decoding`` together at most.
         max_num_batched_tokens: Tokens in one plan at most; at least `max_num_seqs`.
     """
@@ -31,9 +43,13 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+        self.num_preemptions = 0
+        self.fair_chunk = min(FAIR_CHUNK, max(1, max_num_batched_tokens // 4))
+        self.waiting: deque[Request] = deque()  # in order of arrival
         self.prefilling: list[Request] = []
         self.decoding: tuple[Request, ...] = ()
+        self.guests: list[Request] = []
+        self._num_arrived = 0
 
     def __repr__(self) -> str:
         return (
@@ -52,72 +68,167 @@ class Scheduler:
         return bool(self.prefilling or self.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request; the store must have room for the longest answer to it."""
+        longest = self.cache.count_segments(request.limit)
+        assert longest <= self.cache.num_segments, f"{request.id} may take {longest} segments: {self!r}"
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> Output | None:
-        """Forget a request and free what it holds; None if it is not here any more."""
+        """Forget a request and free what it holds, between steps; None if it is not here any more."""
         for request in (*self.decoding, *self.prefilling, *self.waiting):
             if request.id == request_id:
                 self._remove(request)
                 return Output(request_id, finish_reason="cancelled", chain=request.chain)
         return None
 
+    def preempt(self, request: Request) -> None:
+        """Send a running request back to the queue, between steps; its KV is computed again when its turn comes."""
+        self._release([request])
+        self.num_preemptions += 1
+        place = sum(one.arrival < request.arrival for one in self.waiting)
+        self.waiting.insert(place, request)
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more request may run."""
+        return len(self.decoding) + len(self.prefilling) < self.max_num_seqs
+
+    def invite(self, request: Request) -> tuple[SegmentCopy, ...] | None:
+        """Make a request a guest, with segments for all its tokens and as much KV in them as is known.
+
+        Returns:
+            What has to be copied in the store before anything is written; None if there are too few segments.
+        """
+        copies = self.cache.admit(request, self._spare())
+        if copies is not None:
+            request.num_cached_tokens = request.num_computed
+            self.guests.append(request)
+        return copies
+
+    def resume(self, request: Request) -> None:
+        """Let a guest run, after whatever came before it; there must be a slot."""
+        self.guests.remove(request)
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self.prefilling.append(request)
+
+    def dismiss(self, request: Request) -> None:
+        """Free what a guest holds."""
+        self.guests.remove(request)
+        self.cache.release(request)
+
     def schedule(self) -> Plan:
         """The next step's work; admits waiting requests while slots, KV and budget last."""
+        fits = self._grow()
         budget = self.max_num_batched_tokens - len(self.decoding)
-        chunks: list[Chunk] = []
-        for request in self.prefilling:
-            budget = self._plan_chunk(request, budget, chunks)
-        while self.waiting and budget > 0 and self._admit(self.waiting[0]):
-            request = self.waiting.popleft()
-            self.prefilling.append(request)
-            budget = self._plan_chunk(request, budget, chunks)
+        copies = self._admit(budget) if fits and self.waiting else ()
+        chunks = self._cut(budget) if self.prefilling else ()
         ended = tuple(chunk.request for chunk in chunks if chunk.is_last)
-        return Plan(self.decoding, tuple(chunks), self.decoding + ended if ended else self.decoding)
+        return Plan(self.decoding, chunks, self.decoding + ended if ended else self.decoding, copies)
 
     def commit(self, plan: Plan, samples: Samples) -> list[Output]:
         """Take over what the step computed; returns one output per sampled row."""
+        for request in plan.decode:
+            self.cache.complete(request, request.num_computed + 1)
         for chunk in plan.chunks:
-            chunk.request.num_computed = chunk.stop
+            self.cache.complete(chunk.request, chunk.stop)
         if plan.sampled is not plan.decode:
             self.decoding = plan.sampled
-            self.prefilling = [one for one in self.prefilling if one.num_computed < one.prompt_length]
-        outputs = []
-        finished = []
-        for row, request in enumerate(plan.sampled):
-            output = advance(request, samples, row)
-            outputs.append(output)
-            if output.finish_reason is not None:
-                finished.append(request)
+            self.prefilling = [one for one in self.prefilling if one.num_computed < len(one.tokens)]
+        outputs = [advance(request, samples, row) for row, request in enumerate(plan.sampled)]
+        for row in range(len(plan.decode), len(outputs)):
+            outputs[row].num_cached_tokens = plan.sampled[row].num_cached_tokens or 0
+        finished = [plan.sampled[row] for row, output in enumerate(outputs) if output.finish_reason is not None]
         if finished:
+            self._keep([plan.sampled[row] for row, output in enumerate(outputs) if output.finish_reason == "length"])
             self._release(finished)
         if self.is_idle:
             self.check_integrity()
         return outputs
 
     def check_integrity(self) -> None:
-        """Every live request is in one place and every KV range has one live owner. Raises `AssertionError`."""
+        """Every live request is in one place and every KV segment has its owners. Raises `AssertionError`."""
         running = [*self.prefilling, *self.decoding]
         live = [*running, *self.waiting]
         assert len({id(request) for request in live}) == len(live), f"a request is listed twice: {self!r}"
         assert len(running) <= self.max_num_seqs, f"more than {self.max_num_seqs} requests run: {self!r}"
-        self.cache.check_integrity({request.kv_start for request in running})
+        assert not any(request.segments for request in self.waiting), f"a waiting request owns segments: {self!r}"
+        self.cache.check_integrity([*running, *self.guests])
 
-    def _plan_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
-        stop = min(request.prompt_length, request.num_computed + budget)
-        if stop > request.num_computed:
-            chunks.append(Chunk(request, request.num_computed, stop))
-        return budget - (stop - request.num_computed)
+    def _grow(self) -> bool:
+        """A segment for each decode row whose last one is full; whether that drove nobody out."""
+        size, before = self.cache.segment_size, self.num_preemptions
+        full = [request for request in self.decoding if request.num_computed == len(request.segments) * size]
+        for request in sorted(full, key=_arrival):
+            while request.segments and not self.cache.grow(request):
+                self.preempt(max((*self.decoding, *self.prefilling), key=_arrival))
+        return self.num_preemptions == before
 
-    def _admit(self, request: Request) -> bool:
-        if len(self.decoding) + len(self.prefilling) >= self.max_num_seqs:
-            return False
-        start = self.cache.allocate(request.limit)
-        if start is None:
-            return False
-        request.kv_start = start
-        return True
+    def _admit(self, budget: int) -> tuple[SegmentCopy, ...]:
+        """Move waiting requests into prefill, in order of arrival."""
+        slots = self.max_num_seqs - len(self.decoding) - len(self.prefilling)
+        reserved = sum(min(self.fair_chunk, _remaining(request)) for request in self.prefilling)
+        if slots <= 0 or reserved >= budget:
+            return ()
+        copies: list[SegmentCopy] = []
+        pending = self._pending(self.prefilling)
+        for request in list(islice(self.waiting, slots)):  # one that is passed over keeps its slot free
+            if pending and self._awaits(request, pending):
+                continue
+            copied = self.cache.admit(request, self._spare())
+            if copied is None:
+                break
+            copies += copied
+            self._begin(request)
+            pending |= self._pending([request])
+            reserved += min(self.fair_chunk, _remaining(request))
+            if reserved >= budget:
+                break
+        return tuple(copies)
+
+    def _spare(self) -> int:
+        """Segments that are to stay available: as many as running requests will soon need."""
+        running = (*self.decoding, *self.prefilling)
+        growth = sum(self.cache.count_segments(one.limit) - len(one.segments) for one in running)
+        return min(growth, -(-len(running) // RUNNING_PER_SPARE))
+
+    def _begin(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.prefilling.append(request)
+        self.prefilling.sort(key=_arrival)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed
+
+    def _pending(self, requests: Iterable[Request]) -> set[int]:
+        """Hashes of the blocks that are being computed."""
+        size = self.cache.block_size
+        return {each for one in requests for each in hash_blocks(one, size)[one.num_computed // size :]}
+
+    def _awaits(self, request: Request, pending: set[int]) -> bool:
+        """Whether the larger part of what a request has to compute is being computed for another one."""
+        first = len(self.cache.match(request))
+        shared = 0
+        while first + shared < len(request.block_hashes) and request.block_hashes[first + shared] in pending:
+            shared += 1
+        return 2 * shared * self.cache.block_size > len(request.tokens) - first * self.cache.block_size
+
+    def _cut(self, budget: int) -> tuple[Chunk, ...]:
+        """Chunks of the prompts: a fair one for each while the budget lasts; the oldest get what is left."""
+        fair = max(self.fair_chunk, budget // (2 * len(self.prefilling)))
+        left = budget
+        counts = []
+        for request in self.prefilling:
+            counts.append(min(fair, _remaining(request), left))
+            left -= counts[-1]
+        chunks = []
+        for request, count in zip(self.prefilling, counts, strict=True):
+            more = min(left, _remaining(request) - count)
+            left -= more
+            if count + more:
+                chunks.append(Chunk(request, request.num_computed, request.num_computed + count + more))
+        return tuple(chunks)
 
     def _remove(self, request: Request) -> None:
         if request in self.waiting:
@@ -125,13 +236,24 @@ class Scheduler:
         else:
             self._release([request])
 
+    def _keep(self, requests: list[Request]) -> None:
+        """Make those guests whose KV another worker wants."""
+        self.guests += [request for request in requests if request.keeps_kv]
+
     def _release(self, requests: list[Request]) -> None:
         gone = set(map(id, requests))
         self.decoding = tuple(request for request in self.decoding if id(request) not in gone)
         self.prefilling = [request for request in self.prefilling if id(request) not in gone]
         for request in requests:
-            self.cache.free(request.kv_start)
-            request.kv_start = -1
+            if request not in self.guests:
+                self.cache.release(request)
+
+
+_arrival = attrgetter("arrival")
+
+
+def _remaining(request: Request) -> int:
+    return len(request.tokens) - request.num_computed
 
 
 def advance(request: Request, samples: Samples, row: int) -> Output:

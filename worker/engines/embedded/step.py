@@ -6,7 +6,9 @@ import torch
 
 from adapters.batch import plan_rows
 from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.exchange import Exchange
 from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.memory import choose_segment_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampler import Sampler
 from worker.engines.embedded.scheduler import Scheduler
@@ -18,29 +20,72 @@ class Stepper:
     Args:
         model: What computes logits; its KV store must hold the blocks of `scheduler`.
         scheduler: What decides the work of a step.
+
+    Attributes:
+        exchange: What gives KV to other workers and gets it from them; None where requests are served by one.
     """
 
     def __init__(self, model: Model, scheduler: Scheduler) -> None:
         self.model = model
         self.scheduler = scheduler
+        self.exchange: Exchange | None = None
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
+        self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
     def add(self, request: Request) -> None:
         """Queue a request; it joins at the next step that has room."""
+        if request.tap is not None:
+            self._tapped.add(request.id)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> Output | None:
         """Free what a request holds; None if it has ended already."""
+        self._tapped.discard(request_id)
+        if self.exchange is not None and (given_up := self.exchange.abort(request_id)) is not None:
+            return given_up
         return self.scheduler.abort(request_id)
+
+    @property
+    def wait_s(self) -> float | None:
+        """How soon `step` should be called: 0 at once, None for no need before a request is added."""
+        if not self.scheduler.is_idle:
+            return 0.0
+        return None if self.exchange is None else self.exchange.wait_s
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Compute one step; returns one output for each request that got a token or ended."""
+        if self.exchange is not None:
+            self.exchange.poll()
+            if self.scheduler.is_idle:
+                return []
         plan = self.scheduler.schedule()
         edits = plan_edits(plan)
         logits = self.model.forward(plan)
+        if self._tapped:
+            logits = show_logits(plan, logits)
         samples = self.sampler.sample(logits, edits, plan)
-        return self.scheduler.commit(plan, samples)
+        outputs = self.scheduler.commit(plan, samples)
+        if self.exchange is not None and self.scheduler.guests:
+            self.exchange.hold(plan, outputs)
+        if self._tapped:
+            self._tapped -= {output.request_id for output in outputs if output.finish_reason is not None}
+        return outputs
+
+
+def show_logits(plan: Plan, logits: torch.Tensor) -> torch.Tensor:
+    """Show every tap its rows; returns the rows of the sampled requests, which the sampler is to have."""
+    end = len(plan.sampled)
+    for row, request in enumerate(plan.sampled):
+        if request.tap is not None and request.tap.wants_generated:
+            request.tap.see_generated(len(request.tokens), logits[row])
+    start = end
+    for chunk in plan.scored:
+        stop = start + chunk.stop - chunk.start
+        assert chunk.request.tap is not None
+        chunk.request.tap.see_prompt(chunk.start, logits[start:stop])
+        start = stop
+    return logits[:end]
 
 
 def plan_edits(plan: Plan) -> Edits:
@@ -51,6 +96,8 @@ def plan_edits(plan: Plan) -> Edits:
 
 def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> Stepper:
     """A stepper for `model`, with a KV store of `num_kv_blocks` blocks. Raises `StartupError` if they do not fit."""
-    model.allocate_kv(num_kv_blocks * config.kv_block_size)
-    cache = KvCache(num_kv_blocks, config.kv_block_size)
+    segment_size = choose_segment_size(config.kv_block_size, config.context_length or model.context_length)
+    num_segments = num_kv_blocks * config.kv_block_size // segment_size
+    model.allocate_kv(num_segments, segment_size)
+    cache = KvCache(num_segments, segment_size, config.kv_block_size)
     return Stepper(model, Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens))

@@ -32,6 +32,8 @@ class Stream:
             delta.token_ids.append(output.token_id)
             if output.logprobs is not None:
                 delta.logprobs = [*(delta.logprobs or ()), output.logprobs]
+        if output.num_cached_tokens:
+            delta.num_cached_tokens = output.num_cached_tokens
         if output.engine_data is not None:
             delta.engine_data = output.engine_data
         if output.finish_reason is not None:

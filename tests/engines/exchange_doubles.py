@@ -1,0 +1,124 @@
+"""Two workers in one process, on a model that checks the KV it reads: one prefills, one decodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+import torch
+from kv_doubles import RecallModel, recall_request
+
+from worker.engines.embedded import EmbeddedConfig, Request
+from worker.engines.embedded.exchange import Exchange
+from worker.engines.embedded.handoff import handle_from_json
+from worker.engines.embedded.kv_layout import KvLayout
+from worker.engines.embedded.plan import Output, Plan, SegmentCopy
+from worker.engines.embedded.step import Stepper, make_stepper
+from worker.engines.embedded.transfer import KvHandle, KvPort
+
+CONTEXT = 256
+BLOCK = 4
+
+
+class TensorRecallModel(RecallModel):
+    """Its store is a tensor, so that another process can read it; the numbers of keys are also those of values."""
+
+    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
+        super().allocate_kv(num_segments, segment_size)
+        self.keys = torch.full((num_segments, 1, segment_size, 1), -1, dtype=torch.int64)
+        self.values = self.keys.clone()
+        self.store = [self.keys[segment, 0, :, 0] for segment in range(num_segments)]  # type: ignore[misc]
+
+    def kv_tensors(self) -> list[torch.Tensor]:
+        return [self.keys, self.values]
+
+    def copy_kv(self, copies: Sequence[SegmentCopy]) -> None:
+        for copy in copies:
+            self.keys[copy.target, :, : copy.num_tokens] = self.keys[copy.source, :, : copy.num_tokens]
+
+    def forward(self, plan: Plan) -> torch.Tensor:
+        logits = super().forward(plan)
+        self.values.copy_(self.keys)
+        return logits
+
+    def _read(self, one: Request, position: int) -> int:
+        return int(super()._read(one, position))
+
+
+class Side:
+    """One worker: its stepper, and what its requests have said."""
+
+    def __init__(
+        self, *, hold_s: float | None = None, clock: Callable[[], float] | None = None, **changes: int
+    ) -> None:
+        settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_block_size": BLOCK} | changes
+        config = EmbeddedConfig(model_path="unused", device="cpu", context_length=CONTEXT, **settings)  # type: ignore[arg-type]
+        self.model = TensorRecallModel(CONTEXT)
+        blocks = config.kv_blocks or 8 * CONTEXT // BLOCK
+        self.stepper: Stepper = make_stepper(config, self.model, blocks)
+        size = self.model.size
+        layout = KvLayout("recall", "int64", 1, 1, 1, BLOCK, size)
+        port = KvPort(self.model.kv_tensors(), layout)
+        timing = {} if clock is None else {"clock": clock}
+        self.exchange = Exchange(port, self.stepper.scheduler, self.model.copy_kv, hold_s, **timing)
+        self.stepper.exchange = self.exchange
+        self.num_segments = self.stepper.scheduler.cache.num_available
+        self.outputs: dict[str, list[Output]] = {}
+
+    def step(self) -> None:
+        for output in self.stepper.step():
+            self.outputs.setdefault(output.request_id, []).append(output)
+        self.stepper.scheduler.check_integrity()
+
+    def tokens(self, name: str) -> list[int]:
+        """The answer so far, with the end token, which an output does not show."""
+        said = self.outputs.get(name, [])
+        shown = [one.token_id if one.stop_reason is None else one.stop_reason for one in said]
+        return [token for token in shown if token is not None]
+
+    def finished(self, name: str) -> str | None:
+        found = self.outputs.get(name)
+        return found[-1].finish_reason if found else None
+
+    def prefill(self, name: str, prompt: Sequence[int]) -> None:
+        request = recall_request(self.model, name, prompt, 1)
+        request.keeps_kv, request.end_ids = True, frozenset()
+        self.stepper.add(request)
+
+    def handle(self, name: str) -> KvHandle:
+        """Of a prompt that this side holds, as it comes out of JSON."""
+        kv = self.outputs[name][-1].kv
+        assert kv is not None, self.outputs[name]
+        return handle_from_json(json.loads(json.dumps(kv)), self.exchange.layout, self._length(kv))
+
+    def decode(self, name: str, prompt: Sequence[int], handle: KvHandle, count: int) -> None:
+        self.exchange.receive(recall_request(self.model, name, prompt, count), handle)
+
+    def abort(self, name: str) -> None:
+        output = self.stepper.abort(name)
+        if output is not None:
+            self.outputs.setdefault(name, []).append(output)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody holds a segment and nothing is under way."""
+        scheduler = self.stepper.scheduler
+        return scheduler.is_idle and not scheduler.guests and scheduler.cache.num_available == self.num_segments
+
+    def close(self) -> None:
+        self.exchange.close()
+
+    def _length(self, kv: dict[str, object]) -> int:
+        segments = kv["segments"]
+        assert isinstance(segments, (tuple, list))
+        return len(segments) * self.exchange.layout.segment_size
+
+
+def run(sides: Sequence[Side], until: Callable[[], bool], limit: int = 20_000) -> None:
+    """Step all sides in turn."""
+    for _ in range(limit):
+        if until():
+            return
+        for side in sides:
+            side.step()
+    raise AssertionError(f"still not: {[side.exchange for side in sides]}")

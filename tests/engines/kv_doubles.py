@@ -1,0 +1,104 @@
+"""A model whose KV can be read: it finds out when a row is given KV that is not its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from worker.engines.embedded import Plan, Request
+from worker.engines.embedded.admission import admit
+from worker.engines.embedded.plan import Samples
+from worker.sampling import SamplingParams
+
+WIDTH = 96
+UNWRITTEN = -1
+END = 5
+
+
+def mix(before: int, token: int) -> int:
+    """The KV of `token` after tokens whose last KV is `before`: as in a real model, it depends on all of them."""
+    return (before * 1_000_003 ^ (token + 7)) % (2**61 - 1)
+
+
+def next_token(kv: int) -> int:
+    """The greedy token after KV."""
+    return 3 + kv % (WIDTH - 3)
+
+
+def answer(prompt: Sequence[int], count: int) -> list[int]:
+    """What an answer of `count` tokens at most is, computed without a store; `END` ends it."""
+    kv = 1
+    for token in prompt:
+        kv = mix(kv, token)
+    tokens: list[int] = []
+    while len(tokens) < count and END not in tokens:
+        tokens.append(next_token(kv))
+        kv = mix(kv, tokens[-1])
+    return tokens
+
+
+class RecallModel:
+    """Implements `Model`. A position's KV is one number, made of the number before it in the store and the token.
+
+    Every step checks all that its rows read against what their own tokens make, that nothing is written twice, and
+    that nothing is written into a segment that another row of the step has.
+    """
+
+    vocab_size = WIDTH
+    eos_token_ids = (END,)
+    undecodable_ids: tuple[int, ...] = ()
+    device = torch.device("cpu")
+    kv_bytes_per_token = 0
+
+    def __init__(self, context_length: int) -> None:
+        self.context_length = context_length
+        self.size = 0
+        self.store: list[list[int]] = []
+        self.num_computed = 0
+
+    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
+        self.size = segment_size
+        self.store = [[UNWRITTEN] * segment_size for _ in range(num_segments)]
+
+    def choose(self, plan: Plan) -> Samples:
+        """Compute a step; returns the greedy tokens."""
+        for copy in plan.copies:
+            self.store[copy.target][: copy.num_tokens] = self.store[copy.source][: copy.num_tokens]
+        spans = [(one, len(one.tokens) - 1, len(one.tokens)) for one in plan.decode]
+        spans += [(chunk.request, chunk.start, chunk.stop) for chunk in plan.chunks]
+        written: set[tuple[int, int]] = set()
+        for one, start, stop in spans:
+            self._check_sole_writer(one, start, stop, spans)
+            for position in range(start, stop):
+                segment, slot = one.segments[position // self.size], position % self.size
+                assert (segment, slot) not in written, f"{one.id}: position {position} is another row's too"
+                written.add((segment, slot))
+                before = self._read(one, position - 1) if position else 1
+                self.store[segment][slot] = mix(before, one.tokens[position])
+        last = {id(one): self._check_reads(one, stop) for one, _, stop in spans}
+        self.num_computed += len(written)
+        return Samples([next_token(last[id(one)]) for one in plan.sampled])
+
+    def forward(self, plan: Plan) -> torch.Tensor:
+        tokens = self.choose(plan).token_ids
+        return torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.long), WIDTH).float()
+
+    def _read(self, one: Request, position: int) -> int:
+        return self.store[one.segments[position // self.size]][position % self.size]
+
+    def _check_sole_writer(self, one: Request, start: int, stop: int, spans: list[tuple[Request, int, int]]) -> None:
+        mine = set(one.segments[start // self.size : -(-stop // self.size)])
+        for other, _, _ in spans:
+            assert other is one or not mine & set(other.segments), f"{one.id} writes into a segment of {other.id}"
+
+    def _check_reads(self, one: Request, stop: int) -> int:
+        kv = 1
+        for position in range(stop):
+            kv = mix(kv, one.tokens[position])
+            assert self._read(one, position) == kv, f"{one.id} was given wrong KV at position {position}"
+        return kv
+
+
+def recall_request(model: RecallModel, name: str, prompt: Sequence[int], max_tokens: int) -> Request:
+    return admit(name, 0, prompt, SamplingParams(max_tokens=max_tokens), model, model.context_length)

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.engines.embedded.attention import AttentionStep, KvStore, Span
+from worker.engines.embedded.partial_softmax import Shapes
+from worker.engines.embedded.plan import SegmentCopy
+
+WIDTH = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens of a sequence: those in front of `start` have been stored by earlier steps."""
+
+    start: int
+    stop: int
+    shared: int  # segments that it shares with the other rows, as far as they are full and before `start`
+
+
+@dataclass(frozen=True)
+class Scene:
+    size: int
+    kv_heads: int
+    group: int
+    window: int
+    softcap: float | None
+    rows: list[Row]
+    shapes: Shapes
+    seed: int
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    size = draw(st.sampled_from([4, 32, 48]))
+    rows = []
+    for _ in range(draw(st.integers(1, 6))):
+        start = draw(st.integers(0, 4 * size))
+        count = draw(st.one_of(st.just(1), st.integers(1, 2 * size)))
+        rows.append(Row(start, start + count, draw(st.integers(0, start // size))))
+    return Scene(
+        size,
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from([0, 1, 5, size, 3 * size])),
+        draw(st.sampled_from([None, None, 2.0])),
+        rows,
+        Shapes(draw(st.sampled_from([None, 1, 5])), draw(st.booleans())),
+        draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+class Stage:
+    """A store in which the rows of a scene lie scattered, and what is true of them."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.source = random.Random(scene.seed)
+        self.generator = torch.Generator().manual_seed(scene.seed)
+        heads, size = scene.kv_heads, scene.size
+        needed = sum(-(-row.stop // size) for row in scene.rows) + 6
+        self.store = KvStore(*([torch.zeros(needed, heads, size, WIDTH)] for _ in range(2)))
+        free = list(range(needed))
+        if self.source.random() < 0.5:
+            self.source.shuffle(free)
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.spans: list[Span] = []
+        prefix = self.randn(5 * size, 2, heads)
+        common = [free.pop(0) for _ in range(5)]
+        for row in scene.rows:
+            own = self.randn(row.stop, 2, heads)
+            own[: row.shared * size] = prefix[: row.shared * size]
+            count = -(-row.stop // size)
+            segments = common[: row.shared] + [free.pop(0) for _ in range(count - row.shared)]
+            for position in range(row.start):
+                place = segments[position // size], slice(None), position % size
+                self.store.keys[0][place], self.store.values[0][place] = own[position]
+            self.keys.append(own[:, 0])
+            self.values.append(own[:, 1])
+            self.spans.append(Span(segments, row.start, row.stop))
+        self.query = self.randn(sum(row.stop - row.start for row in scene.rows), heads * scene.group)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, WIDTH, generator=self.generator)
+
+    def attend(self) -> torch.Tensor:
+        scene = self.scene
+        places = [
+            (span.segments[position // scene.size], position % scene.size)
+            for span in self.spans
+            for position in range(span.start, span.stop)
+        ]
+        step = AttentionStep(self.store, self.spans, torch.tensor(places).T, scene.shapes)
+        new = (
+            torch.cat([each[row.start : row.stop] for each, row in zip(kind, scene.rows, strict=True)])
+            for kind in (self.keys, self.values)
+        )
+        return step.attend(0, self.query, *new, 0.25, scene.window, scene.softcap)
+
+    def reference(self) -> torch.Tensor:
+        """Token by token, over all its keys, in float64."""
+        results = []
+        query = iter(self.query.double())
+        for row, keys, values in zip(self.scene.rows, self.keys, self.values, strict=True):
+            for position in range(row.start, row.stop):
+                first = max(0, position - self.scene.window + 1) if self.scene.window else 0
+                seen = slice(first, position + 1)
+                by_head = next(query).view(self.scene.kv_heads, self.scene.group, WIDTH)
+                scores = torch.einsum("hgd,thd->hgt", by_head, keys[seen].double()) * 0.25
+                if self.scene.softcap is not None:
+                    scores = self.scene.softcap * torch.tanh(scores / self.scene.softcap)
+                results.append(torch.einsum("hgt,thd->hgd", scores.softmax(-1), values[seen].double()).flatten(0, 1))
+        return torch.stack(results)
+
+
+@settings(max_examples=150, deadline=None)
+@given(scene=scenes())
+def test_attention_over_scattered_segments_is_attention(scene: Scene) -> None:
+    stage = Stage(scene)
+    torch.testing.assert_close(stage.attend().double(), stage.reference(), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("rows", [2, 32])
+def test_the_number_of_calls_does_not_grow_with_rows_that_lie_densely(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            return getattr(torch.ops.aten, name)
+
+        def _scaled_dot_product_flash_attention_for_cpu(self, *arguments: object, **named: object) -> object:
+            counted.append(1)
+            return flash(*arguments, **named)
+
+    size = 32
+    store = KvStore(*([torch.zeros(3 * rows, 1, size, WIDTH)] for _ in range(2)))
+    spans = [Span([3 * row, 3 * row + 1, 3 * row + 2], 70 + row % 20, 71 + row % 20) for row in range(rows)]
+    places = torch.tensor([[span.segments[2] for span in spans], [span.start - 64 for span in spans]])
+    monkeypatch.setattr("worker.engines.embedded.partial_softmax._ATEN", Counting())
+    step = AttentionStep(store, spans, places, Shapes())
+    new = torch.ones(rows, 1, WIDTH)
+    step.attend(0, new, new, new, 1.0, 0)
+    assert len(counted) == 1
+
+
+def test_a_copied_or_opened_segment_is_finite_behind_what_it_holds() -> None:
+    store = KvStore(*([torch.full((3, 1, 4, 2), torch.nan)] for _ in range(2)))
+    for tensor in (store.keys[0], store.values[0]):
+        tensor[0, :, :3] = 1.0
+    store.copy([SegmentCopy(source=0, target=1, num_tokens=3)])
+    store.open([2])
+    for tensor in (store.keys[0], store.values[0]):
+        assert tensor[1, 0].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
+        assert tensor[2].abs().sum() == 0

@@ -1,0 +1,182 @@
+"""What is shared, copied, evicted and told to a router."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from kv_doubles import RecallModel, recall_request
+from test_scheduler_properties import House, operate
+
+from worker.engines.embedded import blocks
+from worker.engines.embedded.blocks import ROOT, BlocksRemoved, BlocksStored, hash_block
+from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.memory import choose_segment_size
+from worker.engines.embedded.plan import Request, SegmentCopy
+
+BLOCK, SEGMENT, CONTEXT = 4, 16, 64
+MODEL = RecallModel(CONTEXT)
+
+
+def cache(num_segments: int = 8) -> KvCache:
+    return KvCache(num_segments, SEGMENT, BLOCK, records_events=True)
+
+
+def request(tokens: list[int]) -> Request:
+    return recall_request(MODEL, "one", tokens, 1)
+
+
+def hold(store: KvCache, tokens: list[int]) -> Request:
+    """A request all of whose KV has been computed."""
+    one = request(tokens)
+    assert store.admit(one) is not None
+    store.complete(one, len(tokens))
+    return one
+
+
+def test_the_hash_is_the_same_everywhere() -> None:
+    first = hash_block(ROOT, [1, 2, 3, 4])
+    assert first == 658132497017838498
+    assert hash_block(first, [5, 6, 7, 8]) == 7641984106258271874
+    assert hash_block(ROOT, [1, 2, 3, 5]) != first
+
+
+def test_nothing_is_known_before_it_is_computed() -> None:
+    store = cache()
+    one = request(list(range(3, 40)))
+    assert store.admit(one) == ()
+    assert store.match(request(one.tokens)) == []
+    store.complete(one, 10)
+    assert len(store.match(request(one.tokens))) == 2
+
+
+def test_whole_segments_are_shared_and_the_rest_is_copied() -> None:
+    store = cache()
+    first = hold(store, list(range(3, 43)))  # 40 tokens: two whole segments and two blocks
+    second = request(first.tokens)
+    assert store.admit(second) == (SegmentCopy(source=2, target=3, num_tokens=4),)  # one token is left to compute
+    assert (first.segments, second.segments) == ([0, 1, 2], [0, 1, 3])
+    assert second.num_computed == 36
+    store.check_integrity([first, second])
+    store.check_blocks()
+
+
+def test_a_prompt_that_ends_with_a_segment_leaves_its_last_block_to_compute() -> None:
+    store = cache()
+    first = hold(store, list(range(3, 35)))
+    second = request(first.tokens)
+    assert store.admit(second) == (SegmentCopy(source=1, target=2, num_tokens=12),)
+    assert second.segments == [0, 2]
+
+
+def test_what_is_released_stays_known_until_its_place_is_needed() -> None:
+    store = cache(num_segments=4)
+    store.release(hold(store, list(range(3, 43))))
+    assert (store.num_free, store.num_available) == (1, 4)
+    assert len(store.match(request(list(range(3, 60))))) == 10
+    other = hold(store, [50] * 20)  # takes the free one and evicts the end of the chain
+    assert (other.segments, store.num_free) == ([3, 2], 0)
+    assert len(store.match(request(list(range(3, 60))))) == 8
+    store.check_integrity([other])
+
+
+def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
+    store = cache(num_segments=6)
+    for first in (10, 20, 30):
+        store.release(hold(store, [first] * 32))
+    again = request([10] * 33)
+    assert store.admit(again) == ()  # evicts the end of the 20s
+    store.release(again)
+    lengths = []
+    while True:
+        lengths.append([len(store.match(request([first] * 33))) for first in (10, 20, 30)])
+        if not any(lengths[-1]):
+            break
+        store._free.append(store._evict())
+    assert lengths == [[8, 4, 8], [8, 0, 8], [8, 0, 4], [8, 0, 0], [4, 0, 0], [0, 0, 0]]
+
+
+def test_the_last_segment_to_be_had_is_taken_over_and_not_copied() -> None:
+    store = cache(num_segments=4)
+    tokens = list(range(3, 61))
+    store.release(hold(store, tokens))
+    assert store.num_available == 4
+    again = request(tokens)
+    assert store.admit(again) == ()
+    assert (again.segments, again.num_computed) == ([0, 1, 2, 3], 56)
+    store.check_integrity([again])
+    store.check_blocks()
+    assert len(store.match(request(tokens))) == 14
+
+
+def test_too_few_segments_change_nothing() -> None:
+    store = cache(num_segments=4)
+    held = hold(store, [9] * 20)
+    store.release(hold(store, [8] * 20))
+    before = repr(store)
+    large = request([8] * 50)
+    assert store.admit(large) is None
+    assert store.admit(request([8] * 20), spare=1) is None
+    assert (repr(store), large.segments, large.num_computed) == (before, [], 0)
+    store.check_integrity([held])
+
+
+def test_a_router_can_follow() -> None:
+    store = cache(num_segments=2)
+    one = hold(store, [10] * 18)
+    first, second, third, fourth = one.block_hashes
+    stored = BlocksStored(ROOT, (first, second, third, fourth), (10,) * 16)
+    assert store.drain_events() == [stored]
+    store.release(one)
+    other = hold(store, [11] * 20)
+    assert store.drain_events() == [
+        BlocksRemoved((first, second, third, fourth)),
+        BlocksStored(ROOT, tuple(other.block_hashes), (11,) * 20),
+    ]
+    assert store.drain_events() == []
+    assert third == hash_block(second, [10] * 4)
+
+
+def test_events_are_kept_only_where_somebody_drains_them() -> None:
+    store = KvCache(4, SEGMENT, BLOCK)
+    hold(store, [10] * 18)
+    assert store.drain_events() == []
+
+
+def test_equal_hashes_of_different_tokens_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "hash_block", lambda parent, tokens: hash_block(parent, tokens) % 5)
+    house = House(routes=False)
+    operate(house, random.Random(0), 2000)
+    assert house.num_finished > 100
+
+
+@pytest.mark.parametrize(
+    ("block_size", "context_length", "expected"),
+    [(16, 2048, 256), (16, 100, 112), (8, 100, 104), (24, 5000, 240), (300, 5000, 300), (1, 2, 2), (256, 7, 256)],
+)
+def test_segments_are_whole_blocks(block_size: int, context_length: int, expected: int) -> None:
+    assert choose_segment_size(block_size, context_length) == expected
+
+
+def test_leaks_are_noticed() -> None:
+    store = cache()
+    one = hold(store, [10] * 20)
+    with pytest.raises(AssertionError, match="live requests own"):
+        store.check_integrity([])
+    store.check_integrity([one])
+    store._free.pop()
+    with pytest.raises(AssertionError, match="leaked"):
+        store.check_integrity([one])
+
+
+def test_wrong_blocks_are_noticed() -> None:
+    store = cache()
+    one = hold(store, [10] * 36)
+    store.check_blocks()
+    block = store._segments[one.segments[0]].blocks.pop()
+    with pytest.raises(AssertionError, match="misplaced"):
+        store.check_blocks()
+    store._segments[one.segments[0]].blocks.append(block)
+    block.holders.append(7)
+    with pytest.raises(AssertionError, match="no segment"):
+        store.check_blocks()

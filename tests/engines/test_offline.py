@@ -1,0 +1,481 @@
+"""The offline engine against transformers: texts, ids, log probabilities, several answers, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_doubles import END, WIDTH, ScriptedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from adapters import TemperatureProcessor, create_trtllm_adapters
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.processors.length import MinTokens
+from adapters.vocabulary import Vocabulary
+from worker.engines import TokenLogprob
+from worker.engines.embedded import Engine
+from worker.engines.embedded.admission import REFUSED
+from worker.engines.embedded.answers import Result
+from worker.engines.embedded.jobs import ALLOWED
+from worker.errors import InvalidRequest, StartupError
+from worker.sampling import GuidedDecodingParams, SamplingParams
+
+TEXTS = ["Once upon a time", "What is the capital of France?", "def add(left: int", "Grüße aus Köln"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints: dict[str, Path]) -> Engine:
+    return Engine(checkpoints["llama"], max_num_seqs=4, max_num_batched_tokens=32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoints: dict[str, Path]) -> Any:
+    return AutoTokenizer.from_pretrained(checkpoints["llama"])
+
+
+@pytest.fixture(scope="module")
+def network(checkpoints: dict[str, Path]) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoints["llama"], dtype=torch.float32)
+
+
+def scripted(**settings: Any) -> Engine:
+    """Without a tokenizer."""
+    return Engine("no-checkpoint", model=ScriptedModel(), **{"max_num_seqs": 4, **settings})
+
+
+def drain(engine: Engine) -> list[Result]:
+    results = []
+    while engine.unfinished:
+        results += engine.step()
+    return results
+
+
+def reference_logits(network: Any, engine: Engine, tokens: Sequence[int]) -> torch.Tensor:
+    """float64 ``[len(tokens), V]``, without the ids that are never sampled."""
+    with torch.no_grad():
+        logits: torch.Tensor = network(torch.tensor([list(tokens)])).logits[0].double()
+    logits[:, list(engine.session.stepper.model.undecodable_ids)] = -torch.inf
+    return logits
+
+
+def test_texts_and_ids_are_those_of_transformers(engine: Engine, tokenizer: Any, network: Any) -> None:
+    results = engine.generate(TEXTS, SamplingParams(max_tokens=12, ignore_eos=True), progress=False)
+    for text, result in zip(TEXTS, results, strict=True):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        never = list(engine.session.stepper.model.undecodable_ids)
+        tokens = network.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=None,
+            suppress_tokens=never,
+        )[0, len(ids) :].tolist()
+        assert (result.prompt, result.prompt_token_ids) == (text, ids)
+        assert (result.token_ids, result.finish_reason) == (tokens, "length")
+        assert result.text == tokenizer.decode(tokens, skip_special_tokens=True)
+    by_ids = engine.generate([one.prompt_token_ids for one in results], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert [(one.prompt, one.token_ids) for one in by_ids] == [(None, one.token_ids) for one in results]
+
+
+def test_logprobs_against_float64(engine: Engine, network: Any) -> None:
+    params = SamplingParams(max_tokens=6, logprobs=3, prompt_logprobs=2, temperature=1.0, seed=5, ignore_eos=True)
+    for result in engine.generate(TEXTS, params):
+        tokens = result.prompt_token_ids + result.token_ids
+        expected = reference_logits(network, engine, tokens).log_softmax(-1)
+        assert result.prompt_logprobs is not None
+        assert result.prompt_logprobs[0] is None
+        scored = [*result.prompt_logprobs[1:], *(result.logprobs or ())]
+        assert len(scored) == len(tokens) - 1
+        for place, entries in enumerate(scored):
+            assert isinstance(entries, list)
+            row = expected[place]
+            top = 2 if place < len(result.prompt_token_ids) - 1 else 3
+            best = row.topk(top)
+            assert entries[0].token_id == tokens[place + 1]
+            assert entries[0].rank == int((row > row[tokens[place + 1]]).sum()) + 1
+            assert [one.token_id for one in entries[1:]] == best.indices.tolist()
+            found = torch.tensor([one.logprob for one in entries], dtype=torch.float64)
+            wanted = torch.cat((row[tokens[place + 1]][None], best.values))
+            torch.testing.assert_close(found, wanted, atol=2e-4, rtol=0)
+        total = sum(one[0].logprob for one in result.logprobs or () if isinstance(one, list))
+        assert result.outputs[0].cumulative_logprob == total
+
+
+def test_logits_on_request(engine: Engine, network: Any) -> None:
+    params = SamplingParams(
+        max_tokens=5, return_context_logits=True, return_generation_logits=True, ignore_eos=True, logprobs=0
+    )
+    (result,) = engine.generate("Once upon a time there was a small robot who learns to paint", params)
+    tokens = result.prompt_token_ids + result.token_ids
+    with torch.inference_mode():
+        expected = network(torch.tensor([tokens])).logits[0]
+    length = len(result.prompt_token_ids)
+    assert result.context_logits is not None
+    torch.testing.assert_close(result.context_logits, expected[:length], atol=2e-4, rtol=0)
+    logits = result.outputs[0].generation_logits
+    assert logits is not None
+    torch.testing.assert_close(logits, expected[length - 1 : -1], atol=2e-4, rtol=0)
+
+
+def test_prompts_in_chunks_have_the_same_scores(engine: Engine, checkpoints: dict[str, Path]) -> None:
+    prompt = list(range(5, 75))
+    params = SamplingParams(max_tokens=3, prompt_logprobs=1)
+    whole = Engine(checkpoints["llama"], max_num_seqs=4, max_num_batched_tokens=1024)
+    (expected,) = whole.generate(prompt, params)
+    (found,) = engine.generate(prompt, params)
+    assert found.token_ids == expected.token_ids
+    pairs = zip(found.prompt_logprobs or (), expected.prompt_logprobs or (), strict=True)
+    for one, other in list(pairs)[1:]:
+        assert isinstance(one, list)
+        assert isinstance(other, list)
+        assert [entry.token_id for entry in one] == [entry.token_id for entry in other]
+        assert one[0].logprob == pytest.approx(other[0].logprob, abs=1e-4)
+
+
+def test_scores_of_a_prompt_do_not_come_out_of_a_cache(engine: Engine) -> None:
+    prompt = list(range(5, 75))
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0, return_context_logits=True)
+    first, second = (engine.generate(prompt, params)[0] for _ in range(2))
+    assert len(first.prompt_logprobs or ()) == len(second.prompt_logprobs or ()) == len(prompt)
+    assert second.context_logits is not None
+    assert second.context_logits.shape == (len(prompt), engine.info.vocab_size)
+
+
+def test_simple_formats(engine: Engine) -> None:
+    full, simple = (
+        engine.generate(
+            TEXTS[0],
+            SamplingParams(
+                max_tokens=4,
+                logprobs=0,
+                prompt_logprobs=0,
+                logprobs_simple_format=simple,
+                prompt_logprobs_simple_format=simple,
+            ),
+        )[0]
+        for simple in (False, True)
+    )
+    assert simple.logprobs == [one[0].logprob for one in full.logprobs or () if isinstance(one, list)]
+    assert simple.prompt_logprobs == [
+        one[0].logprob if isinstance(one, list) else None for one in full.prompt_logprobs or ()
+    ]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_trim_text_tokens_and_logprobs(engine: Engine, tokenizer: Any, include: bool) -> None:
+    params = SamplingParams(max_tokens=12, logprobs=0, ignore_eos=True, return_generation_logits=True)
+    (full,) = engine.generate(TEXTS[0], params)
+    assert full.text is not None
+    stop = full.text[5:9]
+    params = replace(params, stop=["never so", stop])
+    params.include_stop_str_in_output = include
+    (result,) = engine.generate(TEXTS[0], params)
+    start = full.text.index(stop)
+    assert result.text == full.text[: start + len(stop) if include else start]
+    assert (result.finish_reason, result.outputs[0].stop_reason) == ("stop", stop)
+    count = len(result.token_ids)
+    assert result.token_ids == full.token_ids[:count]
+    assert len(result.logprobs or ()) == count
+    assert len(result.outputs[0].token_times_s) == count
+    kept = tokenizer.decode(full.token_ids[:count])
+    longer = tokenizer.decode(full.token_ids[: count + 1])
+    if include:
+        assert tokenizer.decode(full.token_ids[: count - 1]).find(stop) < 0 <= kept.find(stop)
+    else:
+        assert len(kept) <= start < len(longer)
+    assert result.outputs[0].generation_logits is None or len(result.outputs[0].generation_logits) == count
+    assert engine.session.is_idle
+
+
+def test_stop_and_end_tokens() -> None:
+    engine = scripted()
+    model = engine.session.stepper.model
+    assert isinstance(model, ScriptedModel)
+    answer = model.greedy([3, 4], 8)
+    (hidden,) = engine.generate([3, 4], SamplingParams(max_tokens=8, stop_token_ids=[answer[4]], logprobs=0))
+    place = answer.index(answer[4])
+    assert (hidden.token_ids, hidden.finish_reason) == (answer[:place], "stop")
+    assert hidden.outputs[0].stop_reason == answer[4]
+    assert hidden.text is None
+    shown = SamplingParams(max_tokens=8, stop_token_ids=[answer[4]], include_stop_str_in_output=True)
+    assert engine.generate([3, 4], shown)[0].token_ids == answer[: place + 1]
+    longer = SamplingParams(max_tokens=8, stop_token_ids=[answer[4]], min_tokens=6)
+    assert answer[4] not in engine.generate([3, 4], longer)[0].token_ids[:6]
+
+
+def test_answers_to_one_prompt_are_those_that_they_would_be_alone(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=10, n=3, temperature=1.0, seed=11)
+    (together,) = engine.generate("Hello", params)
+    assert [one.index for one in together.outputs] == [0, 1, 2]
+    assert len({tuple(one.token_ids) for one in together.outputs}) == 3
+    (alone,) = engine.generate("Hello", SamplingParams(max_tokens=10, temperature=1.0, seed=11))
+    assert together.outputs[0].token_ids == alone.token_ids
+    mixed = engine.generate(["Hello", "Yes or no?", [7, 8]], params)
+    assert [one.token_ids for one in mixed[0].outputs] == [one.token_ids for one in together.outputs]
+    with pytest.raises(ValueError, match="3 answers"):
+        _ = together.text
+
+
+def test_answers_to_one_prompt_share_it(engine: Engine) -> None:
+    prompt = list(range(200, 270))
+    (result,) = engine.generate(prompt, SamplingParams(max_tokens=2, n=3, temperature=1.0, seed=1, ignore_eos=True))
+    first, *others = result.outputs
+    assert first.num_cached_tokens == 0
+    assert [one.num_cached_tokens for one in others] == [64, 64]  # whole blocks of 16, and one token is computed
+
+
+def test_best_of_returns_the_likeliest(engine: Engine) -> None:
+    def ask(**changes: Any) -> Result:
+        return engine.generate("Hello", SamplingParams(max_tokens=6, temperature=1.0, seed=3, **changes))[0]
+
+    every = ask(n=5, logprobs=0).outputs
+    best = sorted(every, key=lambda one: -(one.cumulative_logprob or 0))
+    found = ask(n=2, best_of=5)
+    assert [one.token_ids for one in found.outputs] == [one.token_ids for one in best[:2]]
+    assert found.outputs[0].logprobs is None
+    assert found.outputs[0].cumulative_logprob is None
+    assert ask(n=2, best_of=5, logprobs=0).outputs[0].cumulative_logprob == best[0].cumulative_logprob
+
+
+def test_processors_by_name(engine: Engine) -> None:
+    results = engine.generate(
+        ["Hello", "Yes"],
+        SamplingParams(max_tokens=5, n=2, temperature=1.0, seed=1),
+        processors=[[{"name": "allowed_tokens", "args": {"token_ids": [20, 21]}}], []],
+    )
+    assert all(set(one.token_ids) <= {20, 21} for one in results[0].outputs)
+    assert results[0].outputs[0].receipt is not None
+    assert results[1].outputs[0].receipt is None
+    assert any(not set(one.token_ids) <= {20, 21} for one in results[1].outputs)
+
+
+def test_processors_by_callable(engine: Engine) -> None:
+    vocabulary = Vocabulary(engine.info.vocab_size)
+    chain = ProcessorChain([MinTokens(MinTokens.Args(n=4), Context(vocabulary, frozenset({5})))], Context(vocabulary))
+    adapters = create_trtllm_adapters([chain])
+    params = SamplingParams(max_tokens=6, logits_processor=list(adapters), temperature=1.0, seed=2)
+    assert len(engine.generate("Hello", params)[0].token_ids) >= 4
+    with pytest.raises(InvalidRequest, match="a chain serves one answer"):
+        engine.generate(["Hello", "Yes"], params)
+    cold = create_trtllm_adapters([TemperatureProcessor(1e-4)])
+    shared = SamplingParams(max_tokens=6, logits_processor=list(cold), temperature=1.0, seed=2, ignore_eos=True)
+    greedy = engine.generate(TEXTS[:2], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert [one.token_ids for one in engine.generate(TEXTS[:2], shared)] == [one.token_ids for one in greedy]
+
+
+def test_guides_bad_words_and_thinking(engine: Engine, tokenizer: Any) -> None:
+    guided = SamplingParams(max_tokens=20, guided_decoding=GuidedDecodingParams(regex="[0-9]{3}-[a-c]{2}"))
+    (result,) = engine.generate("Number:", guided)
+    assert result.text is not None
+    assert result.text[3] == "-"
+    (plain,) = engine.generate("Hello", SamplingParams(max_tokens=8, ignore_eos=True))
+    word = tokenizer.decode(plain.token_ids[2:3])
+    (changed,) = engine.generate("Hello", SamplingParams(max_tokens=8, ignore_eos=True, bad=word))
+    assert changed.token_ids[:2] == plain.token_ids[:2]
+    assert changed.token_ids[2] != plain.token_ids[2]
+    with pytest.raises(InvalidRequest, match=r"guided_decoding: structural tags"):
+        engine.generate("x", SamplingParams(guided_decoding=GuidedDecodingParams(structural_tag="{}")))
+
+
+def test_a_processor_that_fails_leaves_the_others_as_they_are() -> None:
+    engine = scripted()
+
+    def breaks(number: int, logits: torch.Tensor, ids: list[list[int]], stream: object, client: object) -> None:
+        if len(ids[0]) == 5:
+            raise RuntimeError("no")
+
+    params = [SamplingParams(max_tokens=6, logits_processor=breaks), SamplingParams(max_tokens=6)]
+    failed, fine = engine.generate([[3, 4], [5, 6]], params)
+    assert failed.finish_reason == "error"
+    assert "RuntimeError" in (failed.outputs[0].error or "")
+    assert len(failed.token_ids) == 3
+    assert fine.token_ids == engine.generate([5, 6], params[1])[0].token_ids
+
+
+def test_prompts_are_cut_and_special_tokens_are_text_on_request(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=2, truncate_prompt_tokens=3)
+    (result,) = engine.generate([9, 8, 7, 6, 5], params)
+    assert result.prompt_token_ids == [7, 6, 5]
+    end = engine.info.eos_token_ids[0]
+    only = [{"name": "allowed_tokens", "args": {"token_ids": [end]}}]
+    ask = {"max_tokens": 2, "ignore_eos": True}
+    texts = [
+        engine.generate("x", SamplingParams(**ask, skip_special_tokens=skip), processors=only)[0].text
+        for skip in (True, False)
+    ]
+    assert texts == ["", "<|im_end|><|im_end|>"]
+    assert engine.generate("x", SamplingParams(**ask, detokenize=False))[0].text is None
+
+
+def test_more_prompts_than_places_and_results_in_order(engine: Engine) -> None:
+    prompts = [[token_id] for token_id in range(10, 30)]
+    params = [SamplingParams(max_tokens=1 + place % 4, ignore_eos=True) for place in range(20)]
+    results = engine.generate(prompts, params)
+    assert [one.prompt_token_ids for one in results] == prompts
+    assert [len(one.token_ids) for one in results] == [one.max_tokens for one in params]
+
+
+def test_nothing_starts_if_one_prompt_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompts\[1\].prompt_token_ids: must be token ids"):
+        engine.generate([[5], [10**6]])
+    with pytest.raises(InvalidRequest, match=r"^prompts\[0\].sampling_params.use_beam_search"):
+        engine.generate([[5]], SamplingParams(use_beam_search=True))
+    with pytest.raises(InvalidRequest, match=r"^prompts\[0\].processors\[0\].name: unknown logits processor"):
+        engine.generate([[5]], processors=[{"name": "min_token"}])
+    with pytest.raises(InvalidRequest, match=r"prompts\[1\]: must be a text or a list of token ids"):
+        engine.generate([[5], 7])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
+        engine.generate([[5], [6]], [SamplingParams()])
+    with pytest.raises(ValueError, match="2 prompts and 1 lists of processors"):
+        engine.generate([[5], [6]], processors=[[{"name": "min_tokens", "args": {"n": 1}}]])
+    assert engine.session.is_idle
+
+
+@pytest.mark.parametrize("field", sorted(set(REFUSED) - ALLOWED))
+def test_what_stays_refused(field: str) -> None:
+    values: dict[str, Any] = {
+        "beam_search_diversity_rate": 0.5,
+        "length_penalty": 1.0,
+        "early_stopping": 1,
+        "beam_width_array": [2],
+        "top_p_min": 0.5,
+        "top_p_reset_ids": 5,
+        "top_p_decay": 0.5,
+        "prompt_ignore_length": 2,
+        "exclude_input_from_output": False,
+        "additional_model_outputs": ["hidden_states"],
+        "lookahead_config": object(),
+    }
+    with pytest.raises(InvalidRequest, match=rf"sampling_params\.{field}"):
+        scripted().generate([5], SamplingParams(**{field: values.get(field, True)}))
+
+
+def test_fields_that_are_honoured_here_alone_are_refused_in_serving() -> None:
+    assert set(REFUSED) >= ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"stop": "x"}, "stop"), ({"bad": "x"}, "bad"), ({"stop": [""]}, "stop")],
+)
+def test_text_needs_a_tokenizer(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"sampling_params\.{field}"):
+        scripted().generate([5], SamplingParams(**changes))
+    with pytest.raises(InvalidRequest, match="has no tokenizer"):
+        scripted().generate("text")
+
+
+def test_unknown_settings() -> None:
+    with pytest.raises(TypeError, match="max_seqs"):
+        Engine("no-checkpoint", max_seqs=4)
+    with pytest.raises(StartupError, match="no such directory"):
+        Engine("no-checkpoint")
+
+
+def test_abort_keeps_what_there_is() -> None:
+    engine = scripted()
+    model = engine.session.stepper.model
+    assert isinstance(model, ScriptedModel)
+    request_id = engine.add([3, 4], SamplingParams(max_tokens=20, ignore_eos=True))
+    for _ in range(5):
+        assert engine.step() == []
+    result = engine.abort(request_id)
+    assert result is not None
+    assert (result.token_ids, result.finish_reason) == (model.greedy([3, 4], 5), "cancelled")
+    assert engine.abort(request_id) is None
+    assert engine.unfinished == []
+    engine.session.stepper.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5, 9])
+def test_suspended_and_resumed_at_any_step_changes_nothing(engine: Engine, after: int) -> None:
+    prompt = list(range(5, 75))  # three steps of prompt
+    params = SamplingParams(
+        max_tokens=8,
+        temperature=1.0,
+        seed=9,
+        n=2,
+        ignore_eos=True,
+        logprobs=0,
+        frequency_penalty=0.5,
+        prompt_logprobs=0,
+    )
+    (expected,) = engine.generate(prompt, params)
+    request_id = engine.add(prompt, params)
+    other = engine.add([7, 8], SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(after):
+        assert engine.step() == []
+    engine.suspend(request_id)
+    engine.suspend(request_id)
+    for _ in range(3):
+        assert engine.step() == []
+    engine.resume(request_id)
+    results = {one.request_id: one for one in drain(engine)}
+    assert set(results) == {request_id, other}
+    found = results[request_id]
+    for one, wanted in zip(found.outputs, expected.outputs, strict=True):
+        assert one.token_ids == wanted.token_ids
+        pairs = zip(one.logprobs or (), wanted.logprobs or (), strict=True)
+        for mine, theirs in pairs:
+            assert isinstance(mine, list)
+            assert isinstance(theirs, list)
+            assert mine[0].logprob == pytest.approx(theirs[0].logprob, abs=1e-4)
+    assert len(found.prompt_logprobs or ()) == len(prompt)
+    with pytest.raises(KeyError):
+        engine.resume(request_id)
+
+
+def test_an_interrupt_leaves_the_engine_usable() -> None:
+    model = ScriptedModel()
+    engine = Engine("no-checkpoint", model=model, max_num_seqs=4)
+
+    def interrupt(plan: object, logits: torch.Tensor) -> None:
+        if len(model.plans) == 3:
+            raise KeyboardInterrupt
+
+    model.hook = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[3, 4], [5]], SamplingParams(max_tokens=10))
+    assert engine.unfinished == []
+    engine.session.stepper.scheduler.check_integrity()
+    assert engine.generate([3, 4], SamplingParams(max_tokens=4))[0].token_ids == model.greedy([3, 4], 4)
+
+
+def test_generate_beside_requests_that_were_added() -> None:
+    engine = scripted()
+    added = engine.add([3], SamplingParams(max_tokens=2, ignore_eos=True))
+    (result,) = engine.generate([4], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert result.prompt_token_ids == [4]
+    assert [one.request_id for one in engine.step()] == [added]
+
+
+def test_leaving_the_engine_drops_what_runs() -> None:
+    with scripted() as engine:
+        engine.add([3], SamplingParams(max_tokens=2))
+    assert engine.unfinished == []
+    assert engine.session.is_idle
+
+
+def test_padding_is_never_likely() -> None:
+    (result,) = scripted().generate([[3, WIDTH - 1, 4]], SamplingParams(max_tokens=1, prompt_logprobs=1))
+    assert result.prompt_logprobs is not None
+    padding, after = result.prompt_logprobs[1:]
+    assert isinstance(padding, list)
+    assert padding[0] == TokenLogprob(WIDTH - 1, float("-inf"), WIDTH)
+    assert isinstance(after, list)
+    assert all(one.token_id < WIDTH - 6 for one in after)
+    assert END < WIDTH - 6

@@ -1,0 +1,245 @@
+"""Prefill here, decode there: the same tokens, whatever happens between, and every segment back at the end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from exchange_doubles import BLOCK, CONTEXT, Side, run
+from kv_doubles import WIDTH, answer
+
+from worker.engines.embedded import transfer
+
+
+class Pair(SimpleNamespace):
+    prefill: Side
+    decode: Side
+
+    def __iter__(self) -> Iterator[Side]:
+        yield from (self.prefill, self.decode)
+
+    def run(self, until: object) -> None:
+        run(list(self), until)  # type: ignore[arg-type]
+
+    def serve(self, name: str, prompt: list[int], count: int) -> list[int]:
+        self.prefill.prefill(name, prompt)
+        self.run(lambda: self.prefill.finished(name))
+        self.decode.decode(name, prompt, self.prefill.handle(name), count)
+        self.run(lambda: self.decode.finished(name))
+        return self.decode.tokens(name)
+
+    def settle(self) -> None:
+        self.run(lambda: self.prefill.is_empty and self.decode.is_empty)
+
+
+@pytest.fixture
+def now() -> list[float]:
+    """The holder's clock."""
+    return [0.0]
+
+
+@pytest.fixture
+def pair(now: list[float]) -> Iterator[Pair]:
+    both = Pair(prefill=Side(hold_s=60.0, clock=lambda: now[0]), decode=Side())
+    yield both
+    for side in both:
+        side.close()
+        assert side.is_empty
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, WIDTH), k=length)
+
+
+@pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 63, 64, 65, 200, CONTEXT - 12])
+def test_the_same_tokens_and_nothing_left(pair: Pair, length: int) -> None:
+    prompt = prompt_of(length)
+    assert pair.serve("one", prompt, 10) == answer(prompt, 10)
+    assert pair.prefill.outputs["one"][-1].finish_reason == "length"
+    assert pair.prefill.tokens("one") == []
+    pair.settle()
+    counts = pair.decode.exchange.counts
+    assert pair.prefill.exchange.counts == {"held": 1, "taken": 1}
+    if length > BLOCK:
+        assert counts == {"received": 1, "bytes": 2 * 8 * (length - 1)}
+        answered = len(answer(prompt, 10))
+        assert pair.decode.model.num_computed == answered  # the prompt's last position, the answer but for its last
+    else:
+        assert counts == {"known": 1}
+
+
+def test_what_decode_knows_is_not_sent(pair: Pair) -> None:
+    common = prompt_of(100)
+    first, second = common + prompt_of(20, 1), common + prompt_of(60, 2)
+    assert pair.serve("first", first, 5) == answer(first, 5)
+    before = pair.decode.exchange.counts["bytes"]
+    assert pair.serve("second", second, 5) == answer(second, 5)
+    assert pair.decode.exchange.counts["bytes"] - before == 2 * 8 * (len(second) - 1 - 100)
+    assert pair.serve("again", first, 5) == answer(first, 5)
+    assert pair.decode.exchange.counts["known"] == 1
+    pair.settle()
+
+
+def test_prefill_reuses_its_own_blocks_for_what_it_holds(pair: Pair) -> None:
+    prompt = prompt_of(150)
+    for name in ("first", "second"):
+        pair.prefill.prefill(name, prompt)
+        pair.run(lambda name=name: pair.prefill.finished(name))
+    assert pair.prefill.model.num_computed < 160
+    for name in ("first", "second"):
+        pair.decode.decode(name, prompt, pair.prefill.handle(name), 6)
+    pair.run(lambda: pair.decode.finished("first") and pair.decode.finished("second"))
+    assert pair.decode.tokens("first") == pair.decode.tokens("second") == answer(prompt, 6)
+    pair.settle()
+
+
+def test_a_hold_ends_in_time_and_a_late_reader_computes(pair: Pair, now: list[float]) -> None:
+    prompt = prompt_of(90)
+    pair.prefill.prefill("late", prompt)
+    pair.run(lambda: pair.prefill.finished("late"))
+    handle = pair.prefill.handle("late")
+    pair.prefill.step()
+    assert pair.prefill.exchange.num_held == 1
+    now[0] = 61.0
+    pair.prefill.step()
+    assert pair.prefill.is_empty
+    others = [prompt_of(200, seed) for seed in range(1, 9)]  # they overwrite what was held
+    for number, other in enumerate(others):
+        pair.prefill.prefill(f"other{number}", other)
+    pair.run(lambda: all(pair.prefill.finished(f"other{number}") for number in range(8)))
+    pair.decode.decode("late", prompt, handle, 8)
+    pair.run(lambda: pair.decode.finished("late"))
+    assert pair.decode.tokens("late") == answer(prompt, 8)
+    assert pair.decode.exchange.counts == {"expired": 1}
+    assert pair.prefill.exchange.counts["timed_out"] == 1
+    now[0] = 200.0
+    pair.settle()
+
+
+def test_a_hold_that_ends_under_a_reader_is_noticed(
+    pair: Pair, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "SLICE_BYTES", 64)
+    monkeypatch.setattr("worker.engines.embedded.exchange.IDLE_BUDGET_S", 0.0)
+    prompt = prompt_of(200)
+    pair.prefill.prefill("torn", prompt)
+    pair.run(lambda: pair.prefill.finished("torn"))
+    pair.decode.decode("torn", prompt, pair.prefill.handle("torn"), 8)
+    pair.run(lambda: bool((pair.decode.model.keys != -1).any()))  # some of it has come
+    assert not pair.decode.exchange.counts
+    now[0] = 61.0
+    pair.prefill.step()
+    pair.prefill.model.keys.fill_(-7)
+    pair.run(lambda: pair.decode.finished("torn"))
+    assert pair.decode.tokens("torn") == answer(prompt, 8)
+    assert pair.decode.exchange.counts == {"expired": 1}
+    pair.settle()
+
+
+def test_too_many_holds_fail_their_request_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair.prefill.exchange.port, "publish", lambda segments: None)
+    pair.prefill.prefill("one", prompt_of(50))
+    pair.run(lambda: pair.prefill.finished("one"))
+    assert pair.prefill.finished("one") == "error"
+    assert "too many prompts" in str(pair.prefill.outputs["one"][-1].error)
+    pair.settle()
+
+
+@pytest.mark.parametrize("phase", ["waiting", "reading", "ready", "decoding"])
+def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(200)
+    pair.serve("connect", prompt_of(40, 9), 2)
+    exchange = pair.decode.exchange
+    if phase == "reading":
+        monkeypatch.setattr(transfer, "SLICE_BYTES", 64)
+        monkeypatch.setattr("worker.engines.embedded.exchange.IDLE_BUDGET_S", 0.0)
+    pair.prefill.prefill("one", prompt)
+    pair.run(lambda: pair.prefill.finished("one"))
+    pair.decode.decode("one", prompt, pair.prefill.handle("one"), 50)
+    if phase == "ready":
+        monkeypatch.setattr(type(pair.decode.stepper.scheduler), "has_slot", property(lambda self: False))
+    reached = {
+        "waiting": lambda: bool(exchange._waiting),
+        "reading": lambda: bool(exchange._reading),
+        "ready": lambda: bool(exchange._ready),
+        "decoding": lambda: len(pair.decode.tokens("one")) > 1,
+    }[phase]
+    pair.run(reached)
+    pair.decode.abort("one")
+    assert pair.decode.finished("one") == "cancelled"
+    pair.settle()
+    assert pair.prefill.exchange.counts["taken"] == 2
+
+
+def test_many_requests_with_disconnects_in_every_phase(pair: Pair, now: list[float]) -> None:
+    chance = random.Random(7)
+    families = [prompt_of(90, seed) for seed in range(4)]
+    wanted: dict[str, tuple[list[int], int]] = {}
+    sent: set[str] = set()
+    gone: set[str] = set()
+    for number in range(200):
+        name = f"r{number}"
+        family = chance.choice(families)
+        wanted[name] = (family[: chance.randrange(1, 90)] + prompt_of(chance.randrange(1, 60), number), 12)
+        pair.prefill.prefill(name, wanted[name][0])
+        for _ in range(chance.randrange(4)):
+            for side in pair:
+                side.step()
+        for one, (prompt, count) in wanted.items():
+            if one not in sent | gone and pair.prefill.finished(one) == "length":
+                sent.add(one)
+                if chance.random() < 0.9:  # the rest never reach decode: their holds time out
+                    pair.decode.decode(one, prompt, pair.prefill.handle(one), count)
+                else:
+                    gone.add(one)
+        if chance.random() < 0.5:
+            victim = chance.choice(list(wanted))
+            gone.add(victim)
+            pair.prefill.abort(victim)
+            pair.decode.abort(victim)
+        now[0] += 0.05
+
+    def later(condition: bool) -> bool:
+        now[0] += 0.02
+        return condition
+
+    for name, (prompt, count) in wanted.items():
+        if name not in gone and name not in sent:
+            pair.run(lambda name=name: later(bool(pair.prefill.finished(name))))
+            pair.decode.decode(name, prompt, pair.prefill.handle(name), count)
+    pair.run(lambda: all(pair.decode.finished(name) for name in wanted if name not in gone))
+    for name, (prompt, count) in wanted.items():
+        if name not in gone:
+            assert pair.decode.tokens(name) == answer(prompt, count)
+    now[0] += 100.0
+    pair.settle()
+    counts = pair.prefill.exchange.counts
+    assert counts["held"] == counts["taken"] + counts["timed_out"]
+    assert pair.decode.exchange.counts["received"] > 50
+    assert len(gone) > 50
+
+
+def test_little_memory_on_both_sides(now: list[float]) -> None:
+    """Holds and reads wait for each other's memory, and all get through."""
+    blocks = 2 * CONTEXT // BLOCK
+    pair = Pair(prefill=Side(hold_s=60.0, kv_blocks=blocks), decode=Side(kv_blocks=blocks))
+    prompts = {f"r{number}": prompt_of(180, number) for number in range(12)}
+    for name, prompt in prompts.items():
+        pair.prefill.prefill(name, prompt)
+    sent: set[str] = set()
+
+    def hand_over() -> bool:
+        for name, prompt in prompts.items():
+            if name not in sent and pair.prefill.finished(name):
+                sent.add(name)
+                pair.decode.decode(name, prompt, pair.prefill.handle(name), 40)
+        return all(pair.decode.finished(name) for name in prompts)
+
+    pair.run(hand_over)
+    for name, prompt in prompts.items():
+        assert pair.decode.tokens(name) == answer(prompt, 40)
+    pair.settle()
+    for side in pair:
+        side.close()

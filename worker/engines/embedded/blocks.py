@@ -1,0 +1,73 @@
+"""Blocks: full runs of tokens, each known by a hash of itself and of all that precedes it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from worker.engines.embedded.plan import Request
+
+ROOT = 0
+"""What stands for the parent's hash of a sequence's first block."""
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """One block of some sequence. There is one object per content, whoever holds it.
+
+    Attributes:
+        hash: See `hash_block`.
+        parent: The block before it, None for the first of a sequence.
+        tokens: Its token ids.
+        holders: The segments whose KV holds it.
+    """
+
+    hash: int
+    parent: Block | None
+    tokens: list[int]
+    holders: list[int] = field(default_factory=list)
+
+    def is_made_of(self, parent: Block | None, tokens: list[int]) -> bool:
+        """Whether this is the block of `tokens` after `parent`; equal hashes alone do not prove it."""
+        return self.parent is parent and self.tokens == tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """For a router: blocks that have become known, in a row.
+
+    Attributes:
+        parent_hash: Of the block before the first one, `ROOT` if there is none.
+        block_hashes: One per block.
+        token_ids: Those of all blocks.
+    """
+
+    parent_hash: int
+    block_hashes: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """For a router: blocks that are known no more."""
+
+    block_hashes: tuple[int, ...]
+
+
+def hash_block(parent: int, tokens: Sequence[int]) -> int:
+    """64 bits of BLAKE2b over the parent's hash (uint64) and the token ids (int32), all little-endian.
+
+    The same on every worker, so that a router can compare them.
+    """
+    content = struct.pack(f"<Q{len(tokens)}i", parent, *tokens)
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+
+
+def hash_blocks(request: Request, block_size: int) -> list[int]:
+    """The hashes of all full blocks of a request's tokens; each is computed once."""
+    hashes, tokens = request.block_hashes, request.tokens
+    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
+        hashes.append(hash_block(hashes[-1] if hashes else ROOT, tokens[start : start + block_size]))
+    return hashes

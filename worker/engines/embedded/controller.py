@@ -1,0 +1,559 @@
+"""`TextGenerationController`: prompts to answers in dynamic and in static batches, under Megatron-Core's public names.
+
+`docs/controller.md` maps each member of Megatron-Core's class to this one. Both kinds of batch run through the same
+step, so that an answer does not depend on the kind. One rank: nothing here is split over processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from threading import RLock
+from typing import TypeVar
+
+import torch
+
+from worker.engines.embedded.controller_sampling import add_top_n, check_sampling, sample_rows
+from worker.engines.embedded.controller_state import Report, Running
+from worker.engines.embedded.controller_text import ControllerTokenizer, HfControllerTokenizer
+from worker.engines.embedded.controller_types import (
+    DynamicStep,
+    InferenceParams,
+    InferenceRequest,
+    MaxSequenceLengthOverflowError,
+    RequestId,
+    Status,
+    TokenStream,
+    TopN,
+)
+from worker.engines.embedded.offline import Engine
+
+NO_TOKEN = -1
+"""What `TextGenerationController.sample_from_logits` gives for a row that holds no token that may be sampled."""
+
+StopWordCallback = Callable[[list[RequestId]], Iterable[RequestId]]
+
+_Key = TypeVar("_Key", bound=RequestId)
+
+
+class TextGenerationController:
+    """Tokenises, decodes, samples and detokenises.
+
+    Methods that change requests may be called from any thread; they wait for each other.
+
+    Args:
+        engine: The loaded model. This controller alone may use it.
+        tokenizer: The engine's own by default.
+
+    Raises:
+        ValueError: the model has no tokenizer, and none is given.
+
+    Attributes:
+        engine: As given.
+        tokenizer: In use.
+        sampling_errors: Why rows of the last `sample_from_logits` have no token.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: ControllerTokenizer | None = None) -> None:
+        if tokenizer is None:
+            if engine.tokenizer is None or not engine.info.eos_token_ids:
+                raise ValueError("the model has no tokenizer or no end token; give one as tokenizer")
+            tokenizer = HfControllerTokenizer(engine.tokenizer, engine.info.eos_token_ids[0])
+        self.engine = engine
+        self.tokenizer: ControllerTokenizer = tokenizer
+        self.sampling_errors: dict[int, str] = {}
+        self._session = engine.session
+        self._running: dict[str, Running] = {}  # by the session's id
+        self._paused: list[RequestId] = []
+        self._stop_callback: StopWordCallback | None = None
+        self._lock = RLock()
+
+    # Text
+
+    @staticmethod
+    def tokenize_prompt(tokenizer: ControllerTokenizer, prompt: str, add_BOS: bool = False) -> list[int]:  # noqa: N803
+        """Ids of `prompt`: every ``bos`` at its head is dropped, and one put there if asked for.
+
+        Raises:
+            ValueError: one is asked for, and the tokenizer has none.
+        """
+        ids = list(tokenizer.tokenize(prompt))
+        bos = tokenizer.bos
+        if add_BOS and bos is None:
+            raise ValueError("add_BOS: the tokenizer has no bos")
+        first = next((place for place, token_id in enumerate(ids) if token_id != bos), len(ids))
+        return [bos, *ids[first:]] if add_BOS and bos is not None else ids[first:]
+
+    @staticmethod
+    def detokenize(
+        tokenizer: ControllerTokenizer,
+        tokens: Sequence[int],
+        remove_EOD: bool = True,  # noqa: N803
+        skip_special_tokens: bool = True,
+    ) -> str:
+        """Text of `tokens`.
+
+        Args:
+            tokenizer: Its ``detokenize`` is given `skip_special_tokens` only if it takes it.
+            tokens: Ids.
+            remove_EOD: Drop every ``eod`` at the end.
+            skip_special_tokens: Leave special tokens out.
+        """
+        ids = list(tokens)
+        while remove_EOD and ids and ids[-1] == tokenizer.eod:
+            ids.pop()
+        kinds = inspect.signature(tokenizer.detokenize).parameters
+        takes = "skip_special_tokens" in kinds or any(one.kind is one.VAR_KEYWORD for one in kinds.values())
+        text: str = (
+            tokenizer.detokenize(ids, skip_special_tokens=skip_special_tokens) if takes else (tokenizer.detokenize(ids))
+        )
+        return text
+
+    def detokenize_generations(
+        self,
+        tokens: torch.Tensor | Sequence[int],
+        lengths: torch.Tensor | int,
+        detokenize_segments: bool,
+        skip_special_tokens: bool = True,
+    ) -> tuple[str, list[list[str]] | None]:
+        """Text of a sequence, and the text of each of its tokens.
+
+        Args:
+            tokens: Ids ``[T]``.
+            lengths: How many of them count.
+            detokenize_segments: Whether the second part is wanted; it is None otherwise.
+            skip_special_tokens: Leave special tokens out.
+
+        Returns:
+            The text without ``eod`` at the end, and one list with a text for each token; that of an ``eod`` at the
+            end is empty.
+        """
+        ids = [int(one) for one in tokens][: int(lengths)]
+        text = self.detokenize(self.tokenizer, ids, skip_special_tokens=skip_special_tokens)
+        if not detokenize_segments:
+            return text, None
+        places = [min(place, len(text)) for place in self.tokenizer.offsets(ids, text)]
+        ends = [*places[1:], len(text)]
+        return text, [[text[start:end] for start, end in zip(places, ends, strict=True)] if ids else []]
+
+    # Sampling
+
+    def sample_from_logits(
+        self,
+        last_token_logits: torch.Tensor,
+        sampling_params: InferenceParams | Sequence[InferenceParams],
+        vocab_size: int | None = None,
+        generation_started: torch.Tensor | Sequence[bool] | None = None,
+        top_n_logprobs_dict: MutableMapping[int, list[TopN]] | None = None,
+        logits: torch.Tensor | None = None,
+        *,
+        positions: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """A token for each row, and the likeliest ones of it.
+
+        A draw is a function of the row's seed, its number, its position and the row itself; without a seed it is
+        drawn anew by each call. A row without a token (NaN, +inf, all -inf) gets `NO_TOKEN`, the others are what they
+        would have been, and `sampling_errors` says why. The logits are not changed.
+
+        Args:
+            last_token_logits: floating ``[B, V]``.
+            sampling_params: For all rows, or one for each; their temperature, truncation, seed and top-n.
+            vocab_size: Ids from it on are padding and never sampled.
+            generation_started: bool ``[B]``: rows past their prompt; needed for top-n.
+            top_n_logprobs_dict: By row, a list to which this call adds what is likeliest: one entry if the row is past
+                its prompt or asks for the prompt's, too.
+            logits: floating ``[B, S, V]``: rows of the prompt, of which each adds an entry instead.
+            positions: Absolute position of each row's token; 0 by default.
+
+        Returns:
+            int64 ``[B]`` on the device of the logits.
+
+        Raises:
+            ValueError: a shape does not fit, or something is asked for that needs a request's history.
+        """
+        count, width = last_token_logits.shape
+        params = [sampling_params] * count if isinstance(sampling_params, InferenceParams) else list(sampling_params)
+        check_sampling(params, count, width, vocab_size, positions)
+        if any(one.top_n_logprobs for one in params):
+            add_top_n(params, last_token_logits, generation_started, top_n_logprobs_dict, logits)
+        samples = sample_rows(last_token_logits, params, vocab_size, positions)
+        self.sampling_errors = samples.errors
+        tokens = [NO_TOKEN if row in samples.errors else token for row, token in enumerate(samples.token_ids)]
+        return torch.tensor(tokens, dtype=torch.int64, device=last_token_logits.device)
+
+    def update_generation_status(
+        self,
+        updated_prompts_tokens: torch.Tensor,
+        generation_started: torch.Tensor,
+        current_context_end_position: int,
+        is_generation_done_tensor: torch.Tensor,
+        generated_sequence_lengths: torch.Tensor,
+        termination_id: int | torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which rows are done, and how many tokens each has generated; the end token is not counted.
+
+        Args:
+            updated_prompts_tokens: int ``[B, T]``.
+            generation_started: bool ``[B]``: rows past their prompt; no other can be done.
+            current_context_end_position: Column of the newest tokens.
+            is_generation_done_tensor: bool ``[B]``, before; not changed.
+            generated_sequence_lengths: int ``[B]``, before; not changed.
+            termination_id: Of all rows or int ``[B]``; the tokenizer's ``eod`` by default, -1: none.
+
+        Returns:
+            bool ``[B]`` and int32 ``[B]``.
+        """
+        ending = self.tokenizer.eod if termination_id is None else termination_id
+        newest = updated_prompts_tokens[:, current_context_end_position]
+        done = is_generation_done_tensor | ((newest == ending) & generation_started)
+        lengths = generated_sequence_lengths + (~done & generation_started)
+        return done, lengths.to(torch.int32)
+
+    # Padded batches
+
+    def pad_input_prompt_tokens(
+        self, batch_prompt_tokens_list: Sequence[Sequence[int]], padded_batch_size: int, padded_sequence_length: int
+    ) -> torch.Tensor:
+        """int64 ``[padded_batch_size, padded_sequence_length]``, filled up with ``eod``. The lists are not changed.
+
+        Raises:
+            ValueError: there are more prompts, or a prompt has more tokens.
+        """
+        longest = max(map(len, batch_prompt_tokens_list), default=0)
+        if len(batch_prompt_tokens_list) > padded_batch_size or longest > padded_sequence_length:
+            raise ValueError(
+                f"{len(batch_prompt_tokens_list)} prompts of up to {longest} tokens do not fit into "
+                f"[{padded_batch_size}, {padded_sequence_length}]"
+            )
+        padded = torch.full((padded_batch_size, padded_sequence_length), self.tokenizer.eod, dtype=torch.int64)
+        for row, tokens in enumerate(batch_prompt_tokens_list):
+            padded[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        return padded
+
+    def unpad_input_prompt_tokens(
+        self, padded_batch_prompt_tokens: torch.Tensor, original_batch_size: int
+    ) -> torch.Tensor:
+        """The first `original_batch_size` rows."""
+        return padded_batch_prompt_tokens[:original_batch_size]
+
+    def prep_inference_input(
+        self,
+        prompts_tokens: torch.Tensor,
+        active_requests: Mapping[_Key, InferenceRequest],
+        use_attention_mask: bool = False,
+    ) -> dict[str, torch.Tensor | None]:
+        """Input of a model that takes padded batches. The engine's own packs rows and needs none of it.
+
+        Args:
+            prompts_tokens: int64 ``[B, T]``, from `pad_input_prompt_tokens`.
+            active_requests: Of the first rows, in their order; with prompt tokens.
+            use_attention_mask: For a forward over whole prompts of several lengths.
+
+        Returns:
+            ``tokens`` as given, ``position_ids`` int64 ``[B, T]``, and ``attention_mask``: None, or bool
+            ``[B, 1, T, T]``, true where a token must not look: ahead, and at padding.
+        """
+        count, length = prompts_tokens.shape
+        positions = torch.arange(length).expand(count, length)
+        mask = None
+        if use_attention_mask:
+            lengths = [len(self._prompt_tokens(one)) for one in active_requests.values()]
+            ends = torch.tensor([*lengths, *[length] * (count - len(lengths))])
+            ahead = positions[0][None, :] > positions[0][:, None]
+            mask = (ahead[None] | (positions[0][None, None, :] >= ends[:, None, None]))[:, None]
+        return {"tokens": prompts_tokens, "position_ids": positions, "attention_mask": mask}
+
+    # Requests
+
+    def add_request(self, request: InferenceRequest, stream: TokenStream | None = None) -> None:
+        """Queue a request for the dynamic batch.
+
+        Args:
+            request: Filled in as it goes on; `InferenceRequest.status` says how far.
+            stream: Gets a copy of what there is, at each step that adds to it.
+
+        Raises:
+            MaxSequenceLengthOverflowError: prompt and answer do not fit into the context.
+            InvalidRequest: it cannot be served.
+            ValueError: the id is taken.
+        """
+        with self._lock:
+            self._add([request], {} if stream is None else {request.request_id: stream})
+
+    def suspend_request(self, request_id: RequestId) -> None:
+        """Take a request out of the batch; nothing of it is lost. Raises `KeyError` if there is none."""
+        with self._lock:
+            running = self._find(request_id)
+            self._session.suspend(running.job.id)
+            if running.request.status is not Status.SUSPENDED:
+                running.request.status = Status.SUSPENDED
+                self._paused.append(request_id)
+
+    def resume_request(self, request_id: RequestId) -> None:
+        """Go on with a suspended request. Raises `KeyError` if it is not."""
+        with self._lock:
+            running = self._find(request_id)
+            self._session.resume(running.job.id)
+            running.request.status = Status.ACTIVE
+
+    def abort_request(self, request_id: RequestId) -> None:
+        """End a request with what it has; unknown ids are ignored."""
+        with self._lock:
+            running = next((one for one in self._running.values() if one.request.request_id == request_id), None)
+            if running is not None:
+                self._session.abort(running.job.id)
+                self._close(running)
+
+    def set_stop_word_finished_ids_callback(self, callback: StopWordCallback | None) -> None:
+        """Have `callback` say, in each step, which of the active requests are to end with it.
+
+        It is called with the ids of requests that got a token and are not over; the newest token is the last of their
+        ``generated_tokens``, and stays there. None removes it.
+        """
+        self._stop_callback = callback
+
+    # Batches
+
+    async def async_generate_output_tokens_dynamic_batch(self) -> DynamicStep | None:
+        """One step of the dynamic batch, beside the event loop; None if there is nothing to compute.
+
+        Raises:
+            ValueError: the stop-word callback named a request that is not active; the step has been taken.
+        """
+        return await asyncio.to_thread(self.generate_output_tokens_dynamic_batch)
+
+    def generate_output_tokens_dynamic_batch(self) -> DynamicStep | None:
+        """The same in the caller's thread."""
+        with self._lock:
+            return None if self._session.is_idle else self._step()
+
+    def generate_all_output_tokens_static_batch(
+        self,
+        active_requests: Mapping[_Key, InferenceRequest],
+        active_streams: Mapping[_Key, TokenStream] | None = None,
+    ) -> Mapping[_Key, InferenceRequest]:
+        """Answer a batch that nothing joins; each request by its own parameters.
+
+        Args:
+            active_requests: Filled in.
+            active_streams: By the same keys; each gets a copy of what there is, at each step that adds to it.
+
+        Returns:
+            `active_requests`. A request that failed while it ran says so, and leaves the others as they are.
+
+        Raises:
+            MaxSequenceLengthOverflowError: prompt and answer of a request do not fit into the context.
+            InvalidRequest: a request cannot be served.
+            ValueError: there are more answers than the engine has places, or a dynamic batch is unfinished.
+        """
+        streams = {active_requests[key].request_id: stream for key, stream in (active_streams or {}).items()}
+        with self._lock:
+            if self._running:
+                raise ValueError(f"{len(self._running)} requests of a dynamic batch are unfinished")
+            answers = sum(one.sampling_params.best_of or one.sampling_params.n for one in active_requests.values())
+            if answers > self.engine.info.max_num_seqs:
+                raise ValueError(f"batch size {answers} is above the most, {self.engine.info.max_num_seqs}")
+            try:
+                self._add(list(active_requests.values()), streams)
+                while self._running:
+                    self._step()
+            except BaseException as error:
+                for stream in streams.values():
+                    stream.finish(error)
+                raise
+            finally:
+                for running in list(self._running.values()):
+                    self._session.abort(running.job.id)
+                    self._close(running)
+        return active_requests
+
+    def stream_tokens(
+        self,
+        sampling_params: InferenceParams,
+        request_ids: Sequence[RequestId],
+        requests: Sequence[InferenceRequest],
+        streams: Sequence[TokenStream],
+        generation_started: Sequence[bool] | torch.Tensor,
+        is_generation_done: Sequence[bool] | torch.Tensor,
+        tokens: Sequence[Sequence[int]] | torch.Tensor,
+        prompt_lengths: Sequence[int] | torch.Tensor,
+        generated_lengths: Sequence[int] | torch.Tensor,
+        output_log_probs: Sequence[Sequence[float] | None] | torch.Tensor | None,
+        *,
+        texts: Sequence[str | None] | None = None,
+    ) -> None:
+        """Give each stream a request with what has been generated so far.
+
+        A stream that is finished, whose request has not started, or which would get no token is passed over; it ends
+        when the generation is done or has its full length.
+
+        Args:
+            sampling_params: Of all of them.
+            request_ids: One per stream, as is everything that follows.
+            requests: What the copies are made of.
+            streams: Where they go.
+            generation_started: Whether the prompt is over.
+            is_generation_done: Whether no more will come.
+            tokens: Ids, prompt and answer.
+            prompt_lengths: Tokens of the prompt.
+            generated_lengths: Tokens of the answer.
+            output_log_probs: Of all tokens but the first; None: of none.
+            texts: The answers' texts, made from the tokens by default.
+        """
+        for place, (request_id, request, stream) in enumerate(zip(request_ids, requests, streams, strict=True)):
+            start, count = int(prompt_lengths[place]), int(generated_lengths[place])
+            most = sampling_params.max_tokens(start)
+            if bool(generation_started[place]) and not stream.finished and most != 0:
+                ids = [int(one) for one in tokens[place][start : start + count]]
+                log_probs = None if output_log_probs is None else output_log_probs[place]
+                text = None if texts is None else texts[place]
+                with_segments = sampling_params.return_segments
+                stream.put(self._partial(request_id, request, ids, start, log_probs, text, with_segments))
+                if bool(is_generation_done[place]) or count == most:
+                    stream.finish()
+
+    def dummy_forward(self) -> None:
+        """Nothing: an idle rank of several would have to take part in their collectives, and there is one rank."""
+
+    # The step
+
+    def _add(self, requests: Sequence[InferenceRequest], streams: Mapping[RequestId, TokenStream]) -> None:
+        """Check all, then queue all."""
+        taken = [one.request.request_id for one in self._running.values()] + [one.request_id for one in requests]
+        for request_id in taken:
+            if taken.count(request_id) > 1:
+                raise ValueError(f"request id {request_id!r} is taken")
+        prompts = [self._prompt_tokens(one) for one in requests]
+        for place, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+            self._check_length(f"prompts[{place}]", request.sampling_params, len(prompt))
+        params = [one.sampling_params.lower(len(prompt)) for one, prompt in zip(requests, prompts, strict=True)]
+        named = [one.sampling_params.processors for one in requests]
+        jobs = self._session.prepare(prompts, params, named)
+        for request, prompt, job in zip(requests, prompts, jobs, strict=True):
+            if request.prompt_tokens is None:
+                request.prompt_tokens = prompt
+            request.status = Status.ACTIVE
+            self._running[job.id] = Running(request, job, streams.get(request.request_id))
+            self._session.add(job)
+
+    def _prompt_tokens(self, request: InferenceRequest) -> list[int]:
+        if request.prompt_tokens is not None:
+            return list(request.prompt_tokens)
+        if request.prompt is None:
+            raise ValueError(f"request {request.request_id!r} has neither prompt nor prompt_tokens")
+        return self.tokenize_prompt(self.tokenizer, request.prompt, request.sampling_params.add_BOS)
+
+    def _check_length(self, field: str, params: InferenceParams, prompt_length: int) -> None:
+        total = prompt_length + (params.max_tokens(prompt_length) or 0)
+        most = self.engine.info.context_length
+        if total > most:
+            raise MaxSequenceLengthOverflowError(field, f"{total} tokens in all are more than the context of {most}")
+
+    def _step(self) -> DynamicStep:
+        events = self._session.step()
+        report = Report()
+        touched: dict[str, Running] = {}
+        for event in events:
+            running = self._running[event.job.id]
+            running.follow()
+            touched[event.job.id] = running
+            if not running.scores_only:
+                report.add(running, event)
+        self._finish_by_callback(touched)
+        for running in touched.values():
+            self._stream(running)
+            if running.job.is_done:
+                self._close(running)
+                report.finished.append(running.request.request_id)
+        paused, self._paused = self._paused, []
+        return report.step(paused)
+
+    def _finish_by_callback(self, touched: Mapping[str, Running]) -> None:
+        active = {one.request.request_id: one for one in touched.values() if not one.job.is_done}
+        if self._stop_callback is None or not active:
+            return
+        named = list(self._stop_callback(list(active)))
+        unknown = [one for one in named if one not in active]
+        if unknown:
+            raise ValueError(f"the stop-word callback named {unknown}, which are not active")
+        for request_id in named:
+            self._session.finish(active[request_id].job.id)
+            active[request_id].follow()
+
+    def _stream(self, running: Running) -> None:
+        request, answer = running.request, running.job.answers[0]
+        if running.stream is None or running.stream.finished:
+            return
+        count, done = answer.num_shown, running.job.is_done
+        if count == running.num_streamed and not done:
+            return
+        running.num_streamed = count
+        log_probs = None
+        if request.sampling_params.return_log_probs:
+            padding = [0.0] * (len(running.job.prompt_token_ids) - 1)  # places of the prompt's, which are not streamed
+            log_probs = padding + [one[0].logprob for one in answer.token_logprobs]
+        self.stream_tokens(
+            request.sampling_params,
+            [request.request_id],
+            [request],
+            [running.stream],
+            [True],
+            [done],
+            [running.job.prompt_token_ids + answer.token_ids],
+            [len(running.job.prompt_token_ids)],
+            [count],
+            [log_probs],
+            texts=[None if answer.text is None else answer.text.shown],
+        )
+
+    def _partial(
+        self,
+        request_id: RequestId,
+        request: InferenceRequest,
+        ids: list[int],
+        prompt_length: int,
+        log_probs: Sequence[float] | torch.Tensor | None,
+        text: str | None,
+        with_segments: bool,
+    ) -> InferenceRequest:
+        own, segments = self.detokenize_generations(ids, len(ids), with_segments)
+        shown = None
+        if log_probs is not None:
+            shown = [float(one) for one in log_probs[prompt_length - 1 : prompt_length - 1 + len(ids)]]
+        return InferenceRequest(
+            request_id=request_id,
+            prompt=request.prompt,
+            prompt_tokens=request.prompt_tokens,
+            sampling_params=request.sampling_params,
+            status=request.status,
+            generated_text=own if text is None else text,
+            generated_segments=None if segments is None else segments[0],
+            generated_tokens=ids,
+            generated_log_probs=shown,
+            generated_length=len(ids),
+        )
+
+    def _close(self, running: Running) -> None:
+        """Fill in the request, and let go of it."""
+        running.complete()
+        request = running.request
+        assert request.prompt_tokens is not None
+        keeps = request.sampling_params.detokenize_stop_sequence
+        prompt = request.prompt
+        if prompt is None:
+            prompt = self.detokenize(self.tokenizer, request.prompt_tokens, False, not keeps)
+        request.text = prompt + (request.generated_text or "")
+        if request.sampling_params.return_segments:
+            ids = request.prompt_tokens + request.generated_tokens
+            _, segments = self.detokenize_generations(ids, len(ids), True, not keeps)
+            request.segments = None if segments is None else segments[0]
+        if running.stream is not None:
+            running.stream.finish()
+        del self._running[running.job.id]
+
+    def _find(self, request_id: RequestId) -> Running:
+        for running in self._running.values():
+            if running.request.request_id == request_id:
+                return running
+        raise KeyError(request_id)

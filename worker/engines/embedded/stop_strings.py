@@ -1,0 +1,186 @@
+"""The text of an answer while it grows: decoded token by token, and ended by stop strings wherever tokens are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[list[int]], str]
+"""Text of token ids; bytes that are no UTF-8, and an unfinished character at the end, become U+FFFD."""
+
+_UNFINISHED = "\ufffd"
+_CONTEXT = 6
+_WINDOW = 16
+
+
+class IncrementalText:
+    """Decodes a growing list of tokens, a few at a time.
+
+    Args:
+        decode: Of the tokenizer.
+        context: Tokens before the first one; the last few matter to tokenizers that drop a leading space.
+    """
+
+    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._tokens = list(context[-_CONTEXT:])  # the window: decoded as a whole for every token
+        self._text = decode(self._tokens) if self._tokens else ""
+        if self._text.endswith(_UNFINISHED):  # the answer is not to complete a character of the prompt
+            self._tokens, self._text = [], ""
+        self._num_given = len(self._text)  # characters of the window's text that have been given out, or are not ours
+        self._cut = 0  # tokens of the window that may go, because a character ends there; 0: not known yet
+
+    @property
+    def num_held_back(self) -> int:
+        """Characters at the end that the next token may change."""
+        return max(0, len(self._text) - self._num_given)
+
+    def append(self, *token_ids: int) -> str:
+        """The text that the tokens complete; empty if they end inside its first character."""
+        self._tokens += token_ids
+        self._text = self._decode(self._tokens)
+        whole = len(self._text.rstrip(_UNFINISHED))
+        piece = self._text[self._num_given : whole]
+        self._num_given = max(self._num_given, whole)
+        if whole == len(self._text):
+            self._move_window()
+        return piece
+
+    def finish(self) -> str:
+        """What has been held back."""
+        piece = self._text[self._num_given :]
+        self._num_given = len(self._text)
+        return piece
+
+    def _move_window(self) -> None:
+        if self._cut and len(self._tokens) > _WINDOW:
+            del self._tokens[: self._cut]
+            self._cut = 0
+            self._text = self._decode(self._tokens)
+            self._num_given = len(self._text)
+        if not self._cut and len(self._tokens) >= _WINDOW // 2:
+            self._cut = len(self._tokens)
+
+
+class AnswerText:
+    """The text of one answer, up to the first stop string.
+
+    Of several stop strings the one that ends first counts, and of those that end together the longest; so the text
+    does not depend on how it is cut into tokens.
+
+    Args:
+        decode: Of the tokenizer.
+        stops: Not empty strings.
+        include: Whether the stop string is part of the answer.
+        context: Tokens of the prompt.
+        min_tokens: A stop string that is complete before so many tokens is text like any other.
+
+    Attributes:
+        stopped_by: The stop string, None while there is none.
+        num_tokens: Tokens of the answer: those before the stop string, of which they hold no part, or, if it is
+            included, up to the one that completes it.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        stops: Sequence[str] = (),
+        *,
+        include: bool = False,
+        context: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self._pieces = IncrementalText(decode, context)
+        self._stops = list(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._include = include
+        self._min_tokens = min_tokens
+        self._floor = 0  # a stop string that ends at or before it does not count
+        self._ends: list[int] = []  # of each token, the number of characters up to the last that it is a part of
+        self._later: list[int] = []  # tokens that are decoded when the text is asked for, as no stop string waits
+        self._text = ""
+        self.stopped_by: str | None = None
+        self.num_tokens = 0
+
+    @property
+    def text(self) -> str:
+        """All of it so far, or up to where a stop string has ended it."""
+        if self._later:
+            self._decode_later()
+        return self._text
+
+    @property
+    def shown(self) -> str:
+        """What of the text will stay, whatever comes next: without an end that may be the start of a stop string."""
+        if self.stopped_by is not None:
+            return self.text
+        for length in range(min(self._longest - 1, len(self.text)), 0, -1):
+            tail = self.text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return self.text[:-length]
+        return self.text
+
+    @property
+    def num_shown_tokens(self) -> int:
+        """Tokens of which every character is in `shown`."""
+        if self.stopped_by is not None:
+            return self.num_tokens
+        return self._num_within(len(self.shown))
+
+    def append(self, token_id: int) -> bool:
+        """Take the next token; whether the answer ends here."""
+        self.num_tokens += 1
+        if not self._stops:
+            self._later.append(token_id)
+            return False
+        self._add(self._pieces.append(token_id), self.num_tokens)
+        self._ends.append(len(self._text) + self._pieces.num_held_back)
+        return self._stop()
+
+    def finish(self) -> bool:
+        """No more tokens come: what was held back becomes text. Whether that completed a stop string."""
+        if self.stopped_by is None:
+            self._decode_later()
+            self._add(self._pieces.finish(), self.num_tokens)
+            self._stop()
+        return self.stopped_by is not None
+
+    def _decode_later(self) -> None:
+        if self._later:
+            self._text += self._pieces.append(*self._later)
+            self._ends += [len(self._text) + self._pieces.num_held_back] * len(self._later)
+            self._later = []
+
+    def _add(self, piece: str, num_tokens: int) -> None:
+        self._text += piece
+        if num_tokens < self._min_tokens:
+            self._floor = len(self._text)
+
+    def _stop(self) -> bool:
+        found = self._first_stop()
+        if found is None:
+            self._floor = len(self._text)
+            return False
+        start, end = found
+        self.stopped_by = self._text[start:end]
+        if self._include:
+            self._text = self._text[:end]
+        else:
+            self._text = self._text[:start]
+            self.num_tokens = self._num_within(start)
+        return True
+
+    def _first_stop(self) -> tuple[int, int] | None:
+        """Start and end of the stop string that ends first after `_floor`, the longest of those that end there."""
+        found: list[tuple[int, int]] = []
+        for stop in self._stops:
+            start = self._text.find(stop, max(0, self._floor + 1 - len(stop)))
+            if start >= 0:
+                found.append((start + len(stop), start))
+        end, start = min(found, default=(-1, -1))
+        return None if end < 0 else (start, end)
+
+    def _num_within(self, length: int) -> int:
+        count = len(self._ends)
+        while count and self._ends[count - 1] > length:
+            count -= 1
+        return count
