@@ -33,8 +33,8 @@ class Driver:
         self.scheduler.add(one)
         return one
 
-    def step(self) -> list[Output]:
-        plan = self.scheduler.schedule()
+    def step(self, prompts_first: bool = False) -> list[Output]:
+        plan = self.scheduler.schedule(prompts_first)
         self.plans.append(plan)
         outputs = self.scheduler.commit(plan, self.model.choose(plan))
         self.scheduler.check_integrity()
@@ -77,6 +77,27 @@ def test_decode_rows_come_before_prompts_and_share_the_budget() -> None:
         (["short"], [("long", 9, 13)]),
         (["short", "long"], []),
     ]
+
+
+def test_prompts_first_leaves_out_the_decode_rows_and_keeps_them() -> None:
+    driver = Driver(8, 32)
+    driver.add("a", prompt(20), 8)
+    driver.step()
+    driver.add("b", prompt(20, 4), 8)
+    assert [output.request_id for output in driver.step(prompts_first=True)] == ["b"]
+    assert [output.request_id for output in driver.step(prompts_first=True)] == ["a", "b"]
+    assert driver.work()[1:] == [([], [("b", 0, 20)]), (["a", "b"], [])]
+    driver.finish()
+
+
+def test_prompts_first_of_a_prompt_in_pieces() -> None:
+    driver = Driver(8, 32, budget=8)
+    driver.add("a", prompt(4), 8)
+    driver.step()
+    driver.add("b", prompt(20, 4), 8)
+    assert driver.step(prompts_first=True) == []
+    assert [output.request_id for output in driver.step()] == ["a"]
+    driver.finish()
 
 
 def test_the_head_of_the_queue_waits_for_memory_and_nobody_overtakes_it() -> None:

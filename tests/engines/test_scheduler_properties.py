@@ -70,7 +70,7 @@ class House:
     def step(self) -> None:
         before = self.running
         known = set(self.known)
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(prompts_first=self.spoil.random() < 0.3)
         self.listen()
         self.check_victims(before)
         self.check_admissions(before, known)

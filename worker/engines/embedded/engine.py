@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 
@@ -36,8 +37,11 @@ MAX_PAUSE_S = 0.01
 """Longest that the step thread holds back for the loop, so that a loop that hangs slows decoding but never stops it."""
 
 GATHER_S = 0.001
-"""How long decoding waits after a request came in for the next one. Requests that come together start together, and
-the event loop sends their first tokens before a fast model keeps it busy with the others'."""
+"""How long decoding waits after a request came in for the next one, whose prompt is computed at once. So requests that
+come together start together, and their first tokens do not queue behind the many tokens of a fast model."""
+
+MAX_GATHER_S = 0.02
+"""Longest that decoding waits while requests keep coming."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ class StepThread:
         self._may_run = threading.Event()
         self._may_run.set()
         self._last_arrival_s = -math.inf
+        self._gathering_since_s = -math.inf
         self._thread = threading.Thread(target=self._run, name="embedded-step", daemon=True)
 
     def start(self) -> None:
@@ -111,7 +116,7 @@ class StepThread:
             while self._read_messages():
                 if not self._stepper.scheduler.is_idle:
                     self._may_run.wait(MAX_PAUSE_S)
-                    self._publish(self._watchdog.watch(self._stepper.step))
+                    self._publish(self._watchdog.watch(partial(self._stepper.step, self._is_gathering())))
         except BaseException as error:  # the thread's outermost frame: whatever it was, the engine is broken
             logger.exception("the step thread died")
             reason = "out of memory, as " if is_out_of_memory(error) else ""
@@ -127,7 +132,10 @@ class StepThread:
             match message:
                 case Submit(request):
                     self._stepper.add(request)
-                    self._last_arrival_s = time.monotonic()
+                    now_s = time.monotonic()
+                    if now_s - self._last_arrival_s > GATHER_S:
+                        self._gathering_since_s = now_s
+                    self._last_arrival_s = now_s
                 case Abort(request_id):
                     cancelled = self._stepper.abort(request_id)
                     if cancelled is not None:
@@ -140,9 +148,14 @@ class StepThread:
         scheduler = self._stepper.scheduler
         if scheduler.is_idle:
             return None
-        if scheduler.has_prompts:
+        if scheduler.has_prompts or not self._is_gathering():
             return 0.0
         return max(0.0, self._last_arrival_s + GATHER_S - time.monotonic())
+
+    def _is_gathering(self) -> bool:
+        """Whether requests are coming in one after the other."""
+        now_s = time.monotonic()
+        return now_s - self._last_arrival_s < GATHER_S and now_s - self._gathering_since_s < MAX_GATHER_S
 
     def _publish(self, outputs: list[Output]) -> None:
         # while the loop is behind, outputs collect here and it is not woken again

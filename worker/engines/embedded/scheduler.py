@@ -119,14 +119,19 @@ class Scheduler:
         self.guests.remove(request)
         self.cache.release(request)
 
-    def schedule(self) -> Plan:
-        """The next step's work; admits waiting requests while slots, KV and budget last."""
+    def schedule(self, prompts_first: bool = False) -> Plan:
+        """The next step's work; admits waiting requests while slots, KV and budget last.
+
+        Args:
+            prompts_first: Leave out the requests that are decoding if there are prompts to compute.
+        """
         fits = self._grow()
         budget = self.max_num_batched_tokens - len(self.decoding)
         copies = self._admit(budget) if fits and self.waiting else ()
         chunks = self._cut(budget) if self.prefilling else ()
         ended = tuple(chunk.request for chunk in chunks if chunk.is_last)
-        return Plan(self.decoding, chunks, self.decoding + ended if ended else self.decoding, copies)
+        decode = () if prompts_first and chunks else self.decoding
+        return Plan(decode, chunks, decode + ended if ended else decode, copies)
 
     def commit(self, plan: Plan, samples: Samples) -> list[Output]:
         """Take over what the step computed; returns one output per sampled row."""
@@ -135,7 +140,7 @@ class Scheduler:
         for chunk in plan.chunks:
             self.cache.complete(chunk.request, chunk.stop)
         if plan.sampled is not plan.decode:
-            self.decoding = plan.sampled
+            self.decoding = plan.sampled if plan.decode else self.decoding + plan.sampled
             self.prefilling = [one for one in self.prefilling if one.num_computed < len(one.tokens)]
         outputs = [advance(request, samples, row) for row, request in enumerate(plan.sampled)]
         for row in range(len(plan.decode), len(outputs)):

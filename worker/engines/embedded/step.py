@@ -53,13 +53,17 @@ class Stepper:
         return None if self.exchange is None else self.exchange.wait_s
 
     @torch.inference_mode()
-    def step(self) -> list[Output]:
-        """Compute one step; returns one output for each request that got a token or ended."""
+    def step(self, prompts_first: bool = False) -> list[Output]:
+        """Compute one step; returns one output for each request that got a token or ended.
+
+        Args:
+            prompts_first: Leave out the requests that are decoding if there are prompts to compute.
+        """
         if self.exchange is not None:
             self.exchange.poll()
             if self.scheduler.is_idle:
                 return []
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(prompts_first)
         edits = plan_edits(plan)
         logits = self.model.forward(plan)
         if self._tapped:
