@@ -123,20 +123,21 @@ def lower(params: SamplingParams, prompt: list[int], number: int, served: Served
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
     native, rest = _native(params, len(prompt), served)
     chain = _chain(params, prompt)
-    draws = _must_draw(rest, chain is not None or bool(params.logits_processors), served)
+    random = _is_random(params, chain)
+    draws = _must_draw(rest, random, chain is not None or bool(params.logits_processors), served)
     seed = params.seed or 0
     context = Context(Vocabulary(served.vocab_size), ends, seed, max_tokens=params.max_tokens)
-    late = draws or _active(rest, "min_p", 0)
+    late = random and (draws or _active(rest, "min_p", 0))
     try:
         extra = _extra(rest, number, served.vocab_size)
         rest, chain = with_field_processors(rest, chain, prompt, context, extra, late=late)
         if draws:
             chain = chain or _empty_chain(context, prompt)
-            chain.add([SeededDraw(None if params.is_greedy else seed)], last=True)
+            chain.add([SeededDraw(seed if random else None)], last=True)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     _check_choices(params, chain)
-    fields = _fields(params, ends) | native | (_greedy() if draws or params.is_greedy else _sampling(rest))
+    fields = _fields(params, ends) | native | (_sampling(rest) if random and not draws else _greedy())
     chain_logprobs = params.logprobs if chain is not None else None
     if chain is None and params.logprobs is not None:
         fields |= _logprobs(params, served)
@@ -179,12 +180,18 @@ def _native(params: SamplingParams, prompt_length: int, served: Served) -> tuple
 def _needs_chain(params: SamplingParams, served: Served) -> bool:
     if params.logits_processors or _active(params, "min_tokens", 0) or _active(params, "no_repeat_ngram_size", 0):
         return True
-    return _must_draw(params, False, served)
+    return _must_draw(params, not params.is_greedy, False, served)
 
 
-def _must_draw(params: SamplingParams, has_chain: bool, served: Served) -> bool:
+def _is_random(params: SamplingParams, chain: ProcessorChain | None) -> bool:
+    """Whether a token is drawn. Who names only processors that shape the distribution wants to draw from it."""
+    unset = all(getattr(params, name) is None for name in ("temperature", "top_k", "top_p", "min_p"))
+    return not params.is_greedy or (unset and chain is not None and chain.shapes_late)
+
+
+def _must_draw(params: SamplingParams, random: bool, has_chain: bool, served: Served) -> bool:
     """Whether the chain itself takes the token."""
-    seeded = params.seed is not None and not params.is_greedy
+    seeded = params.seed is not None and random
     if params.logprobs is None:
         return seeded
     if params.logprobs_mode == "processed" and "logprobs_mode" not in served.sampling_fields:
