@@ -43,7 +43,8 @@ def _forget() -> None:
 
 
 def engine(model: Path, *argv: str) -> TrtllmEngine:
-    arguments = ["--model-path", str(model), "--engine", "trtllm", "--max-num-seqs", "16", *argv]
+    seats = [] if "--max-num-seqs" in argv else ["--max-num-seqs", "16"]
+    arguments = ["--model-path", str(model), "--engine", "trtllm", *seats, *argv]
     return TrtllmEngine(config_from(parse_arguments(arguments, {})))
 
 

@@ -63,7 +63,8 @@ class Row:
         logits[0, 0, token] = 0.0
 
     def _process(self, logits: torch.Tensor, tokens: list[int]) -> None:
-        if not self.processors or len(tokens) - self.prompt_length in SWITCHES.skips:
+        skips = SWITCHES.skips if self.prompt_length > 2 else []  # the worker's probes are shorter
+        if not self.processors or len(tokens) - self.prompt_length in skips:
             return
         is_context = len(tokens) == self.first and self.first == self.prompt_length
         shown = list(tokens)
@@ -183,6 +184,7 @@ class Executor:
         self.tasks: dict[int, list[asyncio.Task[None]]] = {}
         self.rows: dict[int, list[Row]] = {}
         self.names: dict[int, list[str]] = {}
+        self.unfinished: dict[int, int] = {}
         self.events = itertools.count()
         self.num_responses = 0
 
@@ -220,6 +222,7 @@ class Executor:
         params, prompt, hand_off = body["params"], body["prompt"], body["disaggregated_params"]
         self.names[client_id] = [f"{client_id}-{choice}" for choice in range(params.n)]
         self.rows[client_id] = []
+        self.unfinished[client_id] = params.n
         self.tasks[client_id] = [
             asyncio.create_task(self._decode(client_id, choice, prompt, params, hand_off)) for choice in range(params.n)
         ]
@@ -308,6 +311,9 @@ class Executor:
                 self.engine.abort(name)
 
     def _respond(self, client_id: int, body: dict[str, Any]) -> None:
+        if body["last"] and "error" not in body:
+            self.unfinished[client_id] -= 1
+            body["last"] = self.unfinished[client_id] == 0
         self.connection.send(("response", client_id, body))
         self.num_responses += 1
         if self.num_responses == SWITCHES.dies_after:
@@ -321,7 +327,7 @@ class Executor:
         if self.settings["events"]:
             self.connection.send(("event", 0, self._stored(prompt, block)))
         if all(task.done() or task is asyncio.current_task() for task in self.tasks.get(client_id, ())):
-            for table in (self.tasks, self.rows, self.names):
+            for table in (self.tasks, self.rows, self.names, self.unfinished):
                 table.pop(client_id, None)
 
     def _stored(self, prompt: list[int], block: int) -> dict[str, Any]:
@@ -372,7 +378,7 @@ def _response(
         "stop_reason": stop_reason,
         "cut": cut,
         "disaggregated_params": passed,
-        "last": last and choice == 0,
+        "last": last,
     }
 
 

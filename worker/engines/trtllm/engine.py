@@ -63,6 +63,7 @@ class TrtllmEngine:
         self._info: EngineInfo | None = None
         self._channel = SideChannel(self._on_failure, self._on_step)
         self._flights: dict[str, Flight] = {}
+        self._by_number: dict[str, Flight] = {}  # ids are used again; a late report must not meet the next request
         self._probe_steps: list[Step] = []
         self._numbers = count()
         self._loop: asyncio.AbstractEventLoop
@@ -260,11 +261,13 @@ class TrtllmEngine:
         if request_id in self._flights:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
         _check_prompt(prompt, self._info)
-        lowered = lower(params, prompt, next(self._numbers), self._served)
+        number = next(self._numbers)
+        lowered = lower(params, prompt, number, self._served)
         places = self.config.max_num_seqs + self.config.max_queue
         if len(self._flights) >= places:
             raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
         flight = self._flight(request_id, lowered, params)
+        flight.number = str(number)
         adapter = self._adapter(flight, lowered, params)
         arguments = self._disaggregated(flight, hand_off, params)
         native = self._package.sampling_params(**lowered.fields)
@@ -275,7 +278,7 @@ class TrtllmEngine:
             flight.result = self._llm.generate_async(prompt, native, streaming=streaming, **arguments)
         except Exception as error:  # the engine's boundary: classified, never the worker's end by itself
             raise self._settled(submission_error(error, self._package)) from error
-        self._flights[request_id] = flight
+        self._flights[request_id] = self._by_number[flight.number] = flight
         flight.pump = asyncio.create_task(self._pump(flight, params))
         return flight
 
@@ -302,7 +305,7 @@ class TrtllmEngine:
         adapter = callable_of(lowered, end_id, lagged=self._served.lagged)
         if adapter is None:
             return None
-        reporter = self._channel.reporter(flight.request_id)
+        reporter = self._channel.reporter(flight.number)
         adapter.report, adapter.watch = reporter, reporter.step
         adapter.fails_open = self.config.fails_open
         if int(self.config.options.get("tensor_parallel_size", 1)) > 1:
@@ -382,6 +385,7 @@ class TrtllmEngine:
     def _release(self, flight: Flight) -> None:
         if self._flights.get(flight.request_id) is flight:
             del self._flights[flight.request_id]
+        self._by_number.pop(flight.number, None)
         if not flight.done:
             flight.done = True
             flight.abort()
@@ -409,16 +413,16 @@ class TrtllmEngine:
             self._on_broken(cause)
 
     def _on_failure(self, failure: Failure) -> None:
-        flight = self._flights.get(failure.request_id)
+        flight = self._by_number.get(failure.request_id)
         if flight is not None:
-            logger.warning("request %s: %s", failure.request_id, failure)
+            logger.warning("request %s: %s", flight.request_id, failure)
             flight.noted(failure)
 
     def _on_step(self, request_id: str, step: Step) -> None:
         if request_id == PROBE:
             self._probe_steps.append(step)
-        elif request_id in self._flights:
-            self._flights[request_id].noted_step(step)
+        elif request_id in self._by_number:
+            self._by_number[request_id].noted_step(step)
 
     # Reports to the runtime
 

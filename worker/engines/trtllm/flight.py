@@ -28,6 +28,7 @@ class Flight:
         step_budget_s: Longest that one processor may take for one step, enforced here; None where the chain does it.
         handed_over: Tokens that a prefill worker sampled under its own copy of the chain, and their log probabilities.
         must_not_abort: The KV of a prefill worker is still being fetched; an abort waits for the first token.
+        number: What processors in the engine's process report under; never used again.
         result: The engine's ``RequestOutput``.
         hand_off: What a prefill worker hands over, sent with its one delta.
     """
@@ -41,6 +42,7 @@ class Flight:
     handed_over: int = 0
     handed_logprobs: list[TokenLogprob] | None = None
     must_not_abort: bool = False
+    number: str = ""
     result: Any = None
     hand_off: dict[str, Any] | None = None
     pump: asyncio.Task[None] | None = None
