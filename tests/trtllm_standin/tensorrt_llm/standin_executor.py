@@ -186,7 +186,6 @@ class Executor:
         self.names: dict[int, list[str]] = {}
         self.unfinished: dict[int, int] = {}
         self.events = itertools.count()
-        self.num_responses = 0
 
     async def run(self) -> None:
         try:
@@ -283,6 +282,8 @@ class Executor:
             if delta.finish_reason == "error":
                 self._respond(client_id, {"error": str(delta.error), "last": True})
                 return
+            if SWITCHES.dies_on_prompt and row.prompt_length > 2 and sent:
+                os._exit(9)
             entries = row.logprobs[sent : sent + len(delta.token_ids)]
             sent += len(delta.token_ids)
             reason, stop_reason, cut = _finish(delta, params)
@@ -315,9 +316,6 @@ class Executor:
             self.unfinished[client_id] -= 1
             body["last"] = self.unfinished[client_id] == 0
         self.connection.send(("response", client_id, body))
-        self.num_responses += 1
-        if self.num_responses == SWITCHES.dies_after:
-            os._exit(9)
 
     def _ended(self, client_id: int, prompt: list[int]) -> None:
         block, total = self.settings["tokens_per_block"], self.settings["total_blocks"]

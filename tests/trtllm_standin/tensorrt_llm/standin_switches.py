@@ -29,7 +29,8 @@ class Switches:
         ignores: Fields of `SamplingParams` that have no effect; those of the version by default.
         hides_end_token: The token that ended an answer is not among its tokens.
         skips: Generated positions (0 is the first token) whose processors are not called, as after a preemption.
-        dies_after: Responses after which the executor's process ends, None for never.
+        dies_on_prompt: The executor's process ends at the second token of a prompt of more than two tokens; the
+            worker's probes are shorter.
         lagging: Processors see an old history although the overlap scheduler is off.
     """
 
@@ -37,7 +38,7 @@ class Switches:
     ignores: list[str] = field(default_factory=list)
     hides_end_token: bool = False
     skips: list[int] = field(default_factory=list)
-    dies_after: int | None = None
+    dies_on_prompt: bool = False
     lagging: bool = False
 
     @property
