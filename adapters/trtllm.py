@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,10 @@ _CALL_SIGNATURE = inspect.Signature(
 )
 
 
+_OURS = ("end_id", "report", "failure", "fails_open", "_known", "_unusable")
+"""State of an adapter that is this package's own; the rest may hold third parties' objects."""
+
+
 class TrtllmAdapter(_Base):
     """Base of the callables: stream, shape check, sticky failure, forced end. Subclasses edit one row.
 
@@ -101,6 +106,7 @@ class TrtllmAdapter(_Base):
     """
 
     fails_open = False
+    _named = ""
 
     # TensorRT-LLM asks `inspect.signature` for the arity on every call: 15 us without this attribute, 3 us with it.
     __signature__ = _CALL_SIGNATURE
@@ -111,6 +117,21 @@ class TrtllmAdapter(_Base):
         self.report = report
         self.failure: Failure | None = None
         self._known = False
+        self._unusable: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Processors travel packed: one that cannot be loaded over there must not take the engine's process down."""
+        ours = {name: self.__dict__[name] for name in _OURS if name in self.__dict__}
+        rest = {name: value for name, value in self.__dict__.items() if name not in _OURS}
+        return {**ours, "_named": self.name, "_packed": pickle.dumps(rest)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        packed = state.pop("_packed")
+        self.__dict__.update(state)
+        try:
+            self.__dict__.update(pickle.loads(packed))
+        except Exception as error:  # the callback boundary: foreign code
+            self._unusable = f"cannot be loaded in the engine's process ({type(error).__name__})"
 
     @abstractmethod
     def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
@@ -133,7 +154,9 @@ class TrtllmAdapter(_Base):
     def _step(self, req_id: int | str, logits: torch.Tensor, token_ids: Sequence[Sequence[int]]) -> None:
         if self.failure is None:
             shape = logits.shape
-            if len(shape) == 3 and shape[0] == 1 and shape[1] == 1 and len(token_ids) == 1:
+            if self._unusable is not None:
+                failure: Failure | None = Failure(str(req_id), self._named, "raised", self._unusable)
+            elif len(shape) == 3 and shape[0] == 1 and shape[1] == 1 and len(token_ids) == 1:
                 failure = self.edit_row(req_id, token_ids[0], logits)
             else:
                 message = (

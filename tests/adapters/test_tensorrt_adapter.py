@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 import torch
@@ -265,3 +266,19 @@ def test_a_chain_tells_its_steps_with_log_probabilities_from_before_any_edit():
     (step,) = steps
     assert step.logprobs == ((14, expected[14], 2), (15, expected[15], 1), (14, expected[14], 2))
     assert [kind for _, kind, _ in step.asked] == ["masked", "shaped"]
+
+
+def test_a_processor_that_cannot_be_loaded_over_there_fails_alone(monkeypatch):
+    module = types.ModuleType("third_party_over_here")
+    exec("class Acts:\n    def __call__(self, ids, logits): logits[0] += 1\n", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    (adapter,) = create_trtllm_adapters([module.Acts()], end_id=END, report=Recorder())
+    data = pickle.dumps(adapter)
+    assert pickle.loads(data).name == "Acts"
+    monkeypatch.delitem(sys.modules, module.__name__)
+    copy = pickle.loads(data)
+    logits = row()
+    call(copy, logits)
+    assert logits.isfinite().nonzero()[:, 2].tolist() == [END]
+    (failure,) = copy.report.failures
+    assert str(failure) == ("logits processor Acts: cannot be loaded in the engine's process (ModuleNotFoundError)")

@@ -424,6 +424,11 @@ class TrtllmEngine:
         elif request_id in self._by_number:
             self._by_number[request_id].noted_step(step)
 
+    @property
+    def honoured(self) -> list[str]:
+        """Controls that this version honours with the worker's own meaning; the others run as processors."""
+        return sorted(self._served.honoured) if self._served is not None else []
+
     # Reports to the runtime
 
     def tell_broken(self, callback: Callable[[str], None]) -> None:
