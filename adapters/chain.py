@@ -91,14 +91,17 @@ class ProcessorChain:
 
     # History
 
-    def add(self, processors: Sequence[Processor]) -> None:
-        """Put ``processors`` before the chain's own of the same stage; they begin after the same history.
+    def add(self, processors: Sequence[Processor], *, last: bool = False) -> None:
+        """Put ``processors`` before the chain's own of the same stage, or after them with ``last``.
+
+        They begin after the same history.
 
         Raises:
             ProcessorFailed: one of them raised on the history.
         """
         added = [_member(p, "all", self.context.vocabulary) for p in processors]
-        self.members = sorted([*added, *self.members], key=lambda member: member.processor.stage)
+        both = [*self.members, *added] if last else [*added, *self.members]
+        self.members = sorted(both, key=lambda member: member.processor.stage)
         self.receipt.records = [member.record for member in self.members]
         self.has_shaping = _any_shapes(self.members)
         for member in added:
@@ -359,6 +362,21 @@ class ProcessorChain:
         self._pending = []
         self.failure = ProcessorFailed(name, reason, message)
         return self.failure
+
+    # Two copies of one chain: one acts in the engine's process, the other keeps the receipt in the worker's
+
+    def asked(self) -> list[tuple[int, str, int]]:
+        """Who asked for what at the position last planned: index of the member, kind of edit, entries masked."""
+        indices = {id(member): index for index, member in enumerate(self.members)}
+        return [(indices[id(member)], kind, masked) for member, kind, masked in self._pending]
+
+    def record(self, token_id: int, asked: Sequence[tuple[int, str, int]]) -> None:
+        """Take the next token as chosen under what another copy `asked`; no processor of this copy is run."""
+        for index, kind, masked in asked:
+            record = self.members[index].record
+            record.add(self.position, kind, masked)
+            self.receipt.attribute(self.position, token_id, record, kind)
+        self.tokens.append(token_id)
 
     def report(self) -> dict[str, Any]:
         """The receipt so far, as JSON data."""

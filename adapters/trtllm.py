@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Failure:
     Attributes:
         request_id: The id the engine called with.
         processor: Name of the processor.
-        reason: One of ``raised``, ``nan``, ``infinite``, ``empty``, ``shape``, ``unsatisfiable``, ``budget``.
+        reason: ``raised``, ``nan``, ``infinite``, ``empty``, ``shape``, ``unsatisfiable``, ``budget`` or ``skipped``.
         message: One sentence for the caller; no prompt text, no path.
         position: Absolute index of the token that was to be sampled, -1 if unknown.
     """
@@ -63,6 +64,26 @@ class Failure:
 
 Report = Callable[[Failure], None]
 
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a chain asked for at one position, told by the copy that the engine calls to the copy in the worker.
+
+    Attributes:
+        position: Absolute index of the token that was to be sampled.
+        asked: As `ProcessorChain.asked`.
+        seconds: Time spent in each member so far.
+        logprobs: ``(token id, log probability, rank)`` of the sampled token, then of the likeliest, where wanted.
+    """
+
+    position: int
+    asked: tuple[tuple[int, str, int], ...] = ()
+    seconds: tuple[float, ...] = ()
+    logprobs: tuple[tuple[int, float, int], ...] | None = None
+
+
+Watch = Callable[[Step], None]
+
 _CALL_SIGNATURE = inspect.Signature(
     [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -71,12 +92,21 @@ _CALL_SIGNATURE = inspect.Signature(
 )
 
 
+_OURS = ("end_id", "report", "failure", "fails_open", "_known", "_unusable")
+"""State of an adapter that is this package's own; the rest may hold third parties' objects."""
+
+
 class TrtllmAdapter(_Base):
     """Base of the callables: stream, shape check, sticky failure, forced end. Subclasses edit one row.
 
     Attributes:
         failure: The first failure, None while all is well. Once set, every call forces ``end_id``.
+        fails_open: What a failing processor did is undone and reported once, and decoding goes on without it, step by
+            step: the behaviour of Dynamo's own adapter.
     """
+
+    fails_open = False
+    _named = ""
 
     # TensorRT-LLM asks `inspect.signature` for the arity on every call: 15 us without this attribute, 3 us with it.
     __signature__ = _CALL_SIGNATURE
@@ -86,6 +116,22 @@ class TrtllmAdapter(_Base):
         self.end_id = end_id
         self.report = report
         self.failure: Failure | None = None
+        self._known = False
+        self._unusable: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Processors travel packed: one that cannot be loaded over there must not take the engine's process down."""
+        ours = {name: self.__dict__[name] for name in _OURS if name in self.__dict__}
+        rest = {name: value for name, value in self.__dict__.items() if name not in _OURS}
+        return {**ours, "_named": self.name, "_packed": pickle.dumps(rest)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        packed = state.pop("_packed")
+        self.__dict__.update(state)
+        try:
+            self.__dict__.update(pickle.loads(packed))
+        except Exception as error:  # the callback boundary: foreign code
+            self._unusable = f"cannot be loaded in the engine's process ({type(error).__name__})"
 
     @abstractmethod
     def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
@@ -108,7 +154,9 @@ class TrtllmAdapter(_Base):
     def _step(self, req_id: int | str, logits: torch.Tensor, token_ids: Sequence[Sequence[int]]) -> None:
         if self.failure is None:
             shape = logits.shape
-            if len(shape) == 3 and shape[0] == 1 and shape[1] == 1 and len(token_ids) == 1:
+            if self._unusable is not None:
+                failure: Failure | None = Failure(str(req_id), self._named, "raised", self._unusable)
+            elif len(shape) == 3 and shape[0] == 1 and shape[1] == 1 and len(token_ids) == 1:
                 failure = self.edit_row(req_id, token_ids[0], logits)
             else:
                 message = (
@@ -118,7 +166,8 @@ class TrtllmAdapter(_Base):
             if failure is None:
                 return
             self._fail(failure)
-        self._force_end(logits)
+        if not self.fails_open:
+            self._force_end(logits)
 
     @property
     def name(self) -> str:
@@ -126,8 +175,10 @@ class TrtllmAdapter(_Base):
         return type(self).__name__
 
     def _fail(self, failure: Failure) -> None:
-        self.failure = failure
-        if self.report is not None:
+        known, self._known = self._known, True
+        if not self.fails_open:
+            self.failure = failure
+        if self.report is not None and not known:
             # The callback boundary: a broken reporter must not fail the batch either.
             with contextlib.suppress(Exception):
                 self.report(failure)
@@ -175,7 +226,13 @@ class DynamoAdapter(TrtllmAdapter):
 class ChainAdapter(TrtllmAdapter):
     """A whole `ProcessorChain` as one TensorRT-LLM callable; engines that batch take ``chain`` out of it.
 
-    It may be called again for a position it has seen (chunked prefill), or after tokens were dropped.
+    It may be called again for a position it has seen (chunked prefill), or after tokens were dropped. A position
+    that it was not called for (an engine that preempted the request) is a failure: its token was sampled without it.
+
+    Attributes:
+        watch: Told of every step, None for nobody. Must pickle like ``report``.
+        num_logprobs: Report log probabilities of the row before any edit: of the sampled token and this many of the
+            likeliest. Only for a chain that leaves one token to sample. None for no report.
 
     Args:
         chain: Started after the request's prompt.
@@ -200,6 +257,8 @@ class ChainAdapter(TrtllmAdapter):
             raise ValueError(f"{names} need the last sampled token, which an engine that overlaps steps shows late")
         self.chain = chain
         self.lagged = lagged
+        self.watch: Watch | None = None
+        self.num_logprobs: int | None = None
         self._called = False
 
     @property
@@ -211,13 +270,15 @@ class ChainAdapter(TrtllmAdapter):
         try:
             self._move_to(token_ids)
             plan = chain.plan()
-            if plan.is_empty:
-                return None
             row = logits[0, 0]
-            empties = self.end_id is None and bool(plan.bans or plan.allows)  # nothing would be forced over it
-            before = row.clone() if chain.has_shaping or empties else None
-            if apply_plan(chain, plan, row):
-                self._check(row)
+            if not plan.is_empty:
+                keep = self.end_id is None or self.fails_open  # nothing will be forced over it
+                shown = self.num_logprobs is not None
+                empties = keep and bool(plan.bans or plan.allows)
+                before = row.clone() if chain.has_shaping or empties or shown else None
+                if apply_plan(chain, plan, row):
+                    self._check(row)
+            self._tell(row, before)
         except ProcessorFailed as failed:
             if row is not None and before is not None:
                 row.copy_(before)
@@ -227,8 +288,21 @@ class ChainAdapter(TrtllmAdapter):
             return Failure(str(req_id), self.name, "raised", message, chain.position)
         return None
 
+    def _tell(self, row: torch.Tensor, before: torch.Tensor | None) -> None:
+        if self.watch is None:
+            return
+        chain, logprobs = self.chain, None
+        if self.num_logprobs is not None:
+            logprobs = _logprobs(row if before is None else before, int(row.argmax()), self.num_logprobs)
+        seconds = tuple(member.record.seconds for member in chain.members)
+        self.watch(Step(chain.position, tuple(chain.asked()), seconds, logprobs))
+
     def _move_to(self, token_ids: Sequence[int]) -> None:
         if not self.lagged:
+            position = self.chain.position
+            if self._called and len(token_ids) > position + 1:
+                message = f"were not called for position {position + 1}: the engine went on without them"
+                raise self.chain.fail(self._names(), "skipped", message)
             self.chain.sync(token_ids)
         elif self._called:
             self.chain.accept(_UNSEEN, self.chain.position)
@@ -237,9 +311,21 @@ class ChainAdapter(TrtllmAdapter):
     def _check(self, row: torch.Tensor) -> None:
         problem = row_problem(row)
         if problem is not None:
-            names = ", ".join(dict.fromkeys(member.name for member in self.chain.members))
             reason = "unsatisfiable" if problem == "empty" else problem
-            raise self.chain.fail(names, reason, f"{PROBLEMS[problem]} at position {self.chain.position}")
+            raise self.chain.fail(self._names(), reason, f"{PROBLEMS[problem]} at position {self.chain.position}")
+
+    def _names(self) -> str:
+        return ", ".join(dict.fromkeys(member.name for member in self.chain.members))
+
+
+def _logprobs(row: torch.Tensor, token_id: int, count: int) -> tuple[tuple[int, float, int], ...]:
+    """Of the sampled token, then of the likeliest ``count``, by falling probability and rising id."""
+    logprobs = row.double().log_softmax(-1)
+    values, ids = logprobs.sort(descending=True, stable=True)
+    rank = int((ids == token_id).nonzero()[0, 0]) + 1
+    top = zip(ids[:count].tolist(), values[:count].tolist(), strict=True)
+    likeliest = [(each, value, place) for place, (each, value) in enumerate(top, 1) if value > -torch.inf]
+    return ((token_id, float(logprobs[token_id]), rank), *likeliest)
 
 
 _UNSEEN = -1

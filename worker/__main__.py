@@ -50,11 +50,12 @@ def build(argv: Sequence[str] | None = None) -> tuple[WorkerEngine, Any]:
     check_engine(arguments)
     check_model(arguments)
     runtime.check_ports(os.environ)
+    engine = make_engine(arguments)
 
     from worker.llm_engine import WorkerEngine
 
     config = runtime.worker_config(arguments)
-    return WorkerEngine(make_engine(arguments), arguments, smoke=smoke), config
+    return WorkerEngine(engine, arguments, smoke=smoke), config
 
 
 def check_adapters_package() -> None:
@@ -80,7 +81,6 @@ def check_engine(arguments: Arguments) -> None:
         return
     if importlib.util.find_spec("tensorrt_llm") is None:
         raise ConfigurationError("--engine trtllm: tensorrt_llm is not installed")
-    raise ConfigurationError("--engine trtllm: this version of the worker does not drive TensorRT-LLM")
 
 
 def check_model(arguments: Arguments) -> None:
@@ -96,7 +96,12 @@ def check_model(arguments: Arguments) -> None:
 
 
 def make_engine(arguments: Arguments) -> Engine:
-    """The engine that the arguments choose, not started."""
+    """The engine that the arguments choose, not started. Raises `ConfigurationError`."""
+    if arguments.engine == "trtllm":
+        from worker.engines.trtllm import TrtllmEngine, config_from
+
+        return TrtllmEngine(config_from(arguments))
+
     from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 
     config = EmbeddedConfig(

@@ -166,7 +166,23 @@ class Arguments:
         parse=_positive_seconds,
         engine=True,
     )
-    extra_engine_args: str | None = _option(None, "YAML file of engine options, keyed by option name.")
+    tensor_parallel_size: int = _option(1, "GPUs that share each layer; TensorRT-LLM only.", parse=_positive)
+    pipeline_parallel_size: int = _option(
+        1, "Groups of GPUs that share the layers; TensorRT-LLM only.", parse=_positive
+    )
+    history: str = _option(
+        "exact",
+        "What TensorRT-LLM shows logits processors: every sampled token, or lagged by one, which overlaps steps.",
+        choices=("exact", "lagged"),
+    )
+    processor_errors: str = _option(
+        "closed",
+        "With TensorRT-LLM: a logits processor that fails ends its request, or (open) the request goes on without it.",
+        choices=("closed", "open"),
+    )
+    extra_engine_args: str | None = _option(
+        None, "YAML file of engine options, keyed by option name; with TensorRT-LLM by the names of its LLM arguments."
+    )
     drain_timeout_s: float = _option(
         30.0, "Seconds that in-flight requests get to finish after SIGTERM; the rest are handed off.", parse=_seconds
     )
@@ -260,7 +276,8 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
     """
     environ = os.environ if environ is None else environ
     given = _from_environment(environ) | _from_command_line(argv)
-    if given.get("extra_engine_args") is not None:
+    # With --engine trtllm the file has TensorRT-LLM's own names: worker/engines/trtllm/settings.py reads it.
+    if given.get("extra_engine_args") is not None and given.get("engine") != "trtllm":
         given = _with_file(given, str(given["extra_engine_args"]))
     return _checked(_with_full_endpoint(given), environ)
 
@@ -313,7 +330,7 @@ class _UniqueKeys(yaml.SafeLoader):
 def _with_file(given: dict[str, Any], path: str) -> dict[str, Any]:
     engine_options = {option.name: option for option in OPTIONS if option.engine}
     merged = dict(given)
-    for key, raw in _load_yaml(path).items():
+    for key, raw in load_yaml(path).items():
         option = engine_options.get(key)
         if option is None:
             known = ", ".join(sorted(engine_options))
@@ -328,7 +345,8 @@ def _with_file(given: dict[str, Any], path: str) -> dict[str, Any]:
     return merged
 
 
-def _load_yaml(path: str) -> dict[str, Any]:
+def load_yaml(path: str) -> dict[str, Any]:
+    """The mapping in the file of ``--extra-engine-args``. Raises `ConfigurationError`."""
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -371,6 +389,16 @@ def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
     return arguments
 
 
+_TRTLLM_ONLY = ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors")
+
+
+def _refuse_trtllm_only(a: Arguments) -> None:
+    for option in OPTIONS:
+        value = getattr(a, option.name)
+        if a.engine != "trtllm" and option.name in _TRTLLM_ONLY and value != option.default:
+            raise ConfigurationError(f"{option.flag} {value} needs --engine trtllm")
+
+
 def _refuse_contradictions(a: Arguments) -> None:
     if a.max_num_batched_tokens < a.max_num_seqs:
         raise ConfigurationError(
@@ -378,8 +406,10 @@ def _refuse_contradictions(a: Arguments) -> None:
         )
     if a.context_length is not None and a.context_length < 2:
         raise ConfigurationError(f"--context-length must be at least 2, got {a.context_length}")
-    if a.engine == "trtllm" and a.device == "cpu":
-        raise ConfigurationError("--engine trtllm needs CUDA, but --device is cpu")
+    if a.engine == "trtllm" and a.device not in ("auto", "cuda"):
+        needs = "needs CUDA" if a.device == "cpu" else "chooses its devices itself"
+        raise ConfigurationError(f"--engine trtllm {needs}, but --device is {a.device}")
+    _refuse_trtllm_only(a)
     if a.dtype == "float16" and a.device == "cpu":
         raise ConfigurationError("--dtype float16 needs CUDA, but --device is cpu")
     if a.disaggregation_mode != "aggregated":

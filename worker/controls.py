@@ -50,6 +50,8 @@ def with_field_processors(
     prompt: Sequence[int],
     context: Context,
     extra: Sequence[Processor] = (),
+    *,
+    late: bool = False,
 ) -> tuple[SamplingParams, ProcessorChain | None]:
     """The parameters that are left to the sampler, and the chain with everything else.
 
@@ -59,6 +61,7 @@ def with_field_processors(
         prompt: Token ids of the prompt.
         context: Of the request, for the processors that are made here.
         extra: Processors that the engine adds, before those of the same stage.
+        late: Temperature and truncation join the chain whatever is in it.
 
     Raises:
         InvalidRequest: a value is out of the bounds of its processor, or a control is given twice.
@@ -66,9 +69,9 @@ def with_field_processors(
     """
     _refuse_twice(params, chain)
     added = [*extra, *_processors(params, _FIELDS, context)]
-    if chain is not None and chain.shapes_late:
-        params, late = _late_processors(params, context)
-        added += late
+    if late or (chain is not None and chain.shapes_late):
+        params, last = _late_processors(params, context)
+        added += last
     if not added:
         return params, chain
     if chain is None:

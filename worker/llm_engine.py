@@ -14,7 +14,7 @@ from typing import Any
 from dynamo.common.backend.engine import EngineConfig, LLMEngine
 from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.metrics import register_engine_registry
-from dynamo.common.backend.publisher import ComponentSnapshot
+from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
 from prometheus_client import CollectorRegistry
 
 from adapters import create_trtllm_adapters
@@ -23,7 +23,7 @@ from worker import __version__
 from worker.arguments import Arguments
 from worker.deadline import until
 from worker.drain import Flight, Gate, drain
-from worker.engines import Engine, EngineInfo, TokenDelta
+from worker.engines import Engine, EngineInfo, SelfReporting, TokenDelta
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -102,6 +102,7 @@ class WorkerEngine(LLMEngine):
         self._leave = leave
         self._info: EngineInfo | None = None
         self._publisher: Any = None
+        self._used_blocks: int | None = None  # as the engine itself says, where it does
         self._published_blocks = -1
         self._num_signals = 0
         self._drained = False
@@ -129,6 +130,9 @@ class WorkerEngine(LLMEngine):
         gc.freeze()  # model and vocabulary stay; collections that look at them would hold up a step for milliseconds
         self._info = info
         self.gate.block_size = info.kv_block_size
+        if isinstance(self.engine, SelfReporting):
+            self.engine.tell_broken(self._break)
+            self.engine.tell_load(self._take_load)
         self.metrics.describe_engine(info)
         return runtime.engine_config(info, self.arguments)
 
@@ -193,7 +197,7 @@ class WorkerEngine(LLMEngine):
         prompt = request.prompt_token_ids
         smoke = self._smoke.processors(len(prompt)) if self._smoke else []
         seed = secrets.randbits(64) if request.seed is None else request.seed
-        params = lower(replace(request, seed=seed), info.eos_token_ids, smoke)
+        params = lower(replace(request, seed=seed) if info.draws_by_seed else request, info.eos_token_ids, smoke)
         chain = await desk.chain(selection, prompt, params.end_token_ids, seed, request.max_tokens)
         if chain is None:
             return params
@@ -265,12 +269,26 @@ class WorkerEngine(LLMEngine):
         self._publisher = publisher
         self._publish_load()
 
+    async def kv_event_sources(self) -> list[KvEventSource]:
+        """What the KV cache holds, for a KV-aware router; only engines that know."""
+        engine = self.engine
+        if not isinstance(engine, SelfReporting) or not engine.has_events:
+            return []
+        return [PushSource(on_ready=engine.publish_events)]
+
+    def _take_load(self, used: int, total: int) -> None:
+        """The engine's own count of KV blocks."""
+        if self._info is not None and self._info.total_kv_blocks != total:
+            self._info = replace(self._info, total_kv_blocks=total)
+        self._used_blocks = used
+        self._publish_load()
+
     def _publish_load(self) -> None:
         """Tell the router how many KV blocks the requests in flight need, whenever that number changes."""
         if self._publisher is None or self._info is None:
             return
         total = self._info.total_kv_blocks
-        used = min(self.gate.num_blocks, total)
+        used = min(self.gate.num_blocks if self._used_blocks is None else self._used_blocks, total)
         if used != self._published_blocks:
             self._published_blocks = used
             snapshot = ComponentSnapshot(used, total, used / total if total else 0.0, dp_rank=0)

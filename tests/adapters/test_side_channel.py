@@ -1,4 +1,4 @@
-"""Failures cross a process boundary; a dead or full channel never reaches the engine."""
+"""Failures and steps cross a process boundary; a dead or full channel never reaches the engine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import multiprocessing
 import os
 import socket
 
+import pytest
 import torch
 
 from adapters import Failure, create_trtllm_adapters
-from adapters.side_channel import FailureChannel, FailureReporter
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.processors.masks import BannedTokens
+from adapters.side_channel import PATIENCE_S, Reporter, SideChannel
+from adapters.trtllm import ChainAdapter, Step
+from adapters.vocabulary import Vocabulary
+
+PROMPT = [1, 2]
 
 
 def raises(_, logits):
@@ -19,58 +27,126 @@ def raises(_, logits):
 
 def executor(adapter) -> None:
     """Another process with a pickled copy of the callable."""
-    adapter(1, torch.zeros(1, 1, 8), [[1, 2]], None, None)
+    adapter(1, torch.zeros(1, 1, 8), [PROMPT], None, None)
+
+
+def dies(adapter) -> None:
+    executor(adapter)
+    os._exit(9)
+
+
+class Worker:
+    """A channel, and what arrived."""
+
+    def __init__(self) -> None:
+        self.failures: list[Failure] = []
+        self.steps: list[tuple[str, Step]] = []
+        self.something = asyncio.Event()
+        self.channel = SideChannel(self.fail, self.step)
+
+    def fail(self, failure: Failure) -> None:
+        self.failures.append(failure)
+        self.something.set()
+
+    def step(self, request_id: str, step: Step) -> None:
+        self.steps.append((request_id, step))
+        self.something.set()
+
+    async def __aenter__(self) -> Worker:
+        self.channel.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.channel.close()
+        self.channel.close()
+
+
+def chain() -> ProcessorChain:
+    context = Context(Vocabulary(8))
+    made = ProcessorChain([BannedTokens(BannedTokens.Args(token_ids=[4, 5]), context)], context)
+    made.start(PROMPT)
+    return made
+
+
+async def run(target, adapter) -> int | None:
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(adapter,))
+    process.start()
+    await asyncio.to_thread(process.join)
+    return process.exitcode
 
 
 async def test_a_failure_in_another_process_arrives_under_the_workers_id():
-    arrived: asyncio.Queue[Failure] = asyncio.Queue()
-    channel = FailureChannel(arrived.put_nowait)
-    channel.open()
-    try:
-        (adapter,) = create_trtllm_adapters([raises], end_id=3, report=channel.reporter("req-é-1"))
-        process = multiprocessing.get_context("spawn").Process(target=executor, args=(adapter,))
-        process.start()
-        failure = await asyncio.wait_for(arrived.get(), 60)
-        await asyncio.to_thread(process.join)
-        assert process.exitcode == 0
-    finally:
-        channel.close()
-    assert failure == Failure("req-é-1", "function", "raised", "raised RuntimeError at position 2", 2)
+    async with Worker() as worker:
+        (adapter,) = create_trtllm_adapters([raises], end_id=3, report=worker.channel.reporter("req-é-1"))
+        assert await run(executor, adapter) == 0
+        await asyncio.wait_for(worker.something.wait(), 60)
+    assert worker.failures == [Failure("req-é-1", "function", "raised", "raised RuntimeError at position 2", 2)]
     assert adapter.failure is None  # the copy failed, not this one
 
 
-async def test_what_is_not_a_failure_is_refused_and_counted():
-    arrived: list[Failure] = []
-    channel = FailureChannel(arrived.append)
-    channel.open()
-    good = Failure("r", "p", "nan", "m", 1)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        for data in (b"", b"junk", b"[]", b"{}", b'{"request_id": 1}', b"\xff" * 9000):
-            sender.sendto(data, channel.path)
-    channel.reporter("r")(good)
-    while not arrived:
-        await asyncio.sleep(0)
-    assert arrived == [good]
-    assert channel.num_refused == 6
-    channel.close()
-    channel.close()
+async def test_a_step_in_a_process_that_dies_arrives_and_fills_the_receipt():
+    async with Worker() as worker:
+        adapter = ChainAdapter(chain(), end_id=3)
+        adapter.watch = worker.channel.reporter("r").step
+        assert await run(dies, adapter) == 9
+        await asyncio.wait_for(worker.something.wait(), 60)
+    ((request_id, step),) = worker.steps
+    assert (request_id, step.position, step.asked) == ("r", 2, ((0, "masked", 2),))
+    adapter.chain.record(6, step.asked)
+    (record,) = adapter.chain.receipt.records
+    assert (record.steps_active, record.tokens_masked, record.first_position) == (1, 2, 2)
+    assert adapter.chain.tokens == [1, 2, 6]
+
+
+async def test_polling_takes_what_was_sent_before():
+    async with Worker() as worker:
+        reporter = worker.channel.reporter("r")
+        for position in range(40):
+            reporter.step(Step(position, logprobs=((1, -0.5, 1),)))
+        reporter(Failure("x", "p", "nan", "m", 41))
+        worker.channel.poll()
+        assert [step.position for _, step in worker.steps] == list(range(40))
+        assert worker.steps[0][1].logprobs == ((1, -0.5, 1),)
+        assert worker.failures == [Failure("r", "p", "nan", "m", 41)]
+        assert reporter.num_dropped == 0
+
+
+JUNK = [b"junk", b"[]", b"{}", b'{"request_id": 1}', b'{"position": 1}', b"\xff" * 9000]
+BAD_STEP = b'{"request_id": "r", "position": 1, "asked": [[1]], "seconds": [], "logprobs": null}'
+
+
+async def test_what_is_neither_is_refused_and_counted():
+    async with Worker() as worker:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sender:
+            sender.connect(worker.channel.path)
+            for data in [*JUNK, BAD_STEP]:
+                sender.send(data)
+            worker.channel.reporter("r")(Failure("r", "p", "nan", "m", 1))
+            worker.channel.poll()
+        assert worker.failures == [Failure("r", "p", "nan", "m", 1)]
+        assert worker.channel.num_refused == len(JUNK) + 1
+        worker.channel.poll()  # the sender is gone
 
 
 async def test_a_reporter_without_a_listener_drops_and_counts():
-    channel = FailureChannel(lambda failure: None)
-    channel.open()
-    reporter, path = channel.reporter("r"), channel.path
-    assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0
-    channel.close()
+    async with Worker() as worker:
+        path, reporter = worker.channel.path, worker.channel.reporter("r")
+        assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0
+        reporter.step(Step(1))
+        assert reporter.num_dropped == 0
     assert not os.path.exists(path)
+    reporter.step(Step(2))  # the connection of before is broken
     reporter(Failure("r", "p", "nan", "m"))
-    assert reporter.num_dropped == 1
+    assert reporter.num_dropped == 2
 
 
-def test_a_full_socket_never_blocks(tmp_path):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
+def test_a_worker_that_hears_nothing_costs_a_bounded_wait(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    assert PATIENCE_S < 1
+    monkeypatch.setattr("adapters.side_channel.PATIENCE_S", 0.001)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
         deaf.bind(str(tmp_path / "s"))
-        reporter = FailureReporter(str(tmp_path / "s"), "r")
-        for _ in range(5000):
-            reporter(Failure("r", "p", "nan", "m" * 100))
+        deaf.listen()
+        reporter = Reporter(str(tmp_path / "s"), "r")
+        for position in range(2000):
+            reporter.step(Step(position))
         assert reporter.num_dropped > 0

@@ -70,7 +70,9 @@ READABLE = [option for option in OPTIONS if option.name != "extra_engine_args"] 
 def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -> None:
     text = example(option)
     model = [] if option.name == "model_path" else MODEL
+    trtllm = ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors")
     extra = ["--max-num-batched-tokens", "4000"] if option.name == "max_num_seqs" else []
+    extra += ["--engine", "trtllm"] if option.name in trtllm else []
     by_flag = parse_arguments([*model, *extra, option.flag, text], {})
     by_environment = parse_arguments([*model, *extra], {option.env: text})
     assert by_flag == by_environment
@@ -102,6 +104,13 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
             "--max-num-batched-tokens (63) must be at least --max-num-seqs (64)",
         ),
         (["--engine", "trtllm", "--device", "cpu"], "--engine trtllm needs CUDA, but --device is cpu"),
+        (
+            ["--engine", "trtllm", "--device", "cuda:1"],
+            "--engine trtllm chooses its devices itself, but --device is cuda:1",
+        ),
+        (["--history", "lagged"], "--history lagged needs --engine trtllm"),
+        (["--processor-errors", "open"], "--processor-errors open needs --engine trtllm"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 needs --engine trtllm"),
         (["--dtype", "float16", "--device", "cpu"], "--dtype float16 needs CUDA, but --device is cpu"),
         (
             ["--disaggregation-mode", "decode"],

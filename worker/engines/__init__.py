@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from adapters.plan import ProcessorFailed
 from adapters.receipts import Receipt
@@ -27,6 +27,7 @@ class EngineInfo:
         total_kv_blocks: KV blocks that the engine owns.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Tokens computed in one step at most.
+        draws_by_seed: Draws cost nothing extra when they are fixed by a seed; else only a client's seed is passed on.
     """
 
     name: str
@@ -38,6 +39,7 @@ class EngineInfo:
     total_kv_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    draws_by_seed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class TokenDelta:
         engine_data: Cumulative extra data for the response (the receipt), or None.
         receipt: What the request's logits processors did; on the last delta of a request that has any.
         failure: The processor that failed, where that is why the choice failed.
+        hand_off: On the only delta of a prefill, JSON data with which a decode engine goes on.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -76,6 +79,7 @@ class TokenDelta:
     engine_data: dict[str, object] | None = None
     receipt: Receipt | None = None
     failure: ProcessorFailed | None = None
+    hand_off: dict[str, Any] | None = None
 
 
 class Engine(Protocol):
@@ -110,3 +114,37 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Stop decoding and release the device. Idempotent, and safe after a failed or missing `start`."""
+
+
+class KvEventPublisher(Protocol):
+    """The part of Dynamo's publisher of KV events that engines use."""
+
+    def publish_stored(
+        self,
+        token_ids: list[int],
+        num_block_tokens: list[int],
+        block_hashes: list[int],
+        parent_hash: int | None = None,
+    ) -> None:
+        """Blocks of a prefix were computed; hashes are signed 64-bit, ``parent_hash`` that of the block before."""
+
+    def publish_removed(self, block_hashes: list[int]) -> None:
+        """Blocks are gone."""
+
+
+@runtime_checkable
+class SelfReporting(Protocol):
+    """An engine that knows its own load, cache and death, because another process does the work."""
+
+    @property
+    def has_events(self) -> bool:
+        """Whether KV events are recorded."""
+
+    def tell_broken(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback`` with the reason when the engine dies, whether or not a request is waiting."""
+
+    def tell_load(self, callback: Callable[[int, int], None]) -> None:
+        """Call ``callback`` with used and all KV blocks whenever the engine says how many there are."""
+
+    def publish_events(self, publisher: KvEventPublisher) -> None:
+        """Publish which prefixes the KV cache holds. From any thread."""

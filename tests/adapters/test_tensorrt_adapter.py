@@ -7,11 +7,18 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 import torch
 
 from adapters import Failure, ForcedSequenceProcessor, TemperatureProcessor, create_trtllm_adapters
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.processors.masks import BannedTokens
+from adapters.seeded_draw import SeededDraw
+from adapters.trtllm import ChainAdapter, Step
+from adapters.vocabulary import Vocabulary
 
 VOCAB = 16
 END = 3
@@ -207,3 +214,71 @@ def test_is_an_instance_of_the_engines_own_class_where_that_is_installed(tmp_pat
         "assert isinstance(create_trtllm_adapters([TemperatureProcessor()])[0], LogitsProcessor)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join([str(tmp_path), *sys.path])})
+
+
+def test_open_adapters_undo_report_once_and_go_on():
+    calls = []
+
+    def sometimes(input_ids, logits):
+        calls.append(len(input_ids))
+        logits[0] = 99.0
+        if len(input_ids) != 3:
+            raise RuntimeError("no")
+
+    report = Recorder()
+    (adapter,) = create_trtllm_adapters([sometimes], end_id=END, report=report)
+    adapter.fails_open = True
+    for ids in ([1, 2], [1, 2, 3], [1, 2, 3, 4]):
+        logits = row()
+        call(adapter, logits, [ids])
+        assert torch.equal(logits, row()) is (len(ids) != 3)
+    assert calls == [2, 3, 4]
+    assert len(report.failures) == 1
+
+
+def test_a_chain_that_was_not_called_for_a_position_fails():
+    context = Context(Vocabulary(VOCAB))
+    chain = ProcessorChain([BannedTokens(BannedTokens.Args(token_ids=[5]), context)], context)
+    chain.start([1, 2])
+    report = Recorder()
+    (adapter,) = create_trtllm_adapters([chain], end_id=END, report=report)
+    for ids in ([1, 2], [1, 2], [1, 2, 7], [1, 2, 7]):  # a second chunk, a repeated call
+        call(adapter, row(), [ids])
+    assert report.failures == []
+    call(adapter, row(), [[1, 2, 7, 8, 9]])
+    (failure,) = report.failures
+    assert failure.reason == "skipped"
+    assert failure.processor == "banned_tokens"
+    assert failure.message == "were not called for position 4: the engine went on without them"
+
+
+def test_a_chain_tells_its_steps_with_log_probabilities_from_before_any_edit():
+    context = Context(Vocabulary(VOCAB))
+    chain = ProcessorChain([BannedTokens(BannedTokens.Args(token_ids=[15]), context), SeededDraw(None)], context)
+    chain.start([1, 2])
+    adapter = ChainAdapter(chain, end_id=END)
+    steps: list[Step] = []
+    adapter.watch, adapter.num_logprobs = steps.append, 2
+    logits = row()
+    call(adapter, logits)
+    assert logits.isfinite().nonzero()[:, 2].tolist() == [14]
+    expected = row()[0, 0].double().log_softmax(-1).tolist()
+    (step,) = steps
+    assert step.logprobs == ((14, expected[14], 2), (15, expected[15], 1), (14, expected[14], 2))
+    assert [kind for _, kind, _ in step.asked] == ["masked", "shaped"]
+
+
+def test_a_processor_that_cannot_be_loaded_over_there_fails_alone(monkeypatch):
+    module = types.ModuleType("third_party_over_here")
+    exec("class Acts:\n    def __call__(self, ids, logits): logits[0] += 1\n", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    (adapter,) = create_trtllm_adapters([module.Acts()], end_id=END, report=Recorder())
+    data = pickle.dumps(adapter)
+    assert pickle.loads(data).name == "Acts"
+    monkeypatch.delitem(sys.modules, module.__name__)
+    copy = pickle.loads(data)
+    logits = row()
+    call(copy, logits)
+    assert logits.isfinite().nonzero()[:, 2].tolist() == [END]
+    (failure,) = copy.report.failures
+    assert str(failure) == ("logits processor Acts: cannot be loaded in the engine's process (ModuleNotFoundError)")

@@ -1,0 +1,131 @@
+"""``--engine trtllm`` through Dynamo's own frontend, on the stand-in for TensorRT-LLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_stack import MODEL, REPOSITORY, Stack, http, running_stack
+
+from adapters.client import logits_processors, processor
+
+STAND_IN = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests/trtllm_standin"}
+PATIENT = ["--processor-step-budget-s", "60"]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Stack, Stack]]:
+    """A stack with TensorRT-LLM's stand-in, and one with the embedded engine."""
+    with (
+        running_stack(tmp_path_factory.mktemp("trtllm"), tiny_model) as ours,
+        running_stack(tmp_path_factory.mktemp("embedded"), tiny_model) as theirs,
+    ):
+        ours.start_frontend()
+        theirs.start_frontend()
+        ours.start_worker("--engine", "trtllm", *PATIENT, wait=False, **STAND_IN)
+        theirs.start_worker("--device", "cpu", "--dtype", "float32", *PATIENT, wait=False)
+        for stack in (ours, theirs):
+            stack.wait_registered(stack.workers[0])
+        yield ours, theirs
+
+
+def chat(stack: Stack, *entries: dict[str, Any], **options: Any) -> tuple[int, Any]:
+    nvext = logits_processors(*entries) if entries else {}
+    messages = [{"role": "user", "content": "Hello there"}]
+    status, text = stack.post("chat/completions", messages=messages, **{"max_tokens": 16, **nvext, **options})
+    return status, json.loads(text) if status == 200 else text
+
+
+REQUESTS: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+    ([], {}),
+    ([], {"temperature": 0.8, "seed": 12}),
+    ([], {"frequency_penalty": 1.5, "logprobs": True, "top_logprobs": 2}),
+    ([processor("forced_sequence", text="Hello world!")], {}),
+    ([processor("regex", pattern="[a-c]+( yes| no)?")], {"max_tokens": 24}),
+    ([processor("banned_tokens", token_ids=[37, 38]), processor("repetition_penalty", penalty=1.5)], {}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REQUESTS)))
+def test_answers_are_the_embedded_engines(both: tuple[Stack, Stack], number: int) -> None:
+    entries, options = REQUESTS[number]
+    answers = []
+    for stack in both:
+        status, reply = chat(stack, *entries, **options)
+        assert status == 200, reply
+        choice = reply["choices"][0]
+        entries_ = (choice.get("logprobs") or {}).get("content") or []
+        tokens = [entry["token"] for entry in entries_]
+        answers.append((choice["message"]["content"], choice["finish_reason"], tokens, reply["usage"]["total_tokens"]))
+    assert answers[0] == answers[1]
+
+
+def test_a_stream(both: tuple[Stack, Stack]) -> None:
+    ours, theirs = both
+    texts = []
+    for stack in (ours, theirs):
+        stream = stack.client().completions.create(model=MODEL, prompt="hi", max_tokens=12, stream=True)
+        texts.append("".join(chunk.choices[0].text for chunk in stream if chunk.choices))
+    assert texts[0] == texts[1]
+
+
+def test_refusals_and_receipts(both: tuple[Stack, Stack]) -> None:
+    ours, _ = both
+    assert chat(ours, processor("no_such_processor"))[0] == 400
+    assert chat(ours, processor("banned_tokens", token_ids=[99999]))[0] == 400
+    asked = logits_processors(processor("banned_tokens", token_ids=[37]), receipt=True)
+    status, text = ours.post("chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=5, **asked)
+    assert status == 200, text
+    (record,) = json.loads(text)["nvext"]["engine_data"]["logits_processors"]["processors"]
+    assert (record["name"], record["steps_active"], record["tokens_masked"]) == ("banned_tokens", 5, 5)
+
+
+def test_what_it_says_of_itself(both: tuple[Stack, Stack]) -> None:
+    worker = both[0].workers[0]
+    assert worker.metric("dlw_engine_info", engine="trtllm", version="1.3.0rc29") == 1
+    status, text = http(f"http://127.0.0.1:{worker.port}/engine/control/info", {})
+    if status == 200:
+        assert json.loads(text)["engine"] == "trtllm"
+    assert worker.metric("dlw_requests_total", outcome="unknown_error") == 0
+
+
+def test_the_smoke_test_and_a_clean_end(stack: Stack) -> None:
+    stack.start_frontend()
+    worker = stack.start_worker("--engine", "trtllm", DYN_ENABLE_TEST_LOGITS_PROCESSOR="1", **STAND_IN)
+    for options in ({}, {"temperature": 1.3, "seed": 4}, {"temperature": 1.3}):
+        status, reply = chat(stack, **options)
+        assert status == 200, reply
+        assert reply["choices"][0]["message"]["content"] == "Hello world!"
+        assert reply["choices"][0]["finish_reason"] == "stop"
+    worker.signal(15)
+    assert worker.wait() == 0
+
+
+def test_an_executor_that_dies_takes_the_worker_with_it(stack: Stack) -> None:
+    stack.start_frontend()
+    worker = stack.start_worker("--engine", "trtllm", TRTLLM_STANDIN=json.dumps({"dies_on_prompt": True}), **STAND_IN)
+    status, _ = chat(stack, max_tokens=400)
+    assert status >= 500
+    assert worker.wait() == 1
+    assert "engine broken" in worker.log
+
+
+STARTUP: dict[str, tuple[list[str], int, str]] = {
+    "unknown argument": (["no_such_argument: 1"], 1, "TensorRT-LLM 1.3.0rc29 has no argument 'no_such_argument'"),
+    "not served": (["speculative_config: {}"], 2, "speculative_config: logits processors and it do not work together"),
+    "bad value": (["kv_cache_config: {no_such_key: 1}"], 1, "no_such_key"),
+}
+
+
+@pytest.mark.parametrize("name", STARTUP)
+def test_startup_failure_is_one_line(stack: Stack, tmp_path: Path, name: str) -> None:
+    lines, expected, message = STARTUP[name]
+    path = tmp_path / "extra.yaml"
+    path.write_text("\n".join(lines))
+    worker = stack.start_worker("--engine", "trtllm", "--extra-engine-args", str(path), wait=False, **STAND_IN)
+    assert worker.wait() == expected, worker.log
+    (line,) = [line for line in worker.log.splitlines() if line.startswith("worker: error:")]
+    assert message in line

@@ -1,0 +1,87 @@
+"""The stand-in for TensorRT-LLM in this process, in one version and with the troubles that a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from worker.arguments import parse_arguments
+from worker.engines import TokenDelta
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from worker.engines.trtllm import TrtllmEngine, config_from
+from worker.sampling import SamplingParams
+
+STAND_IN = Path(__file__).resolve().parents[1] / "trtllm_standin"
+
+
+@contextlib.contextmanager
+def stand_in(**switches: Any) -> Iterator[None]:
+    """Makes ``tensorrt_llm`` importable, and forgets it afterwards."""
+    before = os.environ.get("TRTLLM_STANDIN")
+    os.environ["TRTLLM_STANDIN"] = json.dumps(switches)
+    sys.path.insert(0, str(STAND_IN))
+    _forget()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(STAND_IN))
+        _forget()
+        if before is None:
+            del os.environ["TRTLLM_STANDIN"]
+        else:
+            os.environ["TRTLLM_STANDIN"] = before
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
+        del sys.modules[name]
+
+
+def engine(model: Path, *argv: str) -> TrtllmEngine:
+    seats = [] if "--max-num-seqs" in argv else ["--max-num-seqs", "16"]
+    arguments = ["--model-path", str(model), "--engine", "trtllm", *seats, *argv]
+    return TrtllmEngine(config_from(parse_arguments(arguments, {})))
+
+
+@contextlib.asynccontextmanager
+async def running(model: Path, *argv: str, **switches: Any) -> AsyncIterator[TrtllmEngine]:
+    with stand_in(**switches):
+        started = engine(model, *argv)
+        try:
+            await started.start()
+            yield started
+        finally:
+            await started.stop()
+
+
+@contextlib.asynccontextmanager
+async def embedded(model: Path) -> AsyncIterator[EmbeddedEngine]:
+    started = EmbeddedEngine(EmbeddedConfig(model_path=model, device="cpu", dtype="float32", max_num_seqs=8))
+    try:
+        await started.start()
+        yield started
+    finally:
+        await started.stop()
+
+
+async def collect(
+    served: TrtllmEngine | EmbeddedEngine,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    name: str = "request",
+    **arguments: Any,
+) -> TokenDelta:
+    """The whole answer as one delta."""
+    whole = TokenDelta()
+    async for delta in served.generate(name, prompt, params, **arguments):
+        whole.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            whole.logprobs = [*(whole.logprobs or ()), *delta.logprobs]
+        for field in ("finish_reason", "stop_reason", "error", "engine_data", "receipt", "failure", "hand_off"):
+            setattr(whole, field, getattr(delta, field))
+    return whole

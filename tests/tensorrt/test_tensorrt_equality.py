@@ -1,0 +1,142 @@
+"""Whatever a request asks for, TensorRT-LLM's tokens are the embedded engine's: fp32, greedy or seeded."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_in import collect
+
+from adapters import create_trtllm_adapters
+from adapters.catalog import BUILT_IN, Catalog
+from adapters.contract import Context
+from adapters.selection import Requested, Selection
+from adapters.testing.house import KEY_ID
+from adapters.vocabulary import Vocabulary
+from worker.engines.embedded import EmbeddedEngine
+from worker.engines.trtllm import TrtllmEngine
+from worker.sampling import SamplingParams
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "adapters" / "conformance"))
+from builtin_examples import EXAMPLES
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = [9, 30, 41, 77, 30, 41, 12, 9, 30]
+CATALOG = Catalog.default()
+CASES = [(name, args) for name, rows in EXAMPLES.items() for args in rows]
+BUILT_INS = {entry.name for entry in CATALOG.entries if entry.source == BUILT_IN}
+
+
+async def test_every_built_in_is_here() -> None:
+    assert set(EXAMPLES) == BUILT_INS
+
+
+def adapters(model: Path, name: str, args: dict[str, Any], prompt: list[int], max_tokens: int) -> list[Any]:
+    vocabulary = Vocabulary.from_pretrained(str(model), 1024, (4, 1))
+    think = [vocabulary.encode(tag) for tag in ("<think>", "</think>")]
+    context = Context(
+        vocabulary,
+        frozenset({4, 1}),
+        seed=11,
+        max_tokens=max_tokens,
+        watermark_keys={KEY_ID: bytes(range(32))},
+        think_start=tuple(think[0]),
+        think_end=tuple(think[1]),
+    )
+    chain = CATALOG.build_chain(Selection((Requested(name, args, "all", "processors[0]"),)), context, step_budget_s=60)
+    chain.wants_receipt = True
+    chain.start(prompt)
+    return create_trtllm_adapters([chain], end_id=4)
+
+
+def without_seconds(engine_data: Any) -> Any:
+    receipt = dict(engine_data["logits_processors"])
+    receipt["processors"] = [each for each in receipt["processors"] if each["name"] != "seeded_draw"]
+    return receipt
+
+
+@pytest.mark.parametrize(("name", "args"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)])
+async def test_every_built_in(
+    name: str, args: dict[str, Any], model: Path, served: TrtllmEngine, reference: EmbeddedEngine
+) -> None:
+    answers = []
+    for engine in (served, reference):
+        made = adapters(model, name, args, PROMPT, 24)
+        params = SamplingParams(max_tokens=24, logits_processor=made, seed=11, stop_token_ids=[1, 4])
+        answers.append(await collect(engine, PROMPT, params, name))
+    ours, theirs = answers
+    assert (ours.token_ids, ours.finish_reason, ours.stop_reason, ours.error) == (
+        theirs.token_ids,
+        theirs.finish_reason,
+        theirs.stop_reason,
+        theirs.error,
+    )
+    if theirs.finish_reason != "error":
+        assert without_seconds(ours.engine_data) == without_seconds(theirs.engine_data)
+
+
+CONTROLS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "seed": 5},
+    {"temperature": 1.5, "seed": 2**64 - 1, "top_p": 0.7},
+    {"temperature": 0.9, "seed": 6, "top_k": 8, "top_p": 0.9, "min_p": 0.02},
+    {"repetition_penalty": 1.8},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"bad_token_ids": [858, 62]},
+    {"min_tokens": 12, "stop_token_ids": list(range(0, 1000, 3))},
+    {"stop_token_ids": list(range(0, 1000, 7))},
+    {"stop_token_ids": list(range(0, 1000, 7)), "include_stop_str_in_output": True},
+    {"stop_token_ids": list(range(0, 1000, 7)), "ignore_eos": True},
+    {"ignore_eos": True, "no_repeat_ngram_size": 2},
+    {"embedding_bias": [0.0] * 600 + [9.0] * 4 + [0.0] * 420},
+    {"logprobs": 3},
+    {"logprobs": 0, "temperature": 0.7, "seed": 3},
+    {"logprobs": 2, "repetition_penalty": 1.3, "min_tokens": 5},
+    {"logprobs": 2, "stop_token_ids": list(range(0, 1000, 7)), "include_stop_str_in_output": True},
+    {"temperature": 0.0, "top_p": 0.5},
+    {"temperature": 0.9, "seed": 7, "repetition_penalty": 1.2, "logprobs": 1, "max_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("controls", CONTROLS, ids=range(len(CONTROLS)))
+async def test_every_control(controls: dict[str, Any], served: TrtllmEngine, reference: EmbeddedEngine) -> None:
+    asked = {"max_tokens": 20, **controls}
+    ours = await collect(served, PROMPT, SamplingParams(**asked))
+    theirs = await collect(reference, PROMPT, SamplingParams(**asked))
+    assert (ours.token_ids, ours.finish_reason, ours.stop_reason) == (
+        theirs.token_ids,
+        theirs.finish_reason,
+        theirs.stop_reason,
+    )
+    assert (ours.logprobs is None) is (theirs.logprobs is None)
+    for mine, other in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+        assert [(e.token_id, e.rank) for e in mine] == [(e.token_id, e.rank) for e in other]
+        assert [e.logprob for e in mine] == pytest.approx([e.logprob for e in other], abs=1e-5)
+
+
+async def test_a_prompt_of_several_chunks(model: Path, served: TrtllmEngine, reference: EmbeddedEngine) -> None:
+    prompt = [(7 * i) % 900 + 20 for i in range(300)]  # the processor is called five times before the first token
+    answers = []
+    for engine in (served, reference):
+        made = adapters(model, "forced_prefix", {"text": "Yes, the fox"}, prompt, 16)
+        params = SamplingParams(max_tokens=16, logits_processor=made, stop_token_ids=[1, 4])
+        answers.append((await collect(engine, prompt, params)).token_ids)
+    assert answers[0] == answers[1]
+
+
+async def test_strangers_in_one_batch_do_not_meet(model: Path, served: TrtllmEngine, reference: EmbeddedEngine) -> None:
+    names = ["banned_tokens", "repetition_penalty", "regex", "temperature", "min_tokens"]
+
+    async def together(engine: TrtllmEngine | EmbeddedEngine) -> list[list[int]]:
+        made = [adapters(model, name, EXAMPLES[name][0], PROMPT, 16) for name in names]
+        asked = [SamplingParams(max_tokens=16, logits_processor=each, stop_token_ids=[1, 4], seed=1) for each in made]
+        found = await asyncio.gather(
+            *(collect(engine, PROMPT, params, name) for name, params in zip(names, asked, strict=True))
+        )
+        return [delta.token_ids for delta in found]
+
+    assert await together(served) == await together(reference)

@@ -1,0 +1,388 @@
+"""The engine's parts by themselves: settings, probes, deltas, reports, health."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.trtllm import Step
+from worker.arguments import parse_arguments
+from worker.engines.trtllm import config_from
+from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks, signed
+from worker.engines.trtllm.capabilities import Package, read_package
+from worker.engines.trtllm.deltas import Cursor
+from worker.engines.trtllm.health import Watch, result_error, submission_error
+from worker.engines.trtllm.probes import NUM_TOKENS, Calls, ProbeRefused, find_honoured, judge_calls
+from worker.engines.trtllm.settings import EVENT_BUFFER, REFUSED, TrtllmConfig
+from worker.errors import ConfigurationError, EngineBroken, InvalidRequest, RequestFailed, ServingError, StartupError
+
+# Settings
+
+
+def configured(tmp_path: Path, yaml: str = "", *argv: str) -> TrtllmConfig:
+    path = tmp_path / "extra.yaml"
+    path.write_text(yaml)
+    arguments = ["--model-path", "/m", "--engine", "trtllm", "--extra-engine-args", str(path), *argv]
+    return config_from(parse_arguments(arguments, {}))
+
+
+def test_settings_by_default(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    assert config.options == {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "max_batch_size": 64,
+        "kv_cache_config": {"event_buffer_max_size": EVENT_BUFFER},
+        "disable_overlap_scheduler": True,
+        "enable_chunked_prefill": True,
+        "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
+        "enable_iter_perf_stats": True,
+    }
+    assert (config.history, config.fails_open, config.role) == ("exact", False, "aggregated")
+
+
+def test_settings_from_flags_and_file(tmp_path: Path) -> None:
+    config = configured(
+        tmp_path,
+        "max_batch_size: 8\nkv_cache_config: {free_gpu_memory_fraction: 0.5}\nattn_backend: FLASHINFER\n",
+        *("--tensor-parallel-size", "2", "--context-length", "512", "--kv-block-size", "64", "--kv-blocks", "10"),
+        *("--history", "lagged", "--processor-errors", "open", "--dtype", "bfloat16", "--enable-kv-routing", "false"),
+        *("--max-num-batched-tokens", "2048"),
+    )
+    assert config.options == {
+        "attn_backend": "FLASHINFER",
+        "max_batch_size": 8,
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "max_num_tokens": 2048,
+        "max_seq_len": 512,
+        "dtype": "bfloat16",
+        "kv_cache_config": {"free_gpu_memory_fraction": 0.5, "tokens_per_block": 64, "max_tokens": 640},
+        "disable_overlap_scheduler": False,
+        "enable_chunked_prefill": False,
+        "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
+        "enable_iter_perf_stats": True,
+    }
+    assert (config.max_num_seqs, config.history, config.fails_open) == (8, "lagged", True)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_names_that_the_file_may_not_set(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}: "):
+        configured(tmp_path, f"{name}: 1")
+
+
+@pytest.mark.parametrize(
+    ("yaml", "argv", "problem"),
+    [
+        ("max_batch_size: 8", ["--max-num-seqs", "9"], "--max-num-seqs asks for max_batch_size: 9, but"),
+        ("kv_cache_config: {tokens_per_block: 32}", ["--kv-block-size", "64"], "--kv-block-size asks for"),
+        ("", ["--kv-blocks", "5"], "--kv-blocks needs --kv-block-size"),
+        ("enable_chunked_prefill: true", ["--history", "lagged"], "a prompt must be prefilled at once"),
+        ("a: 1\na: 2", [], "given twice"),
+    ],
+)
+def test_contradictory_settings(tmp_path: Path, yaml: str, argv: list[str], problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        configured(tmp_path, yaml, *argv)
+
+
+def test_what_a_version_lacks(tmp_path: Path) -> None:
+    config = configured(tmp_path, "sampler_type: auto")
+    known = set(config.options) - {"enable_iter_perf_stats"}
+    assert "enable_iter_perf_stats" not in config.llm_arguments(known, "x")
+    for lacking in ("sampler_type", "disable_overlap_scheduler"):
+        with pytest.raises(StartupError, match=f"has no argument '{lacking}'"):
+            config.llm_arguments(known - {lacking}, "x")
+
+
+def test_a_package_that_cannot_be_imported() -> None:
+    with pytest.raises(StartupError, match="--engine trtllm: ModuleNotFoundError"):
+        read_package()
+
+
+# Probes
+
+PROMPT = [5, 6]
+WIDTH = 40
+CONTROLS = frozenset({"presence_penalty", "frequency_penalty", "repetition_penalty", "bad_token_ids", "min_p"})
+ALL = CONTROLS | {"embedding_bias", "logprobs_of_sampled"}
+
+
+class Small:
+    """An engine in a few lines, which ignores or refuses some controls."""
+
+    def __init__(self, ignores: frozenset[str] = frozenset(), refuses: frozenset[str] = frozenset()) -> None:
+        self.ignores, self.refuses = ignores, refuses
+        self.table = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3)) * 3
+        self.coin = torch.Generator().manual_seed(1)
+
+    async def __call__(self, **fields: Any) -> Any:
+        if self.refuses & set(fields):
+            raise ProbeRefused("no")
+        used = {name: value for name, value in fields.items() if name not in self.ignores}
+        tokens = list(PROMPT)
+        for _ in range(NUM_TOKENS):
+            tokens.append(self.choose(tokens, used))
+        new = tokens[len(PROMPT) :]
+        logprobs = new if "logprobs_of_sampled" not in self.ignores and "logprobs" in fields else []
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=new, logprobs=logprobs)])
+
+    def choose(self, tokens: list[int], used: dict[str, Any]) -> int:
+        row = self.table[tokens[-1]].clone()
+        for name in ("presence_penalty", "frequency_penalty"):
+            for token in set(tokens[used.get("prompt_ignore_length", 0) :]):
+                row[token] -= used.get(name, 0.0)
+        scale = used.get("repetition_penalty", 1.0)
+        for token in set(tokens):
+            row[token] = row[token] / scale if row[token] > 0 else row[token] * scale
+        for token in used.get("bad_token_ids", ()):
+            row[token] = -torch.inf
+        if "embedding_bias" in used:
+            row += used["embedding_bias"]
+        if "temperature" not in used:
+            return int(row.argmax())
+        weights = (row / used["temperature"]).softmax(-1)
+        weights[weights < used.get("min_p", 0.0) * weights.max()] = 0
+        return int(torch.multinomial(weights, 1, generator=self.coin))
+
+
+def package(**changes: Any) -> Package:
+    fields = frozenset({"prompt_ignore_length"})
+    made = Package("x", None, None, None, _RequestError, fields, frozenset(), frozenset())
+    return dataclasses.replace(made, **changes)
+
+
+class _RequestError(RuntimeError):
+    pass
+
+
+async def test_every_control_is_found_honoured() -> None:
+    assert await find_honoured(Small(), package(), PROMPT, WIDTH) == ALL
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+async def test_every_control_is_found_ignored(name: str) -> None:
+    assert await find_honoured(Small(ignores=frozenset({name})), package(), PROMPT, WIDTH) == ALL - {name}
+
+
+@pytest.mark.parametrize("name", sorted(CONTROLS | {"embedding_bias"}))
+async def test_a_control_that_is_refused_is_not_honoured(name: str) -> None:
+    assert await find_honoured(Small(refuses=frozenset({name})), package(), PROMPT, WIDTH) == ALL - {name}
+
+
+async def test_penalties_that_count_the_prompt_are_not_ours() -> None:
+    old = package(sampling_fields=frozenset())
+    assert await find_honoured(Small(), old, PROMPT, WIDTH) == ALL - {"presence_penalty", "frequency_penalty"}
+
+
+def called(*positions: int) -> list[Step]:
+    return [Step(position, ((1024, "float32", 1),)) for position in positions]
+
+
+def test_how_processors_are_called() -> None:
+    assert judge_calls(called(2, 3, 4), [7, 7, 7], 7, 2) == Calls(1024, lags=False)
+    assert judge_calls(called(2, 2, 3, 4), [7, 7, 7], 7, 2) == Calls(1024, lags=False)  # a prompt of two chunks
+    assert judge_calls(called(2, 2, 3), [7, 7, 7], 7, 2) == Calls(1024, lags=True)
+    for steps, tokens, problem in (
+        ([], [7, 7], "not called"),
+        (called(2, 3), [7, 8], "does not reach"),
+        (called(2, 2, 2), [7, 7, 7, 7], "at positions"),
+    ):
+        with pytest.raises(StartupError, match=problem):
+            judge_calls(steps, tokens, 7, 2)
+
+
+# Deltas
+
+
+def output(tokens: Sequence[int], finish: str | None = None, stop: Any = None, logprobs: Any = None) -> Any:
+    return SimpleNamespace(token_ids=list(tokens), finish_reason=finish, stop_reason=stop, logprobs=logprobs)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.lists(st.integers(1, 5), max_size=30))
+def test_cumulative_outputs_are_cut_without_loss(tokens: list[int], sizes: list[int]) -> None:
+    cursor, told, sent = Cursor(0, frozenset()), [], 0
+    for size in sizes:
+        sent = min(sent + size, len(tokens))
+        delta = cursor.advance(output(tokens[:sent]))
+        told += delta.token_ids if delta is not None else []
+    last = cursor.advance(output(tokens, "length"))
+    assert last is not None
+    assert told + last.token_ids == tokens
+    assert cursor.advance(output(tokens, "length")) is None
+
+
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "finish", "stop"),
+    [
+        ([5, 6, 4], "stop", None),  # the end token is among the ids
+        ([5, 6], "stop", None),  # it is not: end_id
+        ([5, 6], "stop", 4),  # nor is a stop token
+        ([5, 6, 4], "stop", 4),
+        ([5, 6, 4], "length", None),  # it was the last of max_tokens
+        ([5, 6, 4, 9, 9], None, None),  # the version does not stop there
+    ],
+)
+def test_the_token_that_ends_is_shown_if_asked_for(shown: bool, tokens: list[int], finish: Any, stop: Any) -> None:
+    cursor = Cursor(0, frozenset({4}), 4, shown)
+    delta = cursor.advance(output(tokens, finish, stop))
+    assert delta is not None
+    assert (delta.token_ids, delta.finish_reason, delta.stop_reason) == ([5, 6, 4] if shown else [5, 6], "stop", 4)
+
+
+def test_ids_that_shrink_at_the_end() -> None:
+    cursor = Cursor(0, frozenset())
+    first, last = cursor.advance(output([1, 2, 3])), cursor.advance(output([1, 2], "stop", "a string"))
+    assert first is not None
+    assert last is not None
+    assert (first.token_ids, last.token_ids, last.finish_reason, last.stop_reason) == ([1, 2, 3], [], "stop", None)
+
+
+def test_an_end_that_is_no_end_is_an_error() -> None:
+    delta = Cursor(0, frozenset()).advance(output([1], "timeout"))
+    assert delta is not None
+    assert (delta.finish_reason, delta.error) == ("error", "TensorRT-LLM ended the request: timeout")
+
+
+def test_the_sampled_token_comes_first_whatever_the_order() -> None:
+    at = [{8: SimpleNamespace(logprob=-0.1, rank=1), 3: SimpleNamespace(logprob=-2.0, rank=7)}]
+    delta = Cursor(0, frozenset(), num_logprobs=1).advance(output([3], logprobs=at))
+    assert delta is not None
+    assert delta.logprobs is not None
+    assert [(entry.token_id, entry.rank) for entry in delta.logprobs[0]] == [(3, 7), (8, 1)]
+
+
+# Reports
+
+
+class Publisher:
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def publish_stored(self, *arguments: Any) -> None:
+        self.calls.append(("stored", *arguments))
+
+    def publish_removed(self, hashes: list[int]) -> None:
+        self.calls.append(("removed", hashes))
+
+
+def block(block_hash: int, tokens: Sequence[int]) -> dict[str, Any]:
+    return {"block_hash": block_hash, "tokens": [{"token_id": token, "token_extra_id": 0} for token in tokens]}
+
+
+def test_kv_events() -> None:
+    publisher = Publisher()
+    relay = EventRelay(publisher, 2)
+    high = 2**64 - 3
+    relay.take({"event_id": 0, "data": {"type": "created", "num_blocks_per_cache_level": [9]}})
+    blocks = [block(high, [1, 2]), block(5, [3, 4]), block(6, [5]), block(7, [6, 7])]
+    relay.take({"event_id": 1, "data": {"type": "stored", "parent_hash": 2**63, "blocks": blocks}})
+    relay.take({"event_id": 2, "data": {"type": "removed", "block_hashes": [6]}})
+    relay.take({"event_id": 4, "data": {"type": "removed", "block_hashes": [high, 6]}})
+    relay.take({"event_id": 5, "data": {"type": "updated", "block_hash": 5}})
+    assert publisher.calls == [
+        ("stored", [1, 2, 3, 4], [2, 2], [-3, 5], -(2**63)),
+        ("removed", [-3, 6]),
+    ]
+    assert relay.num_gaps == 1
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_hashes_are_signed(block_hash: int) -> None:
+    assert -(2**63) <= signed(block_hash) < 2**63
+    assert signed(block_hash) % 2**64 == block_hash
+
+
+def test_statistics() -> None:
+    assert kv_blocks({"kvCacheStats": {"usedNumBlocks": 3, "maxNumBlocks": 9}}) == (3, 9)
+    assert kv_blocks({"kvCacheStats": {}}) is None
+    assert kv_blocks({}) is None
+
+
+# Health
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (_RequestError("too long"), InvalidRequest),
+        (ValueError("bad"), InvalidRequest),
+        (AssertionError("no transceiver"), InvalidRequest),
+        (AttributeError("Can't pickle local object"), InvalidRequest),
+        (RuntimeError("LLM is shutting down"), EngineBroken),
+    ],
+)
+def test_what_is_refused_at_submission(error: Exception, kind: type[ServingError]) -> None:
+    assert isinstance(submission_error(error, package()), kind)
+
+
+def test_what_ends_a_result() -> None:
+    assert isinstance(result_error(_RequestError("x"), package()), RequestFailed)
+    assert isinstance(result_error(RuntimeError("CUDA error"), package()), EngineBroken)
+
+
+class Executor:
+    """What a `Watch` looks at."""
+
+    def __init__(self, answer: Exception | str | None = None, *, healthy: bool = True) -> None:
+        self.answer, self.is_healthy = answer, healthy
+        self.num_canaries = 0
+        self.reasons: list[str] = []
+
+    async def canary(self) -> None:
+        self.num_canaries += 1
+        if self.answer == "hangs":
+            await asyncio.Event().wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+
+    def watch(self, *, has_check: bool = True, interval_s: float = 0.001) -> Watch:
+        check = (lambda: self.is_healthy) if has_check else None
+        return Watch(check, self.canary, package(), interval_s, 0.05, self.reasons.append)
+
+
+@pytest.mark.parametrize(
+    ("executor", "reason"),
+    [
+        (Executor(healthy=False), "health check fails"),
+        (Executor("hangs"), "did not answer a canary"),
+        (Executor(RuntimeError("CUDA error")), "CUDA error"),
+    ],
+)
+async def test_a_dead_executor_is_noticed(executor: Executor, reason: str) -> None:
+    await asyncio.wait_for(executor.watch().run(), 10)
+    assert len(executor.reasons) == 1
+    assert reason in executor.reasons[0]
+
+
+@pytest.mark.parametrize("answer", [None, _RequestError("no")])
+async def test_a_live_executor_stays(answer: Exception | None) -> None:
+    executor = Executor(answer)
+    task = asyncio.create_task(executor.watch().run())
+    while executor.num_canaries < 3:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    assert executor.reasons == []
+
+
+async def test_a_failed_request_is_a_reason_to_look_and_no_more() -> None:
+    executor = Executor()
+    watch = executor.watch(interval_s=1000)
+    task = asyncio.create_task(watch.run())
+    watch.heard()
+    watch.suspect()
+    while not executor.num_canaries:
+        await asyncio.sleep(0)
+    task.cancel()
+    assert executor.reasons == []

@@ -1,0 +1,1 @@
+"""Requests, results and errors."""

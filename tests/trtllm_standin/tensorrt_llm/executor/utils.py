@@ -1,0 +1,5 @@
+"""Errors."""
+
+
+class RequestError(RuntimeError):
+    """One request failed."""

@@ -1,0 +1,408 @@
+"""The executor's process: scheduling and model are the embedded engine's, the rest is TensorRT-LLM's contract."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import itertools
+import json
+import math
+import os
+import pickle
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import adapters.chain
+from tensorrt_llm.disaggregated_params import DisaggregatedParams
+from tensorrt_llm.standin_switches import SWITCHES
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from worker.errors import ServingError
+from worker.sampling import SamplingParams as EmbeddedParams
+
+adapters.chain.DEFAULT_STEP_BUDGET_S = 3600.0  # of the row below, which is not a processor of the request
+
+
+class Fatal(Exception):
+    """What ends the real executor: a CUDA error."""
+
+
+class Row:
+    """Everything between the model's logits and the token of one sequence. The embedded engine calls it per token."""
+
+    failure = None
+
+    def __init__(self, number: int, params: Any, prompt_length: int, settings: dict[str, Any], first: int) -> None:
+        self.number = number
+        self.params = params
+        self.prompt_length = prompt_length
+        self.settings = settings
+        self.first = first  # position of the first token that this executor generates
+        self.logprobs: list[list[tuple[int, float, int]]] = []
+        self.generator = torch.Generator().manual_seed(params.seed if _seeded(params) else 0)
+        processors = params.logits_processor
+        self.processors = processors if isinstance(processors, list) else [] if processors is None else [processors]
+        self.raised: str | None = None
+        self.fatal: str | None = None
+
+    def __call__(self, number: int, logits: torch.Tensor, ids: list[list[int]], stream: Any, client: Any) -> None:
+        tokens = ids[0]
+        try:
+            self._process(logits, tokens)
+            row = logits[0, 0]
+            token = self._choose(row, tokens)
+        except Fatal as error:
+            self.fatal, token = str(error), 0
+        except Exception as error:
+            self.raised, token = f"Encountered an error in forward function: {error}", 0
+        logits.fill_(-math.inf)
+        logits[0, 0, token] = 0.0
+
+    def _process(self, logits: torch.Tensor, tokens: list[int]) -> None:
+        skips = SWITCHES.skips if self.prompt_length > 2 else []  # the worker's probes are shorter
+        if not self.processors or len(tokens) - self.prompt_length in skips:
+            return
+        is_context = len(tokens) == self.first and self.first == self.prompt_length
+        shown = list(tokens)
+        if (self.settings["overlap"] or SWITCHES.lagging) and len(tokens) > self.first:
+            shown = tokens[:-1]
+        if is_context and self.settings["chunked"]:
+            for _ in range(math.ceil(self.prompt_length / self.settings["max_num_tokens"]) - 1):
+                self._call(torch.zeros_like(logits), shown)
+        self._call(logits, shown)
+
+    def _call(self, logits: torch.Tensor, shown: list[int]) -> None:
+        for processor in self.processors:
+            assert 4 <= len(inspect.signature(processor).parameters) <= 5
+            processor(self.number, logits, [list(shown)], None, None)
+
+    def _choose(self, row: torch.Tensor, tokens: list[int]) -> int:
+        params = self.params
+        if params.embedding_bias is not None:
+            row.add_(params.embedding_bias)
+        self._penalise(row, tokens)
+        self._ban(row, tokens)
+        if bool(row.isnan().any()):
+            raise Fatal("CUDA error: device-side assert triggered")
+        raw = row.double().log_softmax(-1)
+        token, processed = self._sample(row)
+        if _wants_logprobs(params):
+            mode = getattr(params, "logprobs_mode", "raw")
+            self.logprobs.append(_entries(processed if mode == "processed" else raw, token, params.logprobs))
+        return token
+
+    def _penalise(self, row: torch.Tensor, tokens: list[int]) -> None:
+        params = self.params
+        ignored = getattr(params, "prompt_ignore_length", None) or 0
+        if _honoured(params, "repetition_penalty"):
+            seen = torch.tensor(sorted(set(tokens)))
+            values = row[seen]
+            row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        for name in ("frequency_penalty", "presence_penalty"):
+            if _honoured(params, name) and tokens[ignored:]:
+                counts = torch.bincount(torch.tensor(tokens[ignored:]), minlength=len(row)).to(row.dtype)
+                row.sub_(getattr(params, name) * (counts if name == "frequency_penalty" else (counts > 0).to(row)))
+
+    def _ban(self, row: torch.Tensor, tokens: list[int]) -> None:
+        params = self.params
+        generated = len(tokens) - self.prompt_length
+        if params.min_tokens is not None and generated < params.min_tokens and params.end_id not in (None, -1):
+            row[params.end_id] = -math.inf
+        if _honoured(params, "bad_token_ids"):
+            row[torch.tensor(params.bad_token_ids)] = -math.inf
+        if _honoured(params, "no_repeat_ngram_size"):
+            n = params.no_repeat_ngram_size
+            tail = tokens[len(tokens) - n + 1 :]
+            for i in range(len(tokens) - n + 1):
+                if tokens[i : i + n - 1] == tail:
+                    row[tokens[i + n - 1]] = -math.inf
+
+    def _sample(self, row: torch.Tensor) -> tuple[int, torch.Tensor]:
+        params = self.params
+        if params._greedy_decoding:
+            one = torch.full_like(row, -math.inf)
+            one[int(row.argmax())] = 0.0
+            return int(row.argmax()), one
+        weights = (row.double() / (1.0 if params.temperature is None else params.temperature)).softmax(-1)
+        if bool(weights.isnan().any()):
+            raise Fatal("CUDA error: device-side assert triggered")
+        if _honoured(params, "min_p"):
+            weights[weights < params.min_p * weights.max()] = 0.0
+        if params.top_k:
+            weights[weights < weights.topk(params.top_k).values[-1]] = 0.0
+        weights /= weights.sum()
+        if params.top_p is not None and params.top_p < 1:
+            values, order = weights.sort(descending=True)
+            weights[order[values.cumsum(0) - values >= params.top_p]] = 0.0
+        weights /= weights.sum()
+        return int(torch.multinomial(weights, 1, generator=self.generator)), weights.log()
+
+
+def _seeded(params: Any) -> bool:
+    return params.seed is not None and SWITCHES.honours("seed")
+
+
+def _honoured(params: Any, name: str) -> bool:
+    return getattr(params, name) is not None and SWITCHES.honours(name)
+
+
+def _wants_logprobs(params: Any) -> bool:
+    return bool(params.logprobs) if SWITCHES.is_old else params.logprobs is not None
+
+
+def _entries(logprobs: torch.Tensor, token: int, top: int) -> list[tuple[int, float, int]]:
+    """The sampled token first, then the likeliest."""
+    entries = {token: (float(logprobs[token]), int((logprobs > logprobs[token]).sum()) + 1)}
+    if top:
+        found = logprobs.topk(top)
+        for rank, (value, index) in enumerate(zip(found.values.tolist(), found.indices.tolist(), strict=True), 1):
+            entries.setdefault(index, (value, rank))
+    return [(token_id, value, rank) for token_id, (value, rank) in entries.items()]
+
+
+class Executor:
+    def __init__(self, connection: Connection, settings: dict[str, Any]) -> None:
+        self.connection = connection
+        self.settings = settings
+        self.engine = EmbeddedEngine(
+            EmbeddedConfig(
+                model_path=settings["model"],
+                device="cpu",
+                dtype=settings["dtype"],
+                max_num_seqs=settings["max_batch_size"],
+                max_num_batched_tokens=max(settings["max_num_tokens"], settings["max_batch_size"]),
+                context_length=settings["max_seq_len"],
+                kv_block_size=settings["tokens_per_block"],
+                max_queue=4096,
+            )
+        )
+        self.numbers = itertools.count(1000)
+        self.tasks: dict[int, list[asyncio.Task[None]]] = {}
+        self.rows: dict[int, list[Row]] = {}
+        self.names: dict[int, list[str]] = {}
+        self.unfinished: dict[int, int] = {}
+        self.events = itertools.count()
+
+    async def run(self) -> None:
+        try:
+            await self.engine.start()
+        except Exception as error:
+            self.connection.send(str(error))
+            return
+        self.connection.send("ready")
+        inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(loop, inbox), daemon=True).start()
+        while (message := await inbox.get()) is not None:
+            kind, client_id, body = pickle.loads(message)
+            if kind == "submit":
+                self._submit(client_id, body)
+            elif kind == "stop":
+                break
+            else:
+                for name in self.names.get(client_id, ()):
+                    self.engine.abort(name)
+        await self.engine.stop()
+
+    def _read(self, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[bytes | None]) -> None:
+        message: bytes | None = b""
+        while message is not None:
+            try:
+                message = self.connection.recv_bytes()
+            except (EOFError, OSError):
+                message = None
+            loop.call_soon_threadsafe(inbox.put_nowait, message)
+
+    def _submit(self, client_id: int, body: dict[str, Any]) -> None:
+        params, prompt, hand_off = body["params"], body["prompt"], body["disaggregated_params"]
+        self.names[client_id] = [f"{client_id}-{choice}" for choice in range(params.n)]
+        self.rows[client_id] = []
+        self.unfinished[client_id] = params.n
+        self.tasks[client_id] = [
+            asyncio.create_task(self._decode(client_id, choice, prompt, params, hand_off)) for choice in range(params.n)
+        ]
+
+    async def _decode(self, client_id: int, choice: int, prompt: list[int], params: Any, hand_off: Any) -> None:
+        kind = "context_and_generation" if hand_off is None else hand_off.request_type
+        first: list[int] = []
+        try:
+            if kind == "generation_only":
+                first = _first_tokens(hand_off, prompt)
+                if self._hand_over(client_id, choice, first, params, hand_off):
+                    return
+            tokens = [*prompt, *first]
+            row = Row(next(self.numbers), params, len(prompt), self.settings, len(tokens))
+            self.rows[client_id].append(row)
+            await self._stream(client_id, choice, row, tokens, params, kind, len(first))
+        except ServingError as error:
+            self._respond(client_id, {"error": str(error), "last": True})
+        finally:
+            self._ended(client_id, prompt)
+
+    def _hand_over(self, client_id: int, choice: int, first: list[int], params: Any, hand_off: Any) -> bool:
+        """The transferred tokens come out first, under the same stop criteria; whether they end the answer."""
+        ends = first[-1] in _ends(params)
+        reason = "stop" if ends else "length" if len(first) >= params.max_tokens else None
+        entries = (
+            []
+            if hand_off.first_gen_log_probs is None
+            else [
+                [(token, each.logprob, each.rank) for token, each in position.items()]
+                for position in hand_off.first_gen_log_probs
+            ]
+        )
+        cut = int(ends and SWITCHES.hides_end_token)
+        self._respond(client_id, _response(choice, first, entries, reason, None, cut=cut, last=reason is not None))
+        return reason is not None
+
+    async def _stream(
+        self, client_id: int, choice: int, row: Row, tokens: list[int], params: Any, kind: str, num_first: int
+    ) -> None:
+        limit = 1 if kind == "context_only" else params.max_tokens - num_first
+        ends = _ends(params)
+        wanted = EmbeddedParams(
+            max_tokens=limit,
+            ignore_eos=True,
+            stop_token_ids=sorted(ends) or None,
+            include_stop_str_in_output=True,
+            logits_processor=row,
+        )
+        sent = 0
+        async for delta in self.engine.generate(self.names[client_id][choice], tokens, wanted):
+            if row.fatal is not None:
+                self._fail_all(row.fatal)
+                os._exit(3)
+            if row.raised is not None:
+                self._fail_all(row.raised)
+                return
+            if delta.finish_reason == "error":
+                self._respond(client_id, {"error": str(delta.error), "last": True})
+                return
+            if SWITCHES.dies_on_prompt and row.prompt_length > 2 and sent:
+                os._exit(9)
+            entries = row.logprobs[sent : sent + len(delta.token_ids)]
+            sent += len(delta.token_ids)
+            reason, stop_reason, cut = _finish(delta, params)
+            passed = None
+            if kind == "context_only" and reason == "length":
+                reason, passed = "not_finished", _passed_on(client_id, tokens, delta.token_ids, entries)
+            self._respond(
+                client_id,
+                _response(
+                    choice,
+                    delta.token_ids,
+                    entries,
+                    reason,
+                    stop_reason,
+                    cut=cut,
+                    passed=passed,
+                    last=reason is not None,
+                ),
+            )
+
+    def _fail_all(self, message: str) -> None:
+        """A failed forward fails every active request."""
+        for client_id in list(self.names):
+            self._respond(client_id, {"error": message, "last": True})
+            for name in self.names[client_id]:
+                self.engine.abort(name)
+
+    def _respond(self, client_id: int, body: dict[str, Any]) -> None:
+        if body["last"] and "error" not in body:
+            self.unfinished[client_id] -= 1
+            body["last"] = self.unfinished[client_id] == 0
+        self.connection.send(("response", client_id, body))
+
+    def _ended(self, client_id: int, prompt: list[int]) -> None:
+        block, total = self.settings["tokens_per_block"], self.settings["total_blocks"]
+        if self.settings["stats"]:
+            used = sum(math.ceil(row.prompt_length / block) for rows in self.rows.values() for row in rows)
+            self.connection.send(("stats", 0, {"kvCacheStats": {"usedNumBlocks": used, "maxNumBlocks": total}}))
+        if self.settings["events"]:
+            self.connection.send(("event", 0, self._stored(prompt, block)))
+        if all(task.done() or task is asyncio.current_task() for task in self.tasks.get(client_id, ())):
+            for table in (self.tasks, self.rows, self.names, self.unfinished):
+                table.pop(client_id, None)
+
+    def _stored(self, prompt: list[int], block: int) -> dict[str, Any]:
+        blocks, parent = [], 0
+        for start in range(0, len(prompt), block):
+            part = prompt[start : start + block]
+            parent = int.from_bytes(hashlib.blake2b(f"{parent}:{part}".encode(), digest_size=8).digest(), "big")
+            tokens = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in part]
+            blocks.append(
+                {"type": "stored_block", "block_hash": parent, "tokens": tokens, "cache_level": 0, "priority": 35}
+            )
+        data = {"type": "stored", "parent_hash": None, "blocks": blocks}
+        return {"event_id": next(self.events), "data": data, "window_size": 4096}
+
+
+def _ends(params: Any) -> frozenset[int]:
+    if params.ignore_eos:
+        return frozenset()
+    return frozenset({params.end_id, *(params.stop_token_ids or ())}) - {-1, None}
+
+
+def _finish(delta: Any, params: Any) -> tuple[str | None, int | None, int]:
+    """Finish reason, stop reason, and how many tokens are taken back."""
+    if delta.finish_reason != "stop":
+        return delta.finish_reason, None, 0
+    token = delta.stop_reason
+    if token == params.end_id:
+        return "stop", None, int(SWITCHES.hides_end_token)
+    return "stop", token, int(not params.include_stop_str_in_output)
+
+
+def _response(
+    choice: int,
+    tokens: list[int],
+    entries: list[Any],
+    reason: str | None,
+    stop_reason: int | None,
+    *,
+    cut: int = 0,
+    passed: Any = None,
+    last: bool,
+) -> dict[str, Any]:
+    return {
+        "index": choice,
+        "token_ids": list(tokens),
+        "logprobs": entries,
+        "finish_reason": reason,
+        "stop_reason": stop_reason,
+        "cut": cut,
+        "disaggregated_params": passed,
+        "last": last,
+    }
+
+
+def _digest(tokens: list[int]) -> str:
+    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
+
+
+def _passed_on(client_id: int, prompt: list[int], tokens: list[int], entries: list[Any]) -> Any:
+    from tensorrt_llm.executor.result import Logprob
+
+    rows = [{token: Logprob(value, rank) for token, value, rank in entry} for entry in entries]
+    return DisaggregatedParams(
+        request_type="context_only",
+        first_gen_tokens=list(tokens),
+        first_gen_log_probs=rows or None,
+        ctx_request_id=client_id,
+        opaque_state=b"\x00\xff" + _digest(prompt).encode(),
+    )
+
+
+def _first_tokens(hand_off: Any, prompt: list[int]) -> list[int]:
+    if hand_off.opaque_state != b"\x00\xff" + _digest(prompt).encode():
+        raise ServingError("the KV of another prompt was handed over")
+    return list(hand_off.first_gen_tokens)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(Executor(Connection(int(sys.argv[1])), json.loads(sys.argv[2])).run())

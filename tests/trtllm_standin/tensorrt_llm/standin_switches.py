@@ -1,0 +1,56 @@
+"""Which TensorRT-LLM the stand-in is, and which of its troubles it shows: JSON in the variable TRTLLM_STANDIN."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+
+VARIABLE = "TRTLLM_STANDIN"
+OLD, NEW = "1.2.0", "1.3.0rc29"
+
+# What the PyTorch sampler of 1.2 took and did nothing about.
+_IGNORED_BY_OLD = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_p",
+    "bad_token_ids",
+    "no_repeat_ngram_size",
+    "seed",
+)
+
+
+@dataclass(frozen=True)
+class Switches:
+    """
+    Attributes:
+        version: ``1.2.0`` or ``1.3.0rc29``.
+        ignores: Fields of `SamplingParams` that have no effect; those of the version by default.
+        hides_end_token: The token that ended an answer is not among its tokens.
+        skips: Generated positions (0 is the first token) whose processors are not called, as after a preemption.
+        dies_on_prompt: The executor's process ends at the second token of a prompt of more than two tokens; the
+            worker's probes are shorter.
+        lagging: Processors see an old history although the overlap scheduler is off.
+    """
+
+    version: str = NEW
+    ignores: list[str] = field(default_factory=list)
+    hides_end_token: bool = False
+    skips: list[int] = field(default_factory=list)
+    dies_on_prompt: bool = False
+    lagging: bool = False
+
+    @property
+    def is_old(self) -> bool:
+        return self.version == OLD
+
+    def honours(self, name: str) -> bool:
+        return name not in self.ignores and not (self.is_old and name in _IGNORED_BY_OLD)
+
+
+def read() -> Switches:
+    return Switches(**json.loads(os.environ.get(VARIABLE) or "{}"))
+
+
+SWITCHES = read()

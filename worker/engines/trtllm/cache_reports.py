@@ -1,0 +1,84 @@
+"""TensorRT-LLM's statistics and KV-cache events in the form that Dynamo's publishers take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from worker.engines import KvEventPublisher
+
+logger = logging.getLogger(__name__)
+
+
+def signed(block_hash: int) -> int:
+    """TensorRT-LLM's unsigned 64-bit hash as the signed one that Dynamo takes."""
+    block_hash &= 2**64 - 1
+    return block_hash - 2**64 if block_hash >= 2**63 else block_hash
+
+
+@dataclass(slots=True)
+class EventRelay:
+    """Hands KV events on.
+
+    Attributes:
+        publisher: Dynamo's.
+        block_size: Tokens per full block; a shorter one, the last of a prompt, is not published, nor what follows it.
+        num_gaps: How often event ids were not consecutive: the buffer had overflowed.
+    """
+
+    publisher: KvEventPublisher
+    block_size: int
+    num_gaps: int = 0
+    _partial: set[int] = field(default_factory=set)
+    _last_id: int | None = None
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Publish one event."""
+        self._check_order(event.get("event_id"))
+        data = event.get("data") or {}
+        kind = data.get("type")
+        if kind == "stored":
+            self._stored(data)
+        elif kind == "removed":
+            self._removed(data.get("block_hashes") or ())
+        # created: the size of the pool; updated: where a block is kept. Neither changes which prefixes there are.
+
+    def _check_order(self, event_id: Any) -> None:
+        if type(event_id) is not int:
+            return
+        if self._last_id is not None and event_id > self._last_id + 1:
+            self.num_gaps += 1
+            logger.warning("KV events %d to %d were lost", self._last_id + 1, event_id - 1)
+        self._last_id = event_id
+
+    def _stored(self, data: Mapping[str, Any]) -> None:
+        token_ids: list[int] = []
+        hashes: list[int] = []
+        for block in data.get("blocks") or ():
+            tokens = [int(token["token_id"]) for token in block["tokens"]]
+            block_hash = signed(int(block["block_hash"]))
+            if len(tokens) != self.block_size:
+                self._partial.add(block_hash)
+                break
+            token_ids += tokens
+            hashes.append(block_hash)
+        if hashes:
+            parent = data.get("parent_hash")
+            parent = None if parent is None else signed(int(parent))
+            self.publisher.publish_stored(token_ids, [self.block_size] * len(hashes), hashes, parent)
+
+    def _removed(self, block_hashes: Iterable[int]) -> None:
+        gone = [signed(int(each)) for each in block_hashes]
+        published = [each for each in gone if each not in self._partial]
+        self._partial.difference_update(gone)
+        if published:
+            self.publisher.publish_removed(published)
+
+
+def kv_blocks(stats: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Used and all KV blocks in one record of statistics, None if it does not say."""
+    cache = stats.get("kvCacheStats") or {}
+    used, total = cache.get("usedNumBlocks"), cache.get("maxNumBlocks")
+    return (used, total) if type(used) is int and type(total) is int else None

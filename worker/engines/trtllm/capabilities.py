@@ -1,0 +1,95 @@
+"""What the installed TensorRT-LLM accepts, read from its classes. Nothing is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from worker.errors import StartupError
+
+NEEDED = frozenset(
+    {
+        "end_id",
+        "max_tokens",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "logits_processor",
+        "n",
+        "best_of",
+        "temperature",
+        "top_k",
+        "top_p",
+        "logprobs",
+        "ignore_eos",
+        "detokenize",
+    }
+)
+"""Fields of ``SamplingParams`` without which nothing can be served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """The parts of TensorRT-LLM that the worker uses.
+
+    Attributes:
+        version: Of the distribution.
+        llm: The class ``LLM``.
+        sampling_params: The class ``SamplingParams``.
+        disaggregated_params: The class ``DisaggregatedParams``, None where there is none.
+        request_error: The exception that ends one request.
+        sampling_fields: What ``SamplingParams`` accepts.
+        llm_fields: What ``LLM`` accepts.
+        generate_arguments: What ``LLM.generate_async`` accepts.
+    """
+
+    version: str
+    llm: Any
+    sampling_params: Any
+    disaggregated_params: Any
+    request_error: type[Exception]
+    sampling_fields: frozenset[str]
+    llm_fields: frozenset[str]
+    generate_arguments: frozenset[str]
+
+
+def read_package() -> Package:
+    """Import TensorRT-LLM and look at it.
+
+    Raises:
+        StartupError: it cannot be imported, or lacks something that every supported version has.
+    """
+    try:
+        root = importlib.import_module("tensorrt_llm")
+        llm_args = importlib.import_module("tensorrt_llm.llmapi.llm_args")
+        errors = importlib.import_module("tensorrt_llm.executor.utils")
+        package = Package(
+            version=str(root.__version__),
+            llm=root.LLM,
+            sampling_params=root.SamplingParams,
+            disaggregated_params=_disaggregated_params(),
+            request_error=errors.RequestError,
+            sampling_fields=_init_fields(root.SamplingParams),
+            llm_fields=frozenset(llm_args.TorchLlmArgs.model_fields),
+            generate_arguments=frozenset(inspect.signature(root.LLM.generate_async).parameters) - {"self"},
+        )
+    except (ImportError, AttributeError, OSError) as error:
+        raise StartupError(f"--engine trtllm: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    missing = NEEDED - package.sampling_fields
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise StartupError(f"--engine trtllm: SamplingParams of TensorRT-LLM {package.version} has no {names}")
+    return package
+
+
+def _disaggregated_params() -> Any:
+    try:
+        return importlib.import_module("tensorrt_llm.llmapi").DisaggregatedParams
+    except AttributeError:
+        return None
+
+
+def _init_fields(cls: Any) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(cls) if field.init)

@@ -1,0 +1,107 @@
+"""TensorRT-LLM's cumulative outputs cut into deltas.
+
+Its ids may shrink at the end, because a stop word is taken back, and whether the token that ended an answer is among
+them depends on which list it was in, and on the version. Here it is shown exactly if the request asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from worker.engines import FinishReason, TokenDelta, TokenLogprob
+
+_FINISH: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "cancelled",
+    "not_finished": "length",  # of a context_only request: its one token
+}
+
+
+@dataclass(slots=True)
+class Cursor:
+    """What of one choice has been told.
+
+    Attributes:
+        index: The choice.
+        end_token_ids: Ids that end the answer.
+        default_end: The id that TensorRT-LLM's own tokenizer ends answers with, None if it must not.
+        shows_end: Whether the id that ended the answer is part of it.
+        num_logprobs: Likeliest tokens to report with each, None for no log probabilities.
+        num_sent: Tokens told so far.
+        finished: Whether the last delta has been made.
+    """
+
+    index: int
+    end_token_ids: frozenset[int]
+    default_end: int | None = None
+    shows_end: bool = False
+    num_logprobs: int | None = None
+    num_sent: int = 0
+    finished: bool = field(default=False)
+
+    def advance(self, output: Any) -> TokenDelta | None:
+        """What is new in a ``CompletionOutput``, None if nothing is."""
+        if self.finished:
+            return None
+        tokens = list(output.token_ids or ())
+        delta = TokenDelta(tokens[self.num_sent :], self.index)
+        if output.finish_reason is not None:
+            _finish(delta, str(output.finish_reason), output.stop_reason)
+        self._end_at_first(delta)
+        if self.num_logprobs is not None and output.logprobs:
+            shown = output.logprobs[self.num_sent : self.num_sent + len(delta.token_ids)]
+            delta.logprobs = [_entries(t, each, self.num_logprobs) for t, each in zip(delta.token_ids, shown)]  # noqa: B905
+        self._settle_end(delta)
+        self.num_sent += len(delta.token_ids)
+        self.finished = delta.finish_reason is not None
+        return delta if delta.token_ids or self.finished else None
+
+    def _end_at_first(self, delta: TokenDelta) -> None:
+        """The first end token ends the answer, whether TensorRT-LLM stops there or not."""
+        for place, token_id in enumerate(delta.token_ids):
+            if token_id in self.end_token_ids:
+                del delta.token_ids[place + 1 :]
+                delta.finish_reason, delta.stop_reason = "stop", token_id
+                return
+
+    def _settle_end(self, delta: TokenDelta) -> None:
+        if delta.finish_reason != "stop":
+            return
+        if delta.stop_reason is None:
+            delta.stop_reason = self.default_end
+        ended_by, among = delta.stop_reason, delta.token_ids[-1:] == [delta.stop_reason]
+        if among and not self.shows_end:
+            del delta.token_ids[-1:]
+            if delta.logprobs is not None:
+                del delta.logprobs[len(delta.token_ids) :]
+        elif self.shows_end and not among and ended_by is not None:
+            if self.num_logprobs is not None:
+                delta.finish_reason = "error"
+                delta.error = "this version of TensorRT-LLM reports no log probability of the token that ended it"
+            else:
+                delta.token_ids.append(ended_by)
+
+
+def _finish(delta: TokenDelta, reason: str, stop_reason: Any) -> None:
+    finish = _FINISH.get(reason)
+    if finish is None:
+        delta.finish_reason, delta.error = "error", f"TensorRT-LLM ended the request: {reason}"
+        return
+    delta.finish_reason = finish
+    delta.stop_reason = stop_reason if type(stop_reason) is int else None
+
+
+def _entries(token_id: int, found: Mapping[int, Any], count: int) -> list[TokenLogprob]:
+    """The sampled token first, whatever the version's order; then the likeliest by rank."""
+    entries = [TokenLogprob(each, float(at.logprob), int(at.rank or 0)) for each, at in found.items()]
+    sampled = [entry for entry in entries if entry.token_id == token_id]
+    top = sorted((entry for entry in entries if 0 < entry.rank <= count), key=lambda entry: entry.rank)
+    return [*sampled, *top]
+
+
+def entries_of(step: Sequence[tuple[int, float, int]]) -> list[TokenLogprob]:
+    """The same from what a chain reported."""
+    return [TokenLogprob(token_id, logprob, rank) for token_id, logprob, rank in step]

@@ -1,0 +1,503 @@
+"""`TrtllmEngine`: drives ``tensorrt_llm.LLM`` (PyTorch backend)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from adapters.side_channel import SideChannel
+from adapters.trtllm import ChainAdapter, Failure, Step
+from adapters.vocabulary import Vocabulary
+from worker.engines import EngineInfo, KvEventPublisher, TokenDelta, TokenLogprob
+from worker.engines.trtllm import handoff
+from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
+from worker.engines.trtllm.capabilities import Package, read_package
+from worker.engines.trtllm.deltas import Cursor, entries_of
+from worker.engines.trtllm.flight import Flight
+from worker.engines.trtllm.health import Watch, result_error, submission_error
+from worker.engines.trtllm.params import Lowered, Served, callable_of, lower
+from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefused, find_honoured, judge_calls
+from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts
+from worker.errors import (
+    Draining,
+    EngineBroken,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    ServingError,
+    StartupError,
+)
+from worker.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+PROBE = "probe"
+PROBE_PROMPT = [5, 6]
+PROBE_TOKEN = 7
+
+PREFILL_DRAIN_S = 30.0
+"""How long a prefill worker stays after its last prompt, so that decode workers can fetch the KV."""
+
+_MIN_DISAGG_ID = 2**42
+"""Ids below are TensorRT-LLM's own."""
+
+
+class TrtllmEngine:
+    """Implements `worker.engines.Engine` on TensorRT-LLM.
+
+    Args:
+        config: Settings.
+    """
+
+    def __init__(self, config: TrtllmConfig) -> None:
+        self.config = config
+        self._package: Package | None = None
+        self._llm: Any = None
+        self._served: Served | None = None
+        self._info: EngineInfo | None = None
+        self._channel = SideChannel(self._on_failure, self._on_step)
+        self._flights: dict[str, Flight] = {}
+        self._by_number: dict[str, Flight] = {}  # ids are used again; a late report must not meet the next request
+        self._probe_steps: list[Step] = []
+        self._numbers = count()
+        self._loop: asyncio.AbstractEventLoop
+        self._refusal: ServingError | None = None
+        self._watch: Watch | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._on_broken: Callable[[str], None] | None = None
+        self._on_load: Callable[[int, int], None] | None = None
+        self._last_prefill = -math.inf
+
+    def __repr__(self) -> str:
+        state = "not started" if self._info is None else repr(self._refusal) if self._refusal else "serving"
+        return f"TrtllmEngine({state}, {len(self._flights)} unfinished)"
+
+    # Start and stop
+
+    async def start(self) -> EngineInfo:
+        """Load the model and find out what this version does.
+
+        Raises:
+            StartupError: with one clear line.
+        """
+        if self._info is not None:
+            raise StartupError("the TensorRT-LLM engine was started twice")
+        self._loop = asyncio.get_running_loop()
+        package = self._package = read_package()
+        context_length, eos_token_ids = checkpoint_facts(self.config.model_path)
+        arguments = self.config.llm_arguments(package.llm_fields, package.version)
+        try:
+            # in the event loop, as Dynamo's own worker does: the executor's queues belong to the loop of this thread
+            self._llm = package.llm(model=self.config.model_path, **arguments)
+        except Exception as error:  # the start-up boundary
+            raise StartupError(f"TensorRT-LLM {package.version}: {' '.join(str(error).split())}") from error
+        self._channel.open()
+        calls = await self._probe_calls(package, eos_token_ids)
+        honoured = await find_honoured(self._ask, package, PROBE_PROMPT, calls.vocab_size)
+        logger.info("TensorRT-LLM %s honours %s", package.version, ", ".join(sorted(honoured)) or "no control")
+        self._served = Served(
+            package.sampling_fields, honoured, calls.vocab_size, eos_token_ids, self.config.history == "lagged"
+        )
+        self._info = await self._describe(package, calls.vocab_size, context_length, eos_token_ids)
+        self._start_watching(package)
+        return self._info
+
+    async def stop(self) -> None:
+        """Shut the executor down. Idempotent, and safe after a failed or missing `start`."""
+        self._end_all(Draining("the engine was stopped"))
+        await self._drain_prefill()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+        self._channel.close()
+
+    async def _drain_prefill(self) -> None:
+        """KV that decode workers have not fetched is lost with the executor."""
+        if self.config.role == "prefill" and not isinstance(self._refusal, EngineBroken):
+            wait = self._last_prefill + PREFILL_DRAIN_S - asyncio.get_running_loop().time()
+            if wait > 0:
+                await asyncio.sleep(wait)
+
+    async def _probe_calls(self, package: Package, eos_token_ids: tuple[int, ...]) -> Calls:
+        """How logits processors are called, and the tokenizer made ready where they will run."""
+        calls = await self._probe_once(None)
+        if calls.lags and self.config.history == "exact":
+            raise StartupError(
+                f"TensorRT-LLM {package.version} shows logits processors a history that lacks the newest token, "
+                "although overlapped steps are off; --history lagged accepts that"
+            )
+        vocabulary = Vocabulary(calls.vocab_size, eos_token_ids=eos_token_ids, path=self.config.model_path)
+        await self._probe_once(vocabulary)
+        return calls
+
+    async def _probe_once(self, vocabulary: Vocabulary | None) -> Calls:
+        self._probe_steps = []
+        probe = CallProbe(self._channel.reporter(PROBE), PROBE_TOKEN, vocabulary)
+        try:
+            output = await self._ask(logits_processor=[probe])
+        except ProbeRefused as error:
+            raise StartupError(f"TensorRT-LLM refuses a logits processor: {error}") from error
+        self._channel.poll()
+        tokens = list(output.outputs[0].token_ids)
+        return judge_calls(self._probe_steps, tokens, PROBE_TOKEN, len(PROBE_PROMPT))
+
+    async def _ask(self, **fields: Any) -> Any:
+        """One short request of the probes. Raises `ProbeRefused` or `StartupError`."""
+        assert self._package is not None
+        unknown = set(fields) - self._package.sampling_fields
+        if unknown:
+            raise ProbeRefused(", ".join(unknown))
+        try:
+            params = self._package.sampling_params(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **fields)
+            return await self._llm.generate_async(list(PROBE_PROMPT), params, streaming=False)
+        except (self._package.request_error, ValueError, TypeError) as error:
+            raise ProbeRefused(" ".join(str(error).split())) from error
+        except Exception as error:  # the start-up boundary
+            raise StartupError(f"TensorRT-LLM failed on its first requests: {error}") from error
+
+    async def _describe(
+        self, package: Package, vocab_size: int, context_length: int | None, eos_token_ids: tuple[int, ...]
+    ) -> EngineInfo:
+        args = getattr(self._llm, "args", None)
+        length = getattr(args, "max_seq_len", None) or context_length
+        if length is None:
+            raise StartupError("the checkpoint does not say how long a context may be; give --context-length")
+        block, total = await self._kv_capacity(args)
+        return EngineInfo(
+            name="trtllm",
+            version=package.version,
+            context_length=int(length),
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            kv_block_size=block,
+            total_kv_blocks=total,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=int(getattr(args, "max_num_tokens", None) or length),
+            draws_by_seed=False,
+        )
+
+    async def _kv_capacity(self, args: Any) -> tuple[int, int]:
+        """Tokens per KV block, and blocks; (…, 0) where the version does not tell."""
+        if hasattr(self._llm, "get_kv_cache_capacity"):
+            capacity = self._llm.get_kv_cache_capacity()
+            return int(capacity["tokensPerBlock"]), int(capacity["maxNumBlocks"])
+        cache = getattr(args, "kv_cache_config", None)
+        block = int(getattr(cache, "tokens_per_block", 32))
+        with contextlib.suppress(AssertionError, RuntimeError):
+            async for record in self._llm.get_stats_async(timeout=1):
+                found = kv_blocks(record)
+                if found is not None:
+                    return block, found[1]
+        return block, 0
+
+    def _start_watching(self, package: Package) -> None:
+        healthy = getattr(self._llm, "_check_health", None)
+        config = self.config
+        self._watch = Watch(
+            healthy, self._send_canary, package, config.canary_interval_s, config.canary_timeout_s, self._break
+        )
+        self._tasks = [asyncio.create_task(self._watch.run()), asyncio.create_task(self._report_load())]
+
+    async def _send_canary(self) -> None:
+        assert self._package is not None
+        params = self._package.sampling_params(max_tokens=1, ignore_eos=True, detokenize=False)
+        urgent = {"priority": 1.0} if "priority" in self._package.generate_arguments else {}
+        await self._llm.generate_async(list(PROBE_PROMPT), params, streaming=False, **urgent)
+
+    # Requests
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        hand_off: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Decode one request; see `worker.engines.Engine.generate`.
+
+        A prefill engine ends with `TokenDelta.hand_off`, which a decode engine takes as ``hand_off``.
+        """
+        flight = self._submit(request_id, list(prompt_token_ids), sampling_params, hand_off)
+        try:
+            while True:
+                yield await flight.take()
+                if flight.is_exhausted:
+                    return
+        finally:
+            self._release(flight)
+
+    def abort(self, request_id: str) -> None:
+        """Stop decoding a request; its stream ends as ``cancelled``. A decode worker first gets the whole KV."""
+        flight = self._flights.get(request_id)
+        if flight is not None:
+            flight.abort()
+
+    def num_unfinished(self) -> int:
+        """Requests admitted and not yet finished."""
+        return len(self._flights)
+
+    def hand_off(self) -> int:
+        """End every unfinished request with `Draining`, and refuse new ones; returns how many were ended."""
+        return self._end_all(Draining("the worker is shutting down"))
+
+    def _submit(
+        self, request_id: str, prompt: list[int], params: SamplingParams, hand_off: Mapping[str, Any] | None
+    ) -> Flight:
+        if self._refusal is not None:
+            raise self._refusal
+        if self._info is None or self._served is None or self._package is None:
+            raise EngineBroken("the engine has not been started")
+        if request_id in self._flights:
+            raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
+        _check_prompt(prompt, self._info)
+        number = next(self._numbers)
+        lowered = lower(params, prompt, number, self._served)
+        places = self.config.max_num_seqs + self.config.max_queue
+        if len(self._flights) >= places:
+            raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
+        flight = self._flight(request_id, lowered, params)
+        flight.number = str(number)
+        adapter = self._adapter(flight, lowered, params)
+        arguments = self._disaggregated(flight, hand_off, params)
+        native = self._package.sampling_params(**lowered.fields)
+        if adapter is not None:
+            native.logits_processor = [adapter]
+        streaming = self.config.role != "prefill"
+        try:
+            flight.result = self._llm.generate_async(prompt, native, streaming=streaming, **arguments)
+        except Exception as error:  # the engine's boundary: classified, never the worker's end by itself
+            raise self._settled(submission_error(error, self._package)) from error
+        self._flights[request_id] = self._by_number[flight.number] = flight
+        flight.pump = asyncio.create_task(self._pump(flight, params))
+        return flight
+
+    def _flight(self, request_id: str, lowered: Lowered, params: SamplingParams) -> Flight:
+        assert self._served is not None
+        eos = self._served.eos_token_ids
+        default_end = None if params.ignore_eos or not eos else eos[0]
+        native_logprobs = params.logprobs if lowered.chain is None else None
+        return Flight(
+            request_id,
+            [
+                Cursor(index, lowered.end_token_ids, default_end, params.include_stop_str_in_output, native_logprobs)
+                for index in range(params.n)
+            ],
+            lowered.chain,
+            chain_logprobs=lowered.chain_logprobs is not None,
+            fails_open=self.config.fails_open,
+        )
+
+    def _adapter(self, flight: Flight, lowered: Lowered, params: SamplingParams) -> ChainAdapter | None:
+        assert self._served is not None
+        eos = self._served.eos_token_ids
+        end_id = params.end_id if params.end_id is not None else eos[0] if eos else None
+        adapter = callable_of(lowered, end_id, lagged=self._served.lagged)
+        if adapter is None:
+            return None
+        reporter = self._channel.reporter(flight.number)
+        adapter.report, adapter.watch = reporter, reporter.step
+        adapter.fails_open = self.config.fails_open
+        if int(self.config.options.get("tensor_parallel_size", 1)) > 1:
+            # Ranks must agree on every token, and a clock differs between them: the worker keeps the budget instead.
+            flight.step_budget_s, adapter.chain.step_budget_s = adapter.chain.step_budget_s, math.inf
+        return adapter
+
+    def _disaggregated(
+        self, flight: Flight, hand_off: Mapping[str, Any] | None, params: SamplingParams
+    ) -> dict[str, Any]:
+        """Arguments of ``generate_async`` that say which half of the work this is."""
+        assert self._package is not None
+        role, cls = self.config.role, self._package.disaggregated_params
+        if role == "aggregated":
+            if hand_off is not None:
+                raise InvalidRequest(handoff.FIELD, "this worker serves aggregated")
+            return {}
+        if role == "prefill":
+            return {"disaggregated_params": _context_only(cls)}
+        if hand_off is None:
+            raise InvalidRequest(handoff.FIELD, "a decode worker needs the hand-off of a prefill worker")
+        from tensorrt_llm.executor.result import Logprob
+
+        given = handoff.decode(hand_off, cls, Logprob)
+        flight.handed_over = len(given.first_gen_tokens)
+        flight.handed_logprobs = _logprobs_of(hand_off)
+        flight.must_not_abort = True
+        if flight.chain is not None:
+            flight.chain.receipt.mode = "hand-off"
+        return {"disaggregated_params": given}
+
+    async def _pump(self, flight: Flight, params: SamplingParams) -> None:
+        """Turn the engine's outputs into the flight's deltas until it ends."""
+        assert self._package is not None
+        try:
+            if self.config.role == "prefill":
+                await self._finish_prefill(flight, await flight.result, params)
+            else:
+                await self._follow(flight)
+        except self._package.request_error as error:
+            self._channel.poll()  # a processor that failed is the better reason
+            flight.fail_alone(" ".join(str(error).split()))
+            if self._watch is not None:
+                self._watch.suspect()
+        except RequestFailed as error:
+            flight.fail_alone(str(error))
+        except Exception as error:  # the engine's boundary: not a request's error, so the executor's
+            logger.exception("TensorRT-LLM failed")
+            self._break(str(result_error(error, self._package)))
+
+    async def _follow(self, flight: Flight) -> None:
+        async for output in flight.result:
+            self._heard()
+            flight.advance(output.outputs)
+            if flight.done:
+                return
+        flight.fail_alone("TensorRT-LLM ended the request without a reason")
+
+    async def _finish_prefill(self, flight: Flight, output: Any, params: SamplingParams) -> None:
+        """The only delta of a prefill: the first token and the hand-off, or the answer if that token ended it."""
+        self._heard()
+        self._last_prefill = asyncio.get_running_loop().time()
+        (choice,) = output.outputs
+        if choice.finish_reason == "not_finished":
+            if choice.disaggregated_params is None:
+                raise RequestFailed("TensorRT-LLM handed nothing over")
+            chain_logprobs = flight.first_logprobs() if flight.chain_logprobs else None
+            data = handoff.encode(choice.disaggregated_params, seed=params.seed, logprobs=chain_logprobs)
+            flight.hand_off = data
+        flight.advance(output.outputs)
+
+    def _heard(self) -> None:
+        self._channel.poll()  # what processors said of these tokens was sent before them
+        if self._watch is not None:
+            self._watch.heard()
+
+    def _release(self, flight: Flight) -> None:
+        if self._flights.get(flight.request_id) is flight:
+            del self._flights[flight.request_id]
+        self._by_number.pop(flight.number, None)
+        if not flight.done:
+            flight.done = True
+            flight.abort()
+        if flight.pump is not None and not flight.must_not_abort:
+            flight.pump.cancel()
+
+    def _end_all(self, failure: ServingError) -> int:
+        """Fail every stream and refuse new requests, for the first reason ever given."""
+        self._refusal = self._refusal or failure
+        flights, self._flights = self._flights, {}
+        for flight in flights.values():
+            if not flight.done and not isinstance(failure, EngineBroken):
+                flight.abort()
+            flight.fail(failure)
+        return len(flights)
+
+    def _settled(self, error: ServingError) -> ServingError:
+        if isinstance(error, EngineBroken):
+            self._break(str(error))
+        return error
+
+    def _break(self, cause: str) -> None:
+        self._end_all(EngineBroken(cause))
+        if self._on_broken is not None:
+            self._on_broken(cause)
+
+    def _on_failure(self, failure: Failure) -> None:
+        flight = self._by_number.get(failure.request_id)
+        if flight is not None:
+            logger.warning("request %s: %s", flight.request_id, failure)
+            flight.noted(failure)
+
+    def _on_step(self, request_id: str, step: Step) -> None:
+        if request_id == PROBE:
+            self._probe_steps.append(step)
+        elif request_id in self._by_number:
+            self._by_number[request_id].noted_step(step)
+
+    @property
+    def honoured(self) -> list[str]:
+        """Controls that this version honours with the worker's own meaning; the others run as processors."""
+        return sorted(self._served.honoured) if self._served is not None else []
+
+    # Reports to the runtime
+
+    def tell_broken(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback`` with the reason when the executor dies, whether or not a request is waiting."""
+        self._on_broken = callback
+
+    def tell_load(self, callback: Callable[[int, int], None]) -> None:
+        """Call ``callback`` with used and all KV blocks whenever the executor says how many there are."""
+        self._on_load = callback
+
+    def publish_events(self, publisher: KvEventPublisher) -> None:
+        """Publish which prefixes the KV cache holds; only where the event buffer is on. From any thread."""
+        assert self._info is not None
+        relay = EventRelay(publisher, self._info.kv_block_size)
+        self._loop.call_soon_threadsafe(lambda: self._tasks.append(self._loop.create_task(self._relay(relay))))
+
+    @property
+    def has_events(self) -> bool:
+        """Whether KV events are recorded."""
+        cache = self.config.options.get("kv_cache_config") or {}
+        return int(cache.get("event_buffer_max_size") or 0) > 0
+
+    async def _report_load(self) -> None:
+        while True:
+            try:
+                async for record in self._llm.get_stats_async(timeout=1):
+                    found = kv_blocks(record)
+                    if found is not None and self._on_load is not None:
+                        self._on_load(*found)
+            except (AssertionError, RuntimeError) as error:
+                logger.warning("TensorRT-LLM gives no statistics: %s", error)
+                return
+            await asyncio.sleep(0.05)
+
+    async def _relay(self, relay: EventRelay) -> None:
+        while True:
+            try:
+                async for event in self._llm.get_kv_cache_events_async(timeout=1):
+                    relay.take(event)
+            except (AssertionError, RuntimeError) as error:
+                logger.warning("TensorRT-LLM gives no KV events: %s", error)
+                return
+            await asyncio.sleep(0.05)
+
+
+def _check_prompt(prompt: list[int], info: EngineInfo) -> None:
+    if not prompt:
+        raise InvalidRequest("prompt_token_ids", "must hold at least one token")
+    if len(prompt) >= info.context_length:
+        problem = f"must be shorter than the context of {info.context_length} tokens, got {len(prompt)}"
+        raise InvalidRequest("prompt_token_ids", problem)
+    for place, token_id in enumerate(prompt):
+        if type(token_id) is not int or not 0 <= token_id < info.vocab_size:
+            problem = f"must be token ids from 0 to {info.vocab_size - 1}, got {token_id!r} at index {place}"
+            raise InvalidRequest("prompt_token_ids", problem)
+
+
+def _context_only(cls: Any) -> Any:
+    params = cls(request_type="context_only")
+    if hasattr(params, "disagg_request_id"):
+        params.disagg_request_id = _MIN_DISAGG_ID + secrets.randbelow(2**63 - _MIN_DISAGG_ID)
+    return params
+
+
+def _logprobs_of(hand_off: Mapping[str, Any]) -> list[TokenLogprob] | None:
+    entries = hand_off.get("logprobs")
+    if entries is None:
+        return None
+    try:
+        return entries_of([(int(token), float(value), int(rank)) for token, value, rank in entries])
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"{handoff.FIELD}.logprobs", "is malformed") from None

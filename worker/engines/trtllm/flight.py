@@ -1,0 +1,174 @@
+"""One request on its way through TensorRT-LLM."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from adapters.chain import ProcessorChain
+from adapters.plan import ProcessorFailed
+from adapters.trtllm import Failure, Step
+from worker.engines import TokenDelta, TokenLogprob
+from worker.engines.trtllm.deltas import Cursor, entries_of
+from worker.errors import ServingError
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """State of one request; one event loop only.
+
+    Attributes:
+        request_id: The worker's id.
+        cursors: Of each choice.
+        chain: The worker's copy of its processors, which keeps the receipt; None if it has none.
+        chain_logprobs: Log probabilities come from the chain's steps.
+        fails_open: A failing processor does not end the request.
+        step_budget_s: Longest that one processor may take for one step, enforced here; None where the chain does it.
+        handed_over: Tokens that a prefill worker sampled under its own copy of the chain, and their log probabilities.
+        must_not_abort: The KV of a prefill worker is still being fetched; an abort waits for the first token.
+        number: What processors in the engine's process report under; never used again.
+        result: The engine's ``RequestOutput``.
+        hand_off: What a prefill worker hands over, sent with its one delta.
+    """
+
+    request_id: str
+    cursors: list[Cursor]
+    chain: ProcessorChain | None = None
+    chain_logprobs: bool = False
+    fails_open: bool = False
+    step_budget_s: float | None = None
+    handed_over: int = 0
+    handed_logprobs: list[TokenLogprob] | None = None
+    must_not_abort: bool = False
+    number: str = ""
+    result: Any = None
+    hand_off: dict[str, Any] | None = None
+    pump: asyncio.Task[None] | None = None
+    done: bool = False
+    _abort_wanted: bool = False
+    _failure: Failure | None = None
+    _steps: dict[int, Step] = field(default_factory=dict)
+    _queue: asyncio.Queue[TokenDelta | ServingError] = field(default_factory=asyncio.Queue)
+
+    async def take(self) -> TokenDelta:
+        """The next delta. Raises what `fail` was given."""
+        item = await self._queue.get()
+        if isinstance(item, ServingError):
+            raise item
+        return item
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether everything has been taken that there will be."""
+        return self.done and self._queue.empty()
+
+    def fail(self, error: ServingError) -> None:
+        """End the stream with an exception."""
+        if not self.done:
+            self.done = True
+            self._queue.put_nowait(error)
+
+    def fail_alone(self, message: str) -> None:
+        """End the stream with an error of this request."""
+        self._put(self._error(message, self._processor_failure()))
+
+    def abort(self) -> None:
+        """Tell the engine to stop decoding, as soon as that is safe."""
+        if self.must_not_abort:
+            self._abort_wanted = True
+        elif self.result is not None:
+            self.result.abort()
+
+    def noted(self, failure: Failure) -> None:
+        """A processor failed in the engine's process."""
+        if self._failure is None:
+            self._failure = failure
+        if not self.fails_open and not self.done:
+            self.fail_alone(str(failure))
+            self.abort()
+
+    def first_logprobs(self) -> tuple[tuple[int, float, int], ...] | None:
+        """Log probabilities of the first token, which the chain reported."""
+        step = None if self.chain is None else self._steps.get(self.chain.position)
+        return None if step is None else step.logprobs
+
+    def noted_step(self, step: Step) -> None:
+        """The chain was asked for a position; of several calls the last counts."""
+        self._steps[step.position] = step
+
+    def advance(self, outputs: Any) -> None:
+        """Take the engine's cumulative outputs."""
+        if self.must_not_abort:
+            self.must_not_abort = False
+            if self._abort_wanted:
+                self.abort()
+        for output, cursor in zip(outputs, self.cursors, strict=True):
+            delta = cursor.advance(output)
+            if delta is not None and not self.done:
+                delta.hand_off = self.hand_off
+                self._put(self._confirmed(delta))
+        if self.done and not all(output.finish_reason for output in outputs):
+            self.abort()  # ended here, by a token or a failure that the engine does not know of
+
+    def _put(self, delta: TokenDelta) -> None:
+        if self.done:
+            return
+        self.done = delta.finish_reason == "error" or all(cursor.finished for cursor in self.cursors)
+        self._queue.put_nowait(delta)
+
+    def _confirmed(self, delta: TokenDelta) -> TokenDelta:
+        """The delta with what the chain did to its tokens; an error if it was not asked about one of them."""
+        chain = self.chain
+        if chain is None:
+            return delta
+        logprobs: list[list[TokenLogprob]] = []
+        hidden = delta.finish_reason == "stop" and delta.token_ids[-1:] != [delta.stop_reason]
+        ended_by = [delta.stop_reason] if hidden and delta.stop_reason is not None else []
+        for token_id in [*delta.token_ids, *ended_by]:
+            problem = self._record(chain, token_id, logprobs)
+            if problem is not None:
+                return self._error(str(problem), problem)
+        if self.chain_logprobs:
+            delta.logprobs = logprobs[: len(delta.token_ids)]
+        if chain.wants_receipt:
+            delta.engine_data = {"logits_processors": chain.report()}
+        if delta.finish_reason is not None:
+            delta.receipt, delta.failure = chain.receipt, self._processor_failure()
+        return delta
+
+    def _record(
+        self, chain: ProcessorChain, token_id: int, logprobs: list[list[TokenLogprob]]
+    ) -> ProcessorFailed | None:
+        position = chain.position
+        if position - chain.prompt_length < self.handed_over:
+            chain.replay_token(token_id)
+            logprobs.append(self.handed_logprobs or [])
+            return None
+        step = self._steps.pop(position, None)
+        if step is None and not self.fails_open:
+            message = f"were not called for position {position}: the engine went on without them"
+            return chain.fail(", ".join(dict.fromkeys(member.name for member in chain.members)), "skipped", message)
+        step = step or Step(position)
+        over = self._over_budget(chain, step)
+        chain.record(token_id, step.asked)
+        logprobs.append(entries_of(step.logprobs or ()))
+        return over
+
+    def _over_budget(self, chain: ProcessorChain, step: Step) -> ProcessorFailed | None:
+        budget = math.inf if self.step_budget_s is None else self.step_budget_s
+        for member, seconds in zip(chain.members, step.seconds):  # noqa: B905  # none where a step has failed
+            took, member.record.seconds = seconds - member.record.seconds, seconds
+            if took > budget:
+                message = f"took {took * 1e3:.0f} ms for one step, the budget is {budget * 1e3:.0f} ms"
+                return chain.fail(member.name, "budget", message)
+        return None
+
+    def _processor_failure(self) -> ProcessorFailed | None:
+        found = self._failure
+        return None if found is None else ProcessorFailed(found.processor, found.reason, found.message)
+
+    def _error(self, message: str, failure: ProcessorFailed | None) -> TokenDelta:
+        receipt = None if self.chain is None else self.chain.receipt
+        return TokenDelta(finish_reason="error", error=message, receipt=receipt, failure=failure)

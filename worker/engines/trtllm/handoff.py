@@ -1,0 +1,114 @@
+"""``DisaggregatedParams`` as JSON: what a prefill worker hands to a decode worker.
+
+Versioned. Bytes travel as base64, log probabilities as ``[[{token_id, logprob, rank}]]``, the form of trtllm-serve and
+of Dynamo's codec. A field that is set and has no form here stops the hand-off: nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from worker.errors import InvalidRequest, RequestFailed
+
+VERSION = 1
+FIELD = "prefill_result.disaggregated_params"
+
+_PLAIN = (
+    "request_type",
+    "first_gen_tokens",
+    "ctx_request_id",
+    "draft_tokens",
+    "disagg_request_id",
+    "ctx_dp_rank",
+    "ctx_info_endpoint",
+    "schedule_style",
+    "ctx_usage",
+    "conversation_id",
+)
+_BYTES = "opaque_state"
+_LOGPROBS = "first_gen_log_probs"
+_INTEGERS = frozenset({"ctx_request_id", "disagg_request_id", "ctx_dp_rank"})
+
+
+def encode(params: Any, **extra: Any) -> dict[str, Any]:
+    """JSON data for a ``DisaggregatedParams``; ``extra`` travels beside it, for example the seed.
+
+    Raises:
+        RequestFailed: it has a field that cannot travel.
+    """
+    data: dict[str, Any] = {}
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if value is None:
+            continue
+        if field.name in _PLAIN:
+            data[field.name] = value
+        elif field.name == _BYTES:
+            data[_BYTES] = base64.b64encode(value).decode()
+        elif field.name == _LOGPROBS:
+            data[_LOGPROBS] = [_encode_position(each) for each in value]
+        else:
+            raise RequestFailed(f"TensorRT-LLM's hand-off has {field.name}, which cannot be sent")
+    try:
+        return json.loads(json.dumps({"version": VERSION, "engine": "trtllm", "params": data, **extra}))  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:
+        raise RequestFailed(f"TensorRT-LLM's hand-off cannot be sent: {error}") from error
+
+
+def _encode_position(position: Any) -> list[dict[str, Any]]:
+    if isinstance(position, Mapping):
+        return [{"token_id": t, "logprob": each.logprob, "rank": each.rank} for t, each in position.items()]
+    raise RequestFailed(f"TensorRT-LLM's hand-off has log probabilities as {type(position).__name__}")
+
+
+def decode(data: Any, cls: Any, make_logprob: Any) -> Any:
+    """A ``DisaggregatedParams`` for the generation phase.
+
+    Args:
+        data: From `encode`, of whatever origin.
+        cls: The installed ``DisaggregatedParams``.
+        make_logprob: Its ``Logprob``.
+
+    Raises:
+        InvalidRequest: it is malformed, of another version or engine, or has a field that this version lacks.
+    """
+    if not isinstance(data, Mapping) or data.get("engine") != "trtllm" or data.get("version") != VERSION:
+        raise InvalidRequest(FIELD, f"must be a hand-off of version {VERSION} from a trtllm prefill worker")
+    params = data.get("params")
+    if not isinstance(params, Mapping):
+        raise InvalidRequest(f"{FIELD}.params", "must be a mapping")
+    known = {field.name for field in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for name, value in params.items():
+        if name not in known or name not in (*_PLAIN, _BYTES, _LOGPROBS):
+            raise InvalidRequest(f"{FIELD}.params", f"the installed TensorRT-LLM has no {str(name)[:60]!r}")
+        values[name] = _decode_value(name, value, make_logprob)
+    if not values.get("first_gen_tokens"):
+        raise InvalidRequest(f"{FIELD}.params.first_gen_tokens", "must hold the first token")
+    values["request_type"] = "generation_only"
+    return cls(**values)
+
+
+def _decode_value(name: str, value: Any, make_logprob: Any) -> Any:
+    path = f"{FIELD}.params.{name}"
+    try:
+        if name == _BYTES:
+            return base64.b64decode(value, validate=True)
+        if name == _LOGPROBS:
+            return [{int(e["token_id"]): make_logprob(float(e["logprob"]), e["rank"]) for e in each} for each in value]
+    except (TypeError, ValueError, KeyError, binascii.Error):
+        raise InvalidRequest(path, "is malformed") from None
+    if name in ("first_gen_tokens", "draft_tokens") and not _are_ids(value):
+        raise InvalidRequest(path, "must be a list of token ids")
+    if name in _INTEGERS and type(value) is not int:
+        raise InvalidRequest(path, "must be an integer")
+    return value
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)

@@ -1,0 +1,288 @@
+"""A request's `SamplingParams` as native fields and one callable.
+
+The order law decides. Without processors, controls that this engine honours with the worker's own meaning stay native.
+With any processor, bias, penalties and bans join its chain; with one that shapes late, temperature and truncation too.
+What a version would ignore runs as our processor. A seed is never left to TensorRT-LLM, whose kernels read it for one
+row of a batch: the chain then draws, and so it does where log probabilities are asked for beside processors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, Processor
+from adapters.lowered import EmbeddingBias, ForeignCallable
+from adapters.plan import ProcessorFailed
+from adapters.seeded_draw import SeededDraw
+from adapters.trtllm import ChainAdapter
+from adapters.vocabulary import Vocabulary
+from worker.controls import with_field_processors
+from worker.errors import InvalidRequest
+from worker.sampling import SamplingParams
+
+_BEAMS = "this worker has no beam search"
+_OUTPUT = "this worker returns token ids and log probabilities only"
+_TEXT = "this engine takes and gives token ids; the runtime applies it"
+
+REFUSED = {
+    "use_beam_search": _BEAMS,
+    "beam_search_diversity_rate": _BEAMS,
+    "length_penalty": _BEAMS,
+    "early_stopping": _BEAMS,
+    "beam_width_array": _BEAMS,
+    "stop": _TEXT,
+    "bad": "name token ids in bad_token_ids",
+    "truncate_prompt_tokens": _TEXT,
+    "apply_batched_logits_processor": "only the TensorRT backend has batched logits processors",
+    "top_p_min": "this worker does not decay top_p",
+    "top_p_reset_ids": "this worker does not decay top_p",
+    "top_p_decay": "this worker does not decay top_p",
+    "prompt_ignore_length": "the presence and frequency penalties count generated tokens alone",
+    "prompt_logprobs": "this worker reports log probabilities of generated tokens alone",
+    "logprobs_simple_format": _OUTPUT,
+    "prompt_logprobs_simple_format": _OUTPUT,
+    "return_context_logits": _OUTPUT,
+    "return_generation_logits": _OUTPUT,
+    "exclude_input_from_output": _OUTPUT,
+    "return_encoder_output": _OUTPUT,
+    "return_perf_metrics": _OUTPUT,
+    "additional_model_outputs": _OUTPUT,
+    "lookahead_config": "the PyTorch backend does not look ahead",
+    "guided_decoding": "grammars reach the engine as a logits_processor",
+    "thinking_token_budget": "thinking budgets reach the engine as a logits_processor",
+}
+"""Fields that are not served, with the reason; refused when they differ from their default."""
+
+_DEFAULTS = SamplingParams()
+
+# what may stay native, and the value that asks for nothing
+_NATIVE: tuple[tuple[str, Any], ...] = (
+    ("repetition_penalty", 1),
+    ("presence_penalty", 0),
+    ("frequency_penalty", 0),
+    ("bad_token_ids", []),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the engine knows when it lowers a request.
+
+    Attributes:
+        sampling_fields: Fields that the version's ``SamplingParams`` has.
+        honoured: Controls that it honours (`probes`).
+        vocab_size: Width of a row.
+        eos_token_ids: Ids that end an answer unless ``ignore_eos``.
+        lagged: The engine shows processors an old history.
+    """
+
+    sampling_fields: Collection[str]
+    honoured: Collection[str]
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    lagged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """One request for TensorRT-LLM.
+
+    Attributes:
+        fields: For its ``SamplingParams``; a fresh object is made of them, because the engine changes it.
+        end_token_ids: Ids that end the answer.
+        chain: What runs as a callable, begun after the prompt; None if nothing does.
+        chain_logprobs: The chain reports log probabilities, of this many likeliest tokens; None if it does not.
+    """
+
+    fields: dict[str, Any]
+    end_token_ids: frozenset[int]
+    chain: ProcessorChain | None = None
+    chain_logprobs: int | None = None
+
+
+def lower(params: SamplingParams, prompt: list[int], number: int, served: Served) -> Lowered:
+    """What TensorRT-LLM gets for a request.
+
+    Args:
+        params: Of the request.
+        prompt: Its token ids.
+        number: The id that foreign callables are called with.
+        served: About the engine.
+
+    Raises:
+        InvalidRequest: a field cannot be served here; it is named.
+    """
+    for name, reason in REFUSED.items():
+        if getattr(params, name) != getattr(_DEFAULTS, name):
+            raise InvalidRequest(f"sampling_params.{name}", reason)
+    ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
+    native, rest = _native(params, len(prompt), served)
+    chain = _chain(params, prompt)
+    random = _is_random(params, chain)
+    draws = _must_draw(rest, random, chain is not None or bool(params.logits_processors), served)
+    seed = params.seed or 0
+    context = Context(Vocabulary(served.vocab_size), ends, seed, max_tokens=params.max_tokens)
+    late = random and (draws or _active(rest, "min_p", 0))
+    try:
+        extra = _extra(rest, number, served.vocab_size)
+        rest, chain = with_field_processors(rest, chain, prompt, context, extra, late=late)
+        if draws:
+            chain = chain or _empty_chain(context, prompt)
+            chain.add([SeededDraw(seed if random else None)], last=True)
+    except ProcessorFailed as error:
+        raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
+    _check_choices(params, chain)
+    fields = _fields(params, ends) | native | (_sampling(rest) if random and not draws else _greedy())
+    chain_logprobs = params.logprobs if chain is not None else None
+    if chain is None and params.logprobs is not None:
+        fields |= _logprobs(params, served)
+    return Lowered(fields, ends, chain, chain_logprobs)
+
+
+def callable_of(lowered: Lowered, end_id: int | None, *, lagged: bool) -> ChainAdapter | None:
+    """The chain as a callable; its reports are the caller's to set.
+
+    Raises:
+        InvalidRequest: it needs a history that this engine does not show.
+    """
+    if lowered.chain is None:
+        return None
+    try:
+        adapter = ChainAdapter(lowered.chain, end_id=0 if end_id is None else end_id, lagged=lagged)
+    except ValueError as error:
+        raise InvalidRequest("sampling_params.logits_processor", f"{error}; the worker runs --history lagged") from None
+    adapter.num_logprobs = lowered.chain_logprobs
+    return adapter
+
+
+def _native(params: SamplingParams, prompt_length: int, served: Served) -> tuple[dict[str, Any], SamplingParams]:
+    """Fields left to the engine, and the parameters without them. All or nothing: a chain takes everything."""
+    asked = [(name, neutral) for name, neutral in _NATIVE if _active(params, name, neutral)]
+    names = {name for name, _ in asked} | ({"embedding_bias"} if params.embedding_bias is not None else set())
+    if _active(params, "min_p", 0) and not params.is_greedy:
+        names.add("min_p")
+    if _needs_chain(params, served) or not names <= set(served.honoured):
+        return {}, params
+    native = {name: getattr(params, name) for name in names}
+    if names & {"presence_penalty", "frequency_penalty"}:
+        native["prompt_ignore_length"] = prompt_length
+    if "embedding_bias" in native:
+        native["embedding_bias"] = _bias(params.embedding_bias, served.vocab_size)
+    cleared: dict[str, Any] = dict.fromkeys(names)
+    return native, replace(params, **cleared)
+
+
+def _needs_chain(params: SamplingParams, served: Served) -> bool:
+    if params.logits_processors or _active(params, "min_tokens", 0) or _active(params, "no_repeat_ngram_size", 0):
+        return True
+    return _must_draw(params, not params.is_greedy, False, served)
+
+
+def _is_random(params: SamplingParams, chain: ProcessorChain | None) -> bool:
+    """Whether a token is drawn. Who names only processors that shape the distribution wants to draw from it."""
+    unset = all(getattr(params, name) is None for name in ("temperature", "top_k", "top_p", "min_p"))
+    return not params.is_greedy or (unset and chain is not None and chain.shapes_late)
+
+
+def _must_draw(params: SamplingParams, random: bool, has_chain: bool, served: Served) -> bool:
+    """Whether the chain itself takes the token."""
+    seeded = params.seed is not None and random
+    if params.logprobs is None:
+        return seeded
+    if params.logprobs_mode == "processed" and "logprobs_mode" not in served.sampling_fields:
+        raise InvalidRequest("sampling_params.logprobs_mode", "this version of TensorRT-LLM reports raw ones only")
+    lowers = any(_active(params, name, neutral) for name, neutral in (*_NATIVE, ("min_tokens", 0), ("min_p", 0)))
+    if seeded or has_chain or lowers or params.embedding_bias is not None or params.no_repeat_ngram_size:
+        if params.logprobs_mode == "processed":
+            problem = "beside processors, penalties or a seed this engine reports raw ones only"
+            raise InvalidRequest("sampling_params.logprobs_mode", problem)
+        return True
+    return False
+
+
+def _active(params: SamplingParams, name: str, neutral: Any) -> bool:
+    value = getattr(params, name)
+    return value is not None and value != neutral
+
+
+def _chain(params: SamplingParams, prompt: list[int]) -> ProcessorChain | None:
+    chains = [each.chain for each in params.logits_processors if isinstance(each, ChainAdapter)]
+    if len(chains) > 1:
+        raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
+    if chains and chains[0].tokens != prompt:
+        chains[0].start(prompt)
+    return chains[0] if chains else None
+
+
+def _empty_chain(context: Context, prompt: Sequence[int]) -> ProcessorChain:
+    chain = ProcessorChain([], context)
+    chain.start(prompt)
+    return chain
+
+
+def _extra(params: SamplingParams, number: int, vocab_size: int) -> list[Processor]:
+    bias = _bias(params.embedding_bias, vocab_size)
+    dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
+    foreign = [ForeignCallable(each, number) for each in params.logits_processors if not isinstance(each, ChainAdapter)]
+    return [*dense, *foreign]
+
+
+def _bias(values: Any, vocab_size: int) -> torch.Tensor | None:
+    if values is None:
+        return None
+    field = "sampling_params.embedding_bias"
+    try:
+        bias = torch.as_tensor(values, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequest(field, f"must be numbers, got {type(values).__name__}") from error
+    if bias.shape != (vocab_size,):
+        raise InvalidRequest(field, f"must have shape ({vocab_size},), got {tuple(bias.shape)}")
+    if bool(bias.isnan().any()) or bool(bias.isposinf().any()):
+        raise InvalidRequest(field, "must be finite or -inf")
+    return bias
+
+
+def _check_choices(params: SamplingParams, chain: ProcessorChain | None) -> None:
+    if params.best_of != params.n:
+        raise InvalidRequest("sampling_params.best_of", "must be n: every choice is streamed")
+    if params.n > 1 and chain is not None:
+        problem = "must be 1 beside processors, seeds and controls that run as processors: choices would share them"
+        raise InvalidRequest("sampling_params.n", problem)
+
+
+def _fields(params: SamplingParams, ends: frozenset[int]) -> dict[str, Any]:
+    """``end_id`` stays unset: only then TensorRT-LLM sets up its own stop tokens."""
+    return {
+        "max_tokens": params.max_tokens,
+        "stop_token_ids": None if params.ignore_eos else sorted(ends) or None,
+        "include_stop_str_in_output": params.include_stop_str_in_output,
+        "ignore_eos": params.ignore_eos,
+        "n": params.n,
+        "best_of": params.n,
+        "detokenize": False,
+    }
+
+
+def _greedy() -> dict[str, Any]:
+    """Nothing set is greedy in every version."""
+    return {"temperature": None, "top_k": None, "top_p": None}
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    return {
+        "temperature": 1.0 if params.temperature is None else params.temperature,
+        "top_k": params.top_k or None,
+        "top_p": params.top_p,
+    }
+
+
+def _logprobs(params: SamplingParams, served: Served) -> dict[str, Any]:
+    """Log probabilities left to the engine. One that reports none for 0 is asked for one more."""
+    count = params.logprobs or (0 if "logprobs_of_sampled" in served.honoured else 1)
+    mode = {"logprobs_mode": params.logprobs_mode} if "logprobs_mode" in served.sampling_fields else {}
+    return {"logprobs": count, **mode}

@@ -1,0 +1,198 @@
+"""The arguments of ``tensorrt_llm.LLM``: from the worker's options, and a YAML file with TensorRT-LLM's names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from worker.arguments import OPTIONS, Arguments, load_yaml
+from worker.errors import ConfigurationError, StartupError
+
+Role = Literal["aggregated", "prefill", "decode"]
+
+EVENT_BUFFER = 4096
+"""KV events that TensorRT-LLM keeps until they are taken."""
+
+_PROCESSORS = "logits processors and it do not work together"
+
+REFUSED: dict[str, str] = {
+    "model": "is --model-path",
+    "tokenizer": "is the checkpoint's own",
+    "skip_tokenizer_init": "stop tokens are set up by TensorRT-LLM's tokenizer",
+    "trust_remote_code": "code in a checkpoint is never run",
+    "disable_overlap_scheduler": "is --history",
+    "speculative_config": _PROCESSORS,
+    "lookahead_config": _PROCESSORS,
+    "enable_attention_dp": _PROCESSORS,
+    "max_beam_width": "beam search is not served",
+    "guided_decoding_backend": "grammars run as logits processors",
+    "reasoning_parser": "thinking budgets run as logits processors, and the frontend parses reasoning",
+    "num_postprocess_workers": "the worker sends token ids",
+    "stream_interval": "every token is a delta",
+    "batched_logits_processor": "only the TensorRT backend calls it",
+}
+"""Names that the YAML file may not set, with the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrtllmConfig:
+    """Settings of one TensorRT-LLM engine.
+
+    Attributes:
+        model_path: Directory of the checkpoint.
+        options: Arguments of ``LLM`` besides the model. What is in `optional` is left out where a version lacks it.
+        optional: Names in `options` that the worker sets by itself.
+        max_num_seqs: Requests decoded in one step at most.
+        max_queue: Requests that may wait for a place.
+        history: ``exact`` shows processors every sampled token; ``lagged`` overlaps steps, and they see it late.
+        fails_open: What Dynamo's own adapter does with a failing processor: the request goes on without it.
+        role: ``prefill`` and ``decode`` hand over through TensorRT-LLM's cache transceiver.
+        canary_interval_s: Seconds without a response after which a canary is sent.
+        canary_timeout_s: Seconds that its answer may take.
+    """
+
+    model_path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    max_num_seqs: int = 64
+    max_queue: int = 256
+    history: Literal["exact", "lagged"] = "exact"
+    fails_open: bool = False
+    role: Role = "aggregated"
+    canary_interval_s: float = 10.0
+    canary_timeout_s: float = 60.0
+
+    def llm_arguments(self, known: Collection[str], version: str) -> dict[str, Any]:
+        """Arguments for the installed version.
+
+        Raises:
+            StartupError: it does not know one that the operator gave, or one that exactness needs.
+        """
+        chosen = {}
+        for name, value in self.options.items():
+            if name in known:
+                chosen[name] = value
+            elif name not in self.optional:
+                raise StartupError(f"TensorRT-LLM {version} has no argument {name!r}")
+        return chosen
+
+
+def config_from(arguments: Arguments) -> TrtllmConfig:
+    """The settings that the worker's options and the YAML file ask for.
+
+    Raises:
+        ConfigurationError: they contradict each other, or a name may not be set.
+    """
+    path = arguments.extra_engine_args
+    given = {} if path is None else load_yaml(path)
+    for name in given:
+        if name in REFUSED:
+            raise ConfigurationError(f"--extra-engine-args {path}: {name}: {REFUSED[name]}")
+    options = _Options(given, path)
+    _add_sizes(options, arguments)
+    _add_cache(options, arguments)
+    role: Role = arguments.disaggregation_mode  # type: ignore[assignment]  # one of its choices
+    if role != "aggregated":
+        options.default("cache_transceiver_config", {"backend": "DEFAULT"})
+    options.default("disable_overlap_scheduler", arguments.history == "exact", needed=True)
+    options.default("enable_chunked_prefill", arguments.history == "exact")
+    if arguments.history == "lagged" and options.values["enable_chunked_prefill"]:
+        problem = "with --history lagged a prompt must be prefilled at once"
+        raise ConfigurationError(f"--extra-engine-args {path}: enable_chunked_prefill: {problem}")
+    options.default("scheduler_config", {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"})
+    options.default("enable_iter_perf_stats", True)
+    return TrtllmConfig(
+        model_path=arguments.model_path,
+        options=options.values,
+        optional=frozenset(options.optional),
+        max_num_seqs=int(options.values["max_batch_size"]),
+        max_queue=arguments.max_queue,
+        history="exact" if arguments.history == "exact" else "lagged",
+        fails_open=arguments.processor_errors == "open",
+        role=role,
+    )
+
+
+def _add_sizes(options: _Options, arguments: Arguments) -> None:
+    options.flag("tensor_parallel_size", arguments, "tensor_parallel_size", always=True)
+    options.flag("pipeline_parallel_size", arguments, "pipeline_parallel_size", always=True)
+    options.flag("max_batch_size", arguments, "max_num_seqs", always=True)
+    options.flag("max_num_tokens", arguments, "max_num_batched_tokens")
+    options.flag("max_seq_len", arguments, "context_length")
+    options.flag("dtype", arguments, "dtype")
+
+
+def _add_cache(options: _Options, arguments: Arguments) -> None:
+    cache = dict(options.values.get("kv_cache_config") or {})
+    inner = _Options(cache, options.path)
+    inner.flag("tokens_per_block", arguments, "kv_block_size")
+    if arguments.kv_blocks is not None:
+        block = inner.values.get("tokens_per_block")
+        if block is None:
+            raise ConfigurationError("--kv-blocks needs --kv-block-size with --engine trtllm")
+        inner.same("max_tokens", arguments.kv_blocks * int(block), "--kv-blocks")
+    if arguments.enable_kv_routing:
+        inner.default("event_buffer_max_size", EVENT_BUFFER)
+    if inner.values:
+        options.values["kv_cache_config"] = inner.values
+
+
+class _Options:
+    """Values by name; those of the YAML file come first, and a flag may not contradict them."""
+
+    def __init__(self, given: Mapping[str, Any], path: str | None) -> None:
+        self.values = dict(given)
+        self.path = path
+        self.optional: set[str] = set()
+
+    def flag(self, name: str, arguments: Arguments, option: str, *, always: bool = False) -> None:
+        """Take an option of the worker. One that is at its default gives way to the file."""
+        value = getattr(arguments, option)
+        row = next(each for each in OPTIONS if each.name == option)
+        if value != row.default:
+            self.same(name, value, row.flag)
+        elif always:
+            self.values.setdefault(name, value)
+
+    def same(self, name: str, value: Any, flag: str) -> None:
+        """Set a value, which the file may repeat but not contradict."""
+        if self.values.setdefault(name, value) != value:
+            problem = f"{flag} asks for {name}: {value}, but {self.path} says {self.values[name]}; give it in one place"
+            raise ConfigurationError(problem)
+
+    def default(self, name: str, value: Any, *, needed: bool = False) -> None:
+        """Set a value where the file does not; a version that lacks it does without unless it is ``needed``."""
+        if name not in self.values:
+            self.values[name] = value
+            if not needed:
+                self.optional.add(name)
+
+
+def checkpoint_facts(model_path: str) -> tuple[int | None, tuple[int, ...]]:
+    """Longest context, None if the checkpoint does not say, and the ids that end an answer.
+
+    Raises:
+        StartupError: a file cannot be read.
+    """
+    config = _read_json(Path(model_path) / "config.json")
+    text = config.get("text_config", config)
+    length = text.get("max_position_embeddings")
+    generation = _read_json(Path(model_path) / "generation_config.json")
+    found = generation.get("eos_token_id", text.get("eos_token_id"))
+    ends = [] if found is None else found if isinstance(found, list) else [found]
+    return length, tuple(int(token) for token in ends)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StartupError(f"--model-path: cannot read {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise StartupError(f"--model-path: {path} does not hold a JSON object")
+    return content

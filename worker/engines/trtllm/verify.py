@@ -1,0 +1,274 @@
+"""``python -m worker.engines.trtllm.verify``: the checklist of `docs/tensorrt-llm.md` on the installed TensorRT-LLM.
+
+Takes the worker's own options, writes a report in Markdown to standard output, and exits with 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adapters import create_trtllm_adapters
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, Processor
+from adapters.processors.forcing import ForcedPrefix
+from adapters.processors.masks import BannedTokens
+from adapters.processors.penalties import RepetitionPenalty
+from adapters.vocabulary import Vocabulary
+from worker.arguments import parse_arguments
+from worker.engines import EngineInfo, TokenDelta
+from worker.engines.trtllm.capabilities import read_package
+from worker.engines.trtllm.engine import TrtllmEngine
+from worker.engines.trtllm.settings import config_from
+from worker.errors import InvalidRequest, ServingError
+from worker.sampling import SamplingParams
+
+PROMPT = [9, 30, 41, 77, 12]
+NUM_TOKENS = 24
+STRANGERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        name: What is claimed.
+        ok: Whether it holds.
+        found: What was seen.
+    """
+
+    name: str
+    ok: bool
+    found: str
+
+
+class _Raises:
+    """A third party's processor with a fault."""
+
+    def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
+        raise RuntimeError("a fault for the checklist")
+
+
+class Checklist:
+    """Runs the checks on one engine that has started."""
+
+    def __init__(self, engine: TrtllmEngine, info: EngineInfo) -> None:
+        self.engine = engine
+        self.info = info
+        self._num_requests = 0
+
+    async def run(self) -> list[Check]:
+        """Every check, in order. One that raises has failed."""
+        checks: tuple[Callable[[], Awaitable[Check]], ...] = (
+            self.repeatable,
+            self.forced,
+            self.banned,
+            self.penalised,
+            self.ended_late,
+            self.seeded,
+            self.undisturbed,
+            self.chunked,
+            self.faulty,
+            self.logprobs,
+            self.aborted,
+            self.speed,
+        )
+        return [await self._guarded(check) for check in checks]
+
+    async def _guarded(self, check: Callable[[], Awaitable[Check]]) -> Check:
+        try:
+            return await asyncio.wait_for(check(), 300)
+        except (ServingError, AssertionError, asyncio.TimeoutError) as error:
+            return Check(check.__name__, False, f"{type(error).__name__}: {error}")
+
+    async def repeatable(self) -> Check:
+        answers = [await self._tokens() for _ in range(3)]
+        return Check("greedy answers repeat", answers[0] == answers[1] == answers[2], f"{answers[0][:8]} ...")
+
+    async def forced(self) -> Check:
+        wanted = [40, 41, 42, 40, 41]
+        found = (await self._tokens(self._chain(ForcedPrefix, token_ids=wanted)))[: len(wanted)]
+        return Check("forced tokens come out", found == wanted, str(found))
+
+    async def banned(self) -> Check:
+        plain = await self._tokens()
+        found = await self._tokens(self._chain(BannedTokens, token_ids=plain[:4]))
+        return Check(
+            "banned tokens do not", not set(found) & set(plain[:4]), f"banned {plain[:4]}, got {found[:8]} ..."
+        )
+
+    async def penalised(self) -> Check:
+        found = await self._tokens(self._chain(RepetitionPenalty, penalty=90.0))
+        return Check(
+            "a penalty sees every token", len(set(found)) == len(found), f"{len(set(found))} of {len(found)} differ"
+        )
+
+    async def ended_late(self) -> Check:
+        ends = sorted(set(range(0, self.info.vocab_size, 2)))[:1000]
+        found = await self._answer(min_tokens=10, stop_token_ids=ends)
+        ok = len(found.token_ids) >= 10 and not set(found.token_ids) & set(ends)
+        return Check("no stop token ends an answer before min_tokens", ok, f"{len(found.token_ids)} tokens")
+
+    async def seeded(self) -> Check:
+        async def drawn(seed: int) -> list[int]:
+            return await self._tokens(temperature=1.0, seed=seed)
+
+        alone = await drawn(7)
+        _, together = await asyncio.gather(self._strangers(), drawn(7))
+        other = await drawn(8)
+        return Check("a seed fixes the draws in any batch", alone == together != other, f"{alone[:8]} ...")
+
+    async def undisturbed(self) -> Check:
+        alone = await self._tokens(self._chain(ForcedPrefix, token_ids=[40, 41, 42]))
+        strangers, together = await asyncio.gather(
+            self._strangers(), self._tokens(self._chain(ForcedPrefix, token_ids=[40, 41, 42]))
+        )
+        same = sum(a == b for a, b in zip(alone, together, strict=False))
+        ok = together[:3] == [40, 41, 42] and len(set(map(tuple, strangers))) == STRANGERS
+        return Check("strangers in a batch keep their own processors", ok, f"{same} of {len(alone)} tokens as alone")
+
+    async def chunked(self) -> Check:
+        length = min(self.info.max_num_batched_tokens * 2 + 3, self.info.context_length - NUM_TOKENS - 1)
+        prompt = [20 + (7 * place) % 200 for place in range(length)]
+        try:
+            found = await self._tokens(self._chain(ForcedPrefix, prompt, token_ids=[40, 41, 42]), prompt=prompt)
+        except InvalidRequest as error:
+            ok = self.engine.config.history == "lagged"
+            return Check("a prompt of several chunks", ok, f"refused: {error}")
+        return Check("a prompt of several chunks", found[:3] == [40, 41, 42], f"{length} tokens, {found[:3]}")
+
+    async def faulty(self) -> Check:
+        broken = create_trtllm_adapters([_Raises()], end_id=0)
+        _, failed = await asyncio.gather(self._strangers(), self._answer(broken))
+        after = await self._answer()
+        ok = failed.finish_reason == "error" and after.finish_reason in ("stop", "length")
+        return Check("a faulty processor fails its request alone", ok, str(failed.error))
+
+    async def logprobs(self) -> Check:
+        plain = await self._answer(logprobs=2)
+        beside = await self._answer(self._chain(BannedTokens, token_ids=[3]), logprobs=2)
+        entries = [*(plain.logprobs or ()), *(beside.logprobs or ())]
+        ok = len(entries) == len(plain.token_ids) + len(beside.token_ids) and all(len(each) == 3 for each in entries)
+        off = [
+            abs(a[0].logprob - b[0].logprob) for a, b in zip(plain.logprobs or (), beside.logprobs or (), strict=False)
+        ]
+        return Check(
+            "log probabilities with and without processors", ok, f"they differ by {max(off, default=0):.2g} at most"
+        )
+
+    async def aborted(self) -> Check:
+        stream = self.engine.generate("abort", PROMPT, SamplingParams(max_tokens=1000, ignore_eos=True))
+        await anext(stream)
+        self.engine.abort("abort")
+        last = [delta async for delta in stream][-1]
+        return Check("an abort ends a request", last.finish_reason == "cancelled", str(last.finish_reason))
+
+    async def speed(self) -> Check:
+        async def rate(make: Callable[[], Any]) -> float:
+            began = time.perf_counter()
+            found = await asyncio.gather(
+                *(self._tokens(make(), max_tokens=128, ignore_eos=True) for _ in range(STRANGERS))
+            )
+            return sum(map(len, found)) / (time.perf_counter() - began)
+
+        plain = await rate(lambda: None)
+        masked = await rate(lambda: self._chain(BannedTokens, token_ids=[3]))
+        return Check(
+            "speed (no claim)", True, f"{plain:.0f} tokens/s, {masked:.0f} with a processor each, {STRANGERS} requests"
+        )
+
+    async def _strangers(self) -> list[list[int]]:
+        return await asyncio.gather(
+            *(self._tokens(self._chain(ForcedPrefix, token_ids=[50 + i] * 4)) for i in range(STRANGERS))
+        )
+
+    def _chain(self, kind: type[Processor], prompt: Sequence[int] = PROMPT, **args: Any) -> Any:
+        context = Context(Vocabulary(self.info.vocab_size), frozenset(self.info.eos_token_ids))
+        made = ProcessorChain(kind.build(kind.Args(**args), context), context, step_budget_s=60.0)
+        made.start(prompt)
+        return create_trtllm_adapters([made], end_id=0)
+
+    async def _tokens(self, processors: Any = None, **fields: Any) -> list[int]:
+        delta = await self._answer(processors, **{"ignore_eos": "stop_token_ids" not in fields, **fields})
+        assert delta.finish_reason != "error", delta.error
+        return delta.token_ids
+
+    async def _answer(self, processors: Any = None, *, prompt: Sequence[int] = PROMPT, **fields: Any) -> TokenDelta:
+        self._num_requests += 1
+        params = SamplingParams(**{"max_tokens": NUM_TOKENS, "logits_processor": processors, **fields})
+        whole = TokenDelta(logprobs=[])
+        async for delta in self.engine.generate(f"verify-{self._num_requests}", prompt, params):
+            whole.token_ids += delta.token_ids
+            whole.logprobs = [*(whole.logprobs or ()), *(delta.logprobs or ())]
+            whole.finish_reason, whole.error = delta.finish_reason, delta.error
+        return whole
+
+
+def report(engine: TrtllmEngine, info: EngineInfo, checks: Sequence[Check], start_s: float) -> str:
+    """The report in Markdown."""
+    package = read_package()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    facts = {
+        "TensorRT-LLM": info.version,
+        "torch": torch.__version__,
+        "GPU": device,
+        "model": engine.config.model_path,
+        "start": f"{start_s:.1f} s",
+        "context, vocabulary": f"{info.context_length}, {info.vocab_size}",
+        "KV blocks": f"{info.total_kv_blocks} of {info.kv_block_size} tokens",
+        "history": engine.config.history,
+        "honoured natively": ", ".join(engine.honoured) or "nothing",
+        "fields of SamplingParams": ", ".join(sorted(package.sampling_fields)),
+        "arguments of LLM": ", ".join(sorted(package.llm_fields)),
+        "arguments of generate_async": ", ".join(sorted(package.generate_arguments)),
+    }
+    lines = ["# TensorRT-LLM checklist", "", "| fact | value |", "| --- | --- |"]
+    lines += [f"| {name} | {value} |" for name, value in facts.items()]
+    lines += ["", "| check | result | found |", "| --- | --- | --- |"]
+    lines += [f"| {each.name} | {'pass' if each.ok else 'FAIL'} | {_cell(each.found)} |" for each in checks]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+async def verify(argv: Sequence[str]) -> tuple[str, bool]:
+    """The report, and whether every check passed.
+
+    Raises:
+        ServingError: the engine does not start.
+    """
+    engine = TrtllmEngine(config_from(parse_arguments(["--engine", "trtllm", *argv])))
+    began = time.perf_counter()
+    try:
+        info = await engine.start()
+        start_s = time.perf_counter() - began
+        checks = await Checklist(engine, info).run()
+        return report(engine, info, checks, start_s), all(check.ok for check in checks)
+    finally:
+        await engine.stop()
+
+
+def main() -> int:
+    """Exit status."""
+    try:
+        text, passed = asyncio.run(verify(sys.argv[1:]))
+    except ServingError as error:
+        sys.stderr.write(f"verify: error: {error}\n")
+        return 2
+    sys.stdout.write(text + "\n")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    from worker.engines.trtllm import verify as module  # the engine's process must find `_Raises` by its own name
+
+    sys.exit(module.main())
