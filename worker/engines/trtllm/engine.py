@@ -97,7 +97,10 @@ class TrtllmEngine:
             self._llm = package.llm(model=self.config.model_path, **arguments)
         except Exception as error:  # the start-up boundary
             raise StartupError(f"TensorRT-LLM {package.version}: {' '.join(str(error).split())}") from error
-        self._channel.open()
+        try:
+            self._channel.open()
+        except OSError as error:
+            raise StartupError(f"processors cannot report: {error}") from error
         calls = await self._probe_calls(package, eos_token_ids)
         honoured = await find_honoured(self._ask, package, PROBE_PROMPT, calls.vocab_size)
         logger.info("TensorRT-LLM %s honours %s", package.version, ", ".join(sorted(honoured)) or "no control")
