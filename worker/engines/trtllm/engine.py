@@ -44,6 +44,9 @@ PROBE_TOKEN = 7
 PREFILL_DRAIN_S = 30.0
 """How long a prefill worker stays after its last prompt, so that decode workers can fetch the KV."""
 
+SHUTDOWN_S = 30.0
+"""How long the executor may take to end."""
+
 _MIN_DISAGG_ID = 2**42
 """Ids below are TensorRT-LLM's own."""
 
@@ -121,7 +124,10 @@ class TrtllmEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         llm, self._llm = self._llm, None
         if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
+            try:
+                await asyncio.wait_for(asyncio.to_thread(llm.shutdown), SHUTDOWN_S)
+            except asyncio.TimeoutError:  # a dead executor may keep it waiting for ever
+                logger.warning("TensorRT-LLM did not shut down within %g s", SHUTDOWN_S)
         self._channel.close()
 
     async def _drain_prefill(self) -> None:
