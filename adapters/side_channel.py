@@ -135,7 +135,7 @@ class SideChannel:
 
     def open(self) -> None:
         """Bind the socket and listen in the running event loop."""
-        self._directory = tempfile.mkdtemp(prefix="dlw-")
+        self._directory = _short_directory()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         self._listener.bind(self.path)
@@ -209,6 +209,14 @@ class SideChannel:
         else:
             self.num_refused += 1
             logger.warning("the side channel refused a message of %d bytes", len(data))
+
+
+def _short_directory() -> str:
+    """A new directory that only this user can enter; the path of a Unix socket has 107 bytes at most."""
+    for root in (tempfile.gettempdir(), "/dev/shm", "/tmp"):
+        if len(os.fsencode(root)) < 80 and os.access(root, os.W_OK):
+            return tempfile.mkdtemp(prefix="dlw-", dir=root)
+    raise OSError("no writable directory with a path short enough for a Unix socket")
 
 
 _FAILURE = {field.name for field in fields(Failure)}

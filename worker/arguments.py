@@ -244,6 +244,8 @@ class Arguments:
     custom_jinja_template: str | None = _option(
         None, "Chat template file that replaces the model's own.", env="DYN_CUSTOM_JINJA_TEMPLATE"
     )
+    given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    """Names of the options that were given somewhere: TensorRT-LLM has defaults of its own for the others."""
 
 
 def _table() -> tuple[Option, ...]:
@@ -259,6 +261,7 @@ def _table() -> tuple[Option, ...]:
             many=f.metadata["many"],
         )
         for f in dataclasses.fields(Arguments)
+        if f.metadata
     )
 
 
@@ -378,13 +381,14 @@ def _with_full_endpoint(given: dict[str, Any]) -> dict[str, Any]:
 def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
     if given.get("model_path") is None:
         raise ConfigurationError("--model-path is required")
+    names = frozenset(given)
     given.setdefault("served_model_name", Path(os.path.abspath(given["model_path"])).name)
     if given.get("disaggregation_mode") == "agg":
         given["disaggregation_mode"] = "aggregated"
     suffix = environ.get("DYN_NAMESPACE_WORKER_SUFFIX")
     if suffix:  # Dynamo's rule for several pools of workers of one model
         given["namespace"] = f"{given.get('namespace', 'dynamo')}-{suffix}"
-    arguments = Arguments(**given)
+    arguments = Arguments(**given, given=names)
     _refuse_contradictions(arguments)
     return arguments
 

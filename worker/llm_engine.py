@@ -305,7 +305,7 @@ class WorkerEngine(LLMEngine):
     async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
         """``POST /engine/control/info`` or ``/logits_processors``: what this worker is, and which processors it has."""
         if control == CATALOG_CONTROL and self._desk is not None:
-            return {"status": "ok", **self._desk.catalog.as_json()}
+            return {"status": "ok", "history": self.arguments.history, **self._desk.catalog.as_json()}
         if control != "info" or self._info is None:
             return await super().engine_control(control, body)
         info = self._info
@@ -316,6 +316,8 @@ class WorkerEngine(LLMEngine):
             "engine_version": info.version,
             "model": self.arguments.served_model_name,
             "dtype": self.arguments.dtype,
+            "history": self.arguments.history,
+            "processor_errors": self.arguments.processor_errors,
             "context_length": info.context_length,
             "max_num_seqs": info.max_num_seqs,
             "max_num_batched_tokens": info.max_num_batched_tokens,

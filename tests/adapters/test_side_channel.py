@@ -150,3 +150,13 @@ def test_a_worker_that_hears_nothing_costs_a_bounded_wait(tmp_path, monkeypatch:
         for position in range(2000):
             reporter.step(Step(position))
         assert reporter.num_dropped > 0
+
+
+async def test_a_long_temporary_directory_is_no_obstacle(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    long = tmp_path / ("d" * 120)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    async with Worker() as worker:
+        worker.channel.reporter("r").step(Step(1))
+        worker.channel.poll()
+        assert worker.steps == [("r", Step(1))]

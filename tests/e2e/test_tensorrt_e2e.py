@@ -14,6 +14,7 @@ from adapters.client import logits_processors, processor
 
 STAND_IN = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests/trtllm_standin"}
 PATIENT = ["--processor-step-budget-s", "60"]
+pytestmark = pytest.mark.timeout(300)  # several processes start, each loads torch
 
 
 @pytest.fixture(scope="module")

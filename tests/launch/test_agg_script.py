@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -170,3 +171,41 @@ def test_the_client_example(tmp_path: Path) -> None:
         command = [sys.executable, str(REPOSITORY / "examples/chat.py"), "Hello", "--url", script.url]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert (done.stdout, done.stderr) == ("Hello world!\n", "")
+
+
+def test_the_engine_is_chosen_by_a_variable(tmp_path: Path) -> None:
+    """On the stand-in for TensorRT-LLM, as on a machine that has it."""
+    with launched(tmp_path) as embedded:
+        embedded.wait_until_ready()
+        expected = chat(embedded)
+        embedded.press_ctrl_c()
+        assert embedded.finish() == 0, embedded.output
+    stand_in = REPOSITORY / "tests" / "trtllm_standin"
+    with launched(tmp_path, variables={"ENGINE": "trtllm", "PYTHONPATH": str(stand_in)}) as script:
+        script.wait_until_ready()
+        assert chat(script) == expected
+        children = script.children()
+        script.press_ctrl_c()
+        assert script.finish() == 0, script.output
+        script.assert_nothing_left(children)
+
+
+def test_the_checklist_passes_on_the_stand_in(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    done = subprocess.run(
+        [REPOSITORY / "scripts" / "verify-gpu", "--max-num-batched-tokens", "128"],
+        env={
+            **os.environ,
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(REPOSITORY / "tests" / "trtllm_standin"),
+            "MODEL_PATH": str(write_tiny_model(tmp_path / "model")),
+            "REPORT": str(report),
+        },
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = report.read_text().splitlines()
+    assert "| TensorRT-LLM | 1.3.0rc29 |" in lines
+    assert sum("| pass |" in line for line in lines) == 12

@@ -105,6 +105,7 @@ def in_role(model: Path, role: Role) -> TrtllmEngine:
 
 
 PROMPT = [9, 30, 41, 77, 12]
+pytestmark = pytest.mark.timeout(300)  # several processes start, each loads torch
 ASKED: list[dict[str, Any]] = [
     {},
     {"temperature": 0.9, "seed": 8},

@@ -25,6 +25,7 @@ from worker.sampling import SamplingParams
 
 PROMPT = [9, 30, 41, 77]
 CONTEXT = Context(Vocabulary(1024), frozenset({1, 4}))
+pytestmark = pytest.mark.timeout(300)  # several processes start, each loads torch
 
 
 def chain(kind: type[Processor], **args: Any) -> list[Any]:

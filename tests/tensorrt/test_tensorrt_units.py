@@ -347,8 +347,13 @@ class Executor:
         if isinstance(self.answer, Exception):
             raise self.answer
 
+    def check(self) -> bool:
+        if self.answer == "check raises":
+            raise RuntimeError("gone")
+        return self.is_healthy
+
     def watch(self, *, has_check: bool = True, interval_s: float = 0.001) -> Watch:
-        check = (lambda: self.is_healthy) if has_check else None
+        check = self.check if has_check else None
         return Watch(check, self.canary, package(), interval_s, 0.05, self.reasons.append)
 
 
@@ -356,6 +361,7 @@ class Executor:
     ("executor", "reason"),
     [
         (Executor(healthy=False), "health check fails"),
+        (Executor("check raises"), "health check fails"),
         (Executor("hangs"), "did not answer a canary"),
         (Executor(RuntimeError("CUDA error")), "CUDA error"),
     ],
@@ -367,9 +373,10 @@ async def test_a_dead_executor_is_noticed(executor: Executor, reason: str) -> No
 
 
 @pytest.mark.parametrize("answer", [None, _RequestError("no")])
-async def test_a_live_executor_stays(answer: Exception | None) -> None:
+@pytest.mark.parametrize("has_check", [True, False])
+async def test_a_live_executor_stays(answer: Exception | None, has_check: bool) -> None:
     executor = Executor(answer)
-    task = asyncio.create_task(executor.watch().run())
+    task = asyncio.create_task(executor.watch(has_check=has_check).run())
     while executor.num_canaries < 3:
         await asyncio.sleep(0.001)
     task.cancel()

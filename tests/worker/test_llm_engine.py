@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -320,3 +321,56 @@ async def test_info() -> None:
     info = await worker.engine_control("info", {})
     assert (info["engine"], info["model"], info["in_flight"], info["draining"]) == ("fake", "tiny", 0, False)
     assert (await worker.engine_control("reset", {}))["status"] == "error"
+
+
+class SelfReportingEngine(FakeEngine):
+    """One whose work is done in another process."""
+
+    has_events = True
+
+    def tell_broken(self, callback: Callable[[str], None]) -> None:
+        self.broken = callback
+
+    def tell_load(self, callback: Callable[[int, int], None]) -> None:
+        self.load = callback
+
+    def publish_events(self, publisher: Any) -> None:
+        self.publisher = publisher
+
+
+async def test_an_engine_that_reports_for_itself() -> None:
+    left: list[bool] = []
+    engine = SelfReportingEngine(two_tokens)
+    worker = WorkerEngine(engine, ARGUMENTS, leave=lambda: left.append(True), open_desk=desk)
+    await worker.start(0)
+    (source,) = await worker.kv_event_sources()
+    source.on_ready("publisher")  # type: ignore[arg-type]
+    assert engine.publisher == "publisher"
+    publisher = Publisher()
+    worker.attach_snapshot_publisher(publisher)
+    engine.load(7, 20)
+    assert publisher.used[-1] == 7
+    engine.broken("the executor died")
+    engine.broken("and again")
+    assert (worker.broken, left) == ("the executor died", [True])
+
+
+async def test_only_a_clients_seed_is_passed_to_an_engine_that_pays_for_it() -> None:
+    seeds: list[int | None] = []
+
+    async def script(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        seeds.append(params.seed)
+        yield TokenDelta([5], finish_reason="length")
+
+    class Paying(FakeEngine):
+        async def start(self) -> EngineInfo:
+            return dataclasses.replace(INFO, draws_by_seed=False)
+
+    for kind in (FakeEngine, Paying):
+        worker = WorkerEngine(kind(script), ARGUMENTS, leave=lambda: None, open_desk=desk)
+        await worker.start(0)
+        for options in ({}, {"seed": 4}):
+            request: Any = {"token_ids": [1, 2], "sampling_options": {"temperature": 1.0, **options}}
+            _ = [chunk async for chunk in worker.generate(request, Context())]
+    assert isinstance(seeds[0], int)
+    assert seeds[1:] == [4, None, 4]

@@ -44,6 +44,9 @@ PROBE_TOKEN = 7
 PREFILL_DRAIN_S = 30.0
 """How long a prefill worker stays after its last prompt, so that decode workers can fetch the KV."""
 
+SHUTDOWN_S = 30.0
+"""How long the executor may take to end."""
+
 _MIN_DISAGG_ID = 2**42
 """Ids below are TensorRT-LLM's own."""
 
@@ -97,7 +100,10 @@ class TrtllmEngine:
             self._llm = package.llm(model=self.config.model_path, **arguments)
         except Exception as error:  # the start-up boundary
             raise StartupError(f"TensorRT-LLM {package.version}: {' '.join(str(error).split())}") from error
-        self._channel.open()
+        try:
+            self._channel.open()
+        except OSError as error:
+            raise StartupError(f"processors cannot report: {error}") from error
         calls = await self._probe_calls(package, eos_token_ids)
         honoured = await find_honoured(self._ask, package, PROBE_PROMPT, calls.vocab_size)
         logger.info("TensorRT-LLM %s honours %s", package.version, ", ".join(sorted(honoured)) or "no control")
@@ -118,7 +124,10 @@ class TrtllmEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         llm, self._llm = self._llm, None
         if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
+            try:
+                await asyncio.wait_for(asyncio.to_thread(llm.shutdown), SHUTDOWN_S)
+            except asyncio.TimeoutError:  # a dead executor may keep it waiting for ever
+                logger.warning("TensorRT-LLM did not shut down within %g s", SHUTDOWN_S)
         self._channel.close()
 
     async def _drain_prefill(self) -> None:

@@ -108,6 +108,7 @@ class Flight:
             delta = cursor.advance(output)
             if delta is not None and not self.done:
                 delta.hand_off = self.hand_off
+                delta.num_cached_tokens = int(getattr(self.result, "cached_tokens", 0) or 0)
                 self._put(self._confirmed(delta))
         if self.done and not all(output.finish_reason for output in outputs):
             self.abort()  # ended here, by a token or a failure that the engine does not know of

@@ -91,8 +91,17 @@ class Watch:
                 self._broken(problem)
                 return
 
+    def _is_healthy(self) -> bool:
+        if self._healthy is None:
+            return True
+        try:
+            return bool(self._healthy())
+        except Exception:  # the engine's boundary: a check that raises has failed
+            logger.exception("TensorRT-LLM's own health check")
+            return False
+
     async def _look(self) -> str | None:
-        if self._healthy is not None and not self._healthy():
+        if not self._is_healthy():
             return "TensorRT-LLM's own health check fails"
         if self._heard:
             self._heard = False

@@ -122,7 +122,8 @@ def _add_sizes(options: _Options, arguments: Arguments) -> None:
     options.flag("max_batch_size", arguments, "max_num_seqs", always=True)
     options.flag("max_num_tokens", arguments, "max_num_batched_tokens")
     options.flag("max_seq_len", arguments, "context_length")
-    options.flag("dtype", arguments, "dtype")
+    if arguments.dtype != "auto":
+        options.flag("dtype", arguments, "dtype")
 
 
 def _add_cache(options: _Options, arguments: Arguments) -> None:
@@ -149,11 +150,10 @@ class _Options:
         self.optional: set[str] = set()
 
     def flag(self, name: str, arguments: Arguments, option: str, *, always: bool = False) -> None:
-        """Take an option of the worker. One that is at its default gives way to the file."""
+        """Take an option of the worker. One that nobody gave leaves TensorRT-LLM's default, unless ``always``."""
         value = getattr(arguments, option)
-        row = next(each for each in OPTIONS if each.name == option)
-        if value != row.default:
-            self.same(name, value, row.flag)
+        if option in arguments.given:
+            self.same(name, value, next(each.flag for each in OPTIONS if each.name == option))
         elif always:
             self.values.setdefault(name, value)
 

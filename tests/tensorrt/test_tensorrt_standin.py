@@ -1,0 +1,115 @@
+"""The stand-in's own behaviour, called as the real LLM API is: what the worker is protected from."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_processors import Raw
+from stand_in import running, stand_in
+
+from adapters.side_channel import SideChannel
+from adapters.trtllm import Step
+from worker.engines.trtllm.probes import CallProbe
+from worker.sampling import SamplingParams
+
+PROMPT = [9, 30, 41, 77]
+
+
+class Api:
+    """An ``LLM`` of the stand-in, and what its processors report."""
+
+    def __init__(self, model: Path, **arguments: Any) -> None:
+        package = importlib.import_module("tensorrt_llm")
+        self.params = package.SamplingParams
+        self.error = importlib.import_module("tensorrt_llm.executor.utils").RequestError
+        self.llm = package.LLM(str(model), max_batch_size=8, **arguments)
+        self.steps: list[Step] = []
+        self.channel = SideChannel(lambda failure: None, lambda name, step: self.steps.append(step))
+        self.channel.open()
+
+    def close(self) -> None:
+        self.llm.shutdown()
+        self.channel.close()
+
+    async def positions(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """At which positions a processor is called."""
+        self.steps.clear()
+        probe = CallProbe(self.channel.reporter("r"), 40)
+        params = self.params(max_tokens=num_tokens, logits_processor=probe, ignore_eos=True)
+        output = await self.llm.generate_async(prompt, params)
+        assert output.outputs[0].token_ids == [40] * num_tokens
+        self.channel.poll()
+        return [step.position for step in self.steps]
+
+
+async def test_processors_see_an_old_history_and_an_exception_fails_everyone(model: Path) -> None:
+    with stand_in():
+        api = Api(model)
+        try:
+            assert await api.positions(PROMPT, 4) == [4, 4, 5, 6]
+            stranger = api.llm.generate_async(PROMPT, api.params(max_tokens=1500, ignore_eos=True), streaming=True)
+            await anext(stranger)
+            guilty = api.llm.generate_async(PROMPT, api.params(max_tokens=9, logits_processor=Raw(5), ignore_eos=True))
+            with pytest.raises(api.error, match="error in forward function"):
+                await guilty
+            with pytest.raises(api.error, match="error in forward function"):
+                await stranger
+            with pytest.raises(api.error, match="exceeds max_num_tokens"):
+                api.llm.generate_async([7] * 9000, api.params())
+            with pytest.raises(TypeError):
+                api.llm.generate_async(PROMPT, {"max_tokens": 1})
+            with pytest.raises(ValueError, match="priority"):
+                api.llm.generate_async(PROMPT, priority=2.0)
+            with pytest.raises((AttributeError, TypeError), match="pickle"):
+                api.llm.generate_async(PROMPT, api.params(logits_processor=lambda *a: None))
+            spent = api.params(max_tokens=2)
+            await api.llm.generate_async(PROMPT, spent)
+            assert spent.end_id is not None  # the object that was given is changed
+        finally:
+            api.close()
+
+
+async def test_processors_are_called_once_per_chunk(model: Path) -> None:
+    with stand_in():
+        api = Api(model, disable_overlap_scheduler=True, enable_chunked_prefill=True, max_num_tokens=16)
+        try:
+            assert await api.positions(PROMPT, 3) == [4, 5, 6]
+            assert await api.positions([7] * 40, 3) == [40, 40, 40, 41, 42]
+        finally:
+            api.close()
+
+
+class Publisher:
+    """Dynamo's, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.stored: asyncio.Queue[tuple[list[int], list[int], list[int], int | None]] = asyncio.Queue()
+
+    def publish_stored(self, tokens: list[int], sizes: list[int], hashes: list[int], parent: int | None = None) -> None:
+        self.stored.put_nowait((tokens, sizes, hashes, parent))
+
+    def publish_removed(self, hashes: list[int]) -> None:
+        raise AssertionError("nothing is removed here")
+
+
+async def test_load_and_kv_events_reach_the_runtime(model: Path) -> None:
+    async with running(model, "--kv-block-size", "16") as served:
+        loads: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        served.tell_load(lambda used, total: loads.put_nowait((used, total)))
+        publisher = Publisher()
+        assert served.has_events
+        served.publish_events(publisher)
+        prompt = list(range(20, 60))
+        async for _ in served.generate("r", prompt, SamplingParams(max_tokens=2)):
+            pass
+        tokens: list[int] = []
+        while tokens != prompt[:32]:  # the last block is not full
+            tokens, sizes, hashes, parent = await asyncio.wait_for(publisher.stored.get(), 30)
+        assert (sizes, parent, len(set(hashes))) == ([16, 16], None, 2)
+        used, total = await asyncio.wait_for(loads.get(), 30)
+        assert served._info is not None
+        assert 0 <= used <= total == served._info.total_kv_blocks
