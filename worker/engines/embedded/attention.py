@@ -143,7 +143,14 @@ class AttentionStep:
         for call in layout.calls:
             stop = start + call.entries * call.tokens
             part = partial_softmax(
-                query[start:stop], call.tokens, call.view(keys), call.view(values), call.mask, scale, softcap
+                query[start:stop],
+                call.tokens,
+                call.view(keys),
+                call.view(values),
+                call.mask,
+                scale,
+                softcap,
+                self._shapes.query_multiple,
             )
             outputs.append(part[0])
             sums.append(part[1])
@@ -305,8 +312,8 @@ def _attention(
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     step: AttentionStep = arguments[STEP_ARGUMENT]
-    packed = (each[0].transpose(0, 1) for each in (query, key, value))
-    return step.attend(module.layer_idx, *packed, scaling, sliding_window or 0, softcap)[None], None
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    return step.attend(module.layer_idx, query, key, value, scaling, sliding_window or 0, softcap)[None], None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -11,6 +11,7 @@ from worker.errors import StartupError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NUMERICS = ("auto", "exact", "fast")
+ROLES = ("aggregated", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,9 @@ class EmbeddedConfig:
         kv_block_size: Tokens per KV block.
         kv_blocks: KV blocks to own; None means as many as `max_num_seqs` full contexts need, or as fit into memory.
         max_queue: Requests that may wait for a place; more are refused with `Overloaded`.
+        role: ``aggregated``, or ``prefill`` or ``decode`` of disaggregated serving.
+        kv_hold_s: How long a prefill worker holds a prompt's KV for a decode worker, seconds.
+        kv_devices: Network devices over which KV is transferred, as in ``UCX_NET_DEVICES``.
         step_timeout_s: Seconds after which a step that has not ended counts as hung and ends the process.
     """
 
@@ -43,6 +47,9 @@ class EmbeddedConfig:
     kv_block_size: int = 16
     kv_blocks: int | None = None
     max_queue: int = 256
+    role: str = "aggregated"
+    kv_hold_s: float = 30.0
+    kv_devices: str = "lo"
     step_timeout_s: float = 300.0
 
     def check(self) -> None:
@@ -64,6 +71,10 @@ class EmbeddedConfig:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
                 "every running request needs one token of each step"
             )
+        if self.role not in ROLES:
+            raise StartupError(f"--disaggregation-mode must be one of {', '.join(ROLES)}, got {self.role!r}")
+        if not 0 < self.kv_hold_s < float("inf"):
+            raise StartupError(f"--kv-hold-s must be above 0 and finite, got {self.kv_hold_s}")
         if self.numerics not in NUMERICS:
             raise StartupError(f"--numerics must be one of {', '.join(NUMERICS)}, got {self.numerics!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:
