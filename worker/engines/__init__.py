@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from adapters.plan import ProcessorFailed
 from adapters.receipts import Receipt
@@ -49,6 +49,22 @@ class TokenLogprob:
     rank: int
 
 
+@dataclass(frozen=True, slots=True)
+class KeepKv:
+    """Asks an engine to compute a prompt, sample nothing, and hold the KV for another worker to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadKv:
+    """Tells an engine that another worker holds the prompt's KV.
+
+    Attributes:
+        handle: Where it is: the `TokenDelta.kv` of that worker's engine.
+    """
+
+    handle: Mapping[str, Any]
+
+
 @dataclass(slots=True)
 class TokenDelta:
     """What an engine has to say since its last delta about one choice of one request.
@@ -64,6 +80,7 @@ class TokenDelta:
         engine_data: Cumulative extra data for the response (the receipt), or None.
         receipt: What the request's logits processors did; on the last delta of a request that has any.
         failure: The processor that failed, where that is why the choice failed.
+        kv: Where the prompt's KV is held, JSON data; on the last delta of a request with `KeepKv`.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -76,6 +93,7 @@ class TokenDelta:
     engine_data: dict[str, object] | None = None
     receipt: Receipt | None = None
     failure: ProcessorFailed | None = None
+    kv: dict[str, Any] | None = None
 
 
 class Engine(Protocol):
@@ -85,9 +103,13 @@ class Engine(Protocol):
         """Load the model. Raises `StartupError` with one clear line; `stop` is safe afterwards."""
 
     def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        kv: KeepKv | ReadKv | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Decode one request.
+        """Decode one request, or in disaggregated serving one worker's part of it.
 
         The request is admitted when the first item is awaited. The stream ends after a delta with a
         `finish_reason`. Several tokens share a delta only when the consumer is behind.
@@ -104,6 +126,9 @@ class Engine(Protocol):
 
     def num_unfinished(self) -> int:
         """Requests admitted and not yet finished."""
+
+    def num_held(self) -> int:
+        """Prompts whose KV is held for other workers."""
 
     def hand_off(self) -> int:
         """End every unfinished request with `Draining`; returns how many. New ones are refused the same way."""

@@ -8,18 +8,21 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 
-from worker.engines import EngineInfo, TokenDelta
+from worker.engines import EngineInfo, KeepKv, ReadKv, TokenDelta
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.exchange import Exchange, open_exchange
+from worker.engines.embedded.handoff import fingerprint, handle_from_json
 from worker.engines.embedded.memory import choose_kv_blocks, is_out_of_memory
-from worker.engines.embedded.model import load_model
+from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Model, Output, Request
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.stream import Stream
+from worker.engines.embedded.transfer import KvHandle
 from worker.engines.embedded.watchdog import Watchdog
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, ServingError, StartupError
 from worker.sampling import SamplingParams
@@ -36,9 +39,10 @@ MAX_PAUSE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To the step thread: a new request."""
+    """To the step thread: a new request, and where its prompt's KV is, if another worker holds it."""
 
     request: Request
+    kv: KvHandle | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +106,20 @@ class StepThread:
     def _run(self) -> None:
         try:
             while self._read_messages():
-                if not self._stepper.scheduler.is_idle:
-                    self._may_run.wait(MAX_PAUSE_S)
-                    self._publish(self._watchdog.watch(self._stepper.step))
+                self._may_run.wait(MAX_PAUSE_S)
+                self._publish(self._watchdog.watch(self._stepper.step))
+            self._stepper.close()
         except BaseException as error:  # the thread's outermost frame: whatever it was, the engine is broken
             logger.exception("the step thread died")
             reason = "out of memory, as " if is_out_of_memory(error) else ""
             self._call_soon(self._died, f"the step thread died of {reason}{type(error).__name__}: {error}")
 
     def _read_messages(self) -> bool:
-        """Act on all messages, waiting for one if there is nothing else to do; False to leave."""
-        while self._stepper.scheduler.is_idle or not self._inbox.empty():
-            match self._inbox.get():
-                case Submit(request):
-                    self._stepper.add(request)
+        """Act on all messages, waiting for one while there is nothing else to do; False to leave."""
+        while (message := self._next_message()) is not None:
+            match message:
+                case Submit(request, kv):
+                    self._stepper.add(request, kv)
                 case Abort(request_id):
                     cancelled = self._stepper.abort(request_id)
                     if cancelled is not None:
@@ -124,7 +128,19 @@ class StepThread:
                     return False
         return True
 
+    def _next_message(self) -> Submit | Abort | Stop | None:
+        """The next message; None if there is none, and it is time for a step."""
+        wait_s = self._stepper.wait_s
+        if wait_s == 0 and self._inbox.empty():
+            return None
+        try:
+            return self._inbox.get(timeout=wait_s)
+        except Empty:
+            return None
+
     def _publish(self, outputs: list[Output]) -> None:
+        if not outputs:
+            return
         # while the loop is behind, outputs collect here and it is not woken again
         with self._outbox_lock:
             waiting = bool(self._outbox)
@@ -132,7 +148,7 @@ class StepThread:
             self._num_ahead += 1
             if self._num_ahead >= RUN_AHEAD:
                 self._may_run.clear()
-        if outputs and not waiting:
+        if not waiting:
             self._call_soon(self._collect)
 
     def _collect(self) -> None:
@@ -179,7 +195,13 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    return make_stepper(config, model, num_kv_blocks), info
+    stepper = make_stepper(config, model, num_kv_blocks)
+    if config.role != "aggregated":
+        if not isinstance(model, HfModel):
+            raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to hand over")
+        identity = fingerprint(config.model_path)
+        stepper.exchange = open_exchange(model.kv_tensors(), stepper.scheduler, config, identity)
+    return stepper, info
 
 
 class EmbeddedEngine:
@@ -196,6 +218,7 @@ class EmbeddedEngine:
         self._model: Model | None = None
         self._info: EngineInfo | None = None
         self._thread: StepThread | None = None
+        self._exchange: Exchange | None = None
         self._streams: dict[str, Stream] = {}
         self._numbers = count()
         self._refusal: ServingError | None = None
@@ -216,15 +239,20 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         self._thread = StepThread(stepper, self._deliver, self._break, loop, self.config.step_timeout_s)
         self._model = stepper.model
+        self._exchange = stepper.exchange
         self._info = info
         self._thread.start()
         return info
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        kv: KeepKv | ReadKv | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.Engine.generate`."""
-        stream = self._admit(request_id, prompt_token_ids, sampling_params)
+        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv)
         try:
             while True:
                 delta = await stream.take()
@@ -244,6 +272,16 @@ class EmbeddedEngine:
         """Requests admitted and not yet finished."""
         return len(self._streams)
 
+    def num_held(self) -> int:
+        """Prompts whose KV is held for other workers."""
+        return 0 if self._exchange is None else self._exchange.num_held
+
+    def transfers(self) -> dict[str, float]:
+        """Hand-offs so far by what became of them, and the seconds that reads took; see `Exchange.counts`."""
+        if self._exchange is None:
+            return {}
+        return {**self._exchange.counts, "seconds": self._exchange.seconds}
+
     def hand_off(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many were ended."""
         return self._end_all(Draining("the worker is shutting down"))
@@ -258,7 +296,9 @@ class EmbeddedEngine:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _admit(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Stream:
+    def _admit(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, kv: KeepKv | ReadKv | None
+    ) -> Stream:
         if self._refusal is not None:
             raise self._refusal
         if self._thread is None or self._model is None or self._info is None:
@@ -266,12 +306,25 @@ class EmbeddedEngine:
         if request_id in self._streams:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
         request = admit(request_id, next(self._numbers), prompt, params, self._model, self._info.context_length)
+        handle = self._part(request, kv)
         places = self.config.max_num_seqs + self.config.max_queue
         if len(self._streams) >= places:
             raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
         stream = self._streams[request_id] = Stream(request_id)
-        self._thread.tell(Submit(request))
+        self._thread.tell(Submit(request, handle))
         return stream
+
+    def _part(self, request: Request, kv: KeepKv | ReadKv | None) -> KvHandle | None:
+        """Make `request` this worker's part of what was asked; where its prompt's KV is, if elsewhere."""
+        if kv is None:
+            return None
+        assert self._exchange is not None, f"an {self.config.role} engine exchanges no KV"
+        if isinstance(kv, ReadKv):
+            return handle_from_json(kv.handle, self._exchange.layout, request.prompt_length)
+        request.keeps_kv = True
+        request.params, request.chain, request.end_ids = SamplingParams(), None, frozenset()
+        request.limit = request.prompt_length + 1
+        return None
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:

@@ -12,6 +12,7 @@ from worker.engines.embedded.memory import choose_segment_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampler import Sampler
 from worker.engines.embedded.scheduler import Scheduler
+from worker.engines.embedded.transfer import KvHandle
 
 
 class Stepper:
@@ -32,11 +33,15 @@ class Stepper:
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
-    def add(self, request: Request) -> None:
-        """Queue a request; it joins at the next step that has room."""
+    def add(self, request: Request, kv: KvHandle | None = None) -> None:
+        """Queue a request; it joins at the next step that has room, once the KV that `kv` describes is here."""
         if request.tap is not None:
             self._tapped.add(request.id)
-        self.scheduler.add(request)
+        if kv is None:
+            self.scheduler.add(request)
+        else:
+            assert self.exchange is not None
+            self.exchange.receive(request, kv)
 
     def abort(self, request_id: str) -> Output | None:
         """Free what a request holds; None if it has ended already."""
@@ -44,6 +49,11 @@ class Stepper:
         if self.exchange is not None and (given_up := self.exchange.abort(request_id)) is not None:
             return given_up
         return self.scheduler.abort(request_id)
+
+    def close(self) -> None:
+        """Give up what is exchanged with other workers."""
+        if self.exchange is not None:
+            self.exchange.close()
 
     @property
     def wait_s(self) -> float | None:
