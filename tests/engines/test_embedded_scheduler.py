@@ -110,6 +110,39 @@ def test_prompts_of_the_same_length_share_a_step_and_the_oldest_gets_the_rest() 
     assert driver.work() == [([], [("0", 0, 684), ("1", 0, 170), ("2", 0, 170)])]
 
 
+def test_one_that_comes_back_is_served_before_the_younger_ones() -> None:
+    driver = Driver(num_segments=64, segment_size=256, budget=1024)
+    first = driver.add("first", prompt(3000, first=3), 4)
+    second = driver.add("second", prompt(3000, first=4), 4)
+    driver.step()
+    driver.scheduler.preempt(first)
+    driver.step()
+    assert driver.scheduler.prefilling == [first, second]
+    assert [(chunk.request.id, chunk.stop - chunk.start) for chunk in driver.plans[-1].chunks] == [
+        ("first", 768),
+        ("second", 256),
+    ]
+
+
+def test_the_last_segment_is_left_to_those_who_will_grow() -> None:
+    driver = Driver(num_segments=4, segment_size=16)
+    driver.add("grows", prompt(10, first=3), 40)
+    driver.add("fits", prompt(30, first=4), 3)
+    driver.add("waits", prompt(10, first=5), 3)
+    driver.step()
+    assert [one.id for one in driver.scheduler.waiting] == ["waits"]
+    driver.finish()
+    assert driver.scheduler.num_preemptions == 0
+
+
+def test_nothing_is_left_to_those_who_will_not_grow() -> None:
+    driver = Driver(num_segments=2, segment_size=16)
+    driver.add("short", prompt(10, first=3), 6)
+    driver.add("as short", prompt(10, first=4), 6)
+    driver.step()
+    assert not driver.scheduler.waiting
+
+
 def test_the_last_that_came_is_the_first_that_goes() -> None:
     driver = Driver(num_segments=6, segment_size=16)
     for name in range(3):
