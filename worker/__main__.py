@@ -110,6 +110,9 @@ def make_engine(arguments: Arguments) -> Engine:
         kv_blocks=arguments.kv_blocks,
         max_queue=arguments.max_queue,
         step_timeout_s=arguments.step_timeout_s,
+        role=arguments.disaggregation_mode,
+        kv_hold_s=arguments.kv_hold_s,
+        kv_devices=arguments.kv_transfer_devices,
     )
     return EmbeddedEngine(config)
 

@@ -193,8 +193,20 @@ class Arguments:
     disaggregation_mode: str = _option(
         "aggregated", "Role of this worker.", choices=("aggregated", "agg", "prefill", "decode")
     )
+    kv_hold_s: float = _option(
+        30.0,
+        "Seconds that a prefill worker holds the KV of a prompt for a decode worker; later ones compute it themselves.",
+        parse=_positive_seconds,
+    )
+    kv_transfer_devices: str = _option(
+        "lo",
+        "Network devices over which KV is read by other workers, as UCX names them; all for every one.",
+        env="UCX_NET_DEVICES",
+    )
     namespace: str = _option("dynamo", "Dynamo namespace.", env="DYN_NAMESPACE")
-    component: str = _option("backend", "Dynamo component.", env="DYN_COMPONENT")
+    component: str = _option(
+        "backend", "Dynamo component; of a prefill worker prefill, unless given.", env="DYN_COMPONENT"
+    )
     endpoint: str = _option(
         "generate", "Dynamo endpoint; dyn://namespace.component.endpoint names all three.", env="DYN_ENDPOINT"
     )
@@ -363,6 +375,8 @@ def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
     given.setdefault("served_model_name", Path(os.path.abspath(given["model_path"])).name)
     if given.get("disaggregation_mode") == "agg":
         given["disaggregation_mode"] = "aggregated"
+    if given.get("disaggregation_mode") == "prefill":
+        given.setdefault("component", "prefill")
     suffix = environ.get("DYN_NAMESPACE_WORKER_SUFFIX")
     if suffix:  # Dynamo's rule for several pools of workers of one model
         given["namespace"] = f"{given.get('namespace', 'dynamo')}-{suffix}"
@@ -382,7 +396,7 @@ def _refuse_contradictions(a: Arguments) -> None:
         raise ConfigurationError("--engine trtllm needs CUDA, but --device is cpu")
     if a.dtype == "float16" and a.device == "cpu":
         raise ConfigurationError("--dtype float16 needs CUDA, but --device is cpu")
-    if a.disaggregation_mode != "aggregated":
+    if a.disaggregation_mode != "aggregated" and a.engine != "embedded":
         raise ConfigurationError(
             f"--disaggregation-mode {a.disaggregation_mode}: "
             f"the {a.engine} engine serves aggregated only in this version"

@@ -22,6 +22,7 @@ from adapters.selection import Selection
 from worker import __version__
 from worker.arguments import Arguments
 from worker.deadline import until
+from worker.disaggregation import TransferMetrics, hand_over, part_of
 from worker.drain import Flight, Gate, drain
 from worker.engines import Engine, EngineInfo, TokenDelta
 from worker.errors import (
@@ -65,6 +66,8 @@ class _Serving:
     flight: Flight
     builder: ResponseBuilder
     deltas: AsyncGenerator[TokenDelta, None]
+    request: GenerationRequest
+    selection: Selection
 
 
 class WorkerEngine(LLMEngine):
@@ -130,6 +133,8 @@ class WorkerEngine(LLMEngine):
         self._info = info
         self.gate.block_size = info.kv_block_size
         self.metrics.describe_engine(info)
+        if self.arguments.disaggregation_mode != "aggregated":
+            TransferMetrics(self.engine, self.metrics.registry)
         return runtime.engine_config(info, self.arguments)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
@@ -159,20 +164,24 @@ class WorkerEngine(LLMEngine):
         request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size))
         prompt = request.prompt_token_ids
         selection = desk.select(request, metadata)
+        kv, num_cached_tokens = part_of(self.arguments.disaggregation_mode, request, selection)
         params = await self._parameters(request, desk, selection, info)
         builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
-        deltas = self.engine.generate(request_id, prompt, params)
+        builder.num_cached_tokens = num_cached_tokens
+        deltas = self.engine.generate(request_id, prompt, params, kv)
         if selection.deadline is not None:
             deltas = until(selection.deadline, deltas)
         flight = self.gate.enter(request_id, len(prompt))  # last: nothing after it may raise
         self._publish_load()
-        return _Serving(flight, builder, deltas)
+        return _Serving(flight, builder, deltas, request, selection)
 
     def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
         self._count_processors(delta)
         chunk = serving.builder.chunk(delta)
         self.gate.grow(serving.flight, len(delta.token_ids))
         self._publish_load()
+        if delta.kv is not None:
+            chunk["disaggregated_params"] = hand_over(serving.request.prompt_token_ids, serving.selection, delta)
         if delta.finish_reason is not None:
             self.metrics.count_outcome(delta.finish_reason)
         elif not chunk["token_ids"] and "engine_data" not in chunk:
@@ -194,7 +203,10 @@ class WorkerEngine(LLMEngine):
         smoke = self._smoke.processors(len(prompt)) if self._smoke else []
         seed = secrets.randbits(64) if request.seed is None else request.seed
         params = lower(replace(request, seed=seed), info.eos_token_ids, smoke)
-        chain = await desk.chain(selection, prompt, params.end_token_ids, seed, request.max_tokens)
+        budget = request.max_tokens
+        if self.arguments.disaggregation_mode == "prefill":  # is asked for one token, whatever decode will be asked for
+            budget = info.context_length - len(prompt)
+        chain = await desk.chain(selection, prompt, params.end_token_ids, seed, budget)
         if chain is None:
             return params
         return replace(params, logits_processor=[*smoke, *create_trtllm_adapters([chain], end_id=params.end_id)])
@@ -238,6 +250,10 @@ class WorkerEngine(LLMEngine):
         self.engine.abort(request_id)
         if self.gate.evict(request_id):
             self._publish_load()
+
+    async def is_quiescent(self) -> bool:
+        """Whether no decode worker reads from here any more; the runtime asks a prefill worker that is to leave."""
+        return self.engine.num_held() == 0
 
     def signalled(self) -> None:
         """A signal to leave arrived. The second one ends the drain at once: what is in flight is handed off."""

@@ -104,8 +104,8 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--engine", "trtllm", "--device", "cpu"], "--engine trtllm needs CUDA, but --device is cpu"),
         (["--dtype", "float16", "--device", "cpu"], "--dtype float16 needs CUDA, but --device is cpu"),
         (
-            ["--disaggregation-mode", "decode"],
-            "--disaggregation-mode decode: the embedded engine serves aggregated only in this version",
+            ["--engine", "trtllm", "--disaggregation-mode", "decode"],
+            "--disaggregation-mode decode: the trtllm engine serves aggregated only in this version",
         ),
         (["--endpoint-types", "chat,audio"], "--endpoint-types must be of chat, completions, none, got 'chat,audio'"),
         (

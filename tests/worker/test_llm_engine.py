@@ -77,7 +77,7 @@ class FakeEngine:
         return INFO
 
     def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, kv: object = None
     ) -> AsyncGenerator[TokenDelta, None]:
         return self.script(request_id, sampling_params)
 

@@ -130,6 +130,9 @@ class Engine(Protocol):
     def num_held(self) -> int:
         """Prompts whose KV is held for other workers."""
 
+    def transfers(self) -> Mapping[str, float]:
+        """Hand-offs of KV so far, by what became of them; empty for an engine that has none."""
+
     def hand_off(self) -> int:
         """End every unfinished request with `Draining`; returns how many. New ones are refused the same way."""
 

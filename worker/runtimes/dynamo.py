@@ -123,7 +123,7 @@ def worker_config(arguments: Arguments) -> WorkerConfig:
         model_name=arguments.model_path,
         served_model_name=arguments.served_model_name,
         model_input=ModelInput.Tokens,
-        disaggregation_mode=DisaggregationMode.AGGREGATED,
+        disaggregation_mode=DisaggregationMode[arguments.disaggregation_mode.upper()],
         enable_local_indexer=False,
     )
 
