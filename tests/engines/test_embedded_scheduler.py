@@ -11,6 +11,7 @@ from kv_doubles import RecallModel, answer, recall_request
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.plan import Output, Plan, Request
 from worker.engines.embedded.scheduler import Scheduler
+from worker.engines.embedded.step import Stepper
 from worker.sampling import SamplingParams
 
 MODEL = ScriptedModel()
@@ -226,3 +227,23 @@ def test_a_request_larger_than_the_store_is_our_own_mistake() -> None:
     one.limit = 129
     with pytest.raises(AssertionError, match="may take 3 segments"):
         driver.scheduler.add(one)
+
+
+def test_where_guests_hold_all_kv_nothing_is_computed_until_they_leave() -> None:
+    driver = Driver(num_segments=4, segment_size=16)
+    stepper_ = Stepper(driver.model, driver.scheduler)
+    guest = recall_request(driver.model, "guest", prompt(40, first=3), 1)
+    assert driver.scheduler.invite(guest) == ()
+    one = driver.add("one", prompt(14, first=4), 30)
+    while one.segments or not driver.scheduler.num_preemptions:
+        stepper_.step()
+    computed = driver.model.num_computed
+    assert stepper_.step() == []
+    assert stepper_.wait_s is not None
+    assert stepper_.wait_s > 0
+    assert driver.model.num_computed == computed
+    driver.scheduler.dismiss(guest)
+    while not driver.scheduler.is_idle:
+        assert len(stepper_.step()) == 1
+        assert driver.scheduler.is_idle or stepper_.wait_s == 0
+    assert one.tokens == prompt(14, first=4) + answer_without_end(prompt(14, first=4), 30)

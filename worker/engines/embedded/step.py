@@ -14,6 +14,9 @@ from worker.engines.embedded.sampler import Sampler
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.transfer import KvHandle
 
+STARVED_POLL_S = 0.005
+"""How soon to try again where requests wait for KV that is held for other workers."""
+
 
 class Stepper:
     """A model, a scheduler and a sampler.
@@ -31,6 +34,7 @@ class Stepper:
         self.scheduler = scheduler
         self.exchange: Exchange | None = None
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
+        self._starved = False  # guests of the scheduler hold what the next request needs
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
     def add(self, request: Request, kv: KvHandle | None = None) -> None:
@@ -59,7 +63,7 @@ class Stepper:
     def wait_s(self) -> float | None:
         """How soon `step` should be called: 0 at once, None for no need before a request is added."""
         if not self.scheduler.is_idle:
-            return 0.0
+            return STARVED_POLL_S if self._starved else 0.0
         return None if self.exchange is None else self.exchange.wait_s
 
     @torch.inference_mode()
@@ -70,6 +74,9 @@ class Stepper:
             if self.scheduler.is_idle:
                 return []
         plan = self.scheduler.schedule()
+        self._starved = not plan.num_tokens
+        if self._starved:
+            return []
         edits = plan_edits(plan)
         logits = self.model.forward(plan)
         if self._tapped:
