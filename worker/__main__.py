@@ -103,6 +103,7 @@ def make_engine(arguments: Arguments) -> Engine:
         model_path=arguments.model_path,
         device=arguments.device,
         dtype=arguments.dtype,
+        numerics=arguments.numerics,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         context_length=arguments.context_length,

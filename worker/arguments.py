@@ -143,6 +143,13 @@ class Arguments:
         choices=("auto", "float32", "bfloat16", "float16"),
         engine=True,
     )
+    numerics: str = _option(
+        "auto",
+        "exact computes the same tokens in any batch and on any path, bit by bit; auto is exact where it costs next to "
+        "nothing.",
+        choices=("auto", "exact", "fast"),
+        engine=True,
+    )
     max_num_seqs: int = _option(64, "Requests decoded in one step at most.", parse=_positive, engine=True)
     max_num_batched_tokens: int = _option(
         1024, "Tokens computed in one step at most; at least max-num-seqs.", parse=_positive, engine=True

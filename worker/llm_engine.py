@@ -232,6 +232,8 @@ class WorkerEngine(LLMEngine):
         self.metrics.count_outcome(outcome)
         if isinstance(error, InvalidRequest):
             self.metrics.count_refusal(error.field)
+            if error.field.startswith("prefill_result"):  # no client's fault: workers that do not belong together
+                logger.error("hand-off refused: %s", error)
         if isinstance(error, EngineBroken):
             self._break(str(error))
 
