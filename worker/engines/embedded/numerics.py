@@ -13,14 +13,14 @@ import torch
 
 from worker.engines.embedded.attention import AttentionStep, KvStore, Span
 from worker.engines.embedded.linear import Linear, Tiles
-from worker.engines.embedded.partial_softmax import Shapes
+from worker.engines.embedded.partial_softmax import Kernel, Shapes
 from worker.errors import StartupError
 
 MOST_ROWS = 32
 
 _FAST = (Tiles(), Shapes())
-_ENTRY_QUERIES = 32
-"""Queries in one entry of a call at most: above, torch's kernel works on blocks of other sizes."""
+_ENTRY_QUERIES = 16
+"""Queries in one entry of a call at most, as far as the heads that share keys allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,10 @@ def _tiles(may_cost: bool) -> list[Tiles]:
 
 def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:
     tile = max(1, _ENTRY_QUERIES * sizes.kv_heads // sizes.heads)
-    costly = [Shapes(tokens=1), Shapes(tokens=1, whole_segments=True, query_multiple=8)]
-    return [Shapes(tokens=tile), *(costly if may_cost else ())]
+    cheap = [Shapes(Kernel.PRODUCTS)]
+    # entries of one size and aligned, whatever the kernel makes of others
+    costly = [Shapes(Kernel.FLASH, tokens, whole_segments=True, query_multiple=8) for tokens in (tile, 1)]
+    return cheap + costly if may_cost else cheap
 
 
 def _is_invariant(shapes: Shapes, sizes: AttentionSizes) -> bool:
