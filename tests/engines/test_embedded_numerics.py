@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.linear import Linear, Tiles
 from worker.engines.embedded.model import HfModel, load_model
@@ -176,6 +177,15 @@ def test_tiles_change_nothing_but_the_shape(dtype: torch.dtype, step_rows: int, 
             (layer.mul(x, other), exact * other),
         ):
             torch.testing.assert_close(result.double(), expected, **tolerance)
+
+
+def test_the_receipt_says_which_ran(checkpoints: dict[str, Path]) -> None:
+    config = EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", dtype="bfloat16", numerics="exact")
+    model = load_model(config)
+    model.allocate_kv(4, SEGMENT)
+    request = admit("one", 0, [1, 2], SamplingParams(repetition_penalty=1.5, max_tokens=3), model, 99)
+    assert request.chain is not None
+    assert request.chain.receipt.as_json()["numerics"] == "exact"
 
 
 def test_fast_and_auto(checkpoints: dict[str, Path]) -> None:

@@ -57,7 +57,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Entries of `tokens` query tokens each, computed by `kernel`; entry i reads `length` keys of segment ``first + i * stride``.
+    """Entries of `tokens` query tokens each; entry i reads `length` keys of segment ``first + i * stride``.
 
     `mask` is additive, ``[entries, 1, tokens * group, length]``, or None if every key is seen.
     """

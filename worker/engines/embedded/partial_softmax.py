@@ -70,8 +70,8 @@ def partial_softmax(
         tokens: Query tokens per entry.
         keys: May be a strided view.
         values: Likewise.
-        mask: Additive, ``[entries, 1, tokens * H / Hkv, L]``, float32 for ``PRODUCTS``, else of the queries' dtype; every
-            query must see at least one key.
+        mask: Additive, ``[entries, 1, tokens * H / Hkv, L]``, float32 for ``PRODUCTS``, else of the queries' dtype;
+            every query must see at least one key.
         scale: Factor of the scores.
         softcap: Bound of the scores, ``softcap * tanh(score / softcap)``.
         query_multiple: The queries of an entry are padded to a multiple of this.
