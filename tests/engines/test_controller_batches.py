@@ -356,9 +356,8 @@ def test_a_static_batch_may_be_suspended_and_nothing_joins_it(controller: TextGe
 
 
 async def test_a_consumer_that_leaves_cancels(controller: TextGenerationController) -> None:
-    request = InferenceRequest(
-        request_id="a", prompt="Hello", sampling_params=InferenceParams(termination_id=-1, num_tokens_to_generate=50)
-    )
+    params = InferenceParams(termination_id=-1, num_tokens_to_generate=50, top_k=1)  # whole characters come first
+    request = InferenceRequest(request_id="a", prompt=PROMPTS[0], sampling_params=params)
     stream = TokenStream("a", controller.abort_request)
     controller.add_request(request, stream)
     await controller.async_generate_output_tokens_dynamic_batch()

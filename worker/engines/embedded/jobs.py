@@ -203,9 +203,8 @@ class Desk:
         stops = stop_strings(params)
         if self.tokenizer is None or not (params.detokenize or stops):
             return None
-        decode = partial(
-            self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        # what decode of transformers ends in, without the tenth of a millisecond around it
+        decode = partial(self.tokenizer.backend_tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         return AnswerText(
             decode,
             stops,
