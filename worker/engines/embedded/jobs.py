@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from adapters.catalog import Catalog
 from adapters.contract import Context
@@ -49,13 +49,6 @@ ALLOWED = frozenset(
 _GUIDES = {"json": ("json_schema", "schema"), "regex": ("regex", "pattern"), "grammar": ("grammar", "lark")}
 
 _SHARED_CHAIN = "a chain serves one answer: name its processors in processors=, for each answer has a chain of its own"
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face fast tokenizer that is used."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
-    def decode(self, token_ids: list[int], **kwargs: Any) -> str: ...
 
 
 class Desk:
