@@ -106,6 +106,7 @@ def make_engine(arguments: Arguments) -> Engine:
         numerics=arguments.numerics,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_mixed_chunk=arguments.max_mixed_chunk,
         context_length=arguments.context_length,
         kv_block_size=arguments.kv_block_size,
         kv_blocks=arguments.kv_blocks,

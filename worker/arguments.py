@@ -154,6 +154,12 @@ class Arguments:
     max_num_batched_tokens: int = _option(
         1024, "Tokens computed in one step at most; at least max-num-seqs.", parse=_positive, engine=True
     )
+    max_mixed_chunk: int | None = _option(
+        None,
+        "Tokens of a prompt computed in a step that decodes too. Default: 64 on a CPU, 512 on CUDA.",
+        parse=_positive,
+        engine=True,
+    )
     context_length: int | None = _option(
         None, "Longest prompt + answer, in tokens. Default: the model's.", parse=_positive, engine=True
     )

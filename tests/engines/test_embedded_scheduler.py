@@ -21,11 +21,13 @@ BLOCK = 16
 class Driver:
     """A scheduler on a model that checks its KV, and the plans of all steps."""
 
-    def __init__(self, num_segments: int, segment_size: int, max_num_seqs: int = 8, budget: int = 1024) -> None:
+    def __init__(
+        self, num_segments: int, segment_size: int, max_num_seqs: int = 8, budget: int = 1024, mixed: int | None = None
+    ) -> None:
         self.model = RecallModel(num_segments * segment_size)
         self.model.allocate_kv(num_segments, segment_size)
         self.cache = KvCache(num_segments, segment_size, BLOCK)
-        self.scheduler = Scheduler(self.cache, max_num_seqs, budget)
+        self.scheduler = Scheduler(self.cache, max_num_seqs, budget, mixed)
         self.plans: list[Plan] = []
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int) -> Request:
@@ -109,6 +111,31 @@ def test_prompts_of_the_same_length_share_a_step_and_the_oldest_gets_the_rest() 
         driver.add(str(name), prompt(2000, first=10 + name), 4)
     driver.step()
     assert driver.work() == [([], [("0", 0, 684), ("1", 0, 170), ("2", 0, 170)])]
+
+
+def test_a_long_prompt_hardly_slows_those_who_decode() -> None:
+    driver = Driver(num_segments=64, segment_size=256, mixed=64)
+    driver.add("early", prompt(100, first=3), 100)
+    driver.step()
+    driver.add("long", prompt(640, first=4), 2)
+    for _ in range(11):
+        driver.step()
+    chunks = [("long", start, start + 64) for start in range(0, 640, 64)]
+    assert driver.work() == [
+        ([], [("early", 0, 100)]),
+        *((["early"], [chunk]) for chunk in chunks),
+        (["early", "long"], []),
+    ]
+
+
+def test_many_prompts_are_not_held_up_by_few_who_decode() -> None:
+    driver = Driver(num_segments=64, segment_size=256, mixed=64)
+    driver.add("early", prompt(100, first=3), 100)
+    driver.step()
+    for name in range(7):
+        driver.add(str(name), prompt(1000, first=10 + name), 2)
+    driver.step()
+    assert sum(chunk.stop - chunk.start for chunk in driver.plans[-1].chunks) == 7 * 64
 
 
 def test_one_that_comes_back_is_served_before_the_younger_ones() -> None:

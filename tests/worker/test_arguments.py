@@ -57,6 +57,7 @@ def example(option: Option) -> str:
         return option.choices[0]
     return {bool: "false", int: "3000", float: "2.5"}.get(type(option.default)) or {
         "context_length": "512",
+        "max_mixed_chunk": "32",
         "kv_blocks": "99",
         "device": "cuda:1",
         "endpoint_types": "chat",

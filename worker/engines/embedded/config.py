@@ -27,6 +27,8 @@ class EmbeddedConfig:
             to nothing; see `numerics.py`.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Tokens computed in one step at most; longer prompts take several steps.
+        max_mixed_chunk: Tokens of a prompt computed in a step that decodes too; with n prompts in hand n times as many
+            in all. None means 64 on a CPU, 512 on CUDA, so that a prompt hardly slows those who decode.
         context_length: Longest prompt + answer in tokens; None means the model's own limit.
         kv_block_size: Tokens per KV block.
         kv_blocks: KV blocks to own; None means as many as `max_num_seqs` full contexts need, or as fit into memory.
@@ -43,6 +45,7 @@ class EmbeddedConfig:
     numerics: str = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
+    max_mixed_chunk: int | None = None
     context_length: int | None = None
     kv_block_size: int = 16
     kv_blocks: int | None = None
@@ -57,6 +60,7 @@ class EmbeddedConfig:
         for flag, value, minimum in (
             ("--max-num-seqs", self.max_num_seqs, 1),
             ("--max-num-batched-tokens", self.max_num_batched_tokens, 1),
+            ("--max-mixed-chunk", self.max_mixed_chunk, 1),
             ("--context-length", self.context_length, 2),
             ("--kv-block-size", self.kv_block_size, 1),
             ("--kv-blocks", self.kv_blocks, 1),

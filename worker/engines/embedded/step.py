@@ -14,6 +14,9 @@ from worker.engines.embedded.sampler import Sampler
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.transfer import KvHandle
 
+MIXED_CHUNKS = {"cpu": 64, "cuda": 512}
+"""What takes about as long as decoding two steps; see `EmbeddedConfig.max_mixed_chunk`."""
+
 STARVED_POLL_S = 0.005
 """How soon to try again where requests wait for KV that is held for other workers."""
 
@@ -117,4 +120,5 @@ def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> St
     num_segments = num_kv_blocks * config.kv_block_size // segment_size
     model.allocate_kv(num_segments, segment_size)
     cache = KvCache(num_segments, segment_size, config.kv_block_size)
-    return Stepper(model, Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens))
+    mixed = config.max_mixed_chunk or MIXED_CHUNKS.get(model.device.type)
+    return Stepper(model, Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed))
