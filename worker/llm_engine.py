@@ -104,6 +104,7 @@ class WorkerEngine(LLMEngine):
         self._faults = FaultWindow()
         self._leave = leave
         self._info: EngineInfo | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._publisher: Any = None
         self._published_blocks = -1
         self._num_signals = 0
@@ -117,6 +118,7 @@ class WorkerEngine(LLMEngine):
         return build(argv)
 
     async def start(self, worker_id: int) -> EngineConfig:
+        self._loop = asyncio.get_running_loop()
         try:
             info = await self.engine.start()
             self._desk = await asyncio.to_thread(self._open_desk, self.arguments, info, self.metrics.registry)
@@ -148,7 +150,7 @@ class WorkerEngine(LLMEngine):
                         if chunk is not None:
                             yield chunk
             finally:
-                self._leave_gate(serving)
+                self._end(serving)
         except ServingError as error:
             self._record(error)
             raise runtime.to_dynamo(error) from None
@@ -220,6 +222,16 @@ class WorkerEngine(LLMEngine):
             self._desk.breaker.record(delta.failure.processor)
         elif delta.finish_reason in ("stop", "length"):
             self._desk.breaker.record_success(record.name for record in delta.receipt.records)
+
+    def _end(self, serving: _Serving) -> None:
+        """A stream that the runtime drops is closed by the garbage collector, and that runs in any thread."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._leave_gate, serving)
+        else:
+            self._leave_gate(serving)
 
     def _leave_gate(self, serving: _Serving) -> None:
         self.gate.leave(serving.flight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -238,6 +239,22 @@ async def test_abort_frees_at_once_even_if_the_stream_is_never_closed() -> None:
     assert engine.aborted == ["a"]
     assert len(worker.gate) == 0
     await stream.aclose()
+
+
+async def test_a_stream_that_the_garbage_collector_closes_is_no_error() -> None:
+    """The runtime drops the stream of a client that left, and the collector runs in whichever thread it likes."""
+    worker, _, _ = await started()
+    stream = worker.generate(request(), Context("a"))
+    await anext(stream)
+
+    def close() -> None:
+        with contextlib.suppress(StopIteration):
+            stream.aclose().send(None)
+
+    await asyncio.to_thread(close)
+    await worker.gate.wait_empty(5.0)
+    assert len(worker.gate) == 0
+    assert outcome(worker, "unknown_error") == 0
 
 
 async def test_the_same_id_twice() -> None:
