@@ -38,9 +38,9 @@ class Linear(torch.nn.Module):
         self.tiles = Tiles()
         self._dtype = weight.dtype
         self._bias = bias.detach() if bias is not None else None
-        self._is_packed = _packs(weight)
+        self.is_packed = _packs(weight)
         self._weight = weight.detach()
-        if self._is_packed:
+        if self.is_packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), _PACKED_FOR_ROWS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class Linear(torch.nn.Module):
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[:rows]
 
     def _product(self, x: torch.Tensor, then: str, other: torch.Tensor | None) -> torch.Tensor:
-        if not self._is_packed:
+        if not self.is_packed:
             return _then(functional.linear(x, self._weight, self._bias), then, other)
         packed: torch.Tensor
         if other is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -54,10 +55,12 @@ def choose(mode: str, layers: Iterable[Linear], sizes: AttentionSizes, device: t
         return Numerics("fast", *_FAST)
     if device.type != "cpu":
         raise StartupError("--numerics exact needs a CPU: results on CUDA depend on the batch; use fast or auto")
-    distinct = {(layer.out_features, layer.in_features): layer for layer in layers}.values()
+    distinct = {(layer.out_features, layer.in_features, layer.is_packed): layer for layer in layers}
     may_cost = mode == "exact"
-    tiles = next((one for one in _tiles(may_cost) if all(layer.is_invariant(one) for layer in distinct)), None)
-    shapes = next((one for one in _shapes(sizes, may_cost) if tiles and _is_invariant(one, sizes)), None)
+    tiles = next((one for one in _tiles(may_cost) if _are_invariant(one, distinct, sizes.dtype)), None)
+    shapes = next(
+        (one for one in _shapes(sizes, may_cost) if tiles and _is_invariant(one, sizes, torch.get_num_threads())), None
+    )
     if tiles is not None and shapes is not None:
         return Numerics("exact", tiles, shapes)
     if mode == "exact":
@@ -79,8 +82,26 @@ def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:
     return cheap + costly if may_cost else cheap
 
 
-def _is_invariant(shapes: Shapes, sizes: AttentionSizes) -> bool:
-    """Whether tokens get the same result one by one, in pieces and together, wherever their segments lie."""
+_known: dict[tuple[object, ...], bool] = {}
+"""What has been tried in this process: a product's sizes, tiles and threads, and whether a row's result is its own."""
+
+
+def _are_invariant(tiles: Tiles, layers: dict[tuple[int, int, bool], Linear], dtype: torch.dtype) -> bool:
+    for sizes, layer in layers.items():
+        key = (sizes, dtype, tiles, torch.get_num_threads())
+        if key not in _known:
+            _known[key] = layer.is_invariant(tiles)
+        if not _known[key]:
+            return False
+    return True
+
+
+@cache
+def _is_invariant(shapes: Shapes, sizes: AttentionSizes, num_threads: int) -> bool:
+    """Whether tokens get the same result one by one, in pieces and together, wherever their segments lie.
+
+    `num_threads` is what torch computes with.
+    """
     count = sizes.segment_size + sizes.segment_size // 2 + 3
     generator = torch.Generator().manual_seed(0)
 
