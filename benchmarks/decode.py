@@ -193,8 +193,9 @@ def report(
         "",
         "Made by `.venv/bin/python benchmarks/decode.py`, which says what is compared, on "
         f"{today} ({platform.machine()}, {threads} threads, torch {torch.__version__}).",
-        f"Fastest of {rounds} interleaved rounds; the load of the machine was {load:.1f} at the end. Tokens per second,",
-        f"prompts included. Reading the weights once ({step_bytes / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s) takes",
+        f"Fastest of {rounds} interleaved rounds; the load of the machine was {load:.1f} at the end. Tokens per second,"
+        " prompts",
+        f"included. Reading the weights once ({step_bytes / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s) takes",
         f"{1e3 / floor:.1f} ms: no step is shorter.",
         "",
         "| who | " + " | ".join(f"{rows} rows" for rows in BATCH_SIZES) + " |",

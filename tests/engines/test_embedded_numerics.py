@@ -157,13 +157,13 @@ def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(checkpoints: dict[
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("step_rows", "most"), [(1, 4), (4, 8), (32, 32)])
-def test_tiles_change_nothing_but_the_shape(dtype: torch.dtype, step_rows: int, most: int) -> None:
+@pytest.mark.parametrize("tiles", [Tiles(1, 4), Tiles(4, 8, 24), Tiles(32, 32), Tiles(3)])
+def test_tiles_change_nothing_but_the_shape(dtype: torch.dtype, tiles: Tiles) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(24, 40, generator=generator).to(dtype)
     bias = torch.randn(24, generator=generator).to(dtype)
     layer = Linear(weight, bias)
-    layer.tiles = Tiles(step_rows, most)
+    layer.tiles = tiles
     for rows in (1, 3, 8, 33, 70):
         x = torch.randn(rows, 40, generator=generator).to(dtype)
         other = torch.randn(rows, 24, generator=generator).to(dtype)

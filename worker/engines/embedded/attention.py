@@ -129,8 +129,12 @@ class AttentionStep:
         """Store ``key, value [T, Hkv, D]`` and attend with ``query [T, H, D]``; returns ``[T, H, D]``.
 
         A token sees itself and the `window` - 1 tokens before it, or all of them if `window` is 0. Scores go through
-        ``softcap * tanh(score / softcap)`` where it is given.
+        ``softcap * tanh(score / softcap)`` where it is given. Rows behind the step's tokens are padding; they get 0.
         """
+        count = len(self._places[0])
+        if len(query) > count:
+            attended = self.attend(layer, query[:count], key[:count], value[:count], scale, window, softcap)
+            return torch.nn.functional.pad(attended, (0, 0, 0, 0, 0, len(query) - count))
         keys, values = self._store.keys[layer], self._store.values[layer]
         keys.transpose(1, 2).index_put_(self._places, key)
         values.transpose(1, 2).index_put_(self._places, value)

@@ -14,14 +14,27 @@ _PACKED_FOR_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Numbers of rows that a product is computed with: multiples of `step`, up to `most`; None means any."""
+    """Numbers of rows that a product is computed with: multiples of `step` up to `most`, and `block`.
+
+    None for `most` means any number, None for `block` that there is no such number.
+    """
 
     step: int = 1
     most: int | None = None
+    block: int | None = None
 
     def fit(self, rows: int) -> bool:
         """Whether a product of `rows` rows needs neither padding nor splitting."""
-        return rows % self.step == 0 and (self.most is None or rows <= self.most)
+        return rows == self.block or (rows % self.step == 0 and (self.most is None or rows <= self.most))
+
+    def parts(self, rows: int) -> Iterator[slice]:
+        """`rows` rows, a multiple of `step`, in parts that fit."""
+        start = 0
+        while start < rows:
+            left = rows - start
+            count = self.block if self.block is not None and left >= self.block else min(left, self.most or left)
+            yield slice(start, start + count)
+            start += count
 
 
 class Linear(torch.nn.Module):
@@ -68,10 +81,9 @@ class Linear(torch.nn.Module):
         padding = -rows % self.tiles.step
         x = functional.pad(x, (0, 0, 0, padding))
         other = functional.pad(other, (0, 0, 0, padding)) if other is not None else None
-        most = self.tiles.most or len(x)
         parts = [
-            self._product(x[part : part + most], then, other[part : part + most] if other is not None else None)
-            for part in range(0, len(x), most)
+            self._product(x[part], then, other[part] if other is not None else None)
+            for part in self.tiles.parts(len(x))
         ]
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[:rows]
 
@@ -90,8 +102,10 @@ class Linear(torch.nn.Module):
         if tiles.most is None:
             raise ValueError("only a bounded number of shapes can be tried")
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(tiles.most, self.in_features, generator=generator).to(self._dtype)
-        expected = self._product(rows, "none", None)
+        rows = torch.randn(tiles.block or tiles.most, self.in_features, generator=generator).to(self._dtype)
+        expected = torch.cat([self._product(part, "none", None) for part in rows.split(tiles.most)])
+        if tiles.block is not None and not torch.equal(self._product(rows, "none", None), expected):
+            return False
         for count in range(tiles.step, tiles.most + 1, tiles.step):
             starts = {0, (tiles.most - count) // 2, tiles.most - count}
             if not all(

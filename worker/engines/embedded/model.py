@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import attention, llama, transformers_network
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
-from worker.engines.embedded.linear import linears
+from worker.engines.embedded.linear import Tiles, linears
 from worker.engines.embedded.llama import LlamaNetwork
 from worker.engines.embedded.numerics import AttentionSizes, choose
 from worker.engines.embedded.pack import pack
@@ -61,6 +62,7 @@ class HfModel:
         self._store = attention.KvStore([], [])
         self._segment_size = 0
         self._wanted_numerics = numerics
+        self._tiles = Tiles()
         self._shapes = Shapes()
         self.numerics = "fast"
 
@@ -89,6 +91,7 @@ class HfModel:
         chosen = choose(self._wanted_numerics, layers, sizes, self.device)
         for layer in layers:
             layer.tiles = chosen.tiles
+        self._tiles = chosen.tiles
         self._shapes = chosen.shapes
         self.numerics = chosen.name
 
@@ -105,9 +108,14 @@ class HfModel:
         tensors = torch.tensor([batch.ids, batch.positions, batch.segments, batch.slots])
         tensors = tensors.to(self.device, non_blocking=True)
         step = attention.AttentionStep(self._store, batch.spans, tensors[2:], self._shapes)
-        hidden = self._network.hidden(tensors[0], tensors[1], step)
+        # padded once here rather than in every product
+        padding = -len(batch.ids) % self._tiles.step
+        ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
+        hidden = self._network.hidden(ids, positions, step)
         if plan.chunks:
             hidden = hidden[torch.tensor(plan.logit_rows(), dtype=torch.long, device=self.device)]
+        elif padding:
+            hidden = hidden[: len(batch.ids)]
         return self._network.logits(hidden)
 
 

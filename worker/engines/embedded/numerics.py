@@ -17,7 +17,9 @@ from worker.engines.embedded.linear import Linear, Tiles
 from worker.engines.embedded.partial_softmax import Kernel, Shapes
 from worker.errors import StartupError
 
-MOST_ROWS = 32
+_MOST_ROWS = 32
+_BLOCK = 128
+"""Rows of a long prompt's products, where they come out as in tiles of `_MOST_ROWS`."""
 
 _FAST = (Tiles(), Shapes())
 _ENTRY_QUERIES = 16
@@ -70,8 +72,8 @@ def choose(mode: str, layers: Iterable[Linear], sizes: AttentionSizes, device: t
 
 
 def _tiles(may_cost: bool) -> list[Tiles]:
-    steps = (1, 2, 4, 8, 16, MOST_ROWS) if may_cost else (1, 2)
-    return [Tiles(step, MOST_ROWS) for step in steps]
+    steps = (1, 2, 4, 8, 16, _MOST_ROWS) if may_cost else (1, 2)
+    return [Tiles(step, _MOST_ROWS, block) for block in (_BLOCK, None) for step in steps]
 
 
 def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:
