@@ -241,7 +241,8 @@ class Arguments:
     )
     enable_kv_routing: bool = _option(
         True,
-        "Publish load for the KV-aware router: true or false. With the zmq event plane, true listens on 0.0.0.0.",
+        "Publish load and cached blocks for the KV-aware router: true or false. "
+        "With the zmq event plane, true listens on 0.0.0.0.",
         parse=_truth,
     )
     dyn_tool_call_parser: str | None = _option(
@@ -253,6 +254,11 @@ class Arguments:
     custom_jinja_template: str | None = _option(
         None, "Chat template file that replaces the model's own.", env="DYN_CUSTOM_JINJA_TEMPLATE"
     )
+
+    @property
+    def publishes_kv_events(self) -> bool:
+        """Whether a router is told which blocks are cached; prompts are computed elsewhere than on a decode worker."""
+        return self.enable_kv_routing and self.disaggregation_mode != "decode"
 
 
 def _table() -> tuple[Option, ...]:

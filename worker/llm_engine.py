@@ -14,7 +14,7 @@ from typing import Any
 from dynamo.common.backend.engine import EngineConfig, LLMEngine
 from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.metrics import register_engine_registry
-from dynamo.common.backend.publisher import ComponentSnapshot
+from dynamo.common.backend.publisher import ComponentSnapshot, PushSource
 from prometheus_client import CollectorRegistry
 
 from adapters import create_trtllm_adapters
@@ -287,6 +287,17 @@ class WorkerEngine(LLMEngine):
 
     async def register_prometheus(self, metrics: Any) -> None:
         register_engine_registry(metrics, self.metrics.registry)
+
+    async def kv_event_sources(self) -> list[Any]:
+        """One source of KV events, where they are published: the engine reports its blocks itself."""
+        if not self.arguments.publishes_kv_events or self._info is None:
+            return []
+        block_size = self._info.kv_block_size
+
+        def on_ready(publisher: Any) -> None:
+            self.engine.report_blocks(runtime.RouterEvents(publisher, block_size))
+
+        return [PushSource(on_ready=on_ready, dp_rank=0)]
 
     def component_metrics_dp_ranks(self) -> list[int]:
         return [0]

@@ -96,6 +96,22 @@ class TokenDelta:
     kv: dict[str, Any] | None = None
 
 
+class KvEventSink(Protocol):
+    """Hears which blocks of KV an engine has, for a router. Called by the engine's own thread; must not block."""
+
+    def stored(self, parent_hash: int | None, block_hashes: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Blocks have become known, one after the other.
+
+        Args:
+            parent_hash: Of the block before the first one, None if it begins a sequence.
+            block_hashes: 64 bits each, unsigned, made of the block's tokens and of all before them.
+            token_ids: Of all these blocks.
+        """
+
+    def removed(self, block_hashes: Sequence[int]) -> None:
+        """Blocks are known no more."""
+
+
 class Engine(Protocol):
     """One decoding engine. `start` first, `stop` last; the rest may be called concurrently from one event loop."""
 
@@ -129,6 +145,9 @@ class Engine(Protocol):
 
     def num_held(self) -> int:
         """Prompts whose KV is held for other workers."""
+
+    def report_blocks(self, sink: KvEventSink) -> None:
+        """Tell `sink` of all blocks that become known or forgotten since `start`; at most once."""
 
     def transfers(self) -> Mapping[str, float]:
         """Hand-offs of KV so far, by what became of them; empty for an engine that has none."""

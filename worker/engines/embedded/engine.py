@@ -12,8 +12,9 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from worker.engines import EngineInfo, KeepKv, ReadKv, TokenDelta
+from worker.engines import EngineInfo, KeepKv, KvEventSink, ReadKv, TokenDelta
 from worker.engines.embedded.admission import admit
+from worker.engines.embedded.blocks import ROOT, BlocksRemoved, BlocksStored
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.exchange import Exchange, open_exchange
 from worker.engines.embedded.handoff import fingerprint, handle_from_json
@@ -87,7 +88,12 @@ class StepThread:
         self._num_ahead = 0  # steps published since the loop last collected
         self._may_run = threading.Event()
         self._may_run.set()
+        self._sink: KvEventSink | None = None
         self._thread = threading.Thread(target=self._run, name="embedded-step", daemon=True)
+
+    def report_blocks(self, sink: KvEventSink) -> None:
+        """Tell `sink` of the cache's blocks, from the next step on, with what was recorded until then."""
+        self._sink = sink
 
     def start(self) -> None:
         """Start the thread."""
@@ -108,6 +114,8 @@ class StepThread:
             while self._read_messages():
                 self._may_run.wait(MAX_PAUSE_S)
                 self._publish(self._watchdog.watch(self._stepper.step))
+                if self._sink is not None:
+                    report(self._stepper.scheduler.cache.drain_events(), self._sink)
             self._stepper.close()
         except BaseException as error:  # the thread's outermost frame: whatever it was, the engine is broken
             logger.exception("the step thread died")
@@ -166,6 +174,16 @@ class StepThread:
                 raise
 
 
+def report(events: Sequence[BlocksStored | BlocksRemoved], sink: KvEventSink) -> None:
+    """Tell `sink` what has become of blocks, oldest first."""
+    for event in events:
+        if isinstance(event, BlocksStored):
+            parent = None if event.parent_hash == ROOT else event.parent_hash
+            sink.stored(parent, event.block_hashes, event.token_ids)
+        else:
+            sink.removed(event.block_hashes)
+
+
 def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, EngineInfo]:
     """The stepper of an engine, and what the engine tells of itself.
 
@@ -196,6 +214,8 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
     stepper = make_stepper(config, model, num_kv_blocks)
+    if config.kv_events:
+        stepper.scheduler.cache.record_events()
     if config.role != "aggregated":
         if not isinstance(model, HfModel):
             raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to hand over")
@@ -275,6 +295,11 @@ class EmbeddedEngine:
     def num_held(self) -> int:
         """Prompts whose KV is held for other workers."""
         return 0 if self._exchange is None else self._exchange.num_held
+
+    def report_blocks(self, sink: KvEventSink) -> None:
+        """Tell `sink` of the blocks in the cache; ``config.kv_events`` must be set."""
+        assert self.config.kv_events and self._thread is not None
+        self._thread.report_blocks(sink)
 
     def transfers(self) -> dict[str, float]:
         """Hand-offs so far by what became of them, and the seconds that reads took; see `Exchange.counts`."""
