@@ -44,6 +44,7 @@ class NullModel:
         self.undecodable_ids: tuple[int, ...] = ()
         self.device = torch.device("cpu")
         self.kv_bytes_per_token = 0
+        self.numerics = "exact"
         self._row = torch.zeros(1, self.vocab_size)
         self._row[0, token] = 10.0
 

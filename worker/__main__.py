@@ -108,13 +108,19 @@ def make_engine(arguments: Arguments) -> Engine:
         model_path=arguments.model_path,
         device=arguments.device,
         dtype=arguments.dtype,
+        numerics=arguments.numerics,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_mixed_chunk=arguments.max_mixed_chunk,
         context_length=arguments.context_length,
         kv_block_size=arguments.kv_block_size,
         kv_blocks=arguments.kv_blocks,
         max_queue=arguments.max_queue,
         step_timeout_s=arguments.step_timeout_s,
+        role=arguments.disaggregation_mode,
+        kv_events=arguments.publishes_kv_events,
+        kv_hold_s=arguments.kv_hold_s,
+        kv_devices=arguments.kv_transfer_devices,
     )
     return EmbeddedEngine(config)
 

@@ -143,9 +143,22 @@ class Arguments:
         choices=("auto", "float32", "bfloat16", "float16"),
         engine=True,
     )
+    numerics: str = _option(
+        "auto",
+        "exact computes the same tokens in any batch and on any path, bit by bit; auto is exact where it costs next to "
+        "nothing.",
+        choices=("auto", "exact", "fast"),
+        engine=True,
+    )
     max_num_seqs: int = _option(64, "Requests decoded in one step at most.", parse=_positive, engine=True)
     max_num_batched_tokens: int = _option(
         1024, "Tokens computed in one step at most; at least max-num-seqs.", parse=_positive, engine=True
+    )
+    max_mixed_chunk: int | None = _option(
+        None,
+        "Tokens of a prompt computed in a step that decodes too. Default: 64 on a CPU, 512 on CUDA.",
+        parse=_positive,
+        engine=True,
     )
     context_length: int | None = _option(
         None, "Longest prompt + answer, in tokens. Default: the model's.", parse=_positive, engine=True
@@ -209,8 +222,20 @@ class Arguments:
     disaggregation_mode: str = _option(
         "aggregated", "Role of this worker.", choices=("aggregated", "agg", "prefill", "decode")
     )
+    kv_hold_s: float = _option(
+        30.0,
+        "Seconds that a prefill worker holds the KV of a prompt for a decode worker; later ones compute it themselves.",
+        parse=_positive_seconds,
+    )
+    kv_transfer_devices: str = _option(
+        "lo",
+        "Network devices over which KV is read by other workers, as UCX names them; all for every one.",
+        env="UCX_NET_DEVICES",
+    )
     namespace: str = _option("dynamo", "Dynamo namespace.", env="DYN_NAMESPACE")
-    component: str = _option("backend", "Dynamo component.", env="DYN_COMPONENT")
+    component: str = _option(
+        "backend", "Dynamo component; of a prefill worker prefill, unless given.", env="DYN_COMPONENT"
+    )
     endpoint: str = _option(
         "generate", "Dynamo endpoint; dyn://namespace.component.endpoint names all three.", env="DYN_ENDPOINT"
     )
@@ -232,7 +257,8 @@ class Arguments:
     )
     enable_kv_routing: bool = _option(
         True,
-        "Publish load for the KV-aware router: true or false. With the zmq event plane, true listens on 0.0.0.0.",
+        "Publish load and cached blocks for the KV-aware router: true or false. "
+        "With the zmq event plane, true listens on 0.0.0.0.",
         parse=_truth,
     )
     dyn_tool_call_parser: str | None = _option(
@@ -246,6 +272,11 @@ class Arguments:
     )
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
     """Names of the options that were given somewhere: TensorRT-LLM has defaults of its own for the others."""
+
+    @property
+    def publishes_kv_events(self) -> bool:
+        """Whether a router is told which blocks are cached; prompts are computed elsewhere than on a decode worker."""
+        return self.enable_kv_routing and self.disaggregation_mode != "decode"
 
 
 def _table() -> tuple[Option, ...]:
@@ -385,6 +416,8 @@ def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
     given.setdefault("served_model_name", Path(os.path.abspath(given["model_path"])).name)
     if given.get("disaggregation_mode") == "agg":
         given["disaggregation_mode"] = "aggregated"
+    if given.get("disaggregation_mode") == "prefill":
+        given.setdefault("component", "prefill")
     suffix = environ.get("DYN_NAMESPACE_WORKER_SUFFIX")
     if suffix:  # Dynamo's rule for several pools of workers of one model
         given["namespace"] = f"{given.get('namespace', 'dynamo')}-{suffix}"
@@ -416,11 +449,6 @@ def _refuse_contradictions(a: Arguments) -> None:
     _refuse_trtllm_only(a)
     if a.dtype == "float16" and a.device == "cpu":
         raise ConfigurationError("--dtype float16 needs CUDA, but --device is cpu")
-    if a.disaggregation_mode != "aggregated":
-        raise ConfigurationError(
-            f"--disaggregation-mode {a.disaggregation_mode}: "
-            f"the {a.engine} engine serves aggregated only in this version"
-        )
     unknown = set(a.endpoint_types.split(",")) - {"chat", "completions", "none"}
     if unknown:
         raise ConfigurationError(f"--endpoint-types must be of chat, completions, none, got {a.endpoint_types!r}")

@@ -100,6 +100,15 @@ def text(path: str, value: Any) -> str:
     return value
 
 
+def prefill_result(path: str, value: Any) -> Mapping[str, Any]:
+    """What the frontend passes on from the prefill worker."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(path, f"must be a mapping, got {shown(value)}")
+    for name in sorted(set(value) - {"disaggregated_params", "prompt_tokens_details"}):
+        raise InvalidRequest(f"{path}.{name}", "unknown field")
+    return value
+
+
 def integers(most: int) -> Parser:
     """A list of at most ``most`` integers, as a frozenset."""
 
@@ -235,7 +244,7 @@ def _refused(path: str, why: str, *neutral: Any) -> Field:
 _U64 = 2**64
 _ROUTER = "for the router, which has acted on it"
 _PICTURES = "this worker serves text only"
-_HAND_OFF = "this worker serves aggregated only"
+_HAND_OFF = "hand-offs of this kind are not supported: prefill answers before decode begins"
 _ALLOWED = "Runs as the processor allowed_tokens: only these, and the end tokens."
 _BAD_WORDS = "Runs as the processor bad_words: sequences of token ids that the answer must not have."
 
@@ -390,7 +399,9 @@ FIELDS: tuple[Field, ...] = (
     _refused("encoder_result", _PICTURES),
     _refused("prompt_embeds", "prompts are token ids here, not embeddings"),
     _refused("generate_request", "the engine-native generate API is not supported"),
-    _refused("prefill_result", _HAND_OFF),
+    _honoured(
+        "prefill_result", prefill_result, "On a decode worker: where the prompt's KV is (docs/disaggregation.md)."
+    ),
     _refused("bootstrap_info", _HAND_OFF),
     _refused("staged_kv_cleanup", _HAND_OFF),
 )

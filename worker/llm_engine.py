@@ -22,6 +22,7 @@ from adapters.selection import Selection
 from worker import __version__
 from worker.arguments import Arguments
 from worker.deadline import until
+from worker.disaggregation import TransferMetrics, hand_over, part_of
 from worker.drain import Flight, Gate, drain
 from worker.engines import Engine, EngineInfo, SelfReporting, TokenDelta
 from worker.errors import (
@@ -65,6 +66,8 @@ class _Serving:
     flight: Flight
     builder: ResponseBuilder
     deltas: AsyncGenerator[TokenDelta, None]
+    request: GenerationRequest
+    selection: Selection
 
 
 class WorkerEngine(LLMEngine):
@@ -101,6 +104,7 @@ class WorkerEngine(LLMEngine):
         self._faults = FaultWindow()
         self._leave = leave
         self._info: EngineInfo | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._publisher: Any = None
         self._used_blocks: int | None = None  # as the engine itself says, where it does
         self._published_blocks = -1
@@ -115,6 +119,7 @@ class WorkerEngine(LLMEngine):
         return build(argv)
 
     async def start(self, worker_id: int) -> EngineConfig:
+        self._loop = asyncio.get_running_loop()
         try:
             info = await self.engine.start()
             self._desk = await asyncio.to_thread(self._open_desk, self.arguments, info, self.metrics.registry)
@@ -134,6 +139,8 @@ class WorkerEngine(LLMEngine):
             self.engine.tell_broken(self._break)
             self.engine.tell_load(self._take_load)
         self.metrics.describe_engine(info)
+        if self.arguments.disaggregation_mode != "aggregated":
+            TransferMetrics(self.engine, self.metrics.registry)
         return runtime.engine_config(info, self.arguments)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
@@ -147,7 +154,7 @@ class WorkerEngine(LLMEngine):
                         if chunk is not None:
                             yield chunk
             finally:
-                self._leave_gate(serving)
+                self._end(serving)
         except ServingError as error:
             self._record(error)
             raise runtime.to_dynamo(error) from None
@@ -163,20 +170,24 @@ class WorkerEngine(LLMEngine):
         request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size))
         prompt = request.prompt_token_ids
         selection = desk.select(request, metadata)
+        kv, num_cached_tokens = part_of(self.arguments.disaggregation_mode, request, selection)
         params = await self._parameters(request, desk, selection, info)
         builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
-        deltas = self.engine.generate(request_id, prompt, params)
+        builder.num_cached_tokens = num_cached_tokens
+        deltas = self.engine.generate(request_id, prompt, params, kv)
         if selection.deadline is not None:
             deltas = until(selection.deadline, deltas)
         flight = self.gate.enter(request_id, len(prompt))  # last: nothing after it may raise
         self._publish_load()
-        return _Serving(flight, builder, deltas)
+        return _Serving(flight, builder, deltas, request, selection)
 
     def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
         self._count_processors(delta)
         chunk = serving.builder.chunk(delta)
         self.gate.grow(serving.flight, len(delta.token_ids))
         self._publish_load()
+        if delta.kv is not None:
+            chunk["disaggregated_params"] = hand_over(serving.request.prompt_token_ids, serving.selection, delta)
         if delta.finish_reason is not None:
             self.metrics.count_outcome(delta.finish_reason)
         elif not chunk["token_ids"] and "engine_data" not in chunk:
@@ -198,7 +209,10 @@ class WorkerEngine(LLMEngine):
         smoke = self._smoke.processors(len(prompt)) if self._smoke else []
         seed = secrets.randbits(64) if request.seed is None else request.seed
         params = lower(replace(request, seed=seed) if info.draws_by_seed else request, info.eos_token_ids, smoke)
-        chain = await desk.chain(selection, prompt, params.end_token_ids, seed, request.max_tokens)
+        budget = request.max_tokens
+        if self.arguments.disaggregation_mode == "prefill":  # is asked for one token, whatever decode will be asked for
+            budget = info.context_length - len(prompt)
+        chain = await desk.chain(selection, prompt, params.end_token_ids, seed, budget)
         if chain is None:
             return params
         return replace(params, logits_processor=[*smoke, *create_trtllm_adapters([chain], end_id=params.end_id)])
@@ -213,6 +227,16 @@ class WorkerEngine(LLMEngine):
         elif delta.finish_reason in ("stop", "length"):
             self._desk.breaker.record_success(record.name for record in delta.receipt.records)
 
+    def _end(self, serving: _Serving) -> None:
+        """A stream that the runtime drops is closed by the garbage collector, and that runs in any thread."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._leave_gate, serving)
+        else:
+            self._leave_gate(serving)
+
     def _leave_gate(self, serving: _Serving) -> None:
         self.gate.leave(serving.flight)
         self._publish_load()
@@ -224,6 +248,8 @@ class WorkerEngine(LLMEngine):
         self.metrics.count_outcome(outcome)
         if isinstance(error, InvalidRequest):
             self.metrics.count_refusal(error.field)
+            if error.field.startswith("prefill_result"):  # no client's fault: workers that do not belong together
+                logger.error("hand-off refused: %s", error)
         if isinstance(error, EngineBroken):
             self._break(str(error))
 
@@ -242,6 +268,10 @@ class WorkerEngine(LLMEngine):
         self.engine.abort(request_id)
         if self.gate.evict(request_id):
             self._publish_load()
+
+    async def is_quiescent(self) -> bool:
+        """Whether no decode worker reads from here any more; the runtime asks a prefill worker that is to leave."""
+        return self.engine.num_held() == 0
 
     def signalled(self) -> None:
         """A signal to leave arrived. The second one ends the drain at once: what is in flight is handed off."""
@@ -262,19 +292,23 @@ class WorkerEngine(LLMEngine):
     async def register_prometheus(self, metrics: Any) -> None:
         register_engine_registry(metrics, self.metrics.registry)
 
+    async def kv_event_sources(self) -> list[KvEventSource]:
+        """One source of KV events, where they are published: the engine reports its blocks itself."""
+        if not self.arguments.publishes_kv_events or self._info is None:
+            return []
+        block_size = self._info.kv_block_size
+
+        def on_ready(publisher: Any) -> None:
+            self.engine.report_blocks(runtime.RouterEvents(publisher, block_size))
+
+        return [PushSource(on_ready=on_ready, dp_rank=0)]
+
     def component_metrics_dp_ranks(self) -> list[int]:
         return [0]
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
         self._publisher = publisher
         self._publish_load()
-
-    async def kv_event_sources(self) -> list[KvEventSource]:
-        """What the KV cache holds, for a KV-aware router; only engines that know."""
-        engine = self.engine
-        if not isinstance(engine, SelfReporting) or not engine.has_events:
-            return []
-        return [PushSource(on_ready=engine.publish_events)]
 
     def _take_load(self, used: int, total: int) -> None:
         """The engine's own count of KV blocks."""

@@ -50,6 +50,7 @@ class GenerationRequest:
         guided_decoding: One of ``json``, ``regex``, ``choice``, ``grammar`` and its guide, None for no grammar.
         require_reasoning: Whether the grammar starts after the thinking.
         annotations: The client's annotations, verbatim.
+        prefill_result: What the prefill worker handed over, with the frontend's additions; None without one.
         is_probe: Whether this is the runtime's health probe.
     """
 
@@ -77,6 +78,7 @@ class GenerationRequest:
     guided_decoding: Mapping[str, Any] | None = None
     require_reasoning: bool = False
     annotations: tuple[str, ...] = ()
+    prefill_result: Mapping[str, Any] | None = None
     is_probe: bool = False
 
     @property

@@ -29,6 +29,7 @@ class ScriptedModel:
     undecodable_ids = tuple(range(WIDTH - PADDING, WIDTH))
     device = torch.device("cpu")
     kv_bytes_per_token = 0
+    numerics = "exact"
 
     def __init__(self, hook: Callable[[Plan, torch.Tensor], None] | None = None) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -12,7 +12,7 @@ from worker.engines.embedded import EmbeddedConfig, Request
 from worker.engines.embedded.exchange import Exchange
 from worker.engines.embedded.handoff import handle_from_json
 from worker.engines.embedded.kv_layout import KvLayout
-from worker.engines.embedded.plan import Output, Plan, SegmentCopy
+from worker.engines.embedded.plan import Output, Plan
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.transfer import KvHandle, KvPort
 
@@ -31,10 +31,6 @@ class TensorRecallModel(RecallModel):
 
     def kv_tensors(self) -> list[torch.Tensor]:
         return [self.keys, self.values]
-
-    def copy_kv(self, copies: Sequence[SegmentCopy]) -> None:
-        for copy in copies:
-            self.keys[copy.target, :, : copy.num_tokens] = self.keys[copy.source, :, : copy.num_tokens]
 
     def forward(self, plan: Plan) -> torch.Tensor:
         logits = super().forward(plan)
@@ -60,7 +56,7 @@ class Side:
         layout = KvLayout("recall", "int64", 1, 1, 1, BLOCK, size)
         port = KvPort(self.model.kv_tensors(), layout)
         timing = {} if clock is None else {"clock": clock}
-        self.exchange = Exchange(port, self.stepper.scheduler, self.model.copy_kv, hold_s, **timing)
+        self.exchange = Exchange(port, self.stepper.scheduler, hold_s, **timing)
         self.stepper.exchange = self.exchange
         self.num_segments = self.stepper.scheduler.cache.num_available
         self.outputs: dict[str, list[Output]] = {}

@@ -50,6 +50,7 @@ class RecallModel:
     undecodable_ids: tuple[int, ...] = ()
     device = torch.device("cpu")
     kv_bytes_per_token = 0
+    numerics = "exact"
 
     def __init__(self, context_length: int) -> None:
         self.context_length = context_length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -323,10 +324,40 @@ def test_streams_of_a_static_batch_hold_stop_words_back(controller: TextGenerati
     assert kept[0].generated_text == full.generated_text[:9]
 
 
+def test_a_static_batch_may_be_suspended_and_nothing_joins_it(controller: TextGenerationController) -> None:
+    expected = batch(top_k=1)
+    controller.generate_all_output_tokens_static_batch(expected)
+    requests = batch(top_k=1)
+    problems: list[str] = []
+
+    def callback(active: list[Any]) -> set[Any]:
+        if requests[0].generated_length == 2:
+            for key in (0, 1, 2):
+                controller.suspend_request(key)
+            controller.abort_request(3)
+            threading.Thread(target=lambda: [controller.resume_request(key) for key in (0, 1, 2)]).start()
+            try:
+                controller.add_request(InferenceRequest(request_id="x", prompt_tokens=[5]))
+            except ValueError as error:
+                problems.append(str(error))
+        return set()
+
+    controller.set_stop_word_finished_ids_callback(callback)
+    try:
+        controller.generate_all_output_tokens_static_batch(requests)
+    finally:
+        controller.set_stop_word_finished_ids_callback(None)
+    assert problems == ["a static batch is unfinished; nothing joins it"]
+    for key in (0, 1, 2):
+        assert requests[key].generated_tokens == expected[key].generated_tokens
+        assert len(requests[key].tpot) == requests[key].generated_length == 10
+    assert requests[3].status is Status.CANCELLED
+    assert requests[3].generated_tokens == expected[3].generated_tokens[:2]
+
+
 async def test_a_consumer_that_leaves_cancels(controller: TextGenerationController) -> None:
-    request = InferenceRequest(
-        request_id="a", prompt="Hello", sampling_params=InferenceParams(termination_id=-1, num_tokens_to_generate=50)
-    )
+    params = InferenceParams(termination_id=-1, num_tokens_to_generate=50, top_k=1)  # whole characters come first
+    request = InferenceRequest(request_id="a", prompt=PROMPTS[0], sampling_params=params)
     stream = TokenStream("a", controller.abort_request)
     controller.add_request(request, stream)
     await controller.async_generate_output_tokens_dynamic_batch()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engines.embedded.attention import AttentionStep, KvStore, Span
-from worker.engines.embedded.partial_softmax import Shapes
+from worker.engines.embedded.partial_softmax import Kernel, Shapes
 from worker.engines.embedded.plan import SegmentCopy
 
 WIDTH = 16
@@ -51,7 +51,12 @@ def scenes(draw: st.DrawFn) -> Scene:
         draw(st.sampled_from([0, 1, 5, size, 3 * size])),
         draw(st.sampled_from([None, None, 2.0])),
         rows,
-        Shapes(draw(st.sampled_from([None, 1, 5])), draw(st.booleans())),
+        Shapes(
+            draw(st.sampled_from([None, *Kernel])),
+            draw(st.sampled_from([None, 1, 5])),
+            draw(st.booleans()),
+            draw(st.sampled_from([1, 8])),
+        ),
         draw(st.integers(0, 2**32 - 1)),
     )
 
@@ -147,7 +152,7 @@ def test_the_number_of_calls_does_not_grow_with_rows_that_lie_densely(
     spans = [Span([3 * row, 3 * row + 1, 3 * row + 2], 70 + row % 20, 71 + row % 20) for row in range(rows)]
     places = torch.tensor([[span.segments[2] for span in spans], [span.start - 64 for span in spans]])
     monkeypatch.setattr("worker.engines.embedded.partial_softmax._ATEN", Counting())
-    step = AttentionStep(store, spans, places, Shapes())
+    step = AttentionStep(store, spans, places, Shapes(Kernel.FLASH))
     new = torch.ones(rows, 1, WIDTH)
     step.attend(0, new, new, new, 1.0, 0)
     assert len(counted) == 1

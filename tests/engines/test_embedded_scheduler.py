@@ -11,6 +11,7 @@ from kv_doubles import RecallModel, answer, recall_request
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.plan import Output, Plan, Request
 from worker.engines.embedded.scheduler import Scheduler
+from worker.engines.embedded.step import Stepper
 from worker.sampling import SamplingParams
 
 MODEL = ScriptedModel()
@@ -20,11 +21,13 @@ BLOCK = 16
 class Driver:
     """A scheduler on a model that checks its KV, and the plans of all steps."""
 
-    def __init__(self, num_segments: int, segment_size: int, max_num_seqs: int = 8, budget: int = 1024) -> None:
+    def __init__(
+        self, num_segments: int, segment_size: int, max_num_seqs: int = 8, budget: int = 1024, mixed: int | None = None
+    ) -> None:
         self.model = RecallModel(num_segments * segment_size)
         self.model.allocate_kv(num_segments, segment_size)
         self.cache = KvCache(num_segments, segment_size, BLOCK)
-        self.scheduler = Scheduler(self.cache, max_num_seqs, budget)
+        self.scheduler = Scheduler(self.cache, max_num_seqs, budget, mixed)
         self.plans: list[Plan] = []
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int) -> Request:
@@ -131,6 +134,64 @@ def test_prompts_of_the_same_length_share_a_step_and_the_oldest_gets_the_rest() 
     assert driver.work() == [([], [("0", 0, 684), ("1", 0, 170), ("2", 0, 170)])]
 
 
+def test_a_long_prompt_hardly_slows_those_who_decode() -> None:
+    driver = Driver(num_segments=64, segment_size=256, mixed=64)
+    driver.add("early", prompt(100, first=3), 100)
+    driver.step()
+    driver.add("long", prompt(640, first=4), 2)
+    for _ in range(11):
+        driver.step()
+    chunks = [("long", start, start + 64) for start in range(0, 640, 64)]
+    assert driver.work() == [
+        ([], [("early", 0, 100)]),
+        *((["early"], [chunk]) for chunk in chunks),
+        (["early", "long"], []),
+    ]
+
+
+def test_many_prompts_are_not_held_up_by_few_who_decode() -> None:
+    driver = Driver(num_segments=64, segment_size=256, mixed=64)
+    driver.add("early", prompt(100, first=3), 100)
+    driver.step()
+    for name in range(7):
+        driver.add(str(name), prompt(1000, first=10 + name), 2)
+    driver.step()
+    assert sum(chunk.stop - chunk.start for chunk in driver.plans[-1].chunks) == 7 * 64
+
+
+def test_one_that_comes_back_is_served_before_the_younger_ones() -> None:
+    driver = Driver(num_segments=64, segment_size=256, budget=1024)
+    first = driver.add("first", prompt(3000, first=3), 4)
+    second = driver.add("second", prompt(3000, first=4), 4)
+    driver.step()
+    driver.scheduler.preempt(first)
+    driver.step()
+    assert driver.scheduler.prefilling == [first, second]
+    assert [(chunk.request.id, chunk.stop - chunk.start) for chunk in driver.plans[-1].chunks] == [
+        ("first", 768),
+        ("second", 256),
+    ]
+
+
+def test_the_last_segment_is_left_to_those_who_will_grow() -> None:
+    driver = Driver(num_segments=4, segment_size=16)
+    driver.add("grows", prompt(10, first=3), 40)
+    driver.add("fits", prompt(30, first=4), 3)
+    driver.add("waits", prompt(10, first=5), 3)
+    driver.step()
+    assert [one.id for one in driver.scheduler.waiting] == ["waits"]
+    driver.finish()
+    assert driver.scheduler.num_preemptions == 0
+
+
+def test_nothing_is_left_to_those_who_will_not_grow() -> None:
+    driver = Driver(num_segments=2, segment_size=16)
+    driver.add("short", prompt(10, first=3), 6)
+    driver.add("as short", prompt(10, first=4), 6)
+    driver.step()
+    assert not driver.scheduler.waiting
+
+
 def test_the_last_that_came_is_the_first_that_goes() -> None:
     driver = Driver(num_segments=6, segment_size=16)
     for name in range(3):
@@ -214,3 +275,23 @@ def test_a_request_larger_than_the_store_is_our_own_mistake() -> None:
     one.limit = 129
     with pytest.raises(AssertionError, match="may take 3 segments"):
         driver.scheduler.add(one)
+
+
+def test_where_guests_hold_all_kv_nothing_is_computed_until_they_leave() -> None:
+    driver = Driver(num_segments=4, segment_size=16)
+    stepper_ = Stepper(driver.model, driver.scheduler)
+    guest = recall_request(driver.model, "guest", prompt(40, first=3), 1)
+    assert driver.scheduler.invite(guest) == ()
+    one = driver.add("one", prompt(14, first=4), 30)
+    while one.segments or not driver.scheduler.num_preemptions:
+        stepper_.step()
+    computed = driver.model.num_computed
+    assert stepper_.step() == []
+    assert stepper_.wait_s is not None
+    assert stepper_.wait_s > 0
+    assert driver.model.num_computed == computed
+    driver.scheduler.dismiss(guest)
+    while not driver.scheduler.is_idle:
+        assert len(stepper_.step()) == 1
+        assert driver.scheduler.is_idle or stepper_.wait_s == 0
+    assert one.tokens == prompt(14, first=4) + answer_without_end(prompt(14, first=4), 30)

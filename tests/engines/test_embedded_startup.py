@@ -85,6 +85,7 @@ async def test_spoilt_checkpoints(checkpoint: Path, spoil: Callable[[Path], obje
         ({"max_queue": -1}, "--max-queue must be at least 0"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "--max-num-batched-tokens 8 is below --max-num-seqs 9"),
         ({"step_timeout_s": 0.0}, "--step-timeout-s must be above 0"),
+        ({"max_mixed_chunk": 0}, "--max-mixed-chunk must be at least 1"),
         ({"kv_block_size": 0}, "--kv-block-size must be at least 1"),
         ({"kv_blocks": 127}, "--kv-blocks 127 cannot hold one context of 2048 tokens, which takes 128"),
         ({"dtype": "float16"}, "--dtype float16 needs CUDA"),

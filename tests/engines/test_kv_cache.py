@@ -109,6 +109,15 @@ def test_the_last_segment_to_be_had_is_taken_over_and_not_copied() -> None:
     assert len(store.match(request(tokens))) == 14
 
 
+def test_what_is_copied_from_outlives_what_is_not_wanted() -> None:
+    store = cache(num_segments=2)
+    store.release(hold(store, [10] * 14))
+    store.release(hold(store, [20] * 14))
+    again = request([10] * 6)
+    assert store.admit(again) == (SegmentCopy(source=0, target=1, num_tokens=4),)
+    assert len(store.match(request([10] * 14))) == 3
+
+
 def test_too_few_segments_change_nothing() -> None:
     store = cache(num_segments=4)
     held = hold(store, [9] * 20)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -401,6 +404,37 @@ def test_abort_keeps_what_there_is() -> None:
     engine.session.stepper.scheduler.check_integrity()
 
 
+def test_preempted_answers_and_scores_are_the_same(checkpoints: dict[str, Path]) -> None:
+    prompts = [[(place * 7 + which) % 900 + 5 for place in range(250)] for which in range(3)]
+    params = SamplingParams(
+        max_tokens=12,
+        prompt_logprobs=0,
+        logprobs=0,
+        return_generation_logits=True,
+        ignore_eos=True,
+        n=2,
+        seed=4,
+        top_k=3,
+    )
+    settings: dict[str, Any] = {"context_length": 512, "max_num_seqs": 4, "max_num_batched_tokens": 300}
+    roomy = Engine(checkpoints["llama"], **settings)
+    narrow = Engine(checkpoints["llama"], kv_blocks=48, **settings)
+    expected, found = (engine.generate(prompts, params) for engine in (roomy, narrow))
+    assert narrow.session.stepper.scheduler.num_preemptions > 0
+    for one, other in zip(expected, found, strict=True):
+        assert len(other.prompt_logprobs or ()) == 250
+        scores, again = (
+            [entry[0].logprob for entry in result.prompt_logprobs or () if isinstance(entry, list)]
+            for result in (one, other)
+        )
+        assert again == pytest.approx(scores, abs=2e-4)
+        for answer, same in zip(one.outputs, other.outputs, strict=True):
+            assert answer.token_ids == same.token_ids
+            assert answer.generation_logits is not None
+            assert same.generation_logits is not None
+            torch.testing.assert_close(answer.generation_logits, same.generation_logits, atol=2e-4, rtol=0)
+
+
 @pytest.mark.parametrize("after", [0, 1, 2, 5, 9])
 def test_suspended_and_resumed_at_any_step_changes_nothing(engine: Engine, after: int) -> None:
     prompt = list(range(5, 75))  # three steps of prompt
@@ -437,6 +471,65 @@ def test_suspended_and_resumed_at_any_step_changes_nothing(engine: Engine, after
     assert len(found.prompt_logprobs or ()) == len(prompt)
     with pytest.raises(KeyError):
         engine.resume(request_id)
+
+
+@pytest.mark.parametrize("what", ["suspend", "abort"])
+def test_another_thread_gets_its_turn_while_generating(what: str) -> None:
+    model = ScriptedModel()
+    engine = Engine("no-checkpoint", model=model, max_num_seqs=4)
+    third = threading.Event()
+    seen: list[int] = []
+
+    def other() -> None:
+        third.wait()
+        request_id = engine.unfinished[0]
+        getattr(engine, what)(request_id)
+        seen.append(len(model.plans))
+        if what == "suspend":
+            engine.resume(request_id)
+
+    def hook(plan: object, logits: torch.Tensor) -> None:
+        if len(model.plans) == 3:
+            third.set()
+            while not engine.session.lock.is_awaited:
+                time.sleep(0)
+
+    model.hook = hook
+    thread = threading.Thread(target=other)
+    thread.start()
+    first, second = engine.generate([[3, 4], [5]], SamplingParams(max_tokens=6, ignore_eos=True))
+    thread.join()
+    assert seen == [3]
+    count = 6 if what == "suspend" else 3
+    assert (first.token_ids, second.token_ids) == (model.greedy([3, 4], count), model.greedy([5], 6))
+    assert first.finish_reason == ("length" if what == "suspend" else "cancelled")
+
+
+def test_a_processor_must_not_call_the_engine() -> None:
+    engine = scripted()
+
+    def calls_back(*arguments: object) -> None:
+        engine.abort("0")
+
+    (result,) = engine.generate([3], SamplingParams(max_tokens=2, logits_processor=calls_back))
+    assert result.finish_reason == "error"
+    assert "RuntimeError" in (result.outputs[0].error or "")
+    assert engine.session.is_idle
+
+
+def test_a_progress_bar_on_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def shown(stream: io.StringIO, progress: bool) -> str:
+        monkeypatch.setattr("sys.stderr", stream)
+        scripted().generate([[3], [4], [5]], SamplingParams(max_tokens=2), progress)
+        return stream.getvalue()
+
+    assert "3/3" in shown(Terminal(), True)
+    assert shown(Terminal(), False) == ""
+    assert shown(io.StringIO(), True) == ""
 
 
 def test_an_interrupt_leaves_the_engine_usable() -> None:

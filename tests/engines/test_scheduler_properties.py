@@ -22,12 +22,19 @@ BLOCK = 4
 class House:
     """A scheduler, a cache, the model that checks them, and a router's view of what is cached."""
 
-    def __init__(self, num_segments: int = 12, segment_size: int = 8, budget: int = 24, routes: bool = True) -> None:
+    def __init__(
+        self,
+        num_segments: int = 12,
+        segment_size: int = 8,
+        budget: int = 24,
+        mixed: int | None = 3,
+        routes: bool = True,
+    ) -> None:
         self.routes = routes
         self.model = RecallModel(CONTEXT)
         self.model.allocate_kv(num_segments, segment_size)
         self.cache = KvCache(num_segments, segment_size, BLOCK, records_events=routes)
-        self.scheduler = Scheduler(self.cache, max_num_seqs=5, max_num_batched_tokens=budget)
+        self.scheduler = Scheduler(self.cache, max_num_seqs=5, max_num_batched_tokens=budget, max_mixed_chunk=mixed)
         self.spoil = random.Random(budget)
         self.live: dict[str, Request] = {}
         self.known: set[int] = set()
@@ -271,8 +278,8 @@ def test_ten_thousand_operations() -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("segments", [8, 9, 12, 20, 40])
-@pytest.mark.parametrize("budget", [5, 24, 100])
-def test_ten_thousand_operations_in_stores_of_all_sizes(segments: int, budget: int) -> None:
-    house = House(num_segments=segments, budget=budget)
+@pytest.mark.parametrize(("budget", "mixed"), [(5, None), (24, 3), (100, None), (100, 20)])
+def test_ten_thousand_operations_in_stores_of_all_sizes(segments: int, budget: int, mixed: int | None) -> None:
+    house = House(num_segments=segments, budget=budget, mixed=mixed)
     operate(house, random.Random(segments * budget), 10_000)
     assert house.num_finished > 500

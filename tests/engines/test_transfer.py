@@ -35,7 +35,7 @@ def shared_port() -> Iterator[KvPort]:
 
 @pytest.fixture
 def port(shared_port: KvPort) -> KvPort:
-    for tensor in shared_port._tensors:
+    for tensor in shared_port.tensors:
         tensor.zero_()
     return shared_port
 
@@ -61,7 +61,7 @@ def test_exactly_the_positions_asked_for(
     handle = peer.hold(source)
     assert finish(port.read(handle, target, start, stop)) == "done"
     assert peer.wait_note() == handle.ticket
-    for there, here in zip(peer.tensors, port._tensors, strict=True):
+    for there, here in zip(peer.tensors, port.tensors, strict=True):
         got, sent = sequence(here, target), sequence(there, source)
         assert torch.equal(got[:, start:stop], sent[:, start:stop])
         assert not got[:, :start].any()
@@ -82,7 +82,7 @@ def test_long_reads_come_in_slices(peer: Peer, port: KvPort, slice_bytes: int, m
     assert read.release()
     assert polls > 6
     assert peer.wait_note() == handle.ticket
-    for there, here in zip(peer.tensors, port._tensors, strict=True):
+    for there, here in zip(peer.tensors, port.tensors, strict=True):
         assert torch.equal(sequence(here, [4, 3, 2])[:, :41], sequence(there, [1, 2, 7])[:, :41])
 
 

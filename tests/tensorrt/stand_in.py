@@ -82,6 +82,6 @@ async def collect(
         whole.token_ids += delta.token_ids
         if delta.logprobs is not None:
             whole.logprobs = [*(whole.logprobs or ()), *delta.logprobs]
-        for field in ("finish_reason", "stop_reason", "error", "engine_data", "receipt", "failure", "hand_off"):
+        for field in ("finish_reason", "stop_reason", "error", "engine_data", "receipt", "failure", "kv"):
             setattr(whole, field, getattr(delta, field))
     return whole

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_in import collect, engine, stand_in
 
-from worker.engines import TokenDelta
+from worker.engines import ReadKv, TokenDelta
 from worker.engines.trtllm import TrtllmEngine, handoff
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.flight import Flight
@@ -134,9 +134,9 @@ async def test_prefill_and_decode_make_the_aggregated_answer(model: Path, monkey
                     continue
                 assert first.token_ids == expected.token_ids[:1]
                 assert first.finish_reason == "length"
-                assert first.hand_off is not None
-                data = json.loads(json.dumps(first.hand_off))
-                rest = await collect(decode, PROMPT, SamplingParams(**params), hand_off=data)
+                assert first.kv is not None
+                data = json.loads(json.dumps(first.kv))
+                rest = await collect(decode, PROMPT, SamplingParams(**params), kv=ReadKv(data))
                 assert (rest.token_ids, rest.finish_reason, rest.stop_reason) == (
                     expected.token_ids,
                     expected.finish_reason,
@@ -148,8 +148,8 @@ async def test_prefill_and_decode_make_the_aggregated_answer(model: Path, monkey
             with pytest.raises(InvalidRequest, match="needs the hand-off"):
                 await collect(decode, PROMPT, SamplingParams())
             with pytest.raises(InvalidRequest, match="serves aggregated"):
-                await collect(whole, PROMPT, SamplingParams(), hand_off=GOOD)
-            stolen = await collect(decode, [1, 2], SamplingParams(), hand_off=data)
+                await collect(whole, PROMPT, SamplingParams(), kv=ReadKv(GOOD))
+            stolen = await collect(decode, [1, 2], SamplingParams(), kv=ReadKv(data))
             assert stolen.error == "the KV of another prompt was handed over"
         finally:
             for each in engines:

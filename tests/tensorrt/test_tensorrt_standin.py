@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +84,16 @@ async def test_processors_are_called_once_per_chunk(model: Path) -> None:
             api.close()
 
 
-class Publisher:
-    """Dynamo's, as far as it is used."""
+class Sink:
+    """Hears of blocks."""
 
     def __init__(self) -> None:
-        self.stored: asyncio.Queue[tuple[list[int], list[int], list[int], int | None]] = asyncio.Queue()
+        self.heard: asyncio.Queue[tuple[int | None, list[int], list[int]]] = asyncio.Queue()
 
-    def publish_stored(self, tokens: list[int], sizes: list[int], hashes: list[int], parent: int | None = None) -> None:
-        self.stored.put_nowait((tokens, sizes, hashes, parent))
+    def stored(self, parent_hash: int | None, block_hashes: Sequence[int], token_ids: Sequence[int]) -> None:
+        self.heard.put_nowait((parent_hash, list(block_hashes), list(token_ids)))
 
-    def publish_removed(self, hashes: list[int]) -> None:
+    def removed(self, block_hashes: Sequence[int]) -> None:
         raise AssertionError("nothing is removed here")
 
 
@@ -100,16 +101,16 @@ async def test_load_and_kv_events_reach_the_runtime(model: Path) -> None:
     async with running(model, "--kv-block-size", "16") as served:
         loads: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         served.tell_load(lambda used, total: loads.put_nowait((used, total)))
-        publisher = Publisher()
+        sink = Sink()
         assert served.has_events
-        served.publish_events(publisher)
+        served.report_blocks(sink)
         prompt = list(range(20, 60))
         async for _ in served.generate("r", prompt, SamplingParams(max_tokens=2)):
             pass
         tokens: list[int] = []
         while tokens != prompt[:32]:  # the last block is not full
-            tokens, sizes, hashes, parent = await asyncio.wait_for(publisher.stored.get(), 30)
-        assert (sizes, parent, len(set(hashes))) == ([16, 16], None, 2)
+            parent, hashes, tokens = await asyncio.wait_for(sink.heard.get(), 30)
+        assert (parent, len(set(hashes))) == (None, 2)
         used, total = await asyncio.wait_for(loads.get(), 30)
         assert served._info is not None
         assert 0 <= used <= total == served._info.total_kv_blocks

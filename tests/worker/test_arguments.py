@@ -57,6 +57,7 @@ def example(option: Option) -> str:
         return option.choices[0]
     return {bool: "false", int: "3000", float: "2.5"}.get(type(option.default)) or {
         "context_length": "512",
+        "max_mixed_chunk": "32",
         "kv_blocks": "99",
         "device": "cuda:1",
         "endpoint_types": "chat",
@@ -113,8 +114,8 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 needs --engine trtllm"),
         (["--dtype", "float16", "--device", "cpu"], "--dtype float16 needs CUDA, but --device is cpu"),
         (
-            ["--disaggregation-mode", "decode"],
-            "--disaggregation-mode decode: the embedded engine serves aggregated only in this version",
+            ["--engine", "trtllm", "--disaggregation-mode", "decode"],
+            "--disaggregation-mode decode: the trtllm engine serves aggregated only in this version",
         ),
         (["--endpoint-types", "chat,audio"], "--endpoint-types must be of chat, completions, none, got 'chat,audio'"),
         (

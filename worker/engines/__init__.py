@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -51,6 +51,22 @@ class TokenLogprob:
     rank: int
 
 
+@dataclass(frozen=True, slots=True)
+class KeepKv:
+    """Asks an engine to compute a prompt, sample nothing, and hold the KV for another worker to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadKv:
+    """Tells an engine that another worker holds the prompt's KV.
+
+    Attributes:
+        handle: Where it is: the `TokenDelta.kv` of that worker's engine.
+    """
+
+    handle: Mapping[str, Any]
+
+
 @dataclass(slots=True)
 class TokenDelta:
     """What an engine has to say since its last delta about one choice of one request.
@@ -66,7 +82,7 @@ class TokenDelta:
         engine_data: Cumulative extra data for the response (the receipt), or None.
         receipt: What the request's logits processors did; on the last delta of a request that has any.
         failure: The processor that failed, where that is why the choice failed.
-        hand_off: On the only delta of a prefill, JSON data with which a decode engine goes on.
+        kv: Where the prompt's KV is held, JSON data; on the last delta of a request with `KeepKv`.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -79,7 +95,23 @@ class TokenDelta:
     engine_data: dict[str, object] | None = None
     receipt: Receipt | None = None
     failure: ProcessorFailed | None = None
-    hand_off: dict[str, Any] | None = None
+    kv: dict[str, Any] | None = None
+
+
+class KvEventSink(Protocol):
+    """Hears which blocks of KV an engine has, for a router. Called by the engine's own thread; must not block."""
+
+    def stored(self, parent_hash: int | None, block_hashes: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Blocks have become known, one after the other.
+
+        Args:
+            parent_hash: Of the block before the first one, None if it begins a sequence.
+            block_hashes: 64 bits each, unsigned, made of the block's tokens and of all before them.
+            token_ids: Of all these blocks.
+        """
+
+    def removed(self, block_hashes: Sequence[int]) -> None:
+        """Blocks are known no more."""
 
 
 class Engine(Protocol):
@@ -89,9 +121,13 @@ class Engine(Protocol):
         """Load the model. Raises `StartupError` with one clear line; `stop` is safe afterwards."""
 
     def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        kv: KeepKv | ReadKv | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Decode one request.
+        """Decode one request, or in disaggregated serving one worker's part of it.
 
         The request is admitted when the first item is awaited. The stream ends after a delta with a
         `finish_reason`. Several tokens share a delta only when the consumer is behind.
@@ -109,6 +145,15 @@ class Engine(Protocol):
     def num_unfinished(self) -> int:
         """Requests admitted and not yet finished."""
 
+    def num_held(self) -> int:
+        """Prompts whose KV is held for other workers."""
+
+    def report_blocks(self, sink: KvEventSink) -> None:
+        """Tell `sink` of all blocks that become known or forgotten since `start`; at most once."""
+
+    def transfers(self) -> Mapping[str, float]:
+        """Hand-offs of KV so far, by what became of them; empty for an engine that has none."""
+
     def hand_off(self) -> int:
         """End every unfinished request with `Draining`; returns how many. New ones are refused the same way."""
 
@@ -116,35 +161,12 @@ class Engine(Protocol):
         """Stop decoding and release the device. Idempotent, and safe after a failed or missing `start`."""
 
 
-class KvEventPublisher(Protocol):
-    """The part of Dynamo's publisher of KV events that engines use."""
-
-    def publish_stored(
-        self,
-        token_ids: list[int],
-        num_block_tokens: list[int],
-        block_hashes: list[int],
-        parent_hash: int | None = None,
-    ) -> None:
-        """Blocks of a prefix were computed; hashes are signed 64-bit, ``parent_hash`` that of the block before."""
-
-    def publish_removed(self, block_hashes: list[int]) -> None:
-        """Blocks are gone."""
-
-
 @runtime_checkable
 class SelfReporting(Protocol):
-    """An engine that knows its own load, cache and death, because another process does the work."""
-
-    @property
-    def has_events(self) -> bool:
-        """Whether KV events are recorded."""
+    """An engine that knows its own load and death, because another process does the work."""
 
     def tell_broken(self, callback: Callable[[str], None]) -> None:
         """Call ``callback`` with the reason when the engine dies, whether or not a request is waiting."""
 
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
         """Call ``callback`` with used and all KV blocks whenever the engine says how many there are."""
-
-    def publish_events(self, publisher: KvEventPublisher) -> None:
-        """Publish which prefixes the KV cache holds. From any thread."""

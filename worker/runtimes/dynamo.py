@@ -14,8 +14,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from worker.arguments import Arguments
 from worker.drain import FLUSH_S, HAND_OFF_TIMEOUT_S
@@ -123,7 +123,7 @@ def worker_config(arguments: Arguments) -> WorkerConfig:
         model_name=arguments.model_path,
         served_model_name=arguments.served_model_name,
         model_input=ModelInput.Tokens,
-        disaggregation_mode=DisaggregationMode.AGGREGATED,
+        disaggregation_mode=DisaggregationMode[arguments.disaggregation_mode.upper()],
         enable_local_indexer=False,
     )
 
@@ -143,6 +143,32 @@ def engine_config(info: EngineInfo, arguments: Arguments) -> EngineConfig:
             max_num_batched_tokens=info.max_num_batched_tokens,
         ),
     )
+
+
+class RouterEvents:
+    """Passes an engine's KV events on to the router.
+
+    Args:
+        publisher: The runtime's.
+        block_size: Tokens per block.
+    """
+
+    def __init__(self, publisher: Any, block_size: int) -> None:
+        self._publisher = publisher
+        self._block_size = block_size
+
+    def stored(self, parent_hash: int | None, block_hashes: Sequence[int], token_ids: Sequence[int]) -> None:
+        parent = None if parent_hash is None else _signed(parent_hash)
+        sizes = [self._block_size] * len(block_hashes)
+        self._publisher.publish_stored(list(token_ids), sizes, [_signed(each) for each in block_hashes], parent)
+
+    def removed(self, block_hashes: Sequence[int]) -> None:
+        self._publisher.publish_removed([_signed(each) for each in block_hashes])
+
+
+def _signed(number: int) -> int:
+    """The 64 bits of `number` as the signed integer that the runtime takes."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def to_dynamo(error: ServingError) -> Exception:

@@ -132,6 +132,8 @@ def admit(
         sampled, chain = with_field_processors(params, chain, tokens, context, [*dense, *foreign])
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
+    if chain is not None:
+        chain.receipt.numerics = model.numerics
     return Request(
         id=request_id,
         number=number,

@@ -17,7 +17,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from worker.engines.embedded.partial_softmax import Shapes, partial_softmax
+from worker.engines.embedded.partial_softmax import Kernel, Shapes, partial_softmax
 from worker.engines.embedded.plan import SegmentCopy
 
 IMPLEMENTATION = "embedded_kv_store"
@@ -62,6 +62,7 @@ class _Call:
     `mask` is additive, ``[entries, 1, tokens * group, length]``, or None if every key is seen.
     """
 
+    kernel: Kernel
     first: int
     stride: int
     entries: int
@@ -128,14 +129,19 @@ class AttentionStep:
         """Store ``key, value [T, Hkv, D]`` and attend with ``query [T, H, D]``; returns ``[T, H, D]``.
 
         A token sees itself and the `window` - 1 tokens before it, or all of them if `window` is 0. Scores go through
-        ``softcap * tanh(score / softcap)`` where it is given.
+        ``softcap * tanh(score / softcap)`` where it is given. Rows behind the step's tokens are padding; they get 0.
         """
+        count = len(self._places[0])
+        if len(query) > count:
+            attended = self.attend(layer, query[:count], key[:count], value[:count], scale, window, softcap)
+            return torch.nn.functional.pad(attended, (0, 0, 0, 0, 0, len(query) - count))
         keys, values = self._store.keys[layer], self._store.values[layer]
         keys.transpose(1, 2).index_put_(self._places, key)
         values.transpose(1, 2).index_put_(self._places, value)
         layout = self._layouts.get(window)
         if layout is None:
-            layout = self._layouts[window] = self._lay_out(window, query, keys)
+            planner = _Planner(self._spans, keys, window, query, softcap is None, self._shapes)
+            layout = self._layouts[window] = planner.layout()
         if layout.queries is not None:
             query = query.index_select(0, layout.queries)
         outputs, sums = [], []
@@ -143,16 +149,20 @@ class AttentionStep:
         for call in layout.calls:
             stop = start + call.entries * call.tokens
             part = partial_softmax(
-                query[start:stop], call.tokens, call.view(keys), call.view(values), call.mask, scale, softcap
+                call.kernel,
+                query[start:stop],
+                call.tokens,
+                call.view(keys),
+                call.view(values),
+                call.mask,
+                scale,
+                softcap,
+                self._shapes.query_multiple,
             )
             outputs.append(part[0])
             sums.append(part[1])
             start = stop
         return _combine(layout, outputs, sums)
-
-    def _lay_out(self, window: int, query: torch.Tensor, keys: torch.Tensor) -> _Layout:
-        group = query.shape[1] // keys.shape[1]
-        return _Planner(self._spans, keys.shape[2], window, group, self._shapes, query).layout()
 
 
 def _combine(layout: _Layout, outputs: list[torch.Tensor], sums: list[torch.Tensor]) -> torch.Tensor:
@@ -178,14 +188,21 @@ class _Planner:
     """Makes a `_Layout`."""
 
     def __init__(
-        self, spans: Sequence[Span], size: int, window: int, group: int, shapes: Shapes, like: torch.Tensor
+        self,
+        spans: Sequence[Span],
+        keys: torch.Tensor,
+        window: int,
+        query: torch.Tensor,
+        may_flash: bool,
+        shapes: Shapes,
     ) -> None:
         self._spans = spans
-        self._size = size
+        self._kv_heads, self._size = keys.shape[1:3]
         self._window = window
-        self._group = group
+        self._group = query.shape[1] // self._kv_heads
+        self._like = query
+        self._may_flash = may_flash and query.device.type == "cpu"
         self._shapes = shapes
-        self._like = like
         self._calls: list[_Call] = []
         self._queries: list[torch.Tensor] = []
         self._results = 0  # places in the calls so far
@@ -223,20 +240,21 @@ class _Planner:
             return
         pairs.sort()
         _, tokens, columns, begins, ends = torch.tensor(pairs).unbind(1)
-        self._table[tokens, columns] = torch.arange(self._results, self._results + len(pairs))
         for start, stop, stride in _runs([pair[0] for pair in pairs]):
-            part = slice(start, stop)
-            self._call(pairs[start][0], stride, tokens[part, None], begins[part, None], ends[part, None])
+            # rows that share a segment are the query tokens of one entry, so that its keys are read once
+            places = _tiles(torch.arange(start, stop), 1 if stride else self._shapes.tokens)
+            rows = slice(start, stop)
+            self._table[tokens[rows], columns[rows]] = torch.arange(self._results, self._results + stop - start)
+            self._call(pairs[start][0], stride, tokens[places], begins[places], ends[places])
 
     def _plan_many_tokens(self, span: Span, token: int) -> None:
         for column, place in enumerate(self._seen(span)):
             begin = place * self._size
             last = begin + self._size - 1 + self._window if self._window else span.stop
             first, stop = max(span.start, begin), min(span.stop, last)
-            tile = self._shapes.tokens or stop - first
             rows = torch.arange(token + first - span.start, token + stop - span.start)
             self._table[rows, column] = torch.arange(self._results, self._results + len(rows))
-            padded = torch.cat((rows, rows[-1:].expand(-len(rows) % tile))).view(-1, tile)
+            padded = _tiles(rows, self._shapes.tokens)
             positions = padded + (span.start - token)
             ends = (positions + 1 - begin).clamp_(max=self._size)
             begins = (positions + (1 - self._window - begin)).clamp_(min=0) if self._window else torch.zeros_like(ends)
@@ -245,16 +263,20 @@ class _Planner:
     def _call(self, first: int, stride: int, queries: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> None:
         """Entries for query tokens ``[entries, tokens]``, each of which sees keys from `begins` to `ends`."""
         entries, tokens = queries.shape
-        length = self._shapes.length(int(ends.max()), self._size)
+        kernel = Kernel.PRODUCTS
+        if self._may_flash:
+            kernel = self._shapes.kernel_for(entries, tokens, self._kv_heads, self._like.dtype)
+        length = self._shapes.length(kernel, int(ends.max()), self._size)
         mask = None
         if int(begins.max()) > 0 or int(ends.min()) < length:
             keys = torch.arange(length)
             hidden = (keys < begins[..., None]) | (keys >= ends[..., None])
-            additive = torch.zeros(hidden.shape, dtype=self._like.dtype).masked_fill_(hidden, -torch.inf)
+            dtype = torch.float32 if kernel is Kernel.PRODUCTS else self._like.dtype
+            additive = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
             shape = (entries, tokens, self._group, length)
             mask = additive[:, :, None].expand(shape).reshape(entries, 1, tokens * self._group, length)
             mask = mask.to(self._like.device)
-        self._calls.append(_Call(first, stride, entries, tokens, length, mask))
+        self._calls.append(_Call(kernel, first, stride, entries, tokens, length, mask))
         self._queries.append(queries.reshape(-1))
         self._results += queries.numel()
 
@@ -275,6 +297,12 @@ class _Planner:
             parts.to(device),
             absent.to(device),
         )
+
+
+def _tiles(rows: torch.Tensor, tile: int | None) -> torch.Tensor:
+    """`rows` in tiles ``[n, tile]``, the last one filled up with its last row; one tile if `tile` is None."""
+    tile = tile or len(rows)
+    return torch.cat((rows, rows[-1:].expand(-len(rows) % tile))).view(-1, tile)
 
 
 def _in_order(index: torch.Tensor, count: int) -> bool:
@@ -305,8 +333,8 @@ def _attention(
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     step: AttentionStep = arguments[STEP_ARGUMENT]
-    packed = (each[0].transpose(0, 1) for each in (query, key, value))
-    return step.attend(module.layer_idx, *packed, scaling, sliding_window or 0, softcap)[None], None
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    return step.attend(module.layer_idx, query, key, value, scaling, sliding_window or 0, softcap)[None], None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

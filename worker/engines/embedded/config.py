@@ -11,6 +11,7 @@ from worker.errors import StartupError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NUMERICS = ("auto", "exact", "fast")
+ROLES = ("aggregated", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +27,16 @@ class EmbeddedConfig:
             to nothing; see `numerics.py`.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Tokens computed in one step at most; longer prompts take several steps.
+        max_mixed_chunk: Tokens of a prompt computed in a step that decodes too; with n prompts in hand n times as many
+            in all. None means 64 on a CPU, 512 on CUDA, so that a prompt hardly slows those who decode.
         context_length: Longest prompt + answer in tokens; None means the model's own limit.
         kv_block_size: Tokens per KV block.
         kv_blocks: KV blocks to own; None means as many as `max_num_seqs` full contexts need, or as fit into memory.
         max_queue: Requests that may wait for a place; more are refused with `Overloaded`.
+        role: ``aggregated``, or ``prefill`` or ``decode`` of disaggregated serving.
+        kv_events: Whether an event sink is going to be told of the blocks in the cache.
+        kv_hold_s: How long a prefill worker holds a prompt's KV for a decode worker, seconds.
+        kv_devices: Network devices over which KV is transferred, as in ``UCX_NET_DEVICES``.
         step_timeout_s: Seconds after which a step that has not ended counts as hung and ends the process.
     """
 
@@ -39,10 +46,15 @@ class EmbeddedConfig:
     numerics: str = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
+    max_mixed_chunk: int | None = None
     context_length: int | None = None
     kv_block_size: int = 16
     kv_blocks: int | None = None
     max_queue: int = 256
+    role: str = "aggregated"
+    kv_events: bool = False
+    kv_hold_s: float = 30.0
+    kv_devices: str = "lo"
     step_timeout_s: float = 300.0
 
     def check(self) -> None:
@@ -50,6 +62,7 @@ class EmbeddedConfig:
         for flag, value, minimum in (
             ("--max-num-seqs", self.max_num_seqs, 1),
             ("--max-num-batched-tokens", self.max_num_batched_tokens, 1),
+            ("--max-mixed-chunk", self.max_mixed_chunk, 1),
             ("--context-length", self.context_length, 2),
             ("--kv-block-size", self.kv_block_size, 1),
             ("--kv-blocks", self.kv_blocks, 1),
@@ -64,6 +77,10 @@ class EmbeddedConfig:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
                 "every running request needs one token of each step"
             )
+        if self.role not in ROLES:
+            raise StartupError(f"--disaggregation-mode must be one of {', '.join(ROLES)}, got {self.role!r}")
+        if not 0 < self.kv_hold_s < float("inf"):
+            raise StartupError(f"--kv-hold-s must be above 0 and finite, got {self.kv_hold_s}")
         if self.numerics not in NUMERICS:
             raise StartupError(f"--numerics must be one of {', '.join(NUMERICS)}, got {self.numerics!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from threading import RLock
 from typing import TypeVar
 
 import torch
@@ -27,6 +26,7 @@ from worker.engines.embedded.controller_types import (
     TokenStream,
     TopN,
 )
+from worker.engines.embedded.fair_lock import FairLock
 from worker.engines.embedded.offline import Engine
 
 NO_TOKEN = -1
@@ -66,8 +66,9 @@ class TextGenerationController:
         self._session = engine.session
         self._running: dict[str, Running] = {}  # by the session's id
         self._paused: list[RequestId] = []
+        self._in_static_batch = False
         self._stop_callback: StopWordCallback | None = None
-        self._lock = RLock()
+        self._lock = FairLock()
 
     # Text
 
@@ -276,9 +277,11 @@ class TextGenerationController:
         Raises:
             MaxSequenceLengthOverflowError: prompt and answer do not fit into the context.
             InvalidRequest: it cannot be served.
-            ValueError: the id is taken.
+            ValueError: the id is taken, or a static batch is unfinished.
         """
         with self._lock:
+            if self._in_static_batch:
+                raise ValueError("a static batch is unfinished; nothing joins it")
             self._add([request], {} if stream is None else {request.request_id: stream})
 
     def suspend_request(self, request_id: RequestId) -> None:
@@ -348,24 +351,15 @@ class TextGenerationController:
             ValueError: there are more answers than the engine has places, or a dynamic batch is unfinished.
         """
         streams = {active_requests[key].request_id: stream for key, stream in (active_streams or {}).items()}
-        with self._lock:
-            if self._running:
-                raise ValueError(f"{len(self._running)} requests of a dynamic batch are unfinished")
-            answers = sum(one.sampling_params.best_of or one.sampling_params.n for one in active_requests.values())
-            if answers > self.engine.info.max_num_seqs:
-                raise ValueError(f"batch size {answers} is above the most, {self.engine.info.max_num_seqs}")
-            try:
-                self._add(list(active_requests.values()), streams)
-                while self._running:
-                    self._step()
-            except BaseException as error:
-                for stream in streams.values():
-                    stream.finish(error)
-                raise
-            finally:
-                for running in list(self._running.values()):
-                    self._session.abort(running.job.id)
-                    self._close(running)
+        try:
+            with self._lock:
+                self._begin_static_batch(list(active_requests.values()), streams)
+            while self._step_static_batch():
+                pass
+        except BaseException as error:
+            for stream in streams.values():
+                stream.finish(error)
+            raise
         return active_requests
 
     def stream_tokens(
@@ -418,6 +412,39 @@ class TextGenerationController:
 
     # The step
 
+    def _begin_static_batch(
+        self, requests: Sequence[InferenceRequest], streams: Mapping[RequestId, TokenStream]
+    ) -> None:
+        if self._running or self._in_static_batch:
+            raise ValueError(f"{len(self._running)} requests of a dynamic batch are unfinished")
+        answers = sum(one.sampling_params.best_of or one.sampling_params.n for one in requests)
+        if answers > self.engine.info.max_num_seqs:
+            raise ValueError(f"batch size {answers} is above the most, {self.engine.info.max_num_seqs}")
+        self._add(requests, streams)
+        self._in_static_batch = True
+
+    def _step_static_batch(self) -> bool:
+        """One step; whether there is more to do. Between steps requests may be suspended, resumed and aborted."""
+        more = False
+        try:
+            if self._session.is_idle:  # all is suspended
+                self._session.wait()
+            with self._lock:
+                if self._running:
+                    self._step()
+                more = bool(self._running)
+            return more
+        finally:
+            if not more:
+                self._end_static_batch()
+
+    def _end_static_batch(self) -> None:
+        with self._lock:
+            for running in list(self._running.values()):
+                self._session.abort(running.job.id)
+                self._close(running)
+            self._in_static_batch = False
+
     def _add(self, requests: Sequence[InferenceRequest], streams: Mapping[RequestId, TokenStream]) -> None:
         """Check all, then queue all."""
         taken = [one.request.request_id for one in self._running.values()] + [one.request_id for one in requests]
@@ -461,10 +488,12 @@ class TextGenerationController:
             if not running.scores_only:
                 report.add(running, event)
         self._finish_by_callback(touched)
-        for running in touched.values():
-            self._stream(running)
+        for key, running in touched.items():
+            if key in self._running:  # the callback may have ended it
+                self._stream(running)
+                if running.job.is_done:
+                    self._close(running)
             if running.job.is_done:
-                self._close(running)
                 report.finished.append(running.request.request_id)
         paused, self._paused = self._paused, []
         return report.step(paused)

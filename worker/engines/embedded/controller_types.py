@@ -253,7 +253,7 @@ class TokenStream:
         self._items: deque[InferenceRequest] = deque()
         self._failure: BaseException | None = None
         self._finished = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -263,14 +263,14 @@ class TokenStream:
 
     def put(self, item: InferenceRequest) -> None:
         """Add an item; after the end it is dropped."""
-        with self._changed:
+        with self._lock:
             if not self._finished:
                 self._items.append(item)
                 self._wake()
 
     def finish(self, exception: BaseException | None = None) -> None:
         """Nothing more will come; the consumer gets `exception` after the last item. Once more changes nothing."""
-        with self._changed:
+        with self._lock:
             if not self._finished:
                 self._finished, self._failure = True, exception
                 self._wake()
@@ -279,7 +279,7 @@ class TokenStream:
         """The items, for an event loop."""
         try:
             while True:
-                with self._changed:
+                with self._lock:
                     items, self._items = self._items, deque()
                     ended = self._finished
                     waiter = self._waiter = asyncio.get_running_loop().create_future()
@@ -288,18 +288,22 @@ class TokenStream:
                 if ended:
                     break
                 await waiter
-        except GeneratorExit:
+        finally:
             if self._cancel is not None and not self._finished:
                 self._cancel(self.request_id)
-            raise
         if self._failure is not None:
             raise self._failure
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
+        if waiter is None:
+            return
+        self._waiter = None
+        try:
             waiter.get_loop().call_soon_threadsafe(_set, waiter)
+        except RuntimeError:
+            if not waiter.get_loop().is_closed():  # closed: nobody is left to tell
+                raise
 
 
 def _set(waiter: asyncio.Future[None]) -> None:

@@ -15,14 +15,18 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from worker.engines import EngineInfo, TokenDelta
+from worker.engines import EngineInfo, KeepKv, KvEventSink, ReadKv, TokenDelta
 from worker.engines.embedded.admission import admit
+from worker.engines.embedded.blocks import ROOT, BlocksRemoved, BlocksStored
 from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.exchange import Exchange, open_exchange
+from worker.engines.embedded.handoff import fingerprint, handle_from_json
 from worker.engines.embedded.memory import choose_kv_blocks, is_out_of_memory
-from worker.engines.embedded.model import load_model
+from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Model, Output, Request
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.stream import Stream
+from worker.engines.embedded.transfer import KvHandle
 from worker.engines.embedded.watchdog import Watchdog
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, ServingError, StartupError
 from worker.sampling import SamplingParams
@@ -46,9 +50,10 @@ MAX_GATHER_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To the step thread: a new request."""
+    """To the step thread: a new request, and where its prompt's KV is, if another worker holds it."""
 
     request: Request
+    kv: KvHandle | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,12 @@ class StepThread:
         self._may_run.set()
         self._last_arrival_s = -math.inf
         self._gathering_since_s = -math.inf
+        self._sink: KvEventSink | None = None
         self._thread = threading.Thread(target=self._run, name="embedded-step", daemon=True)
+
+    def report_blocks(self, sink: KvEventSink) -> None:
+        """Tell `sink` of the cache's blocks, from the next step on, with what was recorded until then."""
+        self._sink = sink
 
     def start(self) -> None:
         """Start the thread."""
@@ -114,43 +124,53 @@ class StepThread:
     def _run(self) -> None:
         try:
             while self._read_messages():
-                if not self._stepper.scheduler.is_idle:
-                    self._may_run.wait(MAX_PAUSE_S)
-                    self._publish(self._watchdog.watch(partial(self._stepper.step, self._is_gathering())))
+                self._may_run.wait(MAX_PAUSE_S)
+                self._publish(self._watchdog.watch(partial(self._stepper.step, self._is_gathering())))
+                if self._sink is not None:
+                    report(self._stepper.scheduler.cache.drain_events(), self._sink)
+            self._stepper.close()
         except BaseException as error:  # the thread's outermost frame: whatever it was, the engine is broken
             logger.exception("the step thread died")
             reason = "out of memory, as " if is_out_of_memory(error) else ""
             self._call_soon(self._died, f"the step thread died of {reason}{type(error).__name__}: {error}")
 
     def _read_messages(self) -> bool:
-        """Act on all messages; False to leave."""
-        while True:
-            try:
-                message = self._inbox.get(timeout=self._patience_s())
-            except Empty:
-                return True
+        """Act on all messages, waiting for one while there is nothing else to do; False to leave."""
+        while (message := self._next_message()) is not None:
             match message:
-                case Submit(request):
-                    self._stepper.add(request)
-                    now_s = time.monotonic()
-                    if now_s - self._last_arrival_s > GATHER_S:
-                        self._gathering_since_s = now_s
-                    self._last_arrival_s = now_s
+                case Submit(request, kv):
+                    self._stepper.add(request, kv)
+                    self._note_arrival()
                 case Abort(request_id):
                     cancelled = self._stepper.abort(request_id)
                     if cancelled is not None:
                         self._publish([cancelled])
                 case Stop():
                     return False
+        return True
 
-    def _patience_s(self) -> float | None:
-        """How long to wait for a message before the next step; None if there is nothing to compute."""
-        scheduler = self._stepper.scheduler
-        if scheduler.is_idle:
+    def _next_message(self) -> Submit | Abort | Stop | None:
+        """The next message; None if there is none, and it is time for a step."""
+        wait_s = self._wait_s()
+        if wait_s == 0 and self._inbox.empty():
             return None
-        if scheduler.has_prompts or not self._is_gathering():
-            return 0.0
-        return max(0.0, self._last_arrival_s + GATHER_S - time.monotonic())
+        try:
+            return self._inbox.get(timeout=wait_s)
+        except Empty:
+            return None
+
+    def _wait_s(self) -> float | None:
+        """How long to wait for a message before the next step; None if there is nothing to compute."""
+        wait_s = self._stepper.wait_s
+        if wait_s == 0 and self._is_gathering() and not self._stepper.scheduler.has_prompts:
+            return max(0.0, self._last_arrival_s + GATHER_S - time.monotonic())
+        return wait_s
+
+    def _note_arrival(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_arrival_s > GATHER_S:
+            self._gathering_since_s = now_s
+        self._last_arrival_s = now_s
 
     def _is_gathering(self) -> bool:
         """Whether requests are coming in one after the other."""
@@ -158,6 +178,8 @@ class StepThread:
         return now_s - self._last_arrival_s < GATHER_S and now_s - self._gathering_since_s < MAX_GATHER_S
 
     def _publish(self, outputs: list[Output]) -> None:
+        if not outputs:
+            return
         # while the loop is behind, outputs collect here and it is not woken again
         with self._outbox_lock:
             waiting = bool(self._outbox)
@@ -165,7 +187,7 @@ class StepThread:
             self._num_ahead += 1
             if self._num_ahead >= RUN_AHEAD:
                 self._may_run.clear()
-        if outputs and not waiting:
+        if not waiting:
             self._call_soon(self._collect)
 
     def _collect(self) -> None:
@@ -181,6 +203,16 @@ class StepThread:
         except RuntimeError:
             if not self._loop.is_closed():  # closed: nobody is left to tell
                 raise
+
+
+def report(events: Sequence[BlocksStored | BlocksRemoved], sink: KvEventSink) -> None:
+    """Tell `sink` what has become of blocks, oldest first."""
+    for event in events:
+        if isinstance(event, BlocksStored):
+            parent = None if event.parent_hash == ROOT else event.parent_hash
+            sink.stored(parent, event.block_hashes, event.token_ids)
+        else:
+            sink.removed(event.block_hashes)
 
 
 def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, EngineInfo]:
@@ -212,7 +244,15 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    return make_stepper(config, model, num_kv_blocks), info
+    stepper = make_stepper(config, model, num_kv_blocks)
+    if config.kv_events:
+        stepper.scheduler.cache.record_events()
+    if config.role != "aggregated":
+        if not isinstance(model, HfModel):
+            raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to hand over")
+        identity = fingerprint(config.model_path)
+        stepper.exchange = open_exchange(model.kv_tensors(), stepper.scheduler, config, identity)
+    return stepper, info
 
 
 class EmbeddedEngine:
@@ -229,6 +269,7 @@ class EmbeddedEngine:
         self._model: Model | None = None
         self._info: EngineInfo | None = None
         self._thread: StepThread | None = None
+        self._exchange: Exchange | None = None
         self._streams: dict[str, Stream] = {}
         self._numbers = count()
         self._refusal: ServingError | None = None
@@ -249,15 +290,20 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         self._thread = StepThread(stepper, self._deliver, self._break, loop, self.config.step_timeout_s)
         self._model = stepper.model
+        self._exchange = stepper.exchange
         self._info = info
         self._thread.start()
         return info
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        kv: KeepKv | ReadKv | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.Engine.generate`."""
-        stream = self._admit(request_id, prompt_token_ids, sampling_params)
+        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv)
         try:
             while True:
                 delta = await stream.take()
@@ -277,6 +323,21 @@ class EmbeddedEngine:
         """Requests admitted and not yet finished."""
         return len(self._streams)
 
+    def num_held(self) -> int:
+        """Prompts whose KV is held for other workers."""
+        return 0 if self._exchange is None else self._exchange.num_held
+
+    def report_blocks(self, sink: KvEventSink) -> None:
+        """Tell `sink` of the blocks in the cache; ``config.kv_events`` must be set."""
+        assert self.config.kv_events and self._thread is not None
+        self._thread.report_blocks(sink)
+
+    def transfers(self) -> dict[str, float]:
+        """Hand-offs so far by what became of them, and the seconds that reads took; see `Exchange.counts`."""
+        if self._exchange is None:
+            return {}
+        return {**self._exchange.counts, "seconds": self._exchange.seconds}
+
     def hand_off(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many were ended."""
         return self._end_all(Draining("the worker is shutting down"))
@@ -291,7 +352,9 @@ class EmbeddedEngine:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _admit(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Stream:
+    def _admit(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, kv: KeepKv | ReadKv | None
+    ) -> Stream:
         if self._refusal is not None:
             raise self._refusal
         if self._thread is None or self._model is None or self._info is None:
@@ -299,12 +362,25 @@ class EmbeddedEngine:
         if request_id in self._streams:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
         request = admit(request_id, next(self._numbers), prompt, params, self._model, self._info.context_length)
+        handle = self._part(request, kv)
         places = self.config.max_num_seqs + self.config.max_queue
         if len(self._streams) >= places:
             raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
         stream = self._streams[request_id] = Stream(request_id)
-        self._thread.tell(Submit(request))
+        self._thread.tell(Submit(request, handle))
         return stream
+
+    def _part(self, request: Request, kv: KeepKv | ReadKv | None) -> KvHandle | None:
+        """Make `request` this worker's part of what was asked; where its prompt's KV is, if elsewhere."""
+        if kv is None:
+            return None
+        assert self._exchange is not None, f"an {self.config.role} engine exchanges no KV"
+        if isinstance(kv, ReadKv):
+            return handle_from_json(kv.handle, self._exchange.layout, request.prompt_length)
+        request.keeps_kv = True
+        request.params, request.chain, request.end_ids = SamplingParams(), None, frozenset()
+        request.limit = request.prompt_length + 1
+        return None
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:

@@ -22,6 +22,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.handoff import handle_as_json
 from worker.engines.embedded.kv_layout import KvLayout
 from worker.engines.embedded.plan import Output, Plan, Request, SegmentCopy
@@ -66,13 +69,33 @@ class Receipt:
     read: KvRead | None = None
 
 
+def open_exchange(
+    tensors: Sequence[torch.Tensor], scheduler: Scheduler, config: EmbeddedConfig, model_fingerprint: str
+) -> Exchange:
+    """The exchange of a worker.
+
+    Args:
+        tensors: Its store: keys of each layer, then values of each layer.
+        scheduler: Its scheduler.
+        config: Its settings; its role is not ``aggregated``.
+        model_fingerprint: Of its model.
+
+    Raises:
+        StartupError: NIXL is not installed, or cannot be used here.
+    """
+    _, heads, size, width = tensors[0].shape
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    layout = KvLayout(model_fingerprint, dtype, len(tensors) // 2, heads, width, config.kv_block_size, size)
+    port = KvPort(tensors, layout, config.kv_devices)
+    return Exchange(port, scheduler, config.kv_hold_s if config.role == "prefill" else None)
+
+
 class Exchange:
     """What is held and what is received.
 
     Args:
         port: This worker's end of the transfers.
         scheduler: Of the same worker.
-        copy_kv: Copies segments in the store at once.
         hold_s: How long KV is held for a reader, seconds; None on a worker that holds nothing.
         clock: Of `hold_s`, seconds.
 
@@ -86,7 +109,6 @@ class Exchange:
         self,
         port: KvPort,
         scheduler: Scheduler,
-        copy_kv: Callable[[Sequence[SegmentCopy]], None],
         hold_s: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,7 +116,6 @@ class Exchange:
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
         self._scheduler = scheduler
-        self._copy_kv = copy_kv
         self._hold_s = hold_s
         self._clock = clock
         self._holds: dict[int, Hold] = {}  # by ticket, oldest first
@@ -216,8 +237,19 @@ class Exchange:
             if copies is None:
                 return
             self._waiting.popleft()
-            self._copy_kv(copies)
+            self._prepare(receipt.request, copies)
             self._begin(receipt)
+
+    def _prepare(self, request: Request, copies: Sequence[SegmentCopy]) -> None:
+        """Copy what is known, and zero what neither a copy nor the read will fill: a NaN would get past every mask."""
+        last = (len(request.segments) - 1) * self.layout.segment_size
+        opened = request.segments[-1:] if request.num_computed <= last else []
+        for tensor in self.port.tensors:
+            for each in copies:
+                tensor[each.target, :, : each.num_tokens] = tensor[each.source, :, : each.num_tokens]
+                tensor[each.target, :, each.num_tokens :] = 0
+            for segment in opened:
+                tensor[segment] = 0
 
     def _begin(self, receipt: Receipt) -> None:
         """Read what is missing, except the last position: that is computed, for its logits."""

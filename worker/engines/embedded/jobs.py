@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from adapters.catalog import Catalog
 from adapters.contract import Context
@@ -49,13 +49,6 @@ ALLOWED = frozenset(
 _GUIDES = {"json": ("json_schema", "schema"), "regex": ("regex", "pattern"), "grammar": ("grammar", "lark")}
 
 _SHARED_CHAIN = "a chain serves one answer: name its processors in processors=, for each answer has a chain of its own"
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face fast tokenizer that is used."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
-    def decode(self, token_ids: list[int], **kwargs: Any) -> str: ...
 
 
 class Desk:
@@ -203,9 +196,8 @@ class Desk:
         stops = stop_strings(params)
         if self.tokenizer is None or not (params.detokenize or stops):
             return None
-        decode = partial(
-            self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        # what decode of transformers ends in, without the tenth of a millisecond around it
+        decode = partial(self.tokenizer.backend_tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         return AnswerText(
             decode,
             stops,

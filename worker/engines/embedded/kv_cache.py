@@ -158,6 +158,10 @@ class KvCache:
         while self._cached:
             heapq.heappush(self._free, self._evict())
 
+    def record_events(self) -> None:
+        """Keep what becomes known and forgotten from now on for `drain_events`."""
+        self._events = []
+
     def drain_events(self) -> list[BlocksStored | BlocksRemoved]:
         """What has become known and forgotten since the last call, oldest first."""
         events = self._events or []

@@ -9,33 +9,43 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from worker.engines.embedded import attention
+from worker.engines.embedded import attention, llama, transformers_network
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
+from worker.engines.embedded.linear import Tiles, linears
+from worker.engines.embedded.llama import LlamaNetwork
+from worker.engines.embedded.numerics import AttentionSizes, choose
 from worker.engines.embedded.pack import pack
 from worker.engines.embedded.partial_softmax import Shapes
 from worker.engines.embedded.plan import Plan
+from worker.engines.embedded.transformers_network import TransformersNetwork
 from worker.errors import StartupError
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = (*llama.MODEL_TYPES, *transformers_network.MODEL_TYPES)
 """Architectures that are tested; others may hide attention variants that `attention.py` does not know."""
 
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 class HfModel:
     """Implements `Model`. Build it with `load_model`.
 
     Args:
-        network: transformers' causal language model, on its device, with `attention.IMPLEMENTATION` set.
+        network: transformers' causal language model, on its device; taken apart, and of no use afterwards.
         eos_token_ids: Ids that end an answer.
         undecodable_ids: Ids that the tokenizer does not know.
+        numerics: One of `config.NUMERICS`.
+
+    Attributes:
+        numerics: ``exact`` or ``fast``; known once there is a KV store.
     """
 
-    def __init__(self, network: Any, eos_token_ids: tuple[int, ...], undecodable_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, network: Any, eos_token_ids: tuple[int, ...], undecodable_ids: tuple[int, ...], numerics: str = "auto"
+    ) -> None:
         config = network.config
-        self._network = network
         self.device: torch.device = network.device
         self.dtype: torch.dtype = network.dtype
         self.vocab_size = int(config.vocab_size)
@@ -43,12 +53,18 @@ class HfModel:
         self.eos_token_ids = eos_token_ids
         self.undecodable_ids = undecodable_ids
         self._layers = int(config.num_hidden_layers)
+        self._heads = int(config.num_attention_heads)
         self._kv_heads = int(config.num_key_value_heads)
         self._head_dim = int(network.model.layers[0].self_attn.head_dim)
+        self._softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
         self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
+        self._network = (LlamaNetwork if llama.serves(config) else TransformersNetwork)(network)
         self._store = attention.KvStore([], [])
         self._segment_size = 0
+        self._wanted_numerics = numerics
+        self._tiles = Tiles()
         self._shapes = Shapes()
+        self.numerics = "fast"
 
     def allocate_kv(self, num_segments: int, segment_size: int) -> None:
         """Allocate the KV store. Raises `StartupError` if the memory is not there."""
@@ -64,6 +80,24 @@ class HfModel:
                 f"--kv-blocks: no memory for the KV of {num_segments * segment_size} tokens ({first_line(error)})"
             ) from error
         self._segment_size = segment_size
+        self._choose_numerics()
+
+    @torch.inference_mode()
+    def _choose_numerics(self) -> None:
+        sizes = AttentionSizes(
+            self._heads, self._kv_heads, self._head_dim, self._softcap, self._segment_size, self.dtype
+        )
+        layers = list(linears(self._network))
+        chosen = choose(self._wanted_numerics, layers, sizes, self.device)
+        for layer in layers:
+            layer.tiles = chosen.tiles
+        self._tiles = chosen.tiles
+        self._shapes = chosen.shapes
+        self.numerics = chosen.name
+
+    def kv_tensors(self) -> list[torch.Tensor]:
+        """The store: keys of each layer, then values of each layer, ``[segments, heads, segment_size, head_dim]``."""
+        return [*self._store.keys, *self._store.values]
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
@@ -74,16 +108,15 @@ class HfModel:
         tensors = torch.tensor([batch.ids, batch.positions, batch.segments, batch.slots])
         tensors = tensors.to(self.device, non_blocking=True)
         step = attention.AttentionStep(self._store, batch.spans, tensors[2:], self._shapes)
-        hidden = self._network.model(
-            input_ids=tensors[:1],
-            position_ids=tensors[1:2],
-            use_cache=False,
-            **{attention.STEP_ARGUMENT: step},
-        ).last_hidden_state[0]
+        # padded once here rather than in every product
+        padding = -len(batch.ids) % self._tiles.step
+        ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
+        hidden = self._network.hidden(ids, positions, step)
         if plan.chunks:
             hidden = hidden[torch.tensor(plan.logit_rows(), dtype=torch.long, device=self.device)]
-        logits: torch.Tensor = self._network.lm_head(hidden)
-        return logits
+        elif padding:
+            hidden = hidden[: len(batch.ids)]
+        return self._network.logits(hidden)
 
 
 def load_model(config: EmbeddedConfig) -> HfModel:
@@ -96,12 +129,10 @@ def load_model(config: EmbeddedConfig) -> HfModel:
     settings = _read_settings(directory)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, _checkpoint_dtype(settings))
-    attention.register()
     network = _load_network(directory, dtype).to(device).eval()
-    network.set_attn_implementation(attention.IMPLEMENTATION)
     vocab_size = int(network.config.vocab_size)
     eos_token_ids = tuple(token for token in _eos_token_ids(directory, settings) if token < vocab_size)
-    return HfModel(network, eos_token_ids, _undecodable_ids(directory, vocab_size))
+    return HfModel(network, eos_token_ids, _undecodable_ids(directory, vocab_size), config.numerics)
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:
@@ -118,16 +149,22 @@ def _read_settings(directory: Path) -> dict[str, Any]:
         )
     if settings.get("quantization_config"):
         raise StartupError(f"--model-path {directory}: quantised checkpoints are not served by the embedded engine")
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type"))
-    if rope_type in _LENGTH_DEPENDENT_ROPE:
+    length_dependent = _rope_types(settings) & _LENGTH_DEPENDENT_ROPE
+    if length_dependent:
         raise StartupError(
-            f"--model-path {directory}: rope type {rope_type!r} depends on the longest sequence of a batch "
+            f"--model-path {directory}: rope type {min(length_dependent)!r} depends on the longest sequence of a batch "
             "and is not served by the embedded engine"
         )
     if not any(directory.glob("*.safetensors")):
         raise StartupError(f"--model-path {directory}: it has no safetensors weights")
     return settings
+
+
+def _rope_types(settings: dict[str, Any]) -> set[str]:
+    """The kinds of rotary embedding; Gemma-3 has one for each kind of layer."""
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    found = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    return {str(each.get("rope_type", each.get("type"))) for each in found}
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

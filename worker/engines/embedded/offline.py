@@ -26,7 +26,7 @@ Prompt = str | Sequence[int]
 
 
 class Engine:
-    """Answers prompts offline::
+    """Answers prompts offline, for one thread; others may suspend, resume and abort::
 
         engine = Engine("/models/tiny", max_num_seqs=8)
         for result in engine.generate(["Once upon", "The end"], SamplingParams(max_tokens=16)):
@@ -107,6 +107,9 @@ class Engine:
             with tqdm(total=len(jobs), disable=hidden, unit="prompt", dynamic_ncols=True) as bar:
                 while len(results) < len(jobs):
                     done = self._advance()
+                    if not done and self.session.is_idle:  # all is suspended, or has been aborted
+                        self.session.wait()
+                        done = [job.result() for job in jobs if job.is_done and job.id not in results]
                     results |= {one.request_id: one for one in done if one.request_id in mine}
                     self._done += [one for one in done if one.request_id not in mine]
                     bar.update(sum(one.request_id in mine for one in done))

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
+from torch.nn import functional
 
 _ATEN = torch.ops.aten
-_MIN_LENGTH = 32
+_LENGTH_STEP = 32
+_FEW_MATRICES = 32
+"""Below this number of entries x key heads, one fused call is faster than two batched products."""
+
+
+class Kernel(Enum):
+    """What computes a call."""
+
+    FLASH = "flash"
+    PRODUCTS = "products"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,19 +26,33 @@ class Shapes:
     """How the calls of a step may be shaped.
 
     Attributes:
-        tokens: Query tokens per entry when a row has several; None means all of them.
+        kernel: The one for every call; None means whichever is faster.
+        tokens: Query tokens per entry when several share their keys; None means all of them.
         whole_segments: Whether every call reads whole segments; otherwise no more than it needs, in steps of 32 keys.
+        query_multiple: The queries of an entry are padded to a multiple of this.
     """
 
+    kernel: Kernel | None = None
     tokens: int | None = None
     whole_segments: bool = False
+    query_multiple: int = 1
 
-    def length(self, needed: int, size: int) -> int:
+    def kernel_for(self, entries: int, tokens: int, kv_heads: int, dtype: torch.dtype) -> Kernel:
+        """The kernel of a call on a CPU."""
+        if self.kernel is not None:
+            return self.kernel
+        batched = dtype == torch.bfloat16 and tokens == 1 and entries * kv_heads >= _FEW_MATRICES
+        return Kernel.PRODUCTS if batched else Kernel.FLASH
+
+    def length(self, kernel: Kernel, needed: int, size: int) -> int:
         """Keys to read of a segment of `size` tokens of which `needed` are seen."""
-        return size if self.whole_segments else min(size, -(-needed // _MIN_LENGTH) * _MIN_LENGTH)
+        if self.whole_segments or kernel is Kernel.PRODUCTS:  # products would copy a part of each segment
+            return size
+        return min(size, -(-needed // _LENGTH_STEP) * _LENGTH_STEP)
 
 
 def partial_softmax(
+    kernel: Kernel,
     query: torch.Tensor,
     tokens: int,
     keys: torch.Tensor,
@@ -35,17 +60,21 @@ def partial_softmax(
     mask: torch.Tensor | None,
     scale: float,
     softcap: float | None = None,
+    query_multiple: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with ``query [entries * tokens, H, D]`` to ``keys, values [entries, Hkv, L, D]``.
 
     Args:
+        kernel: ``FLASH`` only on a CPU and without `softcap`.
         query: The queries of an entry, one token after another.
         tokens: Query tokens per entry.
         keys: May be a strided view.
         values: Likewise.
-        mask: Additive, ``[entries, 1, tokens * H / Hkv, L]``; every query must see at least one key.
+        mask: Additive, ``[entries, 1, tokens * H / Hkv, L]``, float32 for ``PRODUCTS``, else of the queries' dtype;
+            every query must see at least one key.
         scale: Factor of the scores.
         softcap: Bound of the scores, ``softcap * tanh(score / softcap)``.
+        query_multiple: The queries of an entry are padded to a multiple of this.
 
     Returns:
         Outputs ``[entries * tokens, H, D]`` and float32 log-sum-exps of the scores ``[entries * tokens, H]``.
@@ -54,12 +83,19 @@ def partial_softmax(
     entries, kv_heads = keys.shape[:2]
     # the heads that share keys ride along as queries, so that no key is copied
     grouped = query.reshape(entries, tokens, kv_heads, -1, width).transpose(1, 2).flatten(2, 3)
-    if softcap is None and query.device.type == "cpu":
+    queries = grouped.shape[2]
+    padding = -queries % query_multiple
+    if padding:
+        grouped = functional.pad(grouped, (0, 0, 0, padding))
+        mask = functional.pad(mask, (0, 0, 0, padding)) if mask is not None else None
+    if kernel is Kernel.FLASH:
         output, sums = _ATEN._scaled_dot_product_flash_attention_for_cpu(
             grouped, keys, values, attn_mask=mask, scale=scale
         )
     else:
         output, sums = _by_products(grouped, keys, values, mask, scale, softcap)
+    if padding:
+        output, sums = output[:, :, :queries], sums[:, :, :queries]
     by_token = (entries, kv_heads, tokens, heads // kv_heads)
     output = output.reshape(*by_token, width).transpose(1, 2).reshape(count, heads, width)
     return output, sums.reshape(by_token).transpose(1, 2).reshape(count, heads)
@@ -73,11 +109,15 @@ def _by_products(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = torch.matmul(query, keys.transpose(2, 3)).float().mul_(scale)
+    """Two batched products with float32 between them; in bfloat16 the products are rounded, as transformers' are."""
+    shape = (*query.shape[:3], keys.shape[2])
+    scores = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)).view(shape)
     if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    if mask is not None:
-        scores += mask
-    sums = scores.logsumexp(-1)
-    weights = scores.sub_(sums[..., None]).exp_().to(values.dtype)
-    return torch.matmul(weights, values), sums
+        scores = scores.float().mul_(scale / softcap).tanh_().mul_(softcap)
+        scale = 1.0
+    scores = scores.float().mul_(scale) if mask is None else torch.add(mask, scores, alpha=scale)
+    highest = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(highest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    output = torch.bmm(weights.to(values.dtype).flatten(0, 1), values.flatten(0, 1)).view(query.shape)
+    return output.div_(total), total.log_().add_(highest)[..., 0]

@@ -156,6 +156,8 @@ class Model(Protocol):
         undecodable_ids: Ids below `vocab_size` that the tokenizer does not know; never sampled.
         device: Where logits are.
         kv_bytes_per_token: Size of the KV of one token, 0 if there is none.
+        numerics: ``exact`` if a row of logits is the same, bit by bit, in any batch and on any path, else ``fast``;
+            known once there is room for KV.
     """
 
     vocab_size: int
@@ -164,6 +166,7 @@ class Model(Protocol):
     undecodable_ids: tuple[int, ...]
     device: torch.device
     kv_bytes_per_token: int
+    numerics: str
 
     def allocate_kv(self, num_segments: int, segment_size: int) -> None:
         """Make room for `num_segments` segments of `segment_size` tokens; see `Request.segments`."""

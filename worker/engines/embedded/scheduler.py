@@ -37,14 +37,18 @@ class Scheduler:
         cache: KV segments.
         max_num_seqs: Requests in ``prefilling`` and ``decoding`` together at most.
         max_num_batched_tokens: Tokens in one plan at most; at least `max_num_seqs`.
+        max_mixed_chunk: Prompt tokens per prompt that is waited for in a plan that decodes too; None for no limit.
+            It bounds the time between two tokens of those who decode, except where as many others wait to.
     """
 
-    def __init__(self, cache: KvCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, cache: KvCache, max_num_seqs: int, max_num_batched_tokens: int, max_mixed_chunk: int | None = None
+    ) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
-        self.fair_chunk = min(FAIR_CHUNK, max(1, max_num_batched_tokens // 4))
+        self.max_mixed_chunk = max_mixed_chunk
         self.waiting: deque[Request] = deque()  # in order of arrival
         self.prefilling: list[Request] = []
         self.decoding: tuple[Request, ...] = ()
@@ -126,7 +130,7 @@ class Scheduler:
             prompts_first: Leave out the requests that are decoding if there are prompts to compute.
         """
         fits = self._grow()
-        budget = self.max_num_batched_tokens - len(self.decoding)
+        budget = self._prompt_budget()
         copies = self._admit(budget) if fits and self.waiting else ()
         chunks = self._cut(budget) if self.prefilling else ()
         ended = tuple(chunk.request for chunk in chunks if chunk.is_last)
@@ -171,10 +175,19 @@ class Scheduler:
                 self.preempt(max((*self.decoding, *self.prefilling), key=_arrival))
         return self.num_preemptions == before
 
+    def _prompt_budget(self) -> int:
+        """Prompt tokens that the next step may compute."""
+        most = self.max_num_batched_tokens - len(self.decoding)
+        if self.max_mixed_chunk is None or not self.decoding:
+            return most
+        slots = self.max_num_seqs - len(self.decoding) - len(self.prefilling)
+        return min(most, self.max_mixed_chunk * (len(self.prefilling) + min(slots, len(self.waiting))))
+
     def _admit(self, budget: int) -> tuple[SegmentCopy, ...]:
         """Move waiting requests into prefill, in order of arrival."""
         slots = self.max_num_seqs - len(self.decoding) - len(self.prefilling)
-        reserved = sum(min(self.fair_chunk, _remaining(request)) for request in self.prefilling)
+        fair = _fair_chunk(budget)
+        reserved = sum(min(fair, _remaining(request)) for request in self.prefilling)
         if slots <= 0 or reserved >= budget:
             return ()
         copies: list[SegmentCopy] = []
@@ -188,7 +201,7 @@ class Scheduler:
             copies += copied
             self._begin(request)
             pending |= self._pending([request])
-            reserved += min(self.fair_chunk, _remaining(request))
+            reserved += min(fair, _remaining(request))
             if reserved >= budget:
                 break
         return tuple(copies)
@@ -221,7 +234,7 @@ class Scheduler:
 
     def _cut(self, budget: int) -> tuple[Chunk, ...]:
         """Chunks of the prompts: a fair one for each while the budget lasts; the oldest get what is left."""
-        fair = max(self.fair_chunk, budget // (2 * len(self.prefilling)))
+        fair = max(_fair_chunk(budget), budget // (2 * len(self.prefilling)))
         left = budget
         counts = []
         for request in self.prefilling:
@@ -255,6 +268,10 @@ class Scheduler:
 
 
 _arrival = attrgetter("arrival")
+
+
+def _fair_chunk(budget: int) -> int:
+    return min(FAIR_CHUNK, max(1, budget // 4))
 
 
 def _remaining(request: Request) -> int:

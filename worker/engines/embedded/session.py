@@ -6,15 +6,18 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from threading import RLock
+from threading import Event as Signal
 from time import perf_counter
 
 from worker.engines import EngineInfo, FinishReason
 from worker.engines.embedded.answers import Answer, Job
+from worker.engines.embedded.fair_lock import FairLock
 from worker.engines.embedded.jobs import Desk, Named
 from worker.engines.embedded.plan import Output
 from worker.engines.embedded.step import Stepper
 from worker.sampling import SamplingParams
+
+_LONGEST_WAIT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,9 @@ class Event:
 
 
 class Session:
-    """Drives a `Stepper`. Every method may be called from any thread; they wait for each other.
+    """Drives a `Stepper`. Every method may be called from any thread; they wait for each other, and for the step.
+
+    What a step calls, such as a logits processor, must not call back: that is a `RuntimeError`.
 
     The answers to one prompt wait for the first of them, whose prompt they share.
 
@@ -53,7 +58,9 @@ class Session:
         self._siblings: dict[str, list[Answer]] = {}
         self._live: dict[str, tuple[Job, Answer]] = {}  # in the stepper, by request id
         self._numbers = count()
-        self._lock = RLock()
+        self.lock = FairLock()
+        self._changed = Signal()
+        self._is_stepping = False
 
     @property
     def job_ids(self) -> list[str]:
@@ -89,28 +96,35 @@ class Session:
         shared = frozenset(key for key, number in uses.items() if number > 1)
         jobs = []
         for place, (prompt, wanted, processors) in enumerate(zip(prompts, params, named, strict=True)):
-            with self._lock:
+            with self.lock:
                 number = next(self._numbers)
             jobs.append(self.desk.job(number, prompt, wanted, processors, shared, f"prompts[{place}]"))
         return jobs
 
     def add(self, job: Job) -> None:
         """Queue a prompt."""
-        with self._lock:
+        with self.lock:
+            self._check_not_stepping()
             job.started_s = perf_counter()
             self._jobs[job.id] = job
             first, *others = job.answers
             self._waiting.append((job, first))
             if others:
                 self._siblings[first.request.id] = others
+            self._changed.set()
 
     def step(self) -> list[Event]:
         """Compute one step; empty if there is nothing to compute."""
-        with self._lock:
+        with self.lock:
+            self._check_not_stepping()
             self._fill()
             if not self._live:
                 return []
-            outputs = self.stepper.step()
+            self._is_stepping = True
+            try:
+                outputs = self.stepper.step()
+            finally:
+                self._is_stepping = False
             time_s = perf_counter()
             return [self._take(output, time_s) for output in outputs]
 
@@ -128,7 +142,8 @@ class Session:
         Raises:
             KeyError: it is not here.
         """
-        with self._lock:
+        with self.lock:
+            self._check_not_stepping()
             job = self._jobs[job_id]
             if job_id not in self._suspended:
                 self._suspended[job_id] = self._withdraw(job)
@@ -139,13 +154,22 @@ class Session:
         Raises:
             KeyError: it is not suspended.
         """
-        with self._lock:
+        with self.lock:
+            self._check_not_stepping()
             job = self._jobs[job_id]
             for answer in reversed(self._suspended.pop(job_id)):
                 self._waiting.appendleft((job, answer))
+            self._changed.set()
+
+    def wait(self) -> None:
+        """Return when there may be something to compute, or a prompt has been ended by another thread."""
+        if self.is_idle:
+            self._changed.wait(_LONGEST_WAIT_S)
+        self._changed.clear()
 
     def _end(self, job_id: str, reason: FinishReason) -> Job | None:
-        with self._lock:
+        with self.lock:
+            self._check_not_stepping()
             job = self._jobs.pop(job_id, None)
             if job is None:
                 return None
@@ -154,7 +178,12 @@ class Session:
                 if answer.finish_reason is None:
                     answer.end(reason)
             self._suspended.pop(job_id, None)
+            self._changed.set()
             return job
+
+    def _check_not_stepping(self) -> None:
+        if self._is_stepping:
+            raise RuntimeError("a step is under way, and what it calls must not call back")
 
     def _fill(self) -> None:
         while self._waiting and len(self._live) < self.info.max_num_seqs:

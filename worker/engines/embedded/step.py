@@ -12,6 +12,13 @@ from worker.engines.embedded.memory import choose_segment_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampler import Sampler
 from worker.engines.embedded.scheduler import Scheduler
+from worker.engines.embedded.transfer import KvHandle
+
+MIXED_CHUNKS = {"cpu": 64, "cuda": 512}
+"""What takes about as long as decoding two steps; see `EmbeddedConfig.max_mixed_chunk`."""
+
+STARVED_POLL_S = 0.005
+"""How soon to try again where requests wait for KV that is held for other workers."""
 
 
 class Stepper:
@@ -30,13 +37,18 @@ class Stepper:
         self.scheduler = scheduler
         self.exchange: Exchange | None = None
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
+        self._starved = False  # guests of the scheduler hold what the next request needs
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
-    def add(self, request: Request) -> None:
-        """Queue a request; it joins at the next step that has room."""
+    def add(self, request: Request, kv: KvHandle | None = None) -> None:
+        """Queue a request; it joins at the next step that has room, once the KV that `kv` describes is here."""
         if request.tap is not None:
             self._tapped.add(request.id)
-        self.scheduler.add(request)
+        if kv is None:
+            self.scheduler.add(request)
+        else:
+            assert self.exchange is not None
+            self.exchange.receive(request, kv)
 
     def abort(self, request_id: str) -> Output | None:
         """Free what a request holds; None if it has ended already."""
@@ -45,11 +57,16 @@ class Stepper:
             return given_up
         return self.scheduler.abort(request_id)
 
+    def close(self) -> None:
+        """Give up what is exchanged with other workers."""
+        if self.exchange is not None:
+            self.exchange.close()
+
     @property
     def wait_s(self) -> float | None:
         """How soon `step` should be called: 0 at once, None for no need before a request is added."""
         if not self.scheduler.is_idle:
-            return 0.0
+            return STARVED_POLL_S if self._starved else 0.0
         return None if self.exchange is None else self.exchange.wait_s
 
     @torch.inference_mode()
@@ -64,6 +81,9 @@ class Stepper:
             if self.scheduler.is_idle:
                 return []
         plan = self.scheduler.schedule(prompts_first)
+        self._starved = not plan.num_tokens
+        if self._starved:
+            return []
         edits = plan_edits(plan)
         logits = self.model.forward(plan)
         if self._tapped:
@@ -104,4 +124,5 @@ def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> St
     num_segments = num_kv_blocks * config.kv_block_size // segment_size
     model.allocate_kv(num_segments, segment_size)
     cache = KvCache(num_segments, segment_size, config.kv_block_size)
-    return Stepper(model, Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens))
+    mixed = config.max_mixed_chunk or MIXED_CHUNKS.get(model.device.type)
+    return Stepper(model, Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed))

@@ -40,6 +40,7 @@ class Stream:
             delta.finish_reason = output.finish_reason
             delta.stop_reason = output.stop_reason
             delta.error = output.error
+            delta.kv = output.kv
             if output.chain is not None:
                 delta.receipt = output.chain.receipt
                 delta.failure = output.chain.failure

@@ -83,6 +83,9 @@ class KvPort:
         layout: Of the store.
         devices: Network devices to listen on, as in ``UCX_NET_DEVICES``.
 
+    Attributes:
+        bases: Addresses of the tensors.
+
     Raises:
         StartupError: NIXL is not installed, or cannot be used here.
     """
@@ -95,7 +98,7 @@ class KvPort:
         self._memory = "DRAM" if device.type == "cpu" else "VRAM"
         self._device = 0 if device.type == "cpu" else device.index or 0
         self._itemsize = tensors[0].element_size()
-        self._tensors = list(tensors)
+        self.tensors = list(tensors)
         self.bases = tuple(tensor.data_ptr() for tensor in tensors)
         self._tickets = torch.zeros(MAX_TICKETS, dtype=torch.int64)
         self._landing = torch.zeros(MAX_TICKETS, dtype=torch.int64)
@@ -108,7 +111,7 @@ class KvPort:
         try:
             self._agent = nixl.agent(self.name)
             self._registered = [
-                self._agent.register_memory(memory) for memory in (self._tensors, [self._tickets, self._landing])
+                self._agent.register_memory(memory) for memory in (self.tensors, [self._tickets, self._landing])
             ]
             self._metadata: bytes = self._agent.get_agent_metadata()
         except failures as error:

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's statistics and KV-cache events in the form that Dynamo's publishers take."""
+"""TensorRT-LLM's statistics and KV-cache events, as the worker passes them on."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.engines import KvEventPublisher
+from worker.engines import KvEventSink
 
 logger = logging.getLogger(__name__)
-
-
-def signed(block_hash: int) -> int:
-    """TensorRT-LLM's unsigned 64-bit hash as the signed one that Dynamo takes."""
-    block_hash &= 2**64 - 1
-    return block_hash - 2**64 if block_hash >= 2**63 else block_hash
 
 
 @dataclass(slots=True)
@@ -23,19 +17,19 @@ class EventRelay:
     """Hands KV events on.
 
     Attributes:
-        publisher: Dynamo's.
-        block_size: Tokens per full block; a shorter one, the last of a prompt, is not published, nor what follows it.
+        sink: Hears of them.
+        block_size: Tokens per full block; a shorter one, the last of a prompt, is left out, and so is what follows it.
         num_gaps: How often event ids were not consecutive: the buffer had overflowed.
     """
 
-    publisher: KvEventPublisher
+    sink: KvEventSink
     block_size: int
     num_gaps: int = 0
     _partial: set[int] = field(default_factory=set)
     _last_id: int | None = None
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Publish one event."""
+        """Pass one event on."""
         self._check_order(event.get("event_id"))
         data = event.get("data") or {}
         kind = data.get("type")
@@ -58,7 +52,7 @@ class EventRelay:
         hashes: list[int] = []
         for block in data.get("blocks") or ():
             tokens = [int(token["token_id"]) for token in block["tokens"]]
-            block_hash = signed(int(block["block_hash"]))
+            block_hash = int(block["block_hash"])
             if len(tokens) != self.block_size:
                 self._partial.add(block_hash)
                 break
@@ -66,15 +60,14 @@ class EventRelay:
             hashes.append(block_hash)
         if hashes:
             parent = data.get("parent_hash")
-            parent = None if parent is None else signed(int(parent))
-            self.publisher.publish_stored(token_ids, [self.block_size] * len(hashes), hashes, parent)
+            self.sink.stored(None if parent is None else int(parent), hashes, token_ids)
 
     def _removed(self, block_hashes: Iterable[int]) -> None:
-        gone = [signed(int(each)) for each in block_hashes]
+        gone = [int(each) for each in block_hashes]
         published = [each for each in gone if each not in self._partial]
         self._partial.difference_update(gone)
         if published:
-            self.publisher.publish_removed(published)
+            self.sink.removed(published)
 
 
 def kv_blocks(stats: Mapping[str, Any]) -> tuple[int, int] | None:

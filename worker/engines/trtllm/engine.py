@@ -14,7 +14,7 @@ from typing import Any
 from adapters.side_channel import SideChannel
 from adapters.trtllm import ChainAdapter, Failure, Step
 from adapters.vocabulary import Vocabulary
-from worker.engines import EngineInfo, KvEventPublisher, TokenDelta, TokenLogprob
+from worker.engines import EngineInfo, KeepKv, KvEventSink, ReadKv, TokenDelta, TokenLogprob
 from worker.engines.trtllm import handoff
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
@@ -230,13 +230,10 @@ class TrtllmEngine:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams,
-        *,
-        hand_off: Mapping[str, Any] | None = None,
+        kv: KeepKv | ReadKv | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Decode one request; see `worker.engines.Engine.generate`.
-
-        A prefill engine ends with `TokenDelta.hand_off`, which a decode engine takes as ``hand_off``.
-        """
+        """Decode one request; see `worker.engines.Engine.generate`."""
+        hand_off = kv.handle if isinstance(kv, ReadKv) else None
         flight = self._submit(request_id, list(prompt_token_ids), sampling_params, hand_off)
         try:
             while True:
@@ -448,10 +445,20 @@ class TrtllmEngine:
         """Call ``callback`` with used and all KV blocks whenever the executor says how many there are."""
         self._on_load = callback
 
-    def publish_events(self, publisher: KvEventPublisher) -> None:
-        """Publish which prefixes the KV cache holds; only where the event buffer is on. From any thread."""
+    def num_held(self) -> int:
+        """None that the worker knows of: TensorRT-LLM holds and moves KV itself."""
+        return 0
+
+    def transfers(self) -> Mapping[str, float]:
+        """None that the worker knows of."""
+        return {}
+
+    def report_blocks(self, sink: KvEventSink) -> None:
+        """Tell `sink` which prefixes the KV cache holds, if the event buffer is on. From any thread."""
         assert self._info is not None
-        relay = EventRelay(publisher, self._info.kv_block_size)
+        if not self.has_events:
+            return
+        relay = EventRelay(sink, self._info.kv_block_size)
         self._loop.call_soon_threadsafe(lambda: self._tasks.append(self._loop.create_task(self._relay(relay))))
 
     @property

@@ -107,7 +107,7 @@ class Flight:
         for output, cursor in zip(outputs, self.cursors, strict=True):
             delta = cursor.advance(output)
             if delta is not None and not self.done:
-                delta.hand_off = self.hand_off
+                delta.kv = self.hand_off
                 delta.num_cached_tokens = int(getattr(self.result, "cached_tokens", 0) or 0)
                 self._put(self._confirmed(delta))
         if self.done and not all(output.finish_reason for output in outputs):

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# One model on several workers, each prompt sent where its beginning is cached, on this machine.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: [VARIABLE=value ...] launch/agg_router.sh [worker argument ...]
+
+Starts Dynamo's frontend with its KV router and several workers, waits until the model answers, and prints the URL.
+Ctrl-C stops all: requests under way finish first. The first run makes .venv.
+
+Workers publish their cached blocks with ZeroMQ, and Dynamo listens for that on every address of this machine: use it
+where no stranger can connect.
+
+  MODEL_PATH         directory of a Hugging Face checkpoint (default: a tiny model with random weights)
+  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
+  WORKERS            workers (default: 2)
+  HTTP_HOST          address to serve on (default: 127.0.0.1)
+  HTTP_PORT          port to serve on (default: 8000)
+  DYN_LOG            log filter of frontend and workers (default: warnings)
+  DLW_VENV           an environment to use as it is instead of .venv
+
+Other arguments go to every worker; `python -m worker --help` lists them.
+Exit status: 0 after Ctrl-C or SIGTERM once the model has answered; non-zero when it could not start, or when the
+frontend or a worker ended by itself.
+TEXT
+}
+
+source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
+
+prepare_several
+export WORKER_ENABLE_KV_ROUTING=true
+start_frontend --router-mode kv
+start_workers worker "$WORKERS" "${worker_arguments[@]}" "$@"
+await_model
+announce
+watch

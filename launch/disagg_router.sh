@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# As disagg.sh, with prompts sent to the prefill worker that has their beginning cached.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: [VARIABLE=value ...] launch/disagg_router.sh [worker argument ...]
+
+Starts Dynamo's frontend with its KV router, prefill workers and decode workers, waits until the model answers, and
+prints the URL. Ctrl-C stops all: requests under way finish first. The first run makes .venv.
+
+Workers publish their cached blocks with ZeroMQ, and Dynamo listens for that on every address of this machine: use it
+where no stranger can connect.
+
+  MODEL_PATH         directory of a Hugging Face checkpoint (default: a tiny model with random weights)
+  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
+  PREFILL_WORKERS    workers that compute prompts (default: 2)
+  DECODE_WORKERS     workers that answer (default: 2)
+  HTTP_HOST          address to serve on (default: 127.0.0.1)
+  HTTP_PORT          port to serve on (default: 8000)
+  UCX_NET_DEVICES    network devices over which KV goes from worker to worker (default: lo)
+  DYN_LOG            log filter of frontend and workers (default: warnings)
+  DLW_VENV           an environment to use as it is instead of .venv; it needs nixl
+
+Other arguments go to every worker; `python -m worker --help` lists them.
+Exit status: 0 after Ctrl-C or SIGTERM once the model has answered; non-zero when it could not start, or when the
+frontend or a worker ended by itself.
+TEXT
+}
+
+PREFILL_WORKERS=${PREFILL_WORKERS:-2} DECODE_WORKERS=${DECODE_WORKERS:-2}
+source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
+
+prepare_several
+export WORKER_ENABLE_KV_ROUTING=true
+start_frontend --router-mode kv
+start_workers prefill "$PREFILL_WORKERS" --disaggregation-mode prefill "${worker_arguments[@]}" "$@"
+start_workers decode "$DECODE_WORKERS" --disaggregation-mode decode "${worker_arguments[@]}" "$@"
+await_model
+announce
+watch

@@ -1,0 +1,145 @@
+"""Model types that run transformers' code with our attention and linear layers in it; checkpoints are made here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from worker.engines.embedded.admission import admit
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.step import make_stepper
+from worker.errors import StartupError
+from worker.sampling import SamplingParams
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 16, "sliding_window": 24, "tie_word_embeddings": False}
+MIXTURE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}),
+    "gemma3_text": (
+        "gemma3_text",
+        {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "qwen3_moe": ("qwen3_moe", {**MIXTURE, "norm_topk_prob": True}),
+    "qwen3_moe, one layer dense, weights as they are": ("qwen3_moe", {**MIXTURE, "mlp_only_layers": [1]}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama with scaled rotation": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "qwen3 with windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "llama with another activation": ("llama", {"hidden_act": "gelu"}),
+}
+LENGTHS = (1, 5, 33, 90)
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Nothing here is large enough for two, and on a busy machine they wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def write(path: Path, model_type: str, settings: dict[str, Any]) -> Any:
+    """A random network of this kind, whose answers do not repeat one token, and its checkpoint."""
+    torch.manual_seed(7)
+    maker: Any = AutoModelForCausalLM
+    network = maker.from_config(AutoConfig.for_model(model_type, **COMMON, **settings), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3)
+            elif "norm" in name or "bias" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    network.save_pretrained(path)
+    return network.eval()
+
+
+def prompts() -> list[list[int]]:
+    source = random.Random(5)
+    return [[source.randrange(3, COMMON["vocab_size"]) for _ in range(length)] for length in LENGTHS]
+
+
+def answers_of(network: Any) -> list[list[int]]:
+    answers = []
+    for prompt in prompts():
+        with torch.inference_mode():
+            found = network.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=NEW_TOKENS,
+                min_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+            )
+        answers.append(found[0, len(prompt) :].tolist())
+    return answers
+
+
+def answers(model: HfModel, budget: int, together: int) -> list[list[int]]:
+    config = EmbeddedConfig(model_path="", max_num_seqs=together, max_num_batched_tokens=budget)
+    driver = make_stepper(config, model, num_kv_blocks=160)
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    tokens: dict[str, list[int]] = {}
+    for which, prompt in enumerate(prompts()):
+        driver.add(admit(str(which), which, prompt, params, model, 512))
+        tokens[str(which)] = []
+    while not driver.scheduler.is_idle:
+        for output in driver.step():
+            assert output.token_id is not None
+            tokens[output.request_id].append(output.token_id)
+    return list(tokens.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_transformers_own(kind: str, tmp_path: Path) -> None:
+    model_type, settings = KINDS[kind]
+    expected = answers_of(write(tmp_path, model_type, settings))
+    assert all(len(set(answer)) > 3 for answer in expected), "a network this dull would prove nothing"
+    model = load_model(EmbeddedConfig(model_path=tmp_path, device="cpu"))
+    for budget, together in ((512, 1), (7, 4), (512, 4)):
+        assert answers(model, budget, together) == expected
+
+
+def test_layers_with_a_rotation_that_depends_on_the_batch_are_refused(tmp_path: Path) -> None:
+    model_type, settings = KINDS["gemma3_text"]
+    rotation = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    by_layer = {"sliding_attention": plain, "full_attention": rotation}
+    write(tmp_path, model_type, {**settings, "rope_parameters": by_layer})
+    with pytest.raises(StartupError, match="'dynamic'"):
+        load_model(EmbeddedConfig(model_path=tmp_path, device="cpu"))

@@ -1,0 +1,201 @@
+"""With exact numerics a request's logits are the same, bit by bit, whatever runs beside it and however it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from worker.engines.embedded.admission import admit
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.linear import Linear, Tiles
+from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.plan import Chunk, Plan, Request, SegmentCopy
+from worker.sampling import SamplingParams
+
+SEGMENT = 32
+NUM_SEGMENTS = 24
+LENGTHS = (1, 3, 31, 33, 45, 70)
+"""Of the sequences that are computed again and again; in tokens."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Nothing here is large enough for two, and on a busy machine they wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Loaded:
+    """A model and the logits of every token of some sequences, each computed alone and in one piece."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.model: HfModel = load_model(EmbeddedConfig(model_path=path, device="cpu", dtype=dtype, numerics="exact"))
+        self.model.allocate_kv(NUM_SEGMENTS, SEGMENT)
+        generator = torch.Generator().manual_seed(3)
+        width = self.model.vocab_size
+        self.tokens = [torch.randint(width, (length,), generator=generator).tolist() for length in LENGTHS]
+        self.tokens[-1][:SEGMENT] = self.tokens[-2][:SEGMENT]
+        self.expected = [self.alone(tokens) for tokens in self.tokens]
+
+    def alone(self, tokens: list[int]) -> torch.Tensor:
+        request = make_request(tokens, list(range(-(-len(tokens) // SEGMENT))))
+        request.tap = EveryToken()
+        return self.model.forward(step(chunks=[Chunk(request, 0, len(tokens))]))[1:]
+
+
+class EveryToken:
+    """Asks for the logits of all prompt tokens; they come with the step's."""
+
+    wants_prompt = True
+    wants_generated = False
+
+    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
+        raise AssertionError("only the engine shows logits")
+
+    def see_generated(self, position: int, logits: torch.Tensor) -> None:
+        raise AssertionError("only the engine shows logits")
+
+
+def make_request(tokens: list[int], segments: list[int]) -> Request:
+    return Request("", 0, SamplingParams(), list(tokens), len(tokens), 999, frozenset(), 0, segments=segments)
+
+
+def step(
+    decode: list[Request] | None = None, chunks: list[Chunk] | None = None, copies: tuple[SegmentCopy, ...] = ()
+) -> Plan:
+    rows = tuple(decode or ())
+    pieces = tuple(chunks or ())
+    return Plan(rows, pieces, rows + tuple(chunk.request for chunk in pieces if chunk.is_last), copies)
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoints: dict[str, Path]) -> dict[tuple[str, str], Loaded]:
+    return {}
+
+
+def check_run(loaded: Loaded, data: st.DataObject) -> None:
+    """Compute all sequences again, cut and mixed as `data` says, and compare each row of logits on the way."""
+    free = data.draw(st.permutations(range(NUM_SEGMENTS)))
+    rows = data.draw(st.lists(st.integers(0, len(LENGTHS) - 1), min_size=1, max_size=5, unique=True))
+    requests: dict[int, Request] = {}
+    copies: tuple[SegmentCopy, ...] = ()
+    for which in rows:
+        count = -(-LENGTHS[which] // SEGMENT)
+        requests[which] = make_request([], [free.pop() for _ in range(count)])
+    done = dict.fromkeys(rows, 0)
+    while any(done[which] < LENGTHS[which] for which in rows):
+        decode: list[int] = []
+        chunks: dict[int, int] = {}
+        for which in rows:
+            left = LENGTHS[which] - done[which]
+            if left and data.draw(st.integers(0, 3)):
+                if data.draw(st.integers(0, 2)):
+                    decode.append(which)
+                else:
+                    chunks[which] = data.draw(st.integers(min(left, 7), left))
+        if not decode and not chunks:
+            continue
+        for which in decode:
+            requests[which].tokens = loaded.tokens[which][: done[which] + 1]
+        for which, count in chunks.items():
+            requests[which].tokens = loaded.tokens[which][: done[which] + count]
+        plan = step(
+            [requests[which] for which in decode],
+            [Chunk(requests[which], done[which], done[which] + count) for which, count in chunks.items()],
+            copies,
+        )
+        copies = ()
+        logits = loaded.model.forward(plan)
+        for row, which in enumerate([*decode, *chunks]):
+            done[which] += chunks.get(which, 1)
+            expected = loaded.expected[which][done[which] - 1]
+            assert torch.equal(logits[row], expected), f"sequence {which}, token {done[which] - 1}"
+        for which in rows:
+            if done[which] > 1 and free and data.draw(st.integers(0, 9)) == 0:
+                if data.draw(st.booleans()):
+                    done[which] = 0  # preempted: everything is computed again
+                else:  # as after a preemption that found its blocks in the cache: the tail is copied elsewhere
+                    last = (done[which] - 1) // SEGMENT
+                    held = requests[which].segments
+                    kept = done[which] - last * SEGMENT
+                    copies = (*copies, SegmentCopy(held[last], free[-1], kept))
+                    held[last] = free.pop()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_logits_are_the_same_bits(
+    arch: str,
+    dtype: str,
+    data: st.DataObject,
+    checkpoints: dict[str, Path],
+    loaded: dict[tuple[str, str], Loaded],
+) -> None:
+    if (arch, dtype) not in loaded:
+        loaded[arch, dtype] = Loaded(checkpoints[arch], dtype)
+    check_run(loaded[arch, dtype], data)
+
+
+def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(checkpoints: dict[str, Path]) -> None:
+    one = Loaded(checkpoints["llama"], "bfloat16")
+    first, second = one.tokens[-2], one.tokens[-1]
+    requests = [make_request(first, [5, 6, 7]), make_request(second, [5, 8, 9, 10])]
+    one.model.forward(step(chunks=[Chunk(requests[0], 0, len(first) - 1)]))
+    one.model.forward(step(chunks=[Chunk(requests[1], SEGMENT, len(second) - 1)]))
+    logits = one.model.forward(step(decode=requests))
+    assert torch.equal(logits[0], one.expected[-2][-1])
+    assert torch.equal(logits[1], one.expected[-1][-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tiles", [Tiles(1, 4), Tiles(4, 8, 24), Tiles(32, 32), Tiles(3)])
+def test_tiles_change_nothing_but_the_shape(dtype: torch.dtype, tiles: Tiles) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(24, 40, generator=generator).to(dtype)
+    bias = torch.randn(24, generator=generator).to(dtype)
+    layer = Linear(weight, bias)
+    layer.tiles = tiles
+    for rows in (1, 3, 8, 33, 70):
+        x = torch.randn(rows, 40, generator=generator).to(dtype)
+        other = torch.randn(rows, 24, generator=generator).to(dtype)
+        exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        tolerance = {"atol": 0.15, "rtol": 0.02} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+        for result, expected in (
+            (layer(x), exact),
+            (layer(x[None])[0], exact),
+            (layer.silu(x), torch.nn.functional.silu(exact)),
+            (layer.add(x, other), exact + other),
+            (layer.mul(x, other), exact * other),
+        ):
+            torch.testing.assert_close(result.double(), expected, **tolerance)
+
+
+def test_the_receipt_says_which_ran(checkpoints: dict[str, Path]) -> None:
+    config = EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", dtype="bfloat16", numerics="exact")
+    model = load_model(config)
+    model.allocate_kv(4, SEGMENT)
+    request = admit("one", 0, [1, 2], SamplingParams(repetition_penalty=1.5, max_tokens=3), model, 99)
+    assert request.chain is not None
+    assert request.chain.receipt.as_json()["numerics"] == "exact"
+
+
+def test_fast_and_auto(checkpoints: dict[str, Path]) -> None:
+    def chosen(numerics: str) -> str:
+        model = load_model(
+            EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", dtype="bfloat16", numerics=numerics)
+        )
+        model.allocate_kv(4, SEGMENT)
+        return model.numerics
+
+    assert chosen("fast") == "fast"
+    assert chosen("exact") == "exact"
+    assert chosen("auto") in ("exact", "fast")

@@ -1,0 +1,37 @@
+"""A lock that a loop cannot keep to itself by taking it again at once."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+
+class FairLock:
+    """Reentrant; a thread that gives it up gets it again only after one that has been waiting."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()  # held by the one that is next
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread waits for it."""
+        return self._turn.locked()
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner != me:
+            with self._turn:
+                self._lock.acquire()
+            self._owner = me
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._lock.release()

@@ -1,0 +1,136 @@
+"""Exact numerics: shapes of products and of attention calls in which a row's result is its own, bit by bit.
+
+Which shapes those are depends on the processor, the data type and the kernels that torch chooses, so they are tried
+at start, cheapest first, on the model's own layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from worker.engines.embedded.attention import AttentionStep, KvStore, Span
+from worker.engines.embedded.linear import Linear, Tiles
+from worker.engines.embedded.partial_softmax import Kernel, Shapes
+from worker.errors import StartupError
+
+_MOST_ROWS = 32
+_BLOCK = 128
+"""Rows of a long prompt's products, where they come out as in tiles of `_MOST_ROWS`."""
+
+_FAST = (Tiles(), Shapes())
+_ENTRY_QUERIES = 16
+"""Queries in one entry of a call at most, as far as the heads that share keys allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """What attention calls of a model look like."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    softcap: float | None
+    segment_size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What was chosen: ``exact`` or ``fast``, and the shapes for it."""
+
+    name: str
+    tiles: Tiles
+    shapes: Shapes
+
+
+def choose(mode: str, layers: Iterable[Linear], sizes: AttentionSizes, device: torch.device) -> Numerics:
+    """The numerics for `mode`, one of `config.NUMERICS`; ``auto`` is exact where that costs next to nothing.
+
+    Raises:
+        StartupError: exact was asked for, and this machine has no shapes for it.
+    """
+    if mode == "fast" or (mode == "auto" and device.type != "cpu"):
+        return Numerics("fast", *_FAST)
+    if device.type != "cpu":
+        raise StartupError("--numerics exact needs a CPU: results on CUDA depend on the batch; use fast or auto")
+    distinct = {(layer.out_features, layer.in_features, layer.is_packed): layer for layer in layers}
+    may_cost = mode == "exact"
+    tiles = next((one for one in _tiles(may_cost) if _are_invariant(one, distinct, sizes.dtype)), None)
+    shapes = next(
+        (one for one in _shapes(sizes, may_cost) if tiles and _is_invariant(one, sizes, torch.get_num_threads())), None
+    )
+    if tiles is not None and shapes is not None:
+        return Numerics("exact", tiles, shapes)
+    if mode == "exact":
+        what = "matrix products" if tiles is None else "attention"
+        raise StartupError(f"--numerics exact: {what} in {sizes.dtype} depend on the batch on this machine; use fast")
+    return Numerics("fast", *_FAST)
+
+
+def _tiles(may_cost: bool) -> list[Tiles]:
+    steps = (1, 2, 4, 8, 16, _MOST_ROWS) if may_cost else (1, 2)
+    return [Tiles(step, _MOST_ROWS, block) for block in (_BLOCK, None) for step in steps]
+
+
+def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:
+    tile = max(1, _ENTRY_QUERIES * sizes.kv_heads // sizes.heads)
+    cheap = [Shapes(Kernel.PRODUCTS)]
+    # entries of one size and aligned, whatever the kernel makes of others
+    costly = [Shapes(Kernel.FLASH, tokens, whole_segments=True, query_multiple=8) for tokens in (tile, 1)]
+    return cheap + costly if may_cost else cheap
+
+
+_known: dict[tuple[object, ...], bool] = {}
+"""What has been tried in this process: a product's sizes, tiles and threads, and whether a row's result is its own."""
+
+
+def _are_invariant(tiles: Tiles, layers: dict[tuple[int, int, bool], Linear], dtype: torch.dtype) -> bool:
+    for sizes, layer in layers.items():
+        key = (sizes, dtype, tiles, torch.get_num_threads())
+        if key not in _known:
+            _known[key] = layer.is_invariant(tiles)
+        if not _known[key]:
+            return False
+    return True
+
+
+@cache
+def _is_invariant(shapes: Shapes, sizes: AttentionSizes, num_threads: int) -> bool:
+    """Whether tokens get the same result one by one, in pieces and together, wherever their segments lie.
+
+    `num_threads` is what torch computes with.
+    """
+    count = sizes.segment_size + sizes.segment_size // 2 + 3
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(heads: int) -> torch.Tensor:
+        return torch.randn(count, heads, sizes.width, generator=generator).to(sizes.dtype)
+
+    query, key, value = randn(sizes.heads), randn(sizes.kv_heads), randn(sizes.kv_heads)
+    shape = (8, sizes.kv_heads, sizes.segment_size, sizes.width)
+    store = KvStore(*([torch.zeros(shape, dtype=sizes.dtype)] for _ in range(2)))
+
+    def attend(spans: list[Span]) -> torch.Tensor:
+        positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+        homes = torch.tensor([span.segments[p // sizes.segment_size] for span in spans for p in _positions(span)])
+        step = AttentionStep(store, spans, torch.stack((homes, positions % sizes.segment_size)), shapes)
+        return step.attend(0, query[positions], key[positions], value[positions], sizes.width**-0.5, 0, sizes.softcap)
+
+    homes = ([0, 1], [4, 3], [2, 6])
+    expected = attend([Span(homes[0], 0, count)])
+    for home in homes[1:]:
+        attend([Span(home, 0, count)])
+    sample = sorted({*range(0, count, 23), *range(min(count, 5)), sizes.segment_size - 1, sizes.segment_size})
+    alone = [[Span(homes[p % 3], p, p + 1)] for p in sample]
+    together = [[Span(homes[0], p, p + 1) for p in sample], [Span(homes[p % 3], p, p + 1) for p in sample]]
+    pieces = [[Span(homes[1], p, min(count, p + 7)), Span(homes[2], 5, 6)] for p in sample]
+    groups = [*alone, *together, *pieces]
+    return all(torch.equal(attend(spans), expected[[p for s in spans for p in _positions(s)]]) for spans in groups)
+
+
+def _positions(span: Span) -> range:
+    return range(span.start, span.stop)
