@@ -121,11 +121,6 @@ STARTUP_FAILURES = {
     "bad number": (["--max-num-seqs", "0"], 2, "--max-num-seqs must be an integer of at least 1, got '0'"),
     "unknown flag": (["--max-num-seq", "4"], 2, "unrecognized arguments: --max-num-seq 4"),
     "trtllm": (["--engine", "trtllm"], 2, "--engine trtllm: tensorrt_llm is not installed"),
-    "prefill": (
-        ["--disaggregation-mode", "prefill"],
-        2,
-        "--disaggregation-mode prefill: the embedded engine serves aggregated only in this version",
-    ),
 }
 
 

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
-from engine_doubles import ScriptedModel, config
+from engine_doubles import ScriptedModel, StartEngine, config
 
 from worker.engines.embedded import EmbeddedEngine
 from worker.tiny_model import ARCHITECTURES, write_tiny_model
@@ -24,9 +24,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-StartEngine = Callable[..., Awaitable[EmbeddedEngine]]
 
 
 @pytest_asyncio.fixture

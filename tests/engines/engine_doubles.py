@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
@@ -11,6 +11,8 @@ from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Plan, Reques
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.sampling import SamplingParams
+
+StartEngine = Callable[..., Awaitable[EmbeddedEngine]]
 
 WIDTH = 96
 PADDING = 6

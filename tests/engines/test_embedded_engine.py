@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import torch
-from conftest import StartEngine
-from engine_doubles import END, ScriptedModel, collect, config
+from engine_doubles import END, ScriptedModel, StartEngine, collect, config
 
 from worker.engines import TokenDelta
 from worker.engines.embedded import EmbeddedEngine, Plan

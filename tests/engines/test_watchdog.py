@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import StartEngine
-from engine_doubles import ScriptedModel, collect
+from engine_doubles import ScriptedModel, StartEngine, collect
 
 from worker.engines.embedded.watchdog import Watchdog
 from worker.sampling import SamplingParams
@@ -18,7 +17,7 @@ HERE = Path(__file__).parent
 PROGRAM = """
 import asyncio, ctypes, sys, threading, time
 sys.path.insert(0, {here!r})
-from engine_doubles import ScriptedModel, collect, config
+from engine_doubles import StartEngine, ScriptedModel, collect, config
 from worker.engines.embedded import EmbeddedEngine
 from worker.sampling import SamplingParams
 

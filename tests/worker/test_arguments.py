@@ -113,10 +113,6 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--processor-errors", "open"], "--processor-errors open needs --engine trtllm"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 needs --engine trtllm"),
         (["--dtype", "float16", "--device", "cpu"], "--dtype float16 needs CUDA, but --device is cpu"),
-        (
-            ["--engine", "trtllm", "--disaggregation-mode", "decode"],
-            "--disaggregation-mode decode: the trtllm engine serves aggregated only in this version",
-        ),
         (["--endpoint-types", "chat,audio"], "--endpoint-types must be of chat, completions, none, got 'chat,audio'"),
         (
             ["--endpoint", "dyn://a.b"],
