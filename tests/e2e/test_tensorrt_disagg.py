@@ -1,0 +1,65 @@
+"""Prefill and decode by TensorRT-LLM's stand-in behind Dynamo's own prefill router: as one worker, token for token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_stack import Stack, running_stack, wait_for
+from test_tensorrt_e2e import PATIENT, REQUESTS, STAND_IN, chat
+
+pytestmark = pytest.mark.timeout(300)  # several processes start, each loads torch
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Stack, Stack]]:
+    """A stack with a prefill and a decode worker, and one that does both in one."""
+    with (
+        running_stack(tmp_path_factory.mktemp("pair"), tiny_model) as pair,
+        running_stack(tmp_path_factory.mktemp("alone"), tiny_model) as alone,
+    ):
+        for stack in (pair, alone):
+            stack.start_frontend()
+        for role in ("prefill", "decode"):
+            pair.start_worker("--engine", "trtllm", *PATIENT, "--disaggregation-mode", role, wait=False, **STAND_IN)
+        alone.start_worker("--engine", "trtllm", *PATIENT, wait=False, **STAND_IN)
+        for stack in (pair, alone):
+            for worker in stack.workers:
+                stack.wait_registered(worker)
+            wait_for(lambda stack=stack: stack.post("completions", prompt="hi", max_tokens=1)[0] == 200, "an answer")
+        yield pair, alone
+
+
+def answer(stack: Stack, number: int) -> dict[str, Any]:
+    entries, options = REQUESTS[number]
+    status, reply = chat(stack, *entries, **options)
+    assert status == 200, reply
+    choice = reply["choices"][0]
+    tokens = [entry["token"] for entry in (choice.get("logprobs") or {}).get("content") or []]
+    return {"choice": choice["message"]["content"], "reason": choice["finish_reason"], "tokens": tokens}
+
+
+@pytest.mark.parametrize("number", range(len(REQUESTS)))
+def test_answers_are_those_of_one_worker(both: tuple[Stack, Stack], number: int) -> None:
+    pair, alone = both
+    assert answer(pair, number) == answer(alone, number)
+
+
+def test_refused_on_prefill(both: tuple[Stack, Stack]) -> None:
+    pair, _ = both
+    prefill, decode = pair.workers
+    before = prefill.metric("dlw_requests_total", outcome="refused")
+    status, text = chat(pair, {"name": "no_such_processor"})
+    assert (status, "no_such_processor" in text) == (400, True)
+    assert prefill.metric("dlw_requests_total", outcome="refused") == before + 1
+    assert decode.metric("dlw_requests_total", outcome="refused") == 0
+
+
+def test_nothing_stays_in_flight(both: tuple[Stack, Stack]) -> None:
+    pair, _ = both
+    assert json.loads(pair.post("completions", prompt="hi", max_tokens=2)[1])["usage"]["completion_tokens"] == 2
+    for worker in pair.workers:
+        wait_for(lambda worker=worker: worker.metric("dlw_in_flight_requests") == 0, "no request in flight")
