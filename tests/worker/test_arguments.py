@@ -155,6 +155,12 @@ def test_namespace_suffix() -> None:
 
 def test_agg_is_aggregated() -> None:
     assert parse("--disaggregation-mode", "agg").disaggregation_mode == "aggregated"
+    assert parse("--disaggregation-mode", "prefill").component == "prefill"
+    assert parse("--disaggregation-mode", "prefill", "--component", "own").component == "own"
+    assert parse("--disaggregation-mode", "decode").component == "backend"
+    assert parse("--disaggregation-mode", "prefill").publishes_kv_events
+    assert not parse("--disaggregation-mode", "decode").publishes_kv_events
+    assert not parse("--enable-kv-routing", "false").publishes_kv_events
 
 
 def write(directory: Path, text: str) -> str:

@@ -75,6 +75,9 @@ def test_worker_config() -> None:
     assert (config.discovery_backend, config.request_plane, config.event_plane) == ("file", "tcp", None)
     assert (config.endpoint_types, config.enable_kv_routing) == ("chat,completions", True)
     assert config.disaggregation_mode is DisaggregationMode.AGGREGATED
+    for role in ("prefill", "decode"):
+        arguments = parse_arguments(["--model-path", "/m", "--disaggregation-mode", role], {})
+        assert runtime.worker_config(arguments).disaggregation_mode is DisaggregationMode[role.upper()]
 
 
 def test_options_reach_the_worker_config() -> None:

@@ -321,6 +321,26 @@ async def test_cleanup_after_a_failed_start() -> None:
     assert engine.num_stops == 1
 
 
+@pytest.mark.parametrize("role", ["aggregated", "prefill"])
+async def test_only_decode_workers_take_hand_offs(role: str) -> None:
+    arguments = parse_arguments(["--model-path", "/m", "--disaggregation-mode", role], {})
+    worker = WorkerEngine(FakeEngine(two_tokens), arguments, open_desk=desk)
+    await worker.start(1)
+    with pytest.raises(exceptions.InvalidArgument, match=f"prefill_result: this is no decode worker, it is {role}"):
+        await collect(worker, request(prefill_result={"disaggregated_params": {}}))
+
+
+async def test_decode_workers_want_a_hand_off_except_for_the_probe() -> None:
+    arguments = parse_arguments(["--model-path", "/m", "--disaggregation-mode", "decode"], {})
+    worker = WorkerEngine(FakeEngine(two_tokens), arguments, open_desk=desk)
+    await worker.start(1)
+    with pytest.raises(exceptions.InvalidArgument, match=r"prefill_result\.disaggregated_params: is missing"):
+        await collect(worker, request())
+    with pytest.raises(exceptions.InvalidArgument, match=r"disaggregated_params: must be of format"):
+        await collect(worker, request(prefill_result={"disaggregated_params": {"sample_handle": "b917"}}))
+    assert await collect(worker, request(_HEALTH_CHECK=True))
+
+
 async def test_the_health_probe_is_a_request_like_any_other() -> None:
     worker, _, _ = await started()
     payload = await worker.health_check_payload()
