@@ -375,7 +375,7 @@ FIELDS: tuple[Field, ...] = (
     _no_effect("routing.prefill_dp_rank", _ROUTER),
     _no_effect("routing.expected_output_tokens", _ROUTER),
     _refused("routing.lora_name", "this worker serves no LoRA adapters"),
-    _no_effect("routing.cache_salt", "Keeps KV of different tenants apart; this engine shares no KV between requests."),
+    _honoured("routing.cache_salt", text, "Requests share the KV of common beginnings only if their salt is the same."),
     _no_effect("routing.priority_jump", _ROUTER),
     _no_effect("routing.strict_priority", _ROUTER),
     _no_effect(
@@ -383,7 +383,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     _no_effect("routing.allowed_worker_ids", _ROUTER),
     _no_effect("routing.routing_constraints", _ROUTER),
-    _no_effect("extra_args.nvext.cache_salt", "As routing.cache_salt."),
+    _no_effect("extra_args.nvext.cache_salt", "As routing.cache_salt, where the frontend puts it too."),
     _no_effect("extra_args.nvext.extra_fields", "The frontend adds these fields to the response."),
     _no_effect("extra_args.nvext.token_in", "Says that the client sent token ids; they are in token_ids."),
     _honoured("extra_args.sampling_options.allowed_token_ids", integers(MAX_LIST), _ALLOWED),

@@ -174,7 +174,7 @@ class WorkerEngine(LLMEngine):
         params = await self._parameters(request, desk, selection, info)
         builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
         builder.num_cached_tokens = num_cached_tokens
-        deltas = self.engine.generate(request_id, prompt, params, kv)
+        deltas = self.engine.generate(request_id, prompt, params, kv, request.cache_salt)
         if selection.deadline is not None:
             deltas = until(selection.deadline, deltas)
         flight = self.gate.enter(request_id, len(prompt))  # last: nothing after it may raise

@@ -50,6 +50,7 @@ class GenerationRequest:
         guided_decoding: One of ``json``, ``regex``, ``choice``, ``grammar`` and its guide, None for no grammar.
         require_reasoning: Whether the grammar starts after the thinking.
         annotations: The client's annotations, verbatim.
+        cache_salt: Requests share KV only with those of the same salt.
         prefill_result: What the prefill worker handed over, with the frontend's additions; None without one.
         is_probe: Whether this is the runtime's health probe.
     """
@@ -78,6 +79,7 @@ class GenerationRequest:
     guided_decoding: Mapping[str, Any] | None = None
     require_reasoning: bool = False
     annotations: tuple[str, ...] = ()
+    cache_salt: str | None = None
     prefill_result: Mapping[str, Any] | None = None
     is_probe: bool = False
 

@@ -46,7 +46,12 @@ class ScriptedEngine:
         )
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, kv: object = None
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        kv: object = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         script = self.letters.get(prompt_token_ids[0], "")
         if script == "o":

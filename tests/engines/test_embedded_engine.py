@@ -327,3 +327,13 @@ def test_importing_the_engine_needs_neither_runtime_nor_tensorrt() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+async def test_only_requests_of_one_salt_share_kv(start_engine: StartEngine) -> None:
+    engine = await start_engine(ScriptedModel())
+    cached = []
+    for number, salt in enumerate((None, "a", "a", None, "b")):
+        prompt = list(range(5, 5 + 50))
+        deltas = [delta async for delta in engine.generate(str(number), prompt, params(2), cache_salt=salt)]
+        cached.append(max(delta.num_cached_tokens for delta in deltas))
+    assert cached == [0, 0, 48, 48, 0]

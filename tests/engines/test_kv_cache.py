@@ -50,6 +50,22 @@ def test_nothing_is_known_before_it_is_computed() -> None:
     assert len(store.match(request(one.tokens))) == 2
 
 
+def test_salts_are_kept_apart() -> None:
+    store = cache()
+    held = {salt: request(list(range(3, 43))) for salt in (None, "", "a", "b")}
+    for salt, one in held.items():
+        one.cache_salt = salt
+    for salt in (None, "a"):
+        assert store.admit(held[salt]) == ()
+        store.complete(held[salt], 40)
+    assert len({tuple(one.segments) for one in (held[None], held["a"])}) == 2
+    for salt, known in ((None, 9), ("a", 9), ("b", 0), ("", 0)):
+        other = request(held[None].tokens)
+        other.cache_salt = salt
+        assert len(store.match(other)) == known
+    store.check_blocks()
+
+
 def test_whole_segments_are_shared_and_the_rest_is_copied() -> None:
     store = cache()
     first = hold(store, list(range(3, 43)))  # 40 tokens: two whole segments and two blocks

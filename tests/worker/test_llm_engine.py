@@ -79,7 +79,12 @@ class FakeEngine:
         return INFO
 
     def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, kv: object = None
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        kv: object = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         return self.script(request_id, sampling_params)
 

@@ -133,6 +133,7 @@ def test_everything_that_an_ordinary_client_sends() -> None:
     request = parse_request(captured, LIMITS)
     assert (request.max_tokens, request.min_tokens, request.logprobs) == (9, 2, 2)
     assert (request.top_k, request.seed, request.temperature) == (0, 2**64 - 3, 0.5)
+    assert request.cache_salt == "s"
     assert request.shown_stop_token_ids == {70}
 
 

@@ -126,8 +126,11 @@ class Engine(Protocol):
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams,
         kv: KeepKv | ReadKv | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request, or in disaggregated serving one worker's part of it.
+
+        Requests share the KV of common beginnings only if their `cache_salt` is the same.
 
         The request is admitted when the first item is awaited. The stream ends after a delta with a
         `finish_reason`. Several tokens share a delta only when the consumer is behind.

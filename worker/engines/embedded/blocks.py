@@ -65,9 +65,15 @@ def hash_block(parent: int, tokens: Sequence[int]) -> int:
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
+def root_of(cache_salt: str | None) -> int:
+    """What a sequence's first block is hashed with: one with a salt has no block in common with any other."""
+    return ROOT if cache_salt is None else hash_block(ROOT, list(cache_salt.encode("utf-8", "surrogatepass")))
+
+
 def hash_blocks(request: Request, block_size: int) -> list[int]:
     """The hashes of all full blocks of a request's tokens; each is computed once."""
     hashes, tokens = request.block_hashes, request.tokens
     for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
-        hashes.append(hash_block(hashes[-1] if hashes else ROOT, tokens[start : start + block_size]))
+        parent = hashes[-1] if hashes else root_of(request.cache_salt)
+        hashes.append(hash_block(parent, tokens[start : start + block_size]))
     return hashes

@@ -301,9 +301,10 @@ class EmbeddedEngine:
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams,
         kv: KeepKv | ReadKv | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.Engine.generate`."""
-        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv)
+        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt)
         try:
             while True:
                 delta = await stream.take()
@@ -353,7 +354,12 @@ class EmbeddedEngine:
                 torch.cuda.empty_cache()
 
     def _admit(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, kv: KeepKv | ReadKv | None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        kv: KeepKv | ReadKv | None,
+        cache_salt: str | None,
     ) -> Stream:
         if self._refusal is not None:
             raise self._refusal
@@ -362,6 +368,7 @@ class EmbeddedEngine:
         if request_id in self._streams:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
         request = admit(request_id, next(self._numbers), prompt, params, self._model, self._info.context_length)
+        request.cache_salt = cache_salt
         handle = self._part(request, kv)
         places = self.config.max_num_seqs + self.config.max_queue
         if len(self._streams) >= places:

@@ -49,6 +49,7 @@ class Request:
         choice: Which of several answers to one prompt this is; part of what its draws are made of.
         tap: Who is shown its logits, None if nobody is.
         keeps_kv: Whether its KV outlives it, for another worker to read; see `exchange`.
+        cache_salt: It shares KV only with requests of the same salt.
         arrival: Place in the order of arrival, given by the scheduler.
         segments: The KV segments of its tokens, in order, while it runs: position p is in ``segments[p // size]`` at
             slot ``p % size``, `size` being the tokens per segment.
@@ -69,6 +70,7 @@ class Request:
     choice: int = 0
     tap: LogitsTap | None = None
     keeps_kv: bool = False
+    cache_salt: str | None = None
     arrival: int = -1
     segments: list[int] = field(default_factory=list)
     num_computed: int = 0

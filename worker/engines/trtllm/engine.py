@@ -231,10 +231,10 @@ class TrtllmEngine:
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams,
         kv: KeepKv | ReadKv | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.Engine.generate`."""
-        hand_off = kv.handle if isinstance(kv, ReadKv) else None
-        flight = self._submit(request_id, list(prompt_token_ids), sampling_params, hand_off)
+        flight = self._submit(request_id, list(prompt_token_ids), sampling_params, kv, cache_salt)
         try:
             while True:
                 yield await flight.take()
@@ -258,7 +258,12 @@ class TrtllmEngine:
         return self._end_all(Draining("the worker is shutting down"))
 
     def _submit(
-        self, request_id: str, prompt: list[int], params: SamplingParams, hand_off: Mapping[str, Any] | None
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        kv: KeepKv | ReadKv | None,
+        cache_salt: str | None,
     ) -> Flight:
         if self._refusal is not None:
             raise self._refusal
@@ -267,6 +272,8 @@ class TrtllmEngine:
         if request_id in self._flights:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
         _check_prompt(prompt, self._info)
+        if cache_salt is not None and "cache_salt" not in self._package.generate_arguments:
+            raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not keep salts apart")
         number = next(self._numbers)
         lowered = lower(params, prompt, number, self._served)
         places = self.config.max_num_seqs + self.config.max_queue
@@ -275,7 +282,9 @@ class TrtllmEngine:
         flight = self._flight(request_id, lowered, params)
         flight.number = str(number)
         adapter = self._adapter(flight, lowered, params)
-        arguments = self._disaggregated(flight, hand_off, params)
+        arguments = self._disaggregated(flight, kv.handle if isinstance(kv, ReadKv) else None, params)
+        if cache_salt is not None:
+            arguments["cache_salt"] = cache_salt
         native = self._package.sampling_params(**lowered.fields)
         if adapter is not None:
             native.logits_processor = [adapter]
