@@ -184,7 +184,11 @@ def test_the_catalogue_on_the_system_port(served: Shared, monkeypatch: pytest.Mo
     status, text = http(f"http://127.0.0.1:{worker.port}/engine/control/logits_processors", {})
     assert status == 200, text
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    assert json.loads(text) == {"status": "ok", **Catalog.load(options=THIRD_PARTIES).as_json()}
+    assert json.loads(text) == {
+        "status": "ok",
+        "history": "exact",
+        **Catalog.load(options=THIRD_PARTIES).as_json(),
+    }
 
 
 def test_metrics(served: Shared) -> None:
