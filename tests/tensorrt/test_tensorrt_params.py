@@ -67,6 +67,9 @@ ROWS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "output_options.logprobs": (0, {"logprobs": 0}, ()),
     "eos_token_ids": ([4, 1], {"stop_token_ids": [1, 4]}, ()),
     "require_reasoning": (True, {}, ()),
+    # these are arguments of ``generate`` beside the sampling parameters
+    "routing.cache_salt": ("tenant", {}, ()),
+    "prefill_result": ({"disaggregated_params": {}}, {}, ()),
     "_HEALTH_CHECK": (True, {}, ()),
     "annotations": (["x"], {}, ()),
     # these are processors before they come here (`worker.processors.field_processors`)
