@@ -270,15 +270,16 @@ class ChainAdapter(TrtllmAdapter):
         try:
             self._move_to(token_ids)
             plan = chain.plan()
-            row = logits[0, 0]
             if not plan.is_empty:
+                row = logits[0, 0]
                 keep = self.end_id is None or self.fails_open  # nothing will be forced over it
                 shown = self.num_logprobs is not None
                 empties = keep and bool(plan.bans or plan.allows)
                 before = row.clone() if chain.has_shaping or empties or shown else None
                 if apply_plan(chain, plan, row):
                     self._check(row)
-            self._tell(row, before)
+            if self.watch is not None:
+                self._tell(self.watch, logits[0, 0], before)
         except ProcessorFailed as failed:
             if row is not None and before is not None:
                 row.copy_(before)
@@ -288,14 +289,12 @@ class ChainAdapter(TrtllmAdapter):
             return Failure(str(req_id), self.name, "raised", message, chain.position)
         return None
 
-    def _tell(self, row: torch.Tensor, before: torch.Tensor | None) -> None:
-        if self.watch is None:
-            return
+    def _tell(self, watch: Watch, row: torch.Tensor, before: torch.Tensor | None) -> None:
         chain, logprobs = self.chain, None
         if self.num_logprobs is not None:
             logprobs = _logprobs(row if before is None else before, int(row.argmax()), self.num_logprobs)
         seconds = tuple(member.record.seconds for member in chain.members)
-        self.watch(Step(chain.position, tuple(chain.asked()), seconds, logprobs))
+        watch(Step(chain.position, tuple(chain.asked()), seconds, logprobs))
 
     def _move_to(self, token_ids: Sequence[int]) -> None:
         if not self.lagged:
