@@ -84,8 +84,8 @@ class Stepper:
         self._starved = not plan.num_tokens
         if self._starved:
             return []
-        edits = plan_edits(plan)
         logits = self.model.forward(plan)
+        edits = plan_edits(plan)  # needs no logits: on CUDA they are still being computed
         if self._tapped:
             logits = show_logits(plan, logits)
         samples = self.sampler.sample(logits, edits, plan)
