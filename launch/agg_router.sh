@@ -14,6 +14,7 @@ where no stranger can connect.
 
   MODEL_PATH         directory of a Hugging Face checkpoint (default: a tiny model with random weights)
   SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
+  ENGINE             embedded (default) or trtllm
   WORKERS            workers (default: 2)
   HTTP_HOST          address to serve on (default: 127.0.0.1)
   HTTP_PORT          port to serve on (default: 8000)

@@ -11,6 +11,7 @@ Ctrl-C stops all: requests under way finish first. The first run makes .venv.
 
   MODEL_PATH         directory of a Hugging Face checkpoint (default: a tiny model with random weights)
   SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
+  ENGINE             embedded (default) or trtllm
   PREFILL_WORKERS    workers that compute prompts (default: 1)
   DECODE_WORKERS     workers that answer (default: 1)
   HTTP_HOST          address to serve on (default: 127.0.0.1)

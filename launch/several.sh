@@ -19,6 +19,7 @@ prepare_several() {
         [[ ${!name} =~ ^[1-9][0-9]?$ ]] || fail "$name must be a number from 1 to 99, got '${!name}'"
     done
     [[ -z ${SERVED_MODEL_NAME:-} ]] || worker_arguments+=(--served-model-name "$SERVED_MODEL_NAME")
+    [[ -z ${ENGINE:-} ]] || worker_arguments+=(--engine "$ENGINE")
     # One port cannot be every worker's.
     unset DYN_SYSTEM_PORT
     check_http_port

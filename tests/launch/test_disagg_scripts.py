@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launched_script import LaunchedScript, is_loopback, launched
+from launched_script import REPOSITORY, LaunchedScript, is_loopback, launched
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -36,6 +36,19 @@ def test_the_routers_answer(tmp_path: Path, script_name: str, count: int) -> Non
         assert chat(script) == chat(script)
         children = script.children()
         assert len(children) == count
+        script.press_ctrl_c()
+        assert script.finish() == 0, script.output
+        script.assert_nothing_left(children)
+
+
+def test_the_engine_is_chosen_by_a_variable(tmp_path: Path) -> None:
+    """On the stand-in for TensorRT-LLM, as on a machine that has it."""
+    stand_in = REPOSITORY / "tests" / "trtllm_standin"
+    variables = {"ENGINE": "trtllm", "PYTHONPATH": str(stand_in), "DYNAMO_ENABLE_TEST_LOGITS_PROCESSOR": "1"}
+    with launched(tmp_path, variables=variables, script="disagg.sh") as script:
+        script.wait_until_ready()
+        assert chat(script) == "Hello world!"
+        children = script.children()
         script.press_ctrl_c()
         assert script.finish() == 0, script.output
         script.assert_nothing_left(children)
