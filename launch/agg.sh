@@ -23,18 +23,7 @@ frontend or the worker ended by itself.
 TEXT
 }
 
-for argument in "$@"; do
-    if [[ $argument == -h || $argument == --help ]]; then
-        usage
-        exit 0
-    fi
-done
-
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-
-worker_arguments=()
-[[ -z ${SERVED_MODEL_NAME:-} ]] || worker_arguments+=(--served-model-name "$SERVED_MODEL_NAME")
-[[ -z ${ENGINE:-} ]] || worker_arguments+=(--engine "$ENGINE")
 
 check_http_port
 prepare_environment

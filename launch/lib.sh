@@ -1,5 +1,17 @@
 # Shared by the launch scripts: environment, a scratch directory, processes that start and stop together.
-# Source it after `set -euo pipefail`. Needs bash 4.3.
+# Source it after `set -euo pipefail` and the definition of `usage`, with the script's own "$@". Needs bash 4.3.
+
+for argument in "$@"; do
+    if [[ $argument == -h || $argument == --help ]]; then
+        usage
+        exit 0
+    fi
+done
+
+# What the variables ask of every worker.
+worker_arguments=()
+[[ -z ${SERVED_MODEL_NAME:-} ]] || worker_arguments+=(--served-model-name "$SERVED_MODEL_NAME")
+[[ -z ${ENGINE:-} ]] || worker_arguments+=(--engine "$ENGINE")
 
 launch_name=$(basename "$0" .sh)
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
