@@ -49,9 +49,11 @@ class ScriptedModel:
 
     def forward(self, plan: Plan) -> torch.Tensor:
         self.plans.append(plan)
-        rows = [self.row(request.tokens) for request in plan.sampled]
         for chunk in plan.scored:
-            rows += [self.row(chunk.request.tokens[: stop + 1]) for stop in range(chunk.start, chunk.stop)]
+            assert chunk.request.tap is not None
+            seen = [self.row(chunk.request.tokens[: stop + 1]) for stop in range(chunk.start, chunk.stop)]
+            chunk.request.tap.see_prompt(chunk.start, torch.stack(seen))
+        rows = [self.row(request.tokens) for request in plan.sampled]
         logits = torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
         if self.hook is not None:
             self.hook(plan, logits)

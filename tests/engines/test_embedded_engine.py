@@ -105,6 +105,21 @@ async def test_a_consumer_that_is_behind_gets_several_tokens_at_once(start_engin
     assert [delta async for delta in slow] == []
 
 
+async def test_a_consumer_that_keeps_up_gets_each_token_by_itself(start_engine: StartEngine) -> None:
+    taken = threading.Semaphore(1)
+
+    def wait_for_the_consumer(plan: Plan, logits: torch.Tensor) -> None:
+        assert taken.acquire(timeout=60)
+
+    model = ScriptedModel(wait_for_the_consumer)
+    engine = await start_engine(model)
+    deltas = []
+    async for delta in engine.generate("one", PROMPT, params()):
+        deltas.append(delta.token_ids)
+        taken.release()
+    assert deltas == [[token] for token in model.greedy(PROMPT, 20)]
+
+
 async def test_stop_tokens_reach_the_last_delta(start_engine: StartEngine) -> None:
     model = ScriptedModel()
     model.by_position[6, END] = 100.0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from random_checkpoints import COMMON, MIXTURE, TYPES, write
 
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
@@ -18,28 +17,8 @@ from worker.engines.embedded.step import make_stepper
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 16, "sliding_window": 24, "tie_word_embeddings": False}
-MIXTURE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}),
-    "gemma3_text": (
-        "gemma3_text",
-        {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
-    "qwen3_moe": ("qwen3_moe", {**MIXTURE, "norm_topk_prob": True}),
+    **{kind: (kind, changes) for kind, changes in TYPES.items()},
     "qwen3_moe, one layer dense, weights as they are": ("qwen3_moe", {**MIXTURE, "mlp_only_layers": [1]}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama with scaled rotation": (
@@ -64,29 +43,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 LENGTHS = (1, 5, 33, 90)
 NEW_TOKENS = 24
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Nothing here is large enough for two, and on a busy machine they wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def write(path: Path, model_type: str, settings: dict[str, Any]) -> Any:
-    """A random network of this kind, whose answers do not repeat one token, and its checkpoint."""
-    torch.manual_seed(7)
-    maker: Any = AutoModelForCausalLM
-    network = maker.from_config(AutoConfig.for_model(model_type, **COMMON, **settings), dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.3)
-            elif "norm" in name or "bias" in name:
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    network.save_pretrained(path)
-    return network.eval()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def prompts() -> list[list[int]]:

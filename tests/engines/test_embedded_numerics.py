@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_checkpoints import EVERY_TYPE
 
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
@@ -22,14 +23,7 @@ NUM_SEGMENTS = 24
 LENGTHS = (1, 3, 31, 33, 45, 70)
 """Of the sequences that are computed again and again; in tokens."""
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Nothing here is large enough for two, and on a busy machine they wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Loaded:
@@ -46,21 +40,26 @@ class Loaded:
 
     def alone(self, tokens: list[int]) -> torch.Tensor:
         request = make_request(tokens, list(range(-(-len(tokens) // SEGMENT))))
-        request.tap = EveryToken()
-        return self.model.forward(step(chunks=[Chunk(request, 0, len(tokens))]))[1:]
+        tap = request.tap = EveryToken()
+        self.model.forward(step(chunks=[Chunk(request, 0, len(tokens))]))
+        return torch.cat(tap.seen)
 
 
 class EveryToken:
-    """Asks for the logits of all prompt tokens; they come with the step's."""
+    """Keeps the logits of all prompt tokens."""
 
     wants_prompt = True
     wants_generated = False
 
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        raise AssertionError("only the engine shows logits")
+        assert start == sum(map(len, self.seen))
+        self.seen.append(logits.clone())
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
-        raise AssertionError("only the engine shows logits")
+        raise AssertionError("nothing was asked for")
 
 
 def make_request(tokens: list[int], segments: list[int]) -> Request:
@@ -76,7 +75,7 @@ def step(
 
 
 @pytest.fixture(scope="module")
-def loaded(checkpoints: dict[str, Path]) -> dict[tuple[str, str], Loaded]:
+def loaded() -> dict[tuple[str, str, int], Loaded]:
     return {}
 
 
@@ -129,20 +128,35 @@ def check_run(loaded: Loaded, data: st.DataObject) -> None:
                     held[last] = free.pop()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_logits_are_the_same_bits(
+def same_bits(
     arch: str,
     dtype: str,
+    threads: int,
     data: st.DataObject,
-    checkpoints: dict[str, Path],
-    loaded: dict[tuple[str, str], Loaded],
+    every_checkpoint: dict[str, Path],
+    loaded: dict[tuple[str, str, int], Loaded],
 ) -> None:
-    if (arch, dtype) not in loaded:
-        loaded[arch, dtype] = Loaded(checkpoints[arch], dtype)
-    check_run(loaded[arch, dtype], data)
+    torch.set_num_threads(threads)
+    try:
+        if (arch, dtype, threads) not in loaded:
+            loaded[arch, dtype, threads] = Loaded(every_checkpoint[arch], dtype)
+        check_run(loaded[arch, dtype, threads], data)
+    finally:
+        torch.set_num_threads(1)
+
+
+KINDS = [(arch, dtype, 1) for arch in EVERY_TYPE for dtype in ("float32", "bfloat16")]
+WITH_MORE_THREADS = [("llama", "bfloat16", 2), ("qwen3_moe", "bfloat16", 2)]
+
+
+def bits_test(max_examples: int) -> Callable[..., None]:
+    checked = settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck))
+    test: Callable[..., None] = checked(given(data=st.data())(same_bits))
+    return pytest.mark.parametrize(("arch", "dtype", "threads"), KINDS + WITH_MORE_THREADS)(test)
+
+
+test_logits_are_the_same_bits = bits_test(6)
+test_logits_are_the_same_bits_in_many_runs = pytest.mark.campaign(bits_test(100))
 
 
 def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(checkpoints: dict[str, Path]) -> None:

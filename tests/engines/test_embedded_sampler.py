@@ -517,3 +517,41 @@ def test_a_bitmask_that_does_not_fit_is_refused(model: ScriptedModel, bitmask: t
         Sampler(WIDTH, (), model.device).sample(
             torch.zeros(1, WIDTH), Edits(), Plan((one,), (), (one,)), bitmask=bitmask
         )
+
+
+@pytest.mark.parametrize("width", [1, 31, 33, 70])
+@pytest.mark.parametrize("make", [greedy, sampled])
+def test_bits_beyond_the_vocabulary_are_never_read(
+    model: ScriptedModel, make: Callable[..., SamplingParams], width: int
+) -> None:
+    one = request(model, "one", PROMPT, make())
+    bitmask = bitmask_of({width - 1}, width)[None]
+    beyond = -1 << (width % 32)
+    bitmask[0, -1] |= beyond
+    samples = Sampler(width, (), model.device).sample(
+        model.row(PROMPT)[None, :width], Edits(), Plan((one,), (), (one,)), bitmask=bitmask
+    )
+    assert (samples.token_ids, samples.errors) == ([width - 1], {})
+
+
+# -- shapes and dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("changes", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}])
+def test_half_precision_rows_are_sampled_as_what_they_hold(
+    model: ScriptedModel, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    params = greedy(seed=11, logprobs=3, logprobs_mode="processed", **changes)
+    requests = tuple(request(model, str(number), [number], params) for number in range(5))
+    plan = Plan(requests, (), requests)
+    logits = torch.stack([model.row([number]) for number in range(5)]).to(dtype)
+    sampler = Sampler(WIDTH, model.undecodable_ids, model.device)
+    assert sampler.sample(logits.clone(), Edits(), plan) == sampler.sample(logits.float(), Edits(), plan)
+
+
+def test_an_empty_batch_has_no_tokens(model: ScriptedModel) -> None:
+    samples = Sampler(WIDTH, model.undecodable_ids, model.device).sample(
+        torch.empty(0, WIDTH), Edits(), Plan((), (), ()), bitmask=torch.empty(0, 3).int()
+    )
+    assert (samples.token_ids, samples.errors, samples.logprobs) == ([], {}, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,14 @@ from worker.engines.embedded import Engine
 from worker.engines.embedded.admission import REFUSED
 from worker.engines.embedded.answers import Result
 from worker.engines.embedded.jobs import ALLOWED
+from worker.engines.embedded.plan import SCORED_AT_ONCE
+from worker.engines.embedded.prompt_logprobs import LogitsCollector
 from worker.errors import InvalidRequest, StartupError
 from worker.sampling import GuidedDecodingParams, SamplingParams
 
 TEXTS = ["Once upon a time", "What is the capital of France?", "def add(left: int", "Grüße aus Köln"]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +143,28 @@ def test_prompts_in_chunks_have_the_same_scores(engine: Engine, checkpoints: dic
         assert isinstance(other, list)
         assert [entry.token_id for entry in one] == [entry.token_id for entry in other]
         assert one[0].logprob == pytest.approx(other[0].logprob, abs=1e-4)
+
+
+def test_few_logits_of_a_prompt_are_held_at_a_time(
+    checkpoints: dict[str, Path], network: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[int] = []
+    see = LogitsCollector.see_prompt
+
+    def count(collector: LogitsCollector, start: int, logits: torch.Tensor) -> None:
+        assert start == sum(shown)
+        shown.append(len(logits))
+        see(collector, start, logits)
+
+    monkeypatch.setattr(LogitsCollector, "see_prompt", count)
+    whole = Engine(checkpoints["llama"], max_num_seqs=4, max_num_batched_tokens=1024)
+    prompt = [5 + place * place % 900 for place in range(300)]
+    (result,) = whole.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert (sum(shown), max(shown)) == (300, SCORED_AT_ONCE)
+    expected = reference_logits(network, whole, prompt).log_softmax(-1)
+    for place, entries in enumerate((result.prompt_logprobs or [])[1:]):
+        assert isinstance(entries, list)
+        assert entries[0].logprob == pytest.approx(float(expected[place, prompt[place + 1]]), abs=2e-4)
 
 
 def test_scores_of_a_prompt_do_not_come_out_of_a_cache(engine: Engine) -> None:

@@ -34,13 +34,7 @@ from worker.sampling import SamplingParams
 NUM_TOKENS = 20
 SEEDS = (0, 1, 2)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class HouseModel(ScriptedModel):

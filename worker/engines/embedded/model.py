@@ -112,6 +112,8 @@ class HfModel:
         padding = -len(batch.ids) % self._tiles.step
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
         hidden = self._network.hidden(ids, positions, step)
+        if plan.scored:
+            plan.show_scored(hidden, self._network.logits)
         if plan.chunks:
             hidden = hidden[torch.tensor(plan.logit_rows(), dtype=torch.long, device=self.device)]
         elif padding:

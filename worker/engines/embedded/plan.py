@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +14,9 @@ from adapters.chain import ProcessorChain
 from adapters.plan import ProcessorFailed
 from worker.engines import FinishReason, TokenLogprob
 from worker.sampling import SamplingParams
+
+SCORED_AT_ONCE = 64
+"""Prompt tokens whose logits are held at a time; those of a whole chunk of a large vocabulary take gigabytes."""
 
 
 class LogitsTap(Protocol):
@@ -26,7 +31,7 @@ class LogitsTap(Protocol):
     wants_generated: bool
 
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        """Rows ``[n, V]`` of the tokens from `start` on; after a preemption once more, and then beyond the prompt."""
+        """Rows ``[n, V]`` of the tokens from `start` on, few at a time; after a preemption once more, and beyond."""
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """The row ``[V]`` from which the token at `position` is sampled."""
@@ -130,17 +135,26 @@ class Plan:
 
     def logit_rows(self) -> list[int]:
         """Which of the step's tokens, `decode` first and then chunk by chunk, the rows of logits belong to."""
-        rows = list(range(len(self.decode)))
-        scored: list[int] = []
-        start = len(rows)
+        ends = accumulate((chunk.stop - chunk.start for chunk in self.chunks), initial=len(self.decode))
+        rows = range(len(self.decode))
+        return [*rows, *(end - 1 for chunk, end in zip(self.chunks, list(ends)[1:], strict=True) if chunk.is_last)]
+
+    def show_scored(self, rows: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Show the taps of `scored` the logits of every token, few at a time.
+
+        Args:
+            rows: Of each of the step's tokens ``[T, ...]``, what its logits are made of.
+            logits: Makes logits ``[n, V]`` of n of them.
+        """
+        first = len(self.decode)
         for chunk in self.chunks:
-            stop = start + chunk.stop - chunk.start
-            if chunk.is_last:
-                rows.append(stop - 1)
             if chunk.is_scored:
-                scored += range(start, stop)
-            start = stop
-        return rows + scored
+                assert chunk.request.tap is not None
+                for start in range(chunk.start, chunk.stop, SCORED_AT_ONCE):
+                    stop = min(start + SCORED_AT_ONCE, chunk.stop)
+                    some = rows[first + start - chunk.start : first + stop - chunk.start]
+                    chunk.request.tap.see_prompt(start, logits(some))
+            first += chunk.stop - chunk.start
 
     @property
     def num_tokens(self) -> int:
@@ -174,9 +188,9 @@ class Model(Protocol):
         """Make room for `num_segments` segments of `segment_size` tokens; see `Request.segments`."""
 
     def forward(self, plan: Plan) -> torch.Tensor:
-        """Logits ``[n, vocab_size]``, of a floating dtype; the sampler may write into them.
+        """Logits ``[n, vocab_size]`` of ``plan.sampled``, of a floating dtype; the sampler may write into them.
 
-        One row for each request of ``plan.sampled``, then one for each token of the chunks of ``plan.scored``.
+        Those of the chunks of ``plan.scored`` go to their requests' taps; see `Plan.show_scored`.
         """
 
 

@@ -87,7 +87,7 @@ class Stepper:
         logits = self.model.forward(plan)
         edits = plan_edits(plan)  # needs no logits: on CUDA they are still being computed
         if self._tapped:
-            logits = show_logits(plan, logits)
+            show_logits(plan, logits)
         samples = self.sampler.sample(logits, edits, plan)
         outputs = self.scheduler.commit(plan, samples)
         if self.exchange is not None and self.scheduler.guests:
@@ -97,19 +97,11 @@ class Stepper:
         return outputs
 
 
-def show_logits(plan: Plan, logits: torch.Tensor) -> torch.Tensor:
-    """Show every tap its rows; returns the rows of the sampled requests, which the sampler is to have."""
-    end = len(plan.sampled)
+def show_logits(plan: Plan, logits: torch.Tensor) -> None:
+    """Show every tap the row that its request's token is sampled from."""
     for row, request in enumerate(plan.sampled):
         if request.tap is not None and request.tap.wants_generated:
             request.tap.see_generated(len(request.tokens), logits[row])
-    start = end
-    for chunk in plan.scored:
-        stop = start + chunk.stop - chunk.start
-        assert chunk.request.tap is not None
-        chunk.request.tap.see_prompt(chunk.start, logits[start:stop])
-        start = stop
-    return logits[:end]
 
 
 def plan_edits(plan: Plan) -> Edits:
