@@ -18,6 +18,7 @@ from adapters.trtllm import ChainAdapter
 from adapters.vocabulary import Vocabulary
 from worker.controls import with_field_processors
 from worker.engines.embedded.plan import Model, Request
+from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 
@@ -51,42 +52,14 @@ IRRELEVANT = frozenset(
 )
 """Fields about text or padding: token ids go in and come out, whatever they say."""
 
-_BEAMS = "the embedded engine has no beam search"
-_TEXT = "the embedded engine works on token ids; the runtime applies it"
-_OUTPUT = "the embedded engine returns token ids and log probabilities only"
-
 REFUSED = {
     "n": "the embedded engine answers once per request",
     "best_of": "the embedded engine answers once per request",
-    "use_beam_search": _BEAMS,
-    "beam_search_diversity_rate": _BEAMS,
-    "length_penalty": _BEAMS,
-    "early_stopping": _BEAMS,
-    "beam_width_array": _BEAMS,
-    "stop": "the embedded engine works on token ids; the runtime applies stop strings",
-    "bad": "the embedded engine works on token ids; name them in bad_token_ids",
-    "truncate_prompt_tokens": _TEXT,
+    **REFUSED_EVERYWHERE,
     "apply_batched_logits_processor": "the embedded engine has no batched logits processor",
-    "top_p_min": "the embedded engine does not decay top_p",
-    "top_p_reset_ids": "the embedded engine does not decay top_p",
-    "top_p_decay": "the embedded engine does not decay top_p",
-    "prompt_ignore_length": "the presence and frequency penalties count generated tokens alone",
-    "prompt_logprobs": "the embedded engine computes log probabilities of generated tokens alone",
-    "logprobs_simple_format": _OUTPUT,
-    "prompt_logprobs_simple_format": _OUTPUT,
-    "return_context_logits": _OUTPUT,
-    "return_generation_logits": _OUTPUT,
-    "exclude_input_from_output": _OUTPUT,
-    "return_encoder_output": _OUTPUT,
-    "return_perf_metrics": _OUTPUT,
-    "additional_model_outputs": _OUTPUT,
     "lookahead_config": "the embedded engine does not look ahead",
-    "guided_decoding": "grammars reach the embedded engine as a logits_processor",
-    "thinking_token_budget": "thinking budgets reach the embedded engine as a logits_processor",
 }
 """Fields that are not served, with the reason; refused when they differ from their default."""
-
-_DEFAULTS = SamplingParams()
 
 
 def admit(
@@ -115,9 +88,7 @@ def admit(
     Raises:
         InvalidRequest: naming the first field that cannot be served, and why.
     """
-    for name, reason in REFUSED.items():
-        if name not in allowed and getattr(params, name) != getattr(_DEFAULTS, name):
-            raise InvalidRequest(f"sampling_params.{name}", reason)
+    check_refused(params, REFUSED, allowed)
     tokens = _check_prompt(prompt, model.vocab_size, context_length)
     end_ids = end_ids_of(params, model)
     seed = secrets.randbits(64) if params.seed is None else params.seed

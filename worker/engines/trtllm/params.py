@@ -22,43 +22,16 @@ from adapters.seeded_draw import SeededDraw
 from adapters.trtllm import ChainAdapter
 from adapters.vocabulary import Vocabulary
 from worker.controls import with_field_processors
+from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 
-_BEAMS = "this worker has no beam search"
-_OUTPUT = "this worker returns token ids and log probabilities only"
-_TEXT = "this engine takes and gives token ids; the runtime applies it"
-
 REFUSED = {
-    "use_beam_search": _BEAMS,
-    "beam_search_diversity_rate": _BEAMS,
-    "length_penalty": _BEAMS,
-    "early_stopping": _BEAMS,
-    "beam_width_array": _BEAMS,
-    "stop": _TEXT,
-    "bad": "name token ids in bad_token_ids",
-    "truncate_prompt_tokens": _TEXT,
+    **REFUSED_EVERYWHERE,
     "apply_batched_logits_processor": "only the TensorRT backend has batched logits processors",
-    "top_p_min": "this worker does not decay top_p",
-    "top_p_reset_ids": "this worker does not decay top_p",
-    "top_p_decay": "this worker does not decay top_p",
-    "prompt_ignore_length": "the presence and frequency penalties count generated tokens alone",
-    "prompt_logprobs": "this worker reports log probabilities of generated tokens alone",
-    "logprobs_simple_format": _OUTPUT,
-    "prompt_logprobs_simple_format": _OUTPUT,
-    "return_context_logits": _OUTPUT,
-    "return_generation_logits": _OUTPUT,
-    "exclude_input_from_output": _OUTPUT,
-    "return_encoder_output": _OUTPUT,
-    "return_perf_metrics": _OUTPUT,
-    "additional_model_outputs": _OUTPUT,
     "lookahead_config": "the PyTorch backend does not look ahead",
-    "guided_decoding": "grammars reach the engine as a logits_processor",
-    "thinking_token_budget": "thinking budgets reach the engine as a logits_processor",
 }
 """Fields that are not served, with the reason; refused when they differ from their default."""
-
-_DEFAULTS = SamplingParams()
 
 # what may stay native, and the value that asks for nothing
 _NATIVE: tuple[tuple[str, Any], ...] = (
@@ -117,9 +90,7 @@ def lower(params: SamplingParams, prompt: list[int], number: int, served: Served
     Raises:
         InvalidRequest: a field cannot be served here; it is named.
     """
-    for name, reason in REFUSED.items():
-        if getattr(params, name) != getattr(_DEFAULTS, name):
-            raise InvalidRequest(f"sampling_params.{name}", reason)
+    check_refused(params, REFUSED)
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
     native, rest = _native(params, len(prompt), served)
     chain = _chain(params, prompt)
