@@ -7,14 +7,15 @@ step, so that an answer does not depend on the kind. One rank: nothing here is s
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import TypeVar
 
 import torch
 
+from worker.engines.embedded.controller_padding import PaddedBatches
 from worker.engines.embedded.controller_sampling import add_top_n, check_sampling, sample_rows
 from worker.engines.embedded.controller_state import Report, Running
+from worker.engines.embedded.controller_stream import Streaming
 from worker.engines.embedded.controller_text import ControllerTokenizer, HfControllerTokenizer
 from worker.engines.embedded.controller_types import (
     DynamicStep,
@@ -37,7 +38,7 @@ StopWordCallback = Callable[[list[RequestId]], Iterable[RequestId]]
 _Key = TypeVar("_Key", bound=RequestId)
 
 
-class TextGenerationController:
+class TextGenerationController(PaddedBatches, Streaming):
     """Tokenises, decodes, samples and detokenises.
 
     Methods that change requests may be called from any thread; they wait for each other.
@@ -60,8 +61,8 @@ class TextGenerationController:
             if engine.tokenizer is None or not engine.info.eos_token_ids:
                 raise ValueError("the model has no tokenizer or no end token; give one as tokenizer")
             tokenizer = HfControllerTokenizer(engine.tokenizer, engine.info.eos_token_ids[0])
+        super().__init__(tokenizer)
         self.engine = engine
-        self.tokenizer: ControllerTokenizer = tokenizer
         self.sampling_errors: dict[int, str] = {}
         self._session = engine.session
         self._running: dict[str, Running] = {}  # by the session's id
@@ -69,74 +70,6 @@ class TextGenerationController:
         self._in_static_batch = False
         self._stop_callback: StopWordCallback | None = None
         self._lock = FairLock()
-
-    # Text
-
-    @staticmethod
-    def tokenize_prompt(tokenizer: ControllerTokenizer, prompt: str, add_BOS: bool = False) -> list[int]:  # noqa: N803
-        """Ids of `prompt`: every ``bos`` at its head is dropped, and one put there if asked for.
-
-        Raises:
-            ValueError: one is asked for, and the tokenizer has none.
-        """
-        ids = list(tokenizer.tokenize(prompt))
-        bos = tokenizer.bos
-        if add_BOS and bos is None:
-            raise ValueError("add_BOS: the tokenizer has no bos")
-        first = next((place for place, token_id in enumerate(ids) if token_id != bos), len(ids))
-        return [bos, *ids[first:]] if add_BOS and bos is not None else ids[first:]
-
-    @staticmethod
-    def detokenize(
-        tokenizer: ControllerTokenizer,
-        tokens: Sequence[int],
-        remove_EOD: bool = True,  # noqa: N803
-        skip_special_tokens: bool = True,
-    ) -> str:
-        """Text of `tokens`.
-
-        Args:
-            tokenizer: Its ``detokenize`` is given `skip_special_tokens` only if it takes it.
-            tokens: Ids.
-            remove_EOD: Drop every ``eod`` at the end.
-            skip_special_tokens: Leave special tokens out.
-        """
-        ids = list(tokens)
-        while remove_EOD and ids and ids[-1] == tokenizer.eod:
-            ids.pop()
-        kinds = inspect.signature(tokenizer.detokenize).parameters
-        takes = "skip_special_tokens" in kinds or any(one.kind is one.VAR_KEYWORD for one in kinds.values())
-        text: str = (
-            tokenizer.detokenize(ids, skip_special_tokens=skip_special_tokens) if takes else (tokenizer.detokenize(ids))
-        )
-        return text
-
-    def detokenize_generations(
-        self,
-        tokens: torch.Tensor | Sequence[int],
-        lengths: torch.Tensor | int,
-        detokenize_segments: bool,
-        skip_special_tokens: bool = True,
-    ) -> tuple[str, list[list[str]] | None]:
-        """Text of a sequence, and the text of each of its tokens.
-
-        Args:
-            tokens: Ids ``[T]``.
-            lengths: How many of them count.
-            detokenize_segments: Whether the second part is wanted; it is None otherwise.
-            skip_special_tokens: Leave special tokens out.
-
-        Returns:
-            The text without ``eod`` at the end, and one list with a text for each token; that of an ``eod`` at the
-            end is empty.
-        """
-        ids = [int(one) for one in tokens][: int(lengths)]
-        text = self.detokenize(self.tokenizer, ids, skip_special_tokens=skip_special_tokens)
-        if not detokenize_segments:
-            return text, None
-        places = [min(place, len(text)) for place in self.tokenizer.offsets(ids, text)]
-        ends = [*places[1:], len(text)]
-        return text, [[text[start:end] for start, end in zip(places, ends, strict=True)] if ids else []]
 
     # Sampling
 
@@ -182,88 +115,6 @@ class TextGenerationController:
         self.sampling_errors = samples.errors
         tokens = [NO_TOKEN if row in samples.errors else token for row, token in enumerate(samples.token_ids)]
         return torch.tensor(tokens, dtype=torch.int64, device=last_token_logits.device)
-
-    def update_generation_status(
-        self,
-        updated_prompts_tokens: torch.Tensor,
-        generation_started: torch.Tensor,
-        current_context_end_position: int,
-        is_generation_done_tensor: torch.Tensor,
-        generated_sequence_lengths: torch.Tensor,
-        termination_id: int | torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which rows are done, and how many tokens each has generated; the end token is not counted.
-
-        Args:
-            updated_prompts_tokens: int ``[B, T]``.
-            generation_started: bool ``[B]``: rows past their prompt; no other can be done.
-            current_context_end_position: Column of the newest tokens.
-            is_generation_done_tensor: bool ``[B]``, before; not changed.
-            generated_sequence_lengths: int ``[B]``, before; not changed.
-            termination_id: Of all rows or int ``[B]``; the tokenizer's ``eod`` by default, -1: none.
-
-        Returns:
-            bool ``[B]`` and int32 ``[B]``.
-        """
-        ending = self.tokenizer.eod if termination_id is None else termination_id
-        newest = updated_prompts_tokens[:, current_context_end_position]
-        done = is_generation_done_tensor | ((newest == ending) & generation_started)
-        lengths = generated_sequence_lengths + (~done & generation_started)
-        return done, lengths.to(torch.int32)
-
-    # Padded batches
-
-    def pad_input_prompt_tokens(
-        self, batch_prompt_tokens_list: Sequence[Sequence[int]], padded_batch_size: int, padded_sequence_length: int
-    ) -> torch.Tensor:
-        """int64 ``[padded_batch_size, padded_sequence_length]``, filled up with ``eod``. The lists are not changed.
-
-        Raises:
-            ValueError: there are more prompts, or a prompt has more tokens.
-        """
-        longest = max(map(len, batch_prompt_tokens_list), default=0)
-        if len(batch_prompt_tokens_list) > padded_batch_size or longest > padded_sequence_length:
-            raise ValueError(
-                f"{len(batch_prompt_tokens_list)} prompts of up to {longest} tokens do not fit into "
-                f"[{padded_batch_size}, {padded_sequence_length}]"
-            )
-        padded = torch.full((padded_batch_size, padded_sequence_length), self.tokenizer.eod, dtype=torch.int64)
-        for row, tokens in enumerate(batch_prompt_tokens_list):
-            padded[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        return padded
-
-    def unpad_input_prompt_tokens(
-        self, padded_batch_prompt_tokens: torch.Tensor, original_batch_size: int
-    ) -> torch.Tensor:
-        """The first `original_batch_size` rows."""
-        return padded_batch_prompt_tokens[:original_batch_size]
-
-    def prep_inference_input(
-        self,
-        prompts_tokens: torch.Tensor,
-        active_requests: Mapping[_Key, InferenceRequest],
-        use_attention_mask: bool = False,
-    ) -> dict[str, torch.Tensor | None]:
-        """Input of a model that takes padded batches. The engine's own packs rows and needs none of it.
-
-        Args:
-            prompts_tokens: int64 ``[B, T]``, from `pad_input_prompt_tokens`.
-            active_requests: Of the first rows, in their order; with prompt tokens.
-            use_attention_mask: For a forward over whole prompts of several lengths.
-
-        Returns:
-            ``tokens`` as given, ``position_ids`` int64 ``[B, T]``, and ``attention_mask``: None, or bool
-            ``[B, 1, T, T]``, true where a token must not look: ahead, and at padding.
-        """
-        count, length = prompts_tokens.shape
-        positions = torch.arange(length).expand(count, length)
-        mask = None
-        if use_attention_mask:
-            lengths = [len(self._prompt_tokens(one)) for one in active_requests.values()]
-            ends = torch.tensor([*lengths, *[length] * (count - len(lengths))])
-            ahead = positions[0][None, :] > positions[0][:, None]
-            mask = (ahead[None] | (positions[0][None, None, :] >= ends[:, None, None]))[:, None]
-        return {"tokens": prompts_tokens, "position_ids": positions, "attention_mask": mask}
 
     # Requests
 
@@ -362,51 +213,6 @@ class TextGenerationController:
             raise
         return active_requests
 
-    def stream_tokens(
-        self,
-        sampling_params: InferenceParams,
-        request_ids: Sequence[RequestId],
-        requests: Sequence[InferenceRequest],
-        streams: Sequence[TokenStream],
-        generation_started: Sequence[bool] | torch.Tensor,
-        is_generation_done: Sequence[bool] | torch.Tensor,
-        tokens: Sequence[Sequence[int]] | torch.Tensor,
-        prompt_lengths: Sequence[int] | torch.Tensor,
-        generated_lengths: Sequence[int] | torch.Tensor,
-        output_log_probs: Sequence[Sequence[float] | None] | torch.Tensor | None,
-        *,
-        texts: Sequence[str | None] | None = None,
-    ) -> None:
-        """Give each stream a request with what has been generated so far.
-
-        A stream that is finished, whose request has not started, or which would get no token is passed over; it ends
-        when the generation is done or has its full length.
-
-        Args:
-            sampling_params: Of all of them.
-            request_ids: One per stream, as is everything that follows.
-            requests: What the copies are made of.
-            streams: Where they go.
-            generation_started: Whether the prompt is over.
-            is_generation_done: Whether no more will come.
-            tokens: Ids, prompt and answer.
-            prompt_lengths: Tokens of the prompt.
-            generated_lengths: Tokens of the answer.
-            output_log_probs: Of all tokens but the first; None: of none.
-            texts: The answers' texts, made from the tokens by default.
-        """
-        for place, (request_id, request, stream) in enumerate(zip(request_ids, requests, streams, strict=True)):
-            start, count = int(prompt_lengths[place]), int(generated_lengths[place])
-            most = sampling_params.max_tokens(start)
-            if bool(generation_started[place]) and not stream.finished and most != 0:
-                ids = [int(one) for one in tokens[place][start : start + count]]
-                log_probs = None if output_log_probs is None else output_log_probs[place]
-                text = None if texts is None else texts[place]
-                with_segments = sampling_params.return_segments
-                stream.put(self._partial(request_id, request, ids, start, log_probs, text, with_segments))
-                if bool(is_generation_done[place]) or count == most:
-                    stream.finish()
-
     def dummy_forward(self) -> None:
         """Nothing: an idle rank of several would have to take part in their collectives, and there is one rank."""
 
@@ -464,13 +270,6 @@ class TextGenerationController:
             self._running[job.id] = Running(request, job, streams.get(request.request_id))
             self._session.add(job)
 
-    def _prompt_tokens(self, request: InferenceRequest) -> list[int]:
-        if request.prompt_tokens is not None:
-            return list(request.prompt_tokens)
-        if request.prompt is None:
-            raise ValueError(f"request {request.request_id!r} has neither prompt nor prompt_tokens")
-        return self.tokenize_prompt(self.tokenizer, request.prompt, request.sampling_params.add_BOS)
-
     def _check_length(self, field: str, params: InferenceParams, prompt_length: int) -> None:
         total = prompt_length + (params.max_tokens(prompt_length) or 0)
         most = self.engine.info.context_length
@@ -509,59 +308,6 @@ class TextGenerationController:
         for request_id in named:
             self._session.finish(active[request_id].job.id)
             active[request_id].follow()
-
-    def _stream(self, running: Running) -> None:
-        request, answer = running.request, running.job.answers[0]
-        if running.stream is None or running.stream.finished:
-            return
-        count, done = answer.num_shown, running.job.is_done
-        if count == running.num_streamed and not done:
-            return
-        running.num_streamed = count
-        log_probs = None
-        if request.sampling_params.return_log_probs:
-            padding = [0.0] * (len(running.job.prompt_token_ids) - 1)  # places of the prompt's, which are not streamed
-            log_probs = padding + [one[0].logprob for one in answer.token_logprobs]
-        self.stream_tokens(
-            request.sampling_params,
-            [request.request_id],
-            [request],
-            [running.stream],
-            [True],
-            [done],
-            [running.job.prompt_token_ids + answer.token_ids],
-            [len(running.job.prompt_token_ids)],
-            [count],
-            [log_probs],
-            texts=[None if answer.text is None else answer.text.shown],
-        )
-
-    def _partial(
-        self,
-        request_id: RequestId,
-        request: InferenceRequest,
-        ids: list[int],
-        prompt_length: int,
-        log_probs: Sequence[float] | torch.Tensor | None,
-        text: str | None,
-        with_segments: bool,
-    ) -> InferenceRequest:
-        own, segments = self.detokenize_generations(ids, len(ids), with_segments)
-        shown = None
-        if log_probs is not None:
-            shown = [float(one) for one in log_probs[prompt_length - 1 : prompt_length - 1 + len(ids)]]
-        return InferenceRequest(
-            request_id=request_id,
-            prompt=request.prompt,
-            prompt_tokens=request.prompt_tokens,
-            sampling_params=request.sampling_params,
-            status=request.status,
-            generated_text=own if text is None else text,
-            generated_segments=None if segments is None else segments[0],
-            generated_tokens=ids,
-            generated_log_probs=shown,
-            generated_length=len(ids),
-        )
 
     def _close(self, running: Running) -> None:
         """Fill in the request, and let go of it."""

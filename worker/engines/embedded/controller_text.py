@@ -1,11 +1,15 @@
-"""A Hugging Face tokenizer with the surface that Megatron-Core's controller asks of one."""
+"""Text to tokens and back: the tokenizer that Megatron-Core's controller asks for, and what is done with it."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+
+from worker.engines.embedded.controller_types import InferenceRequest
 from worker.engines.embedded.stop_strings import IncrementalText
 
 
@@ -64,3 +68,87 @@ class HfControllerTokenizer:
             places.append(place)
             place = min(len(text), place + len(pieces.append(token_id)))
         return places
+
+
+class Texts:
+    """The part of `TextGenerationController` that is about text.
+
+    Args:
+        tokenizer: In use.
+    """
+
+    def __init__(self, tokenizer: ControllerTokenizer) -> None:
+        self.tokenizer: ControllerTokenizer = tokenizer
+
+    @staticmethod
+    def tokenize_prompt(tokenizer: ControllerTokenizer, prompt: str, add_BOS: bool = False) -> list[int]:  # noqa: N803
+        """Ids of `prompt`: every ``bos`` at its head is dropped, and one put there if asked for.
+
+        Raises:
+            ValueError: one is asked for, and the tokenizer has none.
+        """
+        ids = list(tokenizer.tokenize(prompt))
+        bos = tokenizer.bos
+        if add_BOS and bos is None:
+            raise ValueError("add_BOS: the tokenizer has no bos")
+        first = next((place for place, token_id in enumerate(ids) if token_id != bos), len(ids))
+        return [bos, *ids[first:]] if add_BOS and bos is not None else ids[first:]
+
+    @staticmethod
+    def detokenize(
+        tokenizer: ControllerTokenizer,
+        tokens: Sequence[int],
+        remove_EOD: bool = True,  # noqa: N803
+        skip_special_tokens: bool = True,
+    ) -> str:
+        """Text of `tokens`.
+
+        Args:
+            tokenizer: Its ``detokenize`` is given `skip_special_tokens` only if it takes it.
+            tokens: Ids.
+            remove_EOD: Drop every ``eod`` at the end.
+            skip_special_tokens: Leave special tokens out.
+        """
+        ids = list(tokens)
+        while remove_EOD and ids and ids[-1] == tokenizer.eod:
+            ids.pop()
+        kinds = inspect.signature(tokenizer.detokenize).parameters
+        takes = "skip_special_tokens" in kinds or any(one.kind is one.VAR_KEYWORD for one in kinds.values())
+        text: str = (
+            tokenizer.detokenize(ids, skip_special_tokens=skip_special_tokens) if takes else (tokenizer.detokenize(ids))
+        )
+        return text
+
+    def detokenize_generations(
+        self,
+        tokens: torch.Tensor | Sequence[int],
+        lengths: torch.Tensor | int,
+        detokenize_segments: bool,
+        skip_special_tokens: bool = True,
+    ) -> tuple[str, list[list[str]] | None]:
+        """Text of a sequence, and the text of each of its tokens.
+
+        Args:
+            tokens: Ids ``[T]``.
+            lengths: How many of them count.
+            detokenize_segments: Whether the second part is wanted; it is None otherwise.
+            skip_special_tokens: Leave special tokens out.
+
+        Returns:
+            The text without ``eod`` at the end, and one list with a text for each token; that of an ``eod`` at the
+            end is empty.
+        """
+        ids = [int(one) for one in tokens][: int(lengths)]
+        text = self.detokenize(self.tokenizer, ids, skip_special_tokens=skip_special_tokens)
+        if not detokenize_segments:
+            return text, None
+        places = [min(place, len(text)) for place in self.tokenizer.offsets(ids, text)]
+        ends = [*places[1:], len(text)]
+        return text, [[text[start:end] for start, end in zip(places, ends, strict=True)] if ids else []]
+
+    def _prompt_tokens(self, request: InferenceRequest) -> list[int]:
+        if request.prompt_tokens is not None:
+            return list(request.prompt_tokens)
+        if request.prompt is None:
+            raise ValueError(f"request {request.request_id!r} has neither prompt nor prompt_tokens")
+        return self.tokenize_prompt(self.tokenizer, request.prompt, request.sampling_params.add_BOS)
