@@ -426,14 +426,19 @@ def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
     return arguments
 
 
-_TRTLLM_ONLY = ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors")
+_ONLY = {
+    "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors"),
+    "embedded": ("numerics", "max_mixed_chunk", "step_timeout_s"),
+}
+"""Options that one engine alone honours."""
 
 
-def _refuse_trtllm_only(a: Arguments) -> None:
-    for option in OPTIONS:
-        value = getattr(a, option.name)
-        if a.engine != "trtllm" and option.name in _TRTLLM_ONLY and value != option.default:
-            raise ConfigurationError(f"{option.flag} {value} needs --engine trtllm")
+def _refuse_options_of_other_engines(a: Arguments) -> None:
+    for engine, names in _ONLY.items():
+        for option in OPTIONS:
+            value = getattr(a, option.name)
+            if a.engine != engine and option.name in names and value != option.default:
+                raise ConfigurationError(f"{option.flag} {value} needs --engine {engine}")
 
 
 def _refuse_contradictions(a: Arguments) -> None:
@@ -446,7 +451,7 @@ def _refuse_contradictions(a: Arguments) -> None:
     if a.engine == "trtllm" and a.device not in ("auto", "cuda"):
         needs = "needs CUDA" if a.device == "cpu" else "chooses its devices itself"
         raise ConfigurationError(f"--engine trtllm {needs}, but --device is {a.device}")
-    _refuse_trtllm_only(a)
+    _refuse_options_of_other_engines(a)
     if a.dtype == "float16" and a.device == "cpu":
         raise ConfigurationError("--dtype float16 needs CUDA, but --device is cpu")
     unknown = set(a.endpoint_types.split(",")) - {"chat", "completions", "none"}

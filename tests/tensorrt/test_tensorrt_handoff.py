@@ -101,7 +101,7 @@ def test_a_malformed_hand_off_is_refused(change: dict[str, Any]) -> None:
 def in_role(model: Path, role: Role) -> TrtllmEngine:
     config = engine(model).config
     options = {**config.options, "cache_transceiver_config": {"backend": "DEFAULT"}}
-    return TrtllmEngine(dataclasses.replace(config, role=role, options=options))
+    return TrtllmEngine(dataclasses.replace(config, role=role, options=options, kv_hold_s=0.001))
 
 
 PROMPT = [9, 30, 41, 77, 12]
@@ -117,8 +117,7 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-async def test_prefill_and_decode_make_the_aggregated_answer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.engines.trtllm.engine.PREFILL_DRAIN_S", 0.0)
+async def test_prefill_and_decode_make_the_aggregated_answer(model: Path) -> None:
     with stand_in():
         engines = [in_role(model, role) for role in ("prefill", "decode", "aggregated")]
         prefill, decode, whole = engines

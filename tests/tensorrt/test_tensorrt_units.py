@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from adapters.trtllm import Step
 from worker.arguments import parse_arguments
-from worker.engines.trtllm import config_from
+from worker.engines.trtllm import TrtllmEngine, config_from
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor
@@ -73,6 +73,16 @@ def test_settings_from_flags_and_file(tmp_path: Path) -> None:
         "enable_iter_perf_stats": True,
     }
     assert (config.max_num_seqs, config.history, config.fails_open) == (8, "lagged", True)
+
+
+async def test_a_prefill_worker_stays_for_its_readers(tmp_path: Path) -> None:
+    config = configured(tmp_path, "", "--disaggregation-mode", "prefill", "--kv-hold-s", "0.1")
+    assert config.kv_hold_s == 0.1
+    engine = TrtllmEngine(config)
+    now = asyncio.get_running_loop().time
+    began = engine._last_prefill = now()
+    await engine.stop()
+    assert now() - began >= 0.1
 
 
 @pytest.mark.parametrize("name", REFUSED)

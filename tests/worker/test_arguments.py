@@ -112,6 +112,9 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--history", "lagged"], "--history lagged needs --engine trtllm"),
         (["--processor-errors", "open"], "--processor-errors open needs --engine trtllm"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 needs --engine trtllm"),
+        (["--engine", "trtllm", "--numerics", "exact"], "--numerics exact needs --engine embedded"),
+        (["--engine", "trtllm", "--max-mixed-chunk", "64"], "--max-mixed-chunk 64 needs --engine embedded"),
+        (["--engine", "trtllm", "--step-timeout-s", "5"], "--step-timeout-s 5.0 needs --engine embedded"),
         (["--dtype", "float16", "--device", "cpu"], "--dtype float16 needs CUDA, but --device is cpu"),
         (["--endpoint-types", "chat,audio"], "--endpoint-types must be of chat, completions, none, got 'chat,audio'"),
         (

@@ -7,22 +7,23 @@ import contextlib
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 from adapters.side_channel import SideChannel
 from adapters.trtllm import ChainAdapter, Failure, Step
 from adapters.vocabulary import Vocabulary
-from worker.engines import EngineInfo, KeepKv, KvEventSink, ReadKv, TokenDelta, TokenLogprob
+from worker.engines import EngineInfo, KeepKv, ReadKv, TokenDelta, TokenLogprob
 from worker.engines.trtllm import handoff
-from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
+from worker.engines.trtllm.cache_reports import kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor, entries_of
 from worker.engines.trtllm.flight import Flight
 from worker.engines.trtllm.health import Watch, result_error, submission_error
 from worker.engines.trtllm.params import Lowered, Served, callable_of, lower
 from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefused, find_honoured, judge_calls
+from worker.engines.trtllm.reports import RuntimeReports
 from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts
 from worker.errors import (
     Draining,
@@ -41,9 +42,6 @@ PROBE = "probe"
 PROBE_PROMPT = [5, 6]
 PROBE_TOKEN = 7
 
-PREFILL_DRAIN_S = 30.0
-"""How long a prefill worker stays after its last prompt, so that decode workers can fetch the KV."""
-
 SHUTDOWN_S = 30.0
 """How long the executor may take to end."""
 
@@ -51,7 +49,7 @@ _MIN_DISAGG_ID = 2**42
 """Ids below are TensorRT-LLM's own."""
 
 
-class TrtllmEngine:
+class TrtllmEngine(RuntimeReports):
     """Implements `worker.engines.Engine` on TensorRT-LLM.
 
     Args:
@@ -59,22 +57,16 @@ class TrtllmEngine:
     """
 
     def __init__(self, config: TrtllmConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self._package: Package | None = None
-        self._llm: Any = None
         self._served: Served | None = None
-        self._info: EngineInfo | None = None
         self._channel = SideChannel(self._on_failure, self._on_step)
         self._flights: dict[str, Flight] = {}
         self._by_number: dict[str, Flight] = {}  # ids are used again; a late report must not meet the next request
         self._probe_steps: list[Step] = []
         self._numbers = count()
-        self._loop: asyncio.AbstractEventLoop
         self._refusal: ServingError | None = None
         self._watch: Watch | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._on_broken: Callable[[str], None] | None = None
-        self._on_load: Callable[[int, int], None] | None = None
         self._last_prefill = -math.inf
 
     def __repr__(self) -> str:
@@ -133,7 +125,7 @@ class TrtllmEngine:
     async def _drain_prefill(self) -> None:
         """KV that decode workers have not fetched is lost with the executor."""
         if self.config.role == "prefill" and not isinstance(self._refusal, EngineBroken):
-            wait = self._last_prefill + PREFILL_DRAIN_S - asyncio.get_running_loop().time()
+            wait = self._last_prefill + self.config.kv_hold_s - asyncio.get_running_loop().time()
             if wait > 0:
                 await asyncio.sleep(wait)
 
@@ -443,60 +435,6 @@ class TrtllmEngine:
     def honoured(self) -> list[str]:
         """Controls that this version honours with the worker's own meaning; the others run as processors."""
         return sorted(self._served.honoured) if self._served is not None else []
-
-    # Reports to the runtime
-
-    def tell_broken(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` with the reason when the executor dies, whether or not a request is waiting."""
-        self._on_broken = callback
-
-    def tell_load(self, callback: Callable[[int, int], None]) -> None:
-        """Call ``callback`` with used and all KV blocks whenever the executor says how many there are."""
-        self._on_load = callback
-
-    def num_held(self) -> int:
-        """None that the worker knows of: TensorRT-LLM holds and moves KV itself."""
-        return 0
-
-    def transfers(self) -> Mapping[str, float]:
-        """None that the worker knows of."""
-        return {}
-
-    def report_blocks(self, sink: KvEventSink) -> None:
-        """Tell `sink` which prefixes the KV cache holds, if the event buffer is on. From any thread."""
-        assert self._info is not None
-        if not self.has_events:
-            return
-        relay = EventRelay(sink, self._info.kv_block_size)
-        self._loop.call_soon_threadsafe(lambda: self._tasks.append(self._loop.create_task(self._relay(relay))))
-
-    @property
-    def has_events(self) -> bool:
-        """Whether KV events are recorded."""
-        cache = self.config.options.get("kv_cache_config") or {}
-        return int(cache.get("event_buffer_max_size") or 0) > 0
-
-    async def _report_load(self) -> None:
-        while True:
-            try:
-                async for record in self._llm.get_stats_async(timeout=1):
-                    found = kv_blocks(record)
-                    if found is not None and self._on_load is not None:
-                        self._on_load(*found)
-            except (AssertionError, RuntimeError) as error:
-                logger.warning("TensorRT-LLM gives no statistics: %s", error)
-                return
-            await asyncio.sleep(0.05)
-
-    async def _relay(self, relay: EventRelay) -> None:
-        while True:
-            try:
-                async for event in self._llm.get_kv_cache_events_async(timeout=1):
-                    relay.take(event)
-            except (AssertionError, RuntimeError) as error:
-                logger.warning("TensorRT-LLM gives no KV events: %s", error)
-                return
-            await asyncio.sleep(0.05)
 
 
 def _check_prompt(prompt: list[int], info: EngineInfo) -> None:

@@ -1,0 +1,86 @@
+"""What the engine tells the runtime of its own accord: that it broke, how full the KV cache is, and what it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from worker.engines import EngineInfo, KvEventSink
+from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
+from worker.engines.trtllm.settings import TrtllmConfig
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S = 0.05
+"""Between two questions to the executor that bring nothing."""
+
+
+class RuntimeReports:
+    """The part of `TrtllmEngine` that reports to the runtime.
+
+    Args:
+        config: Settings.
+    """
+
+    def __init__(self, config: TrtllmConfig) -> None:
+        self.config = config
+        self._llm: Any = None
+        self._info: EngineInfo | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._tasks: list[asyncio.Task[None]] = []
+        self._on_broken: Callable[[str], None] | None = None
+        self._on_load: Callable[[int, int], None] | None = None
+
+    def tell_broken(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback`` with the reason when the executor dies, whether or not a request is waiting."""
+        self._on_broken = callback
+
+    def tell_load(self, callback: Callable[[int, int], None]) -> None:
+        """Call ``callback`` with used and all KV blocks whenever the executor says how many there are."""
+        self._on_load = callback
+
+    def num_held(self) -> int:
+        """None that the worker knows of: TensorRT-LLM holds and moves KV itself."""
+        return 0
+
+    def transfers(self) -> Mapping[str, float]:
+        """None that the worker knows of."""
+        return {}
+
+    def report_blocks(self, sink: KvEventSink) -> None:
+        """Tell `sink` which prefixes the KV cache holds, if the event buffer is on. From any thread."""
+        assert self._info is not None
+        if not self.has_events:
+            return
+        relay = EventRelay(sink, self._info.kv_block_size)
+        self._loop.call_soon_threadsafe(lambda: self._tasks.append(self._loop.create_task(self._relay(relay))))
+
+    @property
+    def has_events(self) -> bool:
+        """Whether KV events are recorded."""
+        cache = self.config.options.get("kv_cache_config") or {}
+        return int(cache.get("event_buffer_max_size") or 0) > 0
+
+    async def _report_load(self) -> None:
+        while True:
+            try:
+                async for record in self._llm.get_stats_async(timeout=1):
+                    found = kv_blocks(record)
+                    if found is not None and self._on_load is not None:
+                        self._on_load(*found)
+            except (AssertionError, RuntimeError) as error:
+                logger.warning("TensorRT-LLM gives no statistics: %s", error)
+                return
+            await asyncio.sleep(PAUSE_S)
+
+    async def _relay(self, relay: EventRelay) -> None:
+        while True:
+            try:
+                async for event in self._llm.get_kv_cache_events_async(timeout=1):
+                    relay.take(event)
+            except (AssertionError, RuntimeError) as error:
+                logger.warning("TensorRT-LLM gives no KV events: %s", error)
+                return
+            await asyncio.sleep(PAUSE_S)
