@@ -24,6 +24,9 @@ import openai
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = "tiny"
 START_TIMEOUT_S = 90.0
+STAND_IN = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests/trtllm_standin"}
+"""Environment of a worker that takes the stand-in for TensorRT-LLM."""
+
 DYNAMO = tuple(int(part) for part in version("ai-dynamo").split(".")[:2])
 """(1, 4) or (1, 6): what a client sees of an error differs."""
 
@@ -119,6 +122,7 @@ class Stack:
         self.http_port = free_port()
         self.url = f"http://127.0.0.1:{self.http_port}"
         self._processes: list[Process] = []
+        self._coming_up: Process | None = None  # a frontend of which nobody has heard yet
         self.environ = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "DYNAMO_", "WORKER_"))},
             "DYN_DISCOVERY_BACKEND": "file",
@@ -137,12 +141,19 @@ class Stack:
         }
 
     def start_frontend(self, *arguments: str) -> Process:
+        """Start a frontend; what asks it waits until it answers, so that a worker may start meanwhile."""
         command = [sys.executable, "-m", "dynamo.frontend", "--http-port", str(self.http_port), *arguments]
         frontend = Process(command, self.environ, self.directory / f"frontend{len(self._processes)}.log")
         self._processes.append(frontend)
-        wait_for(lambda: http(f"{self.url}/health")[0] == 200 or not frontend.running, "frontend")
-        assert frontend.running, frontend.log
+        self._coming_up = frontend
         return frontend
+
+    def wait_for_frontend(self) -> None:
+        """Until the frontend that was started last answers."""
+        frontend, self._coming_up = self._coming_up, None
+        if frontend is not None:
+            wait_for(lambda: http(f"{self.url}/health")[0] == 200 or not frontend.running, "frontend")
+            assert frontend.running, frontend.log
 
     def start_worker(self, *arguments: str, scripted: bool = False, wait: bool = True, **environ: str) -> Worker:
         """Start a worker; ``scripted`` replaces its engine by `scripted_worker.ScriptedEngine`."""
@@ -160,18 +171,22 @@ class Stack:
 
     def wait_registered(self, worker: Worker) -> None:
         """Until the frontend lists the model and this worker serves its system port."""
+        self.wait_for_frontend()
         wait_for(lambda: http(f"http://127.0.0.1:{worker.port}/metrics")[0] == 200 or not worker.running, "worker")
         wait_for(lambda: "Registered endpoint" in worker.log or not worker.running, "registration")
         assert worker.running, worker.log
         wait_for(lambda: f'"{MODEL}"' in http(f"{self.url}/v1/models")[1], "model in the frontend")
 
     def client(self) -> openai.OpenAI:
+        self.wait_for_frontend()
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def async_client(self) -> openai.AsyncOpenAI:
+        self.wait_for_frontend()
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def post(self, path: str, **body: Any) -> tuple[int, str]:
+        self.wait_for_frontend()
         return http(f"{self.url}/v1/{path}", {"model": MODEL, **body})
 
     @property

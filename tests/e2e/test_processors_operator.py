@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 from e2e_stack import DYNAMO, MODEL, Stack, Worker, http, wait_for
 from processor_requests import (
@@ -133,6 +134,23 @@ models:
       - {{name: loop_stop, args: {{max_period: 1, copies: 3}}}}
     forbidden: [mirostat, acme/one]
 """
+
+
+def test_one_that_hangs_ends_the_worker(stack: Stack) -> None:
+    """A hung step: its requests fail at once, and whoever restarts workers sees a broken one."""
+    stack.start_frontend()
+    options = with_third_parties(stack, "acme/hangs=third_party_e2e:Hangs")
+    worker = stack.start_worker("--device", "cpu", *PATIENT, "--step-timeout-s", "3", *options)
+    selected = logits_processors(processor("acme/hangs"))
+    with stack.client().completions.create(
+        model=MODEL, prompt="Hello", max_tokens=20, stream=True, extra_body=selected
+    ) as stream:
+        next(iter(stream))
+        assert worker.wait(5) == 1
+        with pytest.raises(openai.APIError):
+            for _ in stream:
+                pass
+    assert "engine broken: a step has taken more than 3 s" in worker.log
 
 
 def test_the_operators_policy(stack: Stack) -> None:

@@ -8,29 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_stack import Stack, running_stack, wait_for
-from test_tensorrt_e2e import PATIENT, REQUESTS, STAND_IN, chat
+from e2e_stack import STAND_IN, Stack, running_stack, wait_for
+from processor_requests import PATIENT
+from test_tensorrt_e2e import REQUESTS, chat
 
 pytestmark = pytest.mark.timeout(300)  # several processes start, each loads torch
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Stack, Stack]]:
+def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, trtllm: Stack) -> Iterator[tuple[Stack, Stack]]:
     """A stack with a prefill and a decode worker, and one that does both in one."""
-    with (
-        running_stack(tmp_path_factory.mktemp("pair"), tiny_model) as pair,
-        running_stack(tmp_path_factory.mktemp("alone"), tiny_model) as alone,
-    ):
-        for stack in (pair, alone):
-            stack.start_frontend()
+    with running_stack(tmp_path_factory.mktemp("pair"), tiny_model) as pair:
+        pair.start_frontend()
         for role in ("prefill", "decode"):
             pair.start_worker("--engine", "trtllm", *PATIENT, "--disaggregation-mode", role, wait=False, **STAND_IN)
-        alone.start_worker("--engine", "trtllm", *PATIENT, wait=False, **STAND_IN)
-        for stack in (pair, alone):
-            for worker in stack.workers:
-                stack.wait_registered(worker)
-            wait_for(lambda stack=stack: stack.post("completions", prompt="hi", max_tokens=1)[0] == 200, "an answer")
-        yield pair, alone
+        for worker in pair.workers:
+            pair.wait_registered(worker)
+        wait_for(lambda: pair.post("completions", prompt="hi", max_tokens=1)[0] == 200, "an answer")
+        yield pair, trtllm
 
 
 def answer(stack: Stack, number: int) -> dict[str, Any]:

@@ -8,29 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_stack import MODEL, REPOSITORY, Stack, http, running_stack
+from e2e_stack import MODEL, STAND_IN, Stack, http, running_stack
+from processor_requests import PATIENT
 
 from adapters.client import logits_processors, processor
 
-STAND_IN = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests/trtllm_standin"}
-PATIENT = ["--processor-step-budget-s", "60"]
 pytestmark = pytest.mark.timeout(300)  # several processes start, each loads torch
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Stack, Stack]]:
+def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, trtllm: Stack) -> Iterator[tuple[Stack, Stack]]:
     """A stack with TensorRT-LLM's stand-in, and one with the embedded engine."""
-    with (
-        running_stack(tmp_path_factory.mktemp("trtllm"), tiny_model) as ours,
-        running_stack(tmp_path_factory.mktemp("embedded"), tiny_model) as theirs,
-    ):
-        ours.start_frontend()
-        theirs.start_frontend()
-        ours.start_worker("--engine", "trtllm", *PATIENT, wait=False, **STAND_IN)
-        theirs.start_worker("--device", "cpu", "--dtype", "float32", *PATIENT, wait=False)
-        for stack in (ours, theirs):
-            stack.wait_registered(stack.workers[0])
-        yield ours, theirs
+    with running_stack(tmp_path_factory.mktemp("embedded"), tiny_model) as embedded:
+        embedded.start_frontend()
+        embedded.start_worker("--device", "cpu", "--dtype", "float32", *PATIENT)
+        yield trtllm, embedded
 
 
 def chat(stack: Stack, *entries: dict[str, Any], **options: Any) -> tuple[int, Any]:

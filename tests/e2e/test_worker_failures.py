@@ -156,4 +156,5 @@ def test_broken_weights_end_the_start(stack: Stack) -> None:
     assert last.startswith("worker: error: ")
     assert str(copy) in last
     assert stack.registered() == []
+    stack.wait_for_frontend()
     assert f'"{MODEL}"' not in http(f"{stack.url}/v1/models")[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -38,3 +39,15 @@ class Poisons(BaseLogitsProcessor):
 
     def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
         logits[7] = float("nan")
+
+
+class Hangs(BaseLogitsProcessor):
+    """Never comes back from its third token."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            threading.Event().wait()
