@@ -31,6 +31,7 @@ class ScriptedEngine:
         self.letters = {self.vocabulary[letter]: letter for letter in "abcdefghijklmnopqrstuvwxyz"}
         self.running: dict[str, asyncio.Event] = {}
         self.given_away = False
+        self.deaf = False
 
     async def start(self) -> EngineInfo:
         return EngineInfo(
@@ -58,6 +59,9 @@ class ScriptedEngine:
             raise Overloaded("queue full")
         if self.given_away:
             raise Draining("given away")
+        if self.deaf:
+            await asyncio.Event().wait()
+        self.deaf = script == "d"
         assert sampling_params.max_tokens is not None
         stopped = self.running[request_id] = asyncio.Event()
         for i in range(sampling_params.max_tokens):

@@ -102,15 +102,27 @@ def test_kill_of_the_frontend_frees_its_requests(stack: Stack) -> None:
     assert worker.running
 
 
+PROBED = {
+    "DYN_HEALTH_CHECK_ENABLED": "true",
+    "DYN_CANARY_WAIT_TIME": "1",
+    "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "1",
+    "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": '["generate"]',
+}
+
+
+def test_the_canary_notices_an_engine_that_does_not_answer(stack: Stack) -> None:
+    stack.start_frontend()
+    worker = stack.start_worker(scripted=True, **PROBED)
+    url = f"http://127.0.0.1:{worker.port}"
+    wait_for(lambda: http(f"{url}/health")[0] == 200, "a probe that passes", 30)
+    assert stack.post("completions", prompt="d", max_tokens=4)[0] == 200  # from now on the engine is deaf
+    for path in ("health", "live"):
+        wait_for(lambda path=path: http(f"{url}/{path}")[0] == 503, "a probe that fails", 30)
+
+
 def test_the_canary_passes_while_idle(stack: Stack) -> None:
     stack.start_frontend()
-    worker = stack.start_worker(
-        "--device",
-        "cpu",
-        DYN_HEALTH_CHECK_ENABLED="true",
-        DYN_CANARY_WAIT_TIME="1",
-        DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS='["generate"]',
-    )
+    worker = stack.start_worker("--device", "cpu", **{**PROBED, "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "30"})
     wait_for(lambda: worker.metric("dlw_requests_total", outcome="length") >= 2, "two probes", 30)
     assert http(f"http://127.0.0.1:{worker.port}/health")[0] == 200
     assert worker.metric("dlw_requests_total", outcome="refused") == 0
