@@ -2,13 +2,13 @@
 
 A row is read once, for the maximum of each block of 64 tokens. The `n` highest tokens are in the `n` blocks with the
 highest maxima, so that all else happens on a small part of the row. Where more of a row is needed than a few hundred
-tokens, its values are put into buckets and one bucket is sorted. What happens to a row never depends on the rows beside
-it. Everything works on any torch device.
+tokens, a sample tells where to look. What happens to a row never depends on the rows beside it. Everything but
+`prefix_of_mass` works on any torch device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ BLOCK = 64
 """Tokens per block."""
 
 _STRIDES = 8
-_BUCKETS = 4096
+_SAMPLE = 2048
+"""Keys of a row, at least, that are looked at to guess where a prefix ends."""
 
 
 def num_blocks(width: int) -> int:
@@ -144,12 +145,11 @@ def _reaching(
     owner, column = row[places // BLOCK], block[places // BLOCK] * BLOCK + places % BLOCK
     starts = np.searchsorted(owner, np.arange(len(maxima) + 1))
     crowded |= np.diff(starts) > room
-    bits = (picked.view(-1)[torch.from_numpy(places)] + 0.0).numpy().view(np.int32).astype(np.int64)  # -0.0 is 0.0
-    rising = bits ^ ((bits >> 63) & _LAST_ID)
+    reached = _sort_keys(picked.view(-1)[torch.from_numpy(places)].numpy(), column)
     keys = np.full((len(maxima), room), np.iinfo(np.int64).min)
     rank = np.arange(len(owner)) - starts[owner]
     fits = rank < room
-    keys[owner[fits], rank[fits]] = ((rising << 31) | (_LAST_ID - column))[fits]
+    keys[owner[fits], rank[fits]] = reached[fits]
     return keys, torch.from_numpy(np.flatnonzero(crowded))
 
 
@@ -204,53 +204,69 @@ def _take_blocks(values: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor 
     return torch.cat((picked, values[:, whole * BLOCK :].index_select(0, rows)), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """A prefix of one row's tokens, by falling key and rising id.
+def prefix_of_mass(
+    keys: torch.Tensor, masses: torch.Tensor, total: int, target: int, zero: int = 0
+) -> torch.Tensor:
+    """The shortest prefix, by falling key and rising id, with a mass of at least `target`. On the CPU.
 
-    Attributes:
-        last: Key of its last token.
-        ties: How many tokens with that key it holds; None if it holds them all.
-    """
-
-    last: torch.Tensor
-    ties: int | None
-
-    def contains(self, keys: torch.Tensor) -> torch.Tensor:
-        """Bool ``[V]``."""
-        if self.ties is None:
-            return keys >= self.last
-        kept = keys > self.last
-        kept[(keys == self.last).nonzero()[: self.ties, 0]] = True
-        return kept
-
-
-def prefix_of_mass(keys: torch.Tensor, masses: torch.Tensor, target: float) -> Prefix:
-    """The shortest prefix, by falling key and rising id, with a mass of at least `target`; all, if none has.
-
-    Linear in the row's length: the masses are summed in buckets of keys, and only the bucket that the prefix ends in
-    is looked at closely.
+    A sample tells roughly at which key the prefix ends. What is surely in it is added up, and only what is near its end
+    is sorted; the sums prove that the end is there. Where they do not, more is sorted, the whole row at last.
 
     Args:
-        keys: floating ``[V]``, the highest finite, the others finite or -inf.
-        masses: float64 ``[V]``, at least 0. Sums of integers up to 2**53 are exact.
-        target: Mass, above 0.
+        keys: float32 ``[V]``, without NaN.
+        masses: int64 ``[V]``, each `zero` more than the mass, which is at least 0.
+        total: What the masses add up to, below 2**62.
+        target: From 1 to `total`.
+        zero: See `masses`.
+
+    Returns:
+        Its ids, rising.
     """
-    count = len(keys)
-    highest = keys.amax()
-    lowest = torch.nan_to_num(keys, nan=torch.nan, posinf=torch.inf, neginf=float(highest)).amin()
-    spread = float(highest.double() - lowest.double())
-    if count > _BUCKETS and spread > 0:
-        distances = (highest - keys).div_(min(spread, torch.finfo(keys.dtype).max))
-        buckets = distances.mul_(_BUCKETS).clamp_(max=_BUCKETS - 1).to(torch.int32)
-        sums = torch.bincount(buckets, weights=masses, minlength=_BUCKETS).cumsum(0)
-        end = min(int(torch.searchsorted(sums, target)), _BUCKETS - 1)
-        inside = (buckets == end).nonzero()[:, 0]
-        if 0 < len(inside) < count:
-            before = float(sums[end - 1]) if end else 0.0
-            return prefix_of_mass(keys[inside], masses[inside], target - before)
-    ordered, order = keys.sort(descending=True, stable=True)
-    end = min(int(torch.searchsorted(masses[order].cumsum(0), target)), count - 1)
-    last = ordered[end]
-    ties = end + 1 - int((ordered > last).sum())
-    return Prefix(last, None if ties == int((ordered == last).sum()) else ties)
+    key, mass = keys.numpy(), masses.numpy()
+    for low, high in _brackets(key, mass, total - target, zero):
+        ids = np.flatnonzero(key >= low)
+        found = _end_between(key.take(ids), mass.take(ids) - zero, target, high)
+        if found is not None:
+            return torch.from_numpy(ids[found])
+    raise ValueError(f"the masses do not add up to {total}")
+
+
+def _brackets(
+    key: np.ndarray[Any, np.dtype[np.float32]], mass: np.ndarray[Any, np.dtype[np.int64]], left_out: int, zero: int
+) -> Iterator[tuple[float, float]]:
+    """Pairs of keys that the end is likely between, the likeliest and narrowest first; the last pair holds them all."""
+    if len(key) >= _SAMPLE:
+        stride = len(key) // _SAMPLE
+        sampled = key[::stride]
+        order = np.argsort(sampled)
+        below = (mass[::stride][order] - zero).astype(np.float64).cumsum() * stride
+        for part in (0.8, 0.3):
+            low, high = np.searchsorted(below, (left_out * part, left_out / part))
+            yield (
+                sampled[order[low - 1]] if low else -np.inf,
+                sampled[order[high + 1]] if high + 1 < len(order) else np.inf,
+            )
+    yield -np.inf, np.inf
+
+
+def _end_between(
+    key: np.ndarray[Any, np.dtype[np.float32]], mass: np.ndarray[Any, np.dtype[np.int64]], target: int, high: float
+) -> np.ndarray[Any, np.dtype[np.intp]] | None:
+    """Places of the prefix in `key`, rising; None if it does not end below `high` and here."""
+    near = np.flatnonzero(key < high)
+    ordered = near[_LAST_ID - (np.sort(_sort_keys(key.take(near), np.arange(len(near))))[::-1] & _LAST_ID)]
+    reached = mass.take(ordered).cumsum()
+    missing = target - int(mass.sum()) + (int(reached[-1]) if len(reached) else 0)
+    if missing <= 0 or not len(reached) or missing > reached[-1]:
+        return None
+    kept = np.ones(len(key), dtype=np.bool_)
+    kept[ordered[int(np.searchsorted(reached, missing)) + 1 :]] = False
+    return np.flatnonzero(kept)
+
+
+def _sort_keys(
+    values: np.ndarray[Any, np.dtype[np.float32]], ids: np.ndarray[Any, np.dtype[np.int64]]
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Distinct keys that rise with the value and, of equal values, fall with the id; its last 31 bits tell the id."""
+    bits = (values + np.float32(0)).view(np.int32).astype(np.int64)  # -0.0 is 0.0
+    return ((bits ^ ((bits >> 63) & _LAST_ID)) << 31) | (_LAST_ID - ids)

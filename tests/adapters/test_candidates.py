@@ -94,6 +94,11 @@ def test_a_view_of_a_larger_tensor() -> None:
     assert torch.equal(values.gather(1, ids), found)
 
 
+def prefix_ids(keys: torch.Tensor, masses: torch.Tensor, target: int, zero: int = 0) -> list[int]:
+    found: list[int] = prefix_of_mass(keys, masses + zero, int(masses.sum()), target, zero).tolist()
+    return found
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     seed=seeds,
@@ -101,28 +106,51 @@ def test_a_view_of_a_larger_tensor() -> None:
     grain=grains,
     scale=st.sampled_from([1e-40, 1.0, 1e30]),
     share=st.floats(0.001, 1.0),
+    zero=st.sampled_from([0, 2**62 + 5]),
+    steep=st.booleans(),
 )
-def test_prefixes_of_integer_masses(seed: int, width: int, grain: float, scale: float, share: float) -> None:
+def test_prefixes_of_masses(
+    seed: int, width: int, grain: float, scale: float, share: float, zero: int, steep: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    keys = rows_of(seed, 1, width, grain)[0].mul_(scale)
-    masses = torch.randint(0, 50, (width,), generator=generator).double()
+    keys = rows_of(seed, 1, width, grain)[0]
+    masses = torch.randint(0, 50, (width,), generator=generator)
+    if steep:  # as weights are
+        masses = ((keys.double() - float(keys.max())).exp() * 2.0**40).long()
+    keys = keys.mul_(scale)
     masses[int(keys.argmax())] = 1
-    target = max(1.0, float(masses.sum()) * share)
-    inside, total = set(), 0.0
+    target = max(1, int(int(masses.sum()) * share))
+    inside, total = [], 0
     for token in sorted(range(width), key=lambda token: (-float(keys[token]), token)):
-        inside.add(token)
-        total += float(masses[token])
+        inside.append(token)
+        total += int(masses[token])
         if total >= target:
             break
-    prefix = prefix_of_mass(keys, masses, target)
-    assert set(prefix.contains(keys).nonzero()[:, 0].tolist()) == inside
+    assert prefix_ids(keys, masses, target, zero) == sorted(inside)
 
 
 @pytest.mark.parametrize("width", [50, 10_000])
 def test_a_prefix_of_a_row_with_masked_and_with_extreme_keys(width: int) -> None:
     keys = torch.full((width,), -torch.inf)
     keys[[3, 7, 9]] = torch.tensor([3e38, -3e38, 3e38])
-    masses = keys.isfinite().double()
-    assert prefix_of_mass(keys, masses, 1.5).contains(keys).nonzero()[:, 0].tolist() == [3, 9]
-    assert prefix_of_mass(keys, masses, 1.0).contains(keys).nonzero()[:, 0].tolist() == [3]
-    assert prefix_of_mass(keys, masses, 3.0).contains(keys).nonzero()[:, 0].tolist() == [3, 7, 9]
+    masses = keys.isfinite().long()
+    assert prefix_ids(keys, masses, 2) == [3, 9]
+    assert prefix_ids(keys, masses, 1) == [3]
+    assert prefix_ids(keys, masses, 3) == [3, 7, 9]
+
+
+@pytest.mark.parametrize("rising", [False, True])
+def test_a_prefix_of_a_row_that_a_sample_misleads_about(rising: bool) -> None:
+    keys = torch.zeros(20_000)
+    keys[::9] = 1.0  # the sample is every ninth
+    if rising:
+        keys += torch.arange(20_000) / 1e6
+    masses = torch.ones(20_000, dtype=torch.int64)
+    ordered = keys.sort(descending=True, stable=True).indices
+    for target in (1, 100, 2222, 2223, 2224, 10_000, 19_999, 20_000):
+        assert prefix_ids(keys, masses, target) == sorted(ordered[:target].tolist())
+
+
+def test_masses_that_do_not_add_up() -> None:
+    with pytest.raises(ValueError, match="the masses do not add up to 50"):
+        prefix_of_mass(torch.zeros(3), torch.ones(3, dtype=torch.int64), 50, 40)

@@ -1,9 +1,9 @@
-"""Temperature, min-p, top-k, top-p and the draw: a row of logits and a uniform number to a token.
+"""Temperature, min-p, top-k, top-p and the draw on the CPU: a row of logits and a uniform number to a token.
 
-Order: temperature, then min-p, then top-k, renormalised, then top-p. Weights are ``exp((z - max z) / T)`` in float64.
+Order: temperature, then min-p, then top-k, renormalised, then top-p. Weights are those of `weights`, whose sums are
+exact, so that a token depends on its row, its controls and its number alone, bit for bit, however it is found.
 A few hundred of the highest logits nearly always hold all that can be drawn, and it is known when they do not: then
-the whole row is weighed, one row at a time. Either way the cumulative weights are summed in one fixed order, so that a
-token depends on its row, its controls and its number alone, bit for bit.
+the whole row is weighed, one row at a time. `device_draw` does the same without ever looking at a value.
 """
 
 from __future__ import annotations
@@ -17,6 +17,17 @@ from functools import cached_property
 import torch
 
 from adapters.candidates import BLOCK, block_maxima, num_blocks, prefix_of_mass, sort_ids, top_in_order
+from worker.engines.embedded.weights import (
+    as_units,
+    exponential_,
+    logarithms,
+    point_in_one,
+    points_in,
+    rounding,
+    share_of,
+    share_of_one,
+    weight_bits,
+)
 
 _WIDTHS = (32, 64, 128, 256, 512, 1024)
 _WIDTH_WITHOUT_TOP_K = 128
@@ -39,6 +50,11 @@ class Controls:
     top_k: int = 0
     top_p: float = 1.0
 
+    @property
+    def min_p_depth(self) -> float:
+        """How far below the highest logit those are that min-p still keeps: at most 0, -inf if it is off."""
+        return self.temperature * math.log(self.min_p) if self.min_p > 0 else -math.inf
+
 
 def draw(
     logits: torch.Tensor,
@@ -50,7 +66,7 @@ def draw(
     """Draw a token for every row of the groups.
 
     Args:
-        logits: float32 ``[B, V]``; the rows of `groups` hold a finite value, the others there are finite or -inf.
+        logits: float32 ``[B, V]`` on the CPU; the rows of `groups` hold a finite value, the others there are finite or -inf.
         groups: From `group_rows`.
         uniforms: A number in [0, 1) for each row.
         maxima: `adapters.candidates.block_maxima` of `logits`.
@@ -89,14 +105,14 @@ class Group:
         self.vocab_size = vocab_size
         self.index = torch.tensor(self.rows, dtype=torch.long, device=device)
         self.temperature = column([one.temperature for one in rows])
-        self.min_p = column([one.min_p for one in rows]) if any(one.min_p for one in rows) else None
+        self.depth = column([one.min_p_depth for one in rows]) if any(one.min_p for one in rows) else None
         self.last = None
         if any(one.top_k for one in rows):
             places = [min(one.top_k or width, width) - 1 for one in rows]
             self.last = torch.tensor(places, dtype=torch.long, device=device)[:, None]
         self.top_p = None
         if any(one.top_p < 1 for one in rows):
-            self.top_p = column([one.top_p if one.top_p < 1 else math.inf for one in rows])
+            self.top_p = column([one.top_p for one in rows])
 
     def without(self, rows: AbstractSet[int]) -> Group:
         """This group less some rows."""
@@ -133,7 +149,7 @@ class _Candidates:
     Attributes:
         values: float32 ``[R, n]``.
         ids: int64 ``[R, n]``.
-        weights: float64 ``[R, n]``; 0 where min-p or top-k leave a token out.
+        weights: int64 ``[R, n]``; 0 where min-p or top-k leave a token out.
         complete: bool ``[R, 1]``; whether no token beyond the candidates has a weight.
     """
 
@@ -153,14 +169,13 @@ class _Drawing:
         self._maxima = maxima
         self._uniforms = uniforms
         self._wanted = wanted
+        self._bits = weight_bits(logits.shape[1])
         self.token_ids: dict[int, int] = {}
         self.distributions: dict[int, torch.Tensor] = {}
 
     @cached_property
-    def _row(self) -> torch.Tensor:
-        """One row of weights, filled up to whole blocks; a fresh one per row would cost more than the weighing."""
-        width = num_blocks(self._logits.shape[1]) * BLOCK
-        return torch.zeros(width, dtype=torch.float64, device=self._logits.device)
+    def _row(self) -> _WholeRow:
+        return _WholeRow(self._logits.shape[1])
 
     def draw(self, group: Group) -> None:
         if not group.width:
@@ -168,35 +183,34 @@ class _Drawing:
                 self._draw_whole(row, group.controls[row])
             return
         found = self._candidates(group)
-        # cumsum adds in order; what sum does depends on the number of rows
-        targets = None if group.top_p is None else group.top_p * found.weights.cumsum(-1)[:, -1:]
+        targets = None if group.top_p is None else share_of(found.weights.sum(-1, keepdim=True), group.top_p)
         done: set[int] = set()
         if not bool(found.complete.all()):
-            targets, done = self._settle_incomplete(group, found, targets)
-        self._draw_candidates(group, found, targets, done)
+            done = self._settle_incomplete(group, found, targets)
+        if len(done) < len(group.rows):
+            self._draw_candidates(group, found, targets, done)
 
     def _candidates(self, group: Group) -> _Candidates:
         every = len(group.rows) == len(self._logits)
         maxima = self._maxima if every else self._maxima.index_select(0, group.index)
         values, ids = top_in_order(self._logits, group.width, maxima, None if every else group.index)
-        weights = (values.double() - values[:, :1].double()).div_(group.temperature).exp_()
+        below = values.double() - values[:, :1].double()
+        weights = as_units(exponential_(below / group.temperature), self._bits)
         last = values[:, -1:]
         complete = (last == -torch.inf) if group.width < group.vocab_size else torch.ones_like(last, dtype=torch.bool)
-        if group.min_p is not None:
-            complete = complete | (weights[:, -1:] < group.min_p)
-            weights = weights * (weights >= group.min_p)
+        if group.depth is not None:
+            complete = complete | (below[:, -1:] < group.depth)
+            weights = weights * (below >= group.depth)
         if group.last is not None:
             lowest = values.gather(1, group.last)
             complete = complete | (lowest > last)
             weights = weights * (values >= lowest)
         return _Candidates(values, ids, weights, complete)
 
-    def _settle_incomplete(
-        self, group: Group, found: _Candidates, targets: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, set[int]]:
-        """Rows of which more than the candidates has a weight: masses for those whose prefix ends among them all the
-        same, tokens for the others. Returns the masses to be reached, and which places in the group have a token."""
-        sure = (found.weights * (found.values > found.values[:, -1:])).cumsum(-1)[:, -1].tolist()
+    def _settle_incomplete(self, group: Group, found: _Candidates, targets: torch.Tensor | None) -> set[int]:
+        """Rows of which more than the candidates has a weight: `targets` for those whose prefix ends among them all the
+        same, tokens for the others. Returns which places in the group have a token."""
+        sure = (found.weights * (found.values > found.values[:, -1:])).sum(-1).tolist()
         done: set[int] = set()
         for place, complete in enumerate(found.complete[:, 0].tolist()):
             if complete:
@@ -204,79 +218,116 @@ class _Drawing:
             row = group.rows[place]
             controls = group.controls[row]
             lowest = None if not controls.top_k else found.values[place, min(controls.top_k, group.width) - 1]
-            weights = self._weigh(row, controls, lowest)
-            if controls.top_p < 1:
-                target = controls.top_p * self._block_sums().sum()
-                if sure[place] >= float(target):
-                    assert targets is not None
-                    targets[place] = target
-                    continue
-                weights *= prefix_of_mass(self._logits[row], weights, float(target)).contains(self._logits[row])
-            self._draw_from_row(row)
-            done.add(place)
-        return targets, done
+            target = self._weigh(row, controls, lowest)
+            if targets is not None and controls.top_p < 1 and sure[place] >= target:
+                targets[place] = target
+            else:
+                self._draw_from_row(row, target)
+                done.add(place)
+        return done
 
     def _draw_candidates(
         self, group: Group, found: _Candidates, targets: torch.Tensor | None, done: AbstractSet[int]
     ) -> None:
         weights = found.weights
         if targets is not None:
-            before = torch.nn.functional.pad(weights.cumsum(-1)[:, :-1], (1, 0))
-            weights = weights * (before < targets)
+            weights = weights * (weights.cumsum(-1) - weights < targets)
         ids, order = sort_ids(found.ids)
         cumulative = weights.gather(1, order).cumsum_(-1)
-        numbers = torch.tensor([self._uniforms[row] for row in group.rows], dtype=torch.float64, device=weights.device)
-        places = _invert(cumulative, numbers[:, None])
+        numbers = torch.tensor([self._uniforms[row] for row in group.rows], dtype=torch.float64)[:, None]
+        places = torch.searchsorted(cumulative, points_in(cumulative[:, -1:], numbers), right=True)
         token_ids = ids.gather(1, places)[:, 0].tolist()
         for place, row in enumerate(group.rows):
             if place not in done:
                 self.token_ids[row] = token_ids[place]
                 if row in self._wanted:
-                    spread = torch.zeros(group.vocab_size, dtype=torch.float64, device=weights.device)
-                    self.distributions[row] = spread.scatter_(0, found.ids[place], weights[place]).log_()
+                    self._keep_distribution(row, found.ids[place], weights[place])
 
     def _draw_whole(self, row: int, controls: Controls) -> None:
-        logits = self._logits[row]
-        lowest = logits.topk(controls.top_k).values[-1] if controls.top_k else None
-        weights = self._weigh(row, controls, lowest)
-        if controls.top_p < 1:
-            target = controls.top_p * float(self._block_sums().sum())
-            weights *= prefix_of_mass(logits, weights, target).contains(logits)
-        self._draw_from_row(row)
+        lowest = self._logits[row].topk(controls.top_k).values[-1] if controls.top_k else None
+        self._draw_from_row(row, self._weigh(row, controls, lowest))
 
-    def _weigh(self, row: int, controls: Controls, lowest: torch.Tensor | None) -> torch.Tensor:
-        """Weights of the whole row, float64 ``[V]``: a view of the one row that there is room for."""
-        logits = self._logits[row]
-        weights = self._row[: len(logits)]
-        weights.copy_(logits).sub_(self._maxima[row].amax().double()).div_(controls.temperature).exp_()
-        if lowest is not None:
-            weights *= logits >= lowest
+    def _weigh(self, row: int, controls: Controls, lowest: torch.Tensor | None) -> int:
+        """Weighs the whole row; returns the weight that is to be kept of it."""
+        total = self._row.weigh(self._logits[row], self._maxima[row].amax().double(), controls, lowest)
+        return share_of_one(total, controls.top_p)
+
+    def _draw_from_row(self, row: int, target: int) -> None:
+        """A token of the row that was weighed last, after what top-p leaves out, if anything."""
+        weighed = self._row
+        if target < weighed.total:
+            ids, weights = weighed.prefix(self._logits[row], target)
+            cumulative = weights.cumsum(0)
+            point = point_in_one(int(cumulative[-1]), self._uniforms[row])
+            self.token_ids[row] = int(ids[torch.searchsorted(cumulative, point, right=True)])
+            if row in self._wanted:
+                self._keep_distribution(row, ids, weights)
+        else:
+            self.token_ids[row] = weighed.token_at(point_in_one(weighed.total, self._uniforms[row]))
+            if row in self._wanted:
+                self.distributions[row] = logarithms(weighed.weights(), self._bits)
+
+    def _keep_distribution(self, row: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        spread = torch.zeros(self._logits.shape[1], dtype=torch.int64).scatter_(0, ids, weights)
+        self.distributions[row] = logarithms(spread, self._bits)
+
+
+class _WholeRow:
+    """Weights of one row after the other, in one place: a fresh one per row would cost more than the weighing.
+
+    Args:
+        vocab_size: Width of a row.
+
+    Attributes:
+        total: Weight of the row that was weighed last.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        offset, self._zero = rounding(weight_bits(vocab_size))
+        self._offset = offset
+        self._zero_of_block = _wrapped(BLOCK * self._zero)
+        # filled up to whole blocks with weights of 0; an integer is the weight and `_zero`
+        self._all = torch.full((num_blocks(vocab_size) * BLOCK,), offset, dtype=torch.float64)
+        self._floats = self._all[:vocab_size]
+        self._integers = self._floats.view(torch.int64)
+        self.total = 0
+
+    def weigh(self, logits: torch.Tensor, highest: torch.Tensor, controls: Controls, lowest: torch.Tensor | None) -> int:
+        """Weigh `logits` ``[V]``, leaving out what is below `lowest` or left out by min-p; returns the sum."""
+        floats = self._floats
+        floats.copy_(logits).sub_(highest)
+        kept = None if lowest is None else logits >= lowest
         if controls.min_p > 0:
-            weights *= weights >= controls.min_p
-        return weights
+            near = floats >= controls.min_p_depth
+            kept = near if kept is None else kept & near
+        if controls.temperature != 1:
+            floats.div_(controls.temperature)
+        exponential_(floats)
+        if kept is not None:
+            floats.mul_(kept)
+        floats.add_(self._offset)
+        self._sums = self._all.view(torch.int64).view(-1, BLOCK).sum(-1).sub_(self._zero_of_block)
+        self.total = int(self._sums.sum())
+        return self.total
 
-    def _block_sums(self) -> torch.Tensor:
-        return self._row.view(-1, BLOCK).sum(-1)
+    def weights(self) -> torch.Tensor:
+        """int64 ``[V]``."""
+        return self._integers - self._zero
 
-    def _draw_from_row(self, row: int) -> None:
-        """Inverts the cumulative weights of `_row`: first of its blocks, then of the tokens of one block."""
-        cumulative = self._block_sums().cumsum_(0)
-        number = torch.tensor([self._uniforms[row]], dtype=torch.float64, device=cumulative.device)
-        block = int(_invert(cumulative, number))
-        before = cumulative[block - 1] if block else cumulative.new_zeros(())
-        inside = self._row[block * BLOCK : (block + 1) * BLOCK].cumsum(0)
-        place = _first_above(inside, (number * cumulative[-1] - before).clamp_(min=0))
-        self.token_ids[row] = block * BLOCK + int(place)
-        if row in self._wanted:
-            self.distributions[row] = self._row[: self._logits.shape[1]].log()
+    def prefix(self, logits: torch.Tensor, target: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids, rising, and weights of the shortest prefix with a weight of at least `target`."""
+        ids = prefix_of_mass(logits, self._integers, self.total, target, self._zero)
+        return ids, self._integers.index_select(0, ids).sub_(self._zero)
 
-
-def _invert(cumulative: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Where the cumulative weights ``[..., n]`` first exceed a part ``[..., 1]`` in [0, 1] of their total."""
-    return _first_above(cumulative, uniforms * cumulative[..., -1:])
+    def token_at(self, point: int) -> int:
+        """The token whose units include the place `point`: first of the blocks, then of the tokens of one block."""
+        cumulative = self._sums.cumsum(0)
+        block = int(torch.searchsorted(cumulative, point, right=True))
+        before = int(cumulative[block - 1]) if block else 0
+        inside = self._all.view(torch.int64)[block * BLOCK : (block + 1) * BLOCK] - self._zero
+        return block * BLOCK + int(torch.searchsorted(inside.cumsum_(0), point - before, right=True))
 
 
-def _first_above(cumulative: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """First place whose cumulative weight exceeds the target. Rounding may not lead past the last with a weight."""
-    below = torch.nextafter(cumulative[..., -1:], torch.zeros_like(targets))
-    return torch.searchsorted(cumulative, torch.minimum(targets, below), right=True)
+def _wrapped(value: int) -> int:
+    """What an int64 makes of a value that is too large: the low 64 bits, the highest of them for the sign."""
+    return (value + 2**63) % 2**64 - 2**63

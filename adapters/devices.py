@@ -1,0 +1,22 @@
+"""From the host to a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``values``, a tensor on the CPU, on ``device``. The host does not wait for what the device is doing.
+
+    A copy to CUDA out of memory that is not pinned would wait.
+    """
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def upload_ids(ids: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 ``[n]`` on ``device``, likewise."""
+    return upload(torch.tensor(ids, dtype=torch.int64), device)
