@@ -3,96 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from adapters.batch import Planned, apply_edits, apply_late
 from adapters.candidates import block_maxima, highest_ids
-from adapters.draws import SAMPLE, uniform_rows
+from adapters.devices import upload_ids
 from adapters.edits import apply_bitmask
+from worker.engines.embedded.device_sampler import DeviceStep
 from worker.engines.embedded.logprobs import token_logprobs
-from worker.engines.embedded.plan import Edits, Plan, Request, Samples
-from worker.engines.embedded.truncation import Controls, draw, group_rows
-from worker.sampling import SamplingParams
+from worker.engines.embedded.plan import Edits, Plan, Samples
+from worker.engines.embedded.rows import RowTable
+from worker.engines.embedded.selection_kernels import choose_select
+from worker.engines.embedded.truncation import draw
+from worker.engines.embedded.verdicts import forced_rows, unfit
 
-_UNSATISFIABLE = "unsatisfiable: the request's controls leave no token that may be sampled"
 _NARROW = 8192
 """Up to this width torch's own maximum is faster than one by blocks."""
 
-_NOT_FINITE = "the row of logits holds NaN or +inf"
+
+class Launched(Protocol):
+    """Tokens that a device may still be choosing."""
+
+    def collect(self) -> Samples:
+        """The tokens; waits for them."""
 
 
-class RowTable:
-    """Which rows of a batch need which treatment; made once per set of rows, not once per step.
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Tokens that are chosen already."""
 
-    Args:
-        requests: The sampled requests.
-        offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive positions; one row each by
-            default.
-        vocab_size: Width of a row.
-        device: Where logits are.
+    samples: Samples
 
-    Raises:
-        ValueError: the offsets do not start at 0, fall, or do not fit the requests.
-    """
-
-    def __init__(
-        self, requests: tuple[Request, ...], offsets: Sequence[int] | None, vocab_size: int, device: torch.device
-    ) -> None:
-        self.requests = requests
-        self.offsets = offsets
-        owners = _owners(len(requests), offsets)
-        self.owners = [(requests[owner], depth) for owner, depth in owners]
-        params = [request.params for request, _ in self.owners]
-        self.logprob_counts = [one.logprobs or 0 for one in params]
-        self.greedy = _rows(params, lambda one: one.is_greedy)
-        self.random = _rows(params, lambda one: not one.is_greedy)
-        self.seeds = [self.owners[row][0].seed for row in self.random]
-        self.choices = [self.owners[row][0].choice for row in self.random]
-        logprobs = _rows(params, lambda one: one.logprobs is not None)
-        self.raw = [row for row in logprobs if params[row].logprobs_mode == "raw"]
-        self.processed = [row for row in logprobs if params[row].logprobs_mode == "processed"]
-        self.greedy_index = torch.tensor(self.greedy, dtype=torch.long, device=device)
-        self.groups = group_rows({row: controls_of(params[row]) for row in self.random}, vocab_size, device)
-
-    def is_for(self, requests: tuple[Request, ...], offsets: Sequence[int] | None) -> bool:
-        """Whether these are the same objects as those that the table was made of."""
-        return self.requests is requests and self.offsets is offsets
-
-    def uniforms(self) -> dict[int, float]:
-        """This step's number for each row that draws."""
-        if not self.random:
-            return {}
-        owners = [self.owners[row] for row in self.random]
-        positions = [len(request.tokens) + depth for request, depth in owners]
-        numbers = uniform_rows(self.seeds, self.choices, positions, SAMPLE)
-        return dict(zip(self.random, numbers.tolist(), strict=True))
-
-
-def _owners(count: int, offsets: Sequence[int] | None) -> list[tuple[int, int]]:
-    """Of each row: which request's it is, and how many of the request's rows come before it."""
-    if offsets is None:
-        return [(request, 0) for request in range(count)]
-    falls = any(stop < start for start, stop in pairwise(offsets))
-    if len(offsets) != count + 1 or offsets[0] != 0 or falls:
-        raise ValueError(f"offsets must be {count + 1} rising numbers from 0, got {list(offsets)}")
-    return [(request, depth) for request in range(count) for depth in range(offsets[request + 1] - offsets[request])]
-
-
-def _rows(params: Sequence[SamplingParams], wanted: Callable[[SamplingParams], bool]) -> list[int]:
-    return [row for row, one in enumerate(params) if wanted(one)]
-
-
-def controls_of(params: SamplingParams) -> Controls:
-    """Temperature and truncation of a request that is not greedy; what it does not set is off."""
-    return Controls(
-        temperature=1.0 if params.temperature is None else params.temperature,
-        min_p=params.min_p or 0.0,
-        top_k=params.top_k or 0,
-        top_p=1.0 if params.top_p is None else params.top_p,
-    )
+    def collect(self) -> Samples:
+        """The tokens."""
+        return self.samples
 
 
 class Sampler:
@@ -102,13 +50,18 @@ class Sampler:
         vocab_size: Width of a row.
         undecodable_ids: Ids that are never sampled.
         device: Where logits are.
+        blind: Never look at a value on the host before the tokens are chosen, so that the host need not wait for the
+            device. By default so on every device but the CPU; the tokens are the same either way.
     """
 
-    def __init__(self, vocab_size: int, undecodable_ids: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, undecodable_ids: tuple[int, ...], device: torch.device, blind: bool | None = None
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._never = _never(undecodable_ids, vocab_size, device)
         self._table = RowTable((), None, vocab_size, device)
+        self._select = choose_select(device) if (device.type != "cpu" if blind is None else blind) else None
 
     def sample(
         self,
@@ -118,7 +71,21 @@ class Sampler:
         offsets: Sequence[int] | None = None,
         bitmask: torch.Tensor | None = None,
     ) -> Samples:
-        """Tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it is float32.
+        """Tokens for ``plan.sampled``: `launch`, and `collect` at once."""
+        return self.launch(logits, edits, plan, offsets, bitmask).collect()
+
+    def launch(
+        self,
+        logits: torch.Tensor,
+        edits: Edits,
+        plan: Plan,
+        offsets: Sequence[int] | None = None,
+        bitmask: torch.Tensor | None = None,
+    ) -> Launched:
+        """Begin to choose tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it is float32.
+
+        The requests' tokens must stay as they are until it returns. On a device it does not wait for the logits, but
+        for a request with a shaping processor that is not batched, whose result is checked.
 
         Args:
             logits: One row per request, or as many as `offsets` say.
@@ -136,17 +103,24 @@ class Sampler:
         table = self._table
         self._check_shapes(logits, bitmask)
         if not table.owners:
-            return Samples([])
+            return Chosen(Samples([]))
         logits = logits.float()
         self._mask_never(logits)
-        raw = logits[table.raw] if table.raw else None
+        raw = logits.index_select(0, table.raw_index) if table.raw else None
         errors = {row: str(failure) for row, failure in edits.failures.items()}
         if edits.planned or bitmask is not None:
             self._edit(logits, edits.planned, bitmask, errors)
+        if self._select is not None:
+            return DeviceStep(logits, table, edits.planned, raw, errors, self._select)
         samples = self._choose(logits, table, edits.planned, errors)
         if raw is not None:
             _attach_logprobs(samples, raw, table, table.raw)
-        return samples
+        return Chosen(samples)
+
+    def prepare_next(self) -> None:
+        """Prepare what the next step needs on the device, while it is busy with this one. Only saves time."""
+        if self._select is not None and self._table.random:
+            self._table.drawn.prepare_next()
 
     def _check_shapes(self, logits: torch.Tensor, bitmask: torch.Tensor | None) -> None:
         count, width = len(self._table.owners), self._vocab_size
@@ -174,15 +148,15 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]) -> Samples:
         plain = not (table.random or table.processed or planned)
-        if plain and logits.shape[1] <= _NARROW and logits.device.type == "cpu":
+        if plain and logits.shape[1] <= _NARROW:
             return _choose_plain(logits, errors)
         maxima = block_maxima(logits)
         groups = table.groups
         highest = maxima.amax(-1).tolist()  # NaN in a row is NaN here
-        unfit = {row for row, value in enumerate(highest) if not math.isfinite(value)}
-        if unfit:
-            errors |= _unfit(highest, planned, errors)
-            groups = [group.without(unfit) for group in groups]
+        hopeless = {row for row, value in enumerate(highest) if not math.isfinite(value)}
+        if hopeless:
+            errors |= unfit(highest, planned, errors)
+            groups = [group.without(hopeless) for group in groups]
         samples = Samples([0] * len(table.owners), errors)
         if table.greedy:
             _take_highest(samples, logits, maxima, table)
@@ -203,35 +177,17 @@ class Sampler:
 
     def _force(self, logits: torch.Tensor, samples: Samples, planned: list[Planned]) -> dict[int, int]:
         """Override the sampled ids; returns the forced id by row. One that this engine never samples is an error."""
-        rows = [(row, chain, plan) for row, chain, plan in planned if plan.force is not None]
-        rows = [one for one in rows if one[0] not in samples.errors]
-        forced = {row: plan.force for row, _, plan in rows if plan.force is not None}
-        if not forced:
-            return forced
-        values = logits[list(forced), list(forced.values())].tolist()
-        for (row, chain, plan), value in zip(rows, values, strict=True):
+        rows = [one for one in forced_rows(planned) if one.row not in samples.errors]
+        if not rows:
+            return {}
+        values = logits[[one.row for one in rows], [one.token_id for one in rows]].tolist()
+        forced: dict[int, int] = {}
+        for one, value in zip(rows, values, strict=True):
             if value == -math.inf:
-                name = plan.forced_by.name if plan.forced_by is not None else "model"
-                message = f"forces token {plan.force}, which this model never samples, at position {chain.position}"
-                samples.errors[row] = str(chain.fail(name, "unsatisfiable", message))
-                del forced[row]
+                samples.errors[one.row] = one.refuse()
             else:
-                samples.token_ids[row] = forced[row]
+                samples.token_ids[one.row] = forced[one.row] = one.token_id
         return forced
-
-
-def _unfit(highest: list[float], planned: list[Planned], known: dict[int, str]) -> dict[int, str]:
-    """Why nothing can be drawn from a row, for the rows that are not in `known`; their chains hear of it."""
-    chains = {row: chain for row, chain, _ in planned}
-    errors: dict[int, str] = {}
-    for row, value in enumerate(highest):
-        if math.isfinite(value) or row in known:
-            continue
-        if value == -math.inf and row in chains:
-            errors[row] = str(chains[row].no_token_left())
-        else:
-            errors[row] = _UNSATISFIABLE if value == -math.inf else _NOT_FINITE
-    return errors
 
 
 def _take_highest(samples: Samples, logits: torch.Tensor, maxima: torch.Tensor, table: RowTable) -> None:
@@ -248,7 +204,7 @@ def _choose_plain(logits: torch.Tensor, errors: dict[int, str]) -> Samples:
     highest, ids = logits.max(-1)
     values = highest.tolist()
     if not all(map(math.isfinite, values)):
-        errors |= _unfit(values, [], errors)
+        errors |= unfit(values, [], errors)
     return Samples(ids.tolist(), errors)
 
 
@@ -258,7 +214,7 @@ def _never(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> slice
         return None
     if ids == tuple(range(ids[0], vocab_size)):
         return slice(ids[0], vocab_size)
-    return torch.tensor(ids, device=device)
+    return upload_ids(ids, device)
 
 
 def _attach_logprobs(samples: Samples, logits: torch.Tensor, table: RowTable, rows: list[int]) -> None:

@@ -1,0 +1,29 @@
+"""From a device to the host, while the host does something else."""
+
+from __future__ import annotations
+
+import torch
+
+
+class HostCopy:
+    """Copies of tensors on their way to pinned memory of the host, with an event of their own.
+
+    Args:
+        *tensors: On one device, and not written to later. On the CPU they are taken as they are.
+    """
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._values = list(tensors)
+        if tensors and tensors[0].device.type == "cuda":
+            self._values = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors]
+            for value, one in zip(self._values, tensors, strict=True):
+                value.copy_(one, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors on the CPU, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values

@@ -1,0 +1,93 @@
+"""Where prefixes end, found digit by digit: a Triton kernel that gives what `select_by_sorting` gives, bit for bit.
+
+The bits of a float32 can be read as an integer that rises with it. From its highest digit (of four bits) to its lowest
+one, the masses of the tokens that agree with what is known so far are added up by their next digit; the prefix ends
+in the digit at which the sum reaches the target. Sums of integers do not depend on the order in which the programs add
+them up. A row is read eight times, mostly out of the cache, instead of being sorted.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 4096
+_DIGITS = 8
+"""Digits of four bits in a key."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _known(sums, target, row, num_digits, DIGITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Of a row's end: its first `num_digits` digits, and the mass of all tokens above them."""
+    digit = tl.arange(0, 16)
+    prefix = target * 0
+    before = target * 0
+    for place in range(num_digits):
+        found = tl.load(sums + (row * DIGITS + place) * 16 + digit)
+        above = tl.sum(found, 0) - tl.cumsum(found, 0)
+        reaching = before + above + found >= target
+        chosen = tl.max(tl.where(reaching, digit, 0), 0)
+        before += tl.sum(tl.where(digit == chosen, above, 0), 0)
+        prefix = prefix * 16 + chosen
+    return prefix, before
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_digits(  # type: ignore[no-untyped-def]
+    keys,
+    masses,
+    targets,
+    sums,
+    width,
+    place,
+    HAS_MASSES: tl.constexpr,  # noqa: N803
+    DIGITS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Adds a block's masses to ``sums[row, place]``, by digit number `place` of those that agree in all before it."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    prefix, _before = _known(sums, tl.load(targets + row), row, place, DIGITS)
+    # adding 0 makes 0.0 of -0.0
+    bits = (tl.load(keys + row * width + column, mask=inside, other=0.0) + 0.0).to(tl.int32, bitcast=True)
+    rising = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
+    here = rising >> (28 - 4 * place)
+    inside = inside & ((here >> 4) == prefix)
+    if HAS_MASSES:
+        mass = tl.load(masses + row * width + column, mask=inside, other=0)
+    else:
+        mass = inside.to(tl.int64)
+    own = here & 15
+    digit = tl.arange(0, 16)
+    found = tl.zeros([16], tl.int64)
+    for one in tl.static_range(16):
+        found = tl.where(digit == one, tl.sum(tl.where(own == one, mass, 0), 0), found)
+    tl.atomic_add(sums + (row * DIGITS + place) * 16 + digit, found, mask=found != 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(targets, sums, lasts, befores, DIGITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    row = tl.program_id(0).to(tl.int64)
+    prefix, before = _known(sums, tl.load(targets + row), row, DIGITS, DIGITS)
+    rising = (prefix - 0x80000000).to(tl.int32)
+    bits = rising ^ ((rising >> 31) & 0x7FFFFFFF)
+    tl.store(lasts + row, bits.to(tl.float32, bitcast=True))
+    tl.store(befores + row, before)
+
+
+def select_by_digits(
+    keys: torch.Tensor, masses: torch.Tensor | None, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `device_draw.select_by_sorting`, of contiguous tensors."""
+    count, width = keys.shape
+    sums = torch.zeros(count, _DIGITS, 16, dtype=torch.int64, device=keys.device)
+    grid = (count, triton.cdiv(width, _BLOCK))
+    for place in range(_DIGITS):
+        _add_digits[grid](
+            keys, keys if masses is None else masses, targets, sums, width, place, masses is not None, _DIGITS, _BLOCK
+        )
+    lasts, befores = torch.empty_like(targets, dtype=torch.float32), torch.empty_like(targets)
+    _finish[(count,)](targets, sums, lasts, befores, _DIGITS)
+    return lasts, befores
