@@ -14,6 +14,7 @@ import torch
 
 from adapters.chain import ProcessorChain
 from adapters.contract import ShapingProcessor, Stage
+from adapters.devices import upload_ids
 from adapters.edits import Edit, Sparse, apply_bitmask, apply_sparse
 from adapters.plan import Member, ProcessorFailed, RowPlan
 
@@ -212,7 +213,8 @@ def _shape_group(
 ) -> None:
     processors = [member.processor for _, _, member in group if isinstance(member.processor, ShapingProcessor)]
     rows = [row for row, _, _ in group]
-    values = logits[rows]  # a copy: if one of them raises, the batch is as it was
+    index = upload_ids(rows, logits.device)
+    values = logits.index_select(0, index)  # a copy: if one of them raises, the batch is as it was
     began = perf_counter()
     try:
         kind.shape_rows(processors, values)
@@ -225,7 +227,7 @@ def _shape_group(
         for single in group:  # one of them is to blame; its batch-mates must not notice
             _shape_group(kind, logits, [single], failures)
         return
-    logits[rows] = values
+    logits.index_copy_(0, index, values)
     seconds = (perf_counter() - began) / len(group)
     for row, chain, member in group:
         try:

@@ -20,7 +20,8 @@ BLOCK = 64
 """Tokens per block."""
 
 _STRIDES = 8
-_SAMPLE = 2048
+_BUCKETS = 1024
+_SAMPLE = 6000
 """Keys of a row, at least, that are looked at to guess where a prefix ends."""
 
 
@@ -235,17 +236,22 @@ def _brackets(
     key: np.ndarray[Any, np.dtype[np.float32]], mass: np.ndarray[Any, np.dtype[np.int64]], left_out: int, zero: int
 ) -> Iterator[tuple[float, float]]:
     """Pairs of keys that the end is likely between, the likeliest and narrowest first; the last pair holds them all."""
-    if len(key) >= _SAMPLE:
-        stride = len(key) // _SAMPLE
-        sampled = key[::stride]
-        order = np.argsort(sampled)
-        below = (mass[::stride][order] - zero).astype(np.float64).cumsum() * stride
-        for part in (0.8, 0.3):
-            low, high = np.searchsorted(below, (left_out * part, left_out / part))
-            yield (
-                sampled[order[low - 1]] if low else -np.inf,
-                sampled[order[high + 1]] if high + 1 < len(order) else np.inf,
-            )
+    stride = len(key) // _SAMPLE
+    if stride:
+        sampled = key[::stride].astype(np.float64)
+        highest, lowest = float(sampled.max()), float(sampled[sampled > -np.inf].min(initial=np.inf))
+        if highest > lowest:
+            width = (highest - lowest) / _BUCKETS
+            places = np.minimum((highest - sampled) / width, _BUCKETS - 1).astype(np.int32)
+            masses = np.bincount(places, (mass[::stride] - zero).astype(np.float64), _BUCKETS)
+            below = masses.sum() - masses.cumsum()  # what is below each bucket
+            for part in (0.85, 0.3):
+                # the first buckets, from the highest on, below which there is less than so much
+                low, high = _BUCKETS - np.searchsorted(below[::-1], (left_out / stride * part, left_out / stride / part))
+                yield (
+                    highest - (low + 1) * width if low < _BUCKETS else -np.inf,
+                    highest - (high - 1) * width if high > 1 else np.inf,
+                )
     yield -np.inf, np.inf
 
 

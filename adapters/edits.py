@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from adapters.devices import upload, upload_ids
+
 
 @dataclass(frozen=True, slots=True)
 class Bias:
@@ -208,15 +210,15 @@ def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Sparse]], kind: typ
     flat = logits.view(-1)
     ids = torch.cat([edit.token_ids for _, edit in edits])
     starts = np.repeat([row * width for row, _ in edits], [edit.token_ids.numel() for _, edit in edits])
-    index = (ids + torch.from_numpy(starts)).to(device, non_blocking=True)
+    index = upload(ids + torch.from_numpy(starts), device)
     if kind is Ban:
         flat.index_fill_(0, index, -torch.inf)
         return
     values = torch.cat(
         [edit.values if isinstance(edit, Bias) else edit.factors for _, edit in edits if not isinstance(edit, Ban)]
     )
-    values = values.to(device, non_blocking=True)
-    z = flat[index].float()
+    values = upload(values, device)
+    z = flat.index_select(0, index).float()
     z = z + values if kind is Bias else torch.where(z > 0, z / values, z * values)
     flat.index_copy_(0, index, z.to(logits.dtype))
 
@@ -232,7 +234,8 @@ def _addends(device: torch.device) -> torch.Tensor:
     table = _ADDENDS.get(device)
     if table is None:
         bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
-        table = torch.where(bits == 1, 0.0, -torch.inf).to(device)
+        table = torch.where(bits == 1, 0.0, -torch.inf)
+        table = upload(table, device)
         _ADDENDS[device] = table
     return table
 
@@ -256,13 +259,16 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
     if logits.device.type == "cpu":
         _mask_on_cpu(logits, bitmask, every, covered)
         return
-    octets = bitmask.to(logits.device, non_blocking=True).contiguous().view(torch.uint8).int()
-    addends = torch.nn.functional.embedding(octets, _addends(logits.device)).flatten(1)[:, :covered]
+    octets = _on_device(bitmask, logits.device).contiguous().view(torch.uint8).int()
+    addends = _addends(logits.device).index_select(0, octets.flatten()).view(len(octets), -1)[:, :covered]
     if list(every) == list(range(len(logits))):
-        logits[:, :covered] += addends
+        logits[:, :covered].add_(addends)
         return
-    for i, row in enumerate(every):
-        logits[row, :covered] += addends[i]
+    logits[:, :covered].index_add_(0, upload_ids(list(every), logits.device), addends.to(logits.dtype))
+
+
+def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return upload(tensor, device) if tensor.device.type == "cpu" else tensor.to(device)
 
 
 def _mask_on_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int], covered: int) -> None:

@@ -39,6 +39,7 @@ class Driver:
     def step(self, prompts_first: bool = False) -> list[Output]:
         plan = self.scheduler.schedule(prompts_first)
         self.plans.append(plan)
+        self.scheduler.settle(plan)
         outputs = self.scheduler.commit(plan, self.model.choose(plan))
         self.scheduler.check_integrity()
         self.cache.check_blocks()

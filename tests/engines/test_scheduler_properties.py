@@ -84,6 +84,7 @@ class House:
         self.check_plan(plan)
         samples = self.model.choose(plan)
         samples.errors = {row: "spoilt" for row in range(len(plan.sampled)) if self.spoil.random() < 0.005}
+        self.scheduler.settle(plan)
         outputs = self.scheduler.commit(plan, samples)
         assert [output.request_id for output in outputs] == [one.id for one in plan.sampled]
         for row, output in enumerate(outputs):

@@ -2,11 +2,12 @@
 
 One step, and the file that answers each of its words::
 
-    plan    = scheduler.schedule()                   # scheduler.py, kv_cache.py
-    edits   = plan_edits(plan)                       # the requests' chains: adapters.batch
-    logits  = model.forward(plan)                    # model.py, attention.py
-    samples = sampler.sample(logits, edits, plan)    # sampler.py; penalties, truncation, logprobs
-    outputs = scheduler.commit(plan, samples)
+    plan     = scheduler.schedule()                  # scheduler.py, kv_cache.py
+    logits   = model.forward(plan)                   # model.py, attention.py
+    edits    = plan_edits(plan)                      # the requests' chains: adapters.batch
+    launched = sampler.launch(logits, edits, plan)   # sampler.py, rows.py; truncation.py, on CUDA device_sampler.py
+    scheduler.settle(plan)                           # what needs no tokens, while a GPU chooses them
+    outputs  = scheduler.commit(plan, launched.collect())
 
 `plan.py` holds what they pass to each other, `step.py` the loop, synchronous; `engine.py` runs it in its own
 thread and turns it into streams (`stream.py`); `admission.py` decides what a request may ask for.

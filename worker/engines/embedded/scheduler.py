@@ -137,8 +137,8 @@ class Scheduler:
         decode = () if prompts_first and chunks else self.decoding
         return Plan(decode, chunks, decode + ended if ended else decode, copies)
 
-    def commit(self, plan: Plan, samples: Samples) -> list[Output]:
-        """Take over what the step computed; returns one output per sampled row."""
+    def settle(self, plan: Plan) -> None:
+        """Take over what the step computes, but for the tokens that come out of it; these may still be under way."""
         for request in plan.decode:
             self.cache.complete(request, request.num_computed + 1)
         for chunk in plan.chunks:
@@ -146,6 +146,9 @@ class Scheduler:
         if plan.sampled is not plan.decode:
             self.decoding = plan.sampled if plan.decode else self.decoding + plan.sampled
             self.prefilling = [one for one in self.prefilling if one.num_computed < len(one.tokens)]
+
+    def commit(self, plan: Plan, samples: Samples) -> list[Output]:
+        """Take over the tokens of a step that was settled; returns one output per sampled row."""
         outputs = [advance(request, samples, row) for row, request in enumerate(plan.sampled)]
         for row in range(len(plan.decode), len(outputs)):
             outputs[row].num_cached_tokens = plan.sampled[row].num_cached_tokens or 0

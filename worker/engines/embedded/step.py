@@ -88,7 +88,10 @@ class Stepper:
         edits = plan_edits(plan)  # needs no logits: on CUDA they are still being computed
         if self._tapped:
             show_logits(plan, logits)
-        samples = self.sampler.sample(logits, edits, plan)
+        launched = self.sampler.launch(logits, edits, plan)
+        self.scheduler.settle(plan)  # on CUDA, while the tokens are on their way
+        self.sampler.prepare_next()
+        samples = launched.collect()
         outputs = self.scheduler.commit(plan, samples)
         if self.exchange is not None and self.scheduler.guests:
             self.exchange.hold(plan, outputs)
