@@ -205,9 +205,7 @@ def _take_blocks(values: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor 
     return torch.cat((picked, values[:, whole * BLOCK :].index_select(0, rows)), 1)
 
 
-def prefix_of_mass(
-    keys: torch.Tensor, masses: torch.Tensor, total: int, target: int, zero: int = 0
-) -> torch.Tensor:
+def prefix_of_mass(keys: torch.Tensor, masses: torch.Tensor, total: int, target: int, zero: int = 0) -> torch.Tensor:
     """The shortest prefix, by falling key and rising id, with a mass of at least `target`. On the CPU.
 
     A sample tells roughly at which key the prefix ends. What is surely in it is added up, and only what is near its end
@@ -247,7 +245,9 @@ def _brackets(
             below = masses.sum() - masses.cumsum()  # what is below each bucket
             for part in (0.85, 0.3):
                 # the first buckets, from the highest on, below which there is less than so much
-                low, high = _BUCKETS - np.searchsorted(below[::-1], (left_out / stride * part, left_out / stride / part))
+                low, high = _BUCKETS - np.searchsorted(
+                    below[::-1], (left_out / stride * part, left_out / stride / part)
+                )
                 yield (
                     highest - (low + 1) * width if low < _BUCKETS else -np.inf,
                     highest - (high - 1) * width if high > 1 else np.inf,

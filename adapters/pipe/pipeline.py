@@ -13,6 +13,7 @@ from adapters.pipe.compiler import compile_processors
 from adapters.pipe.fusion_rules import FusionRule, joint_rule
 from adapters.pipe.legalization import LegalizationError, infer_initial_type, legalize_processors
 from adapters.pipe.op import Op
+from adapters.pipe.operators import LogitsSampleOp, LogitsTopKOp, ProbsSampleOp, ProbsTopKOp
 from adapters.pipe.processors import LogitsProcessor
 from adapters.pipe.shaping import as_processor
 from adapters.pipe.types import TaggedTensor, TensorType
@@ -93,7 +94,8 @@ class LogitsPipe:
 
         Args:
             x: ``[B, V]``, a plain tensor of the pipe's initial type or a tagged one. It is not changed.
-            **kwargs: Parameters of the ops; they win over those given to the processors.
+            **kwargs: Parameters of the ops; they win over those given to the processors. A pipe that samples,
+                and has none of `TopK`, `TopP` and `MinP`, takes ``top_k`` too: it draws among the k highest.
 
         Returns:
             Logits or probabilities, float32 or float64 (float16 or bfloat16 if ``x`` was and its type is
@@ -105,6 +107,8 @@ class LogitsPipe:
         if self.compiled_ops is None:
             logger.warning("Pipeline is not compiled, running discrete ops.")
         ops = with_joint_windows(self.ops) if self.compiled_ops is None else self.compiled_ops
+        if "top_k" in kwargs:
+            ops = with_top_k(ops, self.ops)
         _check_run_time_names(ops, kwargs)
         tensor = first = x if isinstance(x, TaggedTensor) else TaggedTensor(x, self._initial_type)
         for index, op in enumerate(ops):
@@ -132,6 +136,23 @@ def with_joint_windows(ops: Sequence[Op]) -> list[Op]:
         if len(window) == span and all(map(isinstance, window, rule.pattern)) and rule.guard(window):
             joined[-span:] = [rule.build(window)]
     return joined
+
+
+def with_top_k(ops: Sequence[Op], discrete: Sequence[Op]) -> Sequence[Op]:
+    """``ops`` with a top-k before the sampling, if they sample and none of them takes top-k, top-p or min-p.
+
+    FlashInfer's documentation passes ``top_k`` to pipes that only sample, where it goes unheard.
+
+    Args:
+        ops: As they run.
+        discrete: The same, not fused.
+    """
+    kinds = {LogitsSampleOp: LogitsTopKOp, ProbsSampleOp: ProbsTopKOp}
+    truncation = kinds.get(type(ops[-1]))
+    takes = [op.names_taken() for op in (*ops, *discrete)]
+    if truncation is None or any(names is None or names & {"top_k", "top_p", "min_p"} for names in takes):
+        return ops
+    return [*ops[:-1], truncation(), ops[-1]]
 
 
 def _check_run_time_names(ops: Sequence[Op], given: dict[str, Any]) -> None:

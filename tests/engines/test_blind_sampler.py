@@ -1,4 +1,4 @@
-"""The path of the sampler that looks at no value before the tokens are chosen: what it finds, and that it does not look.
+"""The path of the sampler that looks at no value before it has tokens: what it finds, and that it does not look.
 
 There is no GPU here. What the path computes is tested on CPU tensors, against the other path; that it never waits is
 tested on tensors that say they are on CUDA and have no values, so that whoever reads one fails.
@@ -343,7 +343,7 @@ def valueless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_reading_a_value_would_be_noticed(valueless: None) -> None:
     logits = torch.empty(2, 5, device=CUDA)
-    with pytest.raises(Exception, match="aten._local_scalar_dense"):
+    with pytest.raises(Exception, match=r"aten\._local_scalar_dense"):
         logits.amax(-1).tolist()
     with pytest.raises(AssertionError, match="blocks"):
         logits.cpu()

@@ -273,3 +273,26 @@ def test_documented_custom_processor():
     pipe = LogitsPipe([Temperature(), Softmax(), Sample()], custom_fusion_rules=[fusion])
     assert [type(op).__name__ for op in pipe.compiled_ops] == ["DocumentedOp", "LogitsSampleOp"]
     assert pipe(torch.tensor([[0.0, 1e4]]), temperature=0.5).tolist() == [1]
+
+
+@pytest.mark.parametrize("compile_", [True, False])
+@pytest.mark.parametrize("input_type", [TensorType.LOGITS, TensorType.PROBS])
+def test_documented_sample_with_a_top_k(input_type: TensorType, compile_: bool):
+    """Its examples draw from two rows, some values of which are below 0, and pass ``top_k`` to a lone `Sample`."""
+    x = torch.tensor([[2.9, 0.1, -0.3, -3.3, 1.1], [0.5, -0.1, -0.2, 0.7, 0.2]])
+    pipe = LogitsPipe([Sample(deterministic=True)], compile_, input_type)
+    assert pipe(x, top_k=1).tolist() == [0, 3]
+    rows = torch.zeros(1000, dtype=torch.int64)
+    assert set(pipe(x, top_k=2, indices=rows).tolist()) == {0, 4}
+    drawn = pipe(x, top_k=2, generator=torch.Generator().manual_seed(3))
+    explicit = LogitsPipe([TopK(), Sample()], compile_, input_type)
+    assert torch.equal(drawn, explicit(x, top_k=2, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.parametrize("compile_", [True, False])
+def test_a_top_k_beside_another_truncation_is_an_unknown_name(compile_: bool):
+    pipe = LogitsPipe([Softmax(), TopP(top_p=0.9), Sample()], compile_)
+    with pytest.raises(ValueError, match="Unknown run-time parameter 'top_k'"):
+        pipe(torch.zeros(2, 4), top_k=3)
+    with pytest.raises(ValueError, match="top_k must be a positive integer"):
+        LogitsPipe([Softmax(), Sample()], compile_)(torch.zeros(2, 4), top_k=0)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from adapters.batch import Planned
 from adapters.devices import upload_ids
-from worker.engines.embedded.device_draw import DrawColumns, Select, draw_rows
+from worker.engines.embedded.device_draw import Select, draw_rows
 from worker.engines.embedded.host_copy import HostCopy
 from worker.engines.embedded.logprobs import Logprobs
 from worker.engines.embedded.plan import Samples
 from worker.engines.embedded.rows import RowTable
-from worker.engines.embedded.verdicts import Forced, forced_rows, unfit
+from worker.engines.embedded.verdicts import forced_rows, unfit
 from worker.engines.embedded.weights import logarithms, weight_bits
 
 _MOST_ROWS = 32
@@ -100,9 +99,7 @@ class DeviceStep:
         tokens.index_copy_(0, rows, ids)
         return logits.view(-1).index_select(0, rows * width + ids)
 
-    def _distributions(
-        self, logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _distributions(self, logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """What the rows ``table.processed`` are drawn from, float64 ``[m, V]``: logarithms, not normalised."""
         final = logits.index_select(0, index).double()
         if weights is not None:
@@ -116,8 +113,6 @@ class DeviceStep:
             final.view(-1).index_fill_(0, upload_ids(flat, logits.device), 0.0)
         return final
 
-    def _start_logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, rows: list[int], index: torch.Tensor
-    ) -> None:
+    def _start_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: list[int], index: torch.Tensor) -> None:
         counts = [self._table.logprob_counts[row] for row in rows]
         self._logprobs.append((rows, Logprobs(logits, tokens.index_select(0, index), counts)))

@@ -66,7 +66,8 @@ def draw(
     """Draw a token for every row of the groups.
 
     Args:
-        logits: float32 ``[B, V]`` on the CPU; the rows of `groups` hold a finite value, the others there are finite or -inf.
+        logits: float32 ``[B, V]`` on the CPU; the rows of `groups` hold a finite value, and otherwise finite ones or
+            -inf.
         groups: From `group_rows`.
         uniforms: A number in [0, 1) for each row.
         maxima: `adapters.candidates.block_maxima` of `logits`.
@@ -292,7 +293,9 @@ class _WholeRow:
         self._integers = self._floats.view(torch.int64)
         self.total = 0
 
-    def weigh(self, logits: torch.Tensor, highest: torch.Tensor, controls: Controls, lowest: torch.Tensor | None) -> int:
+    def weigh(
+        self, logits: torch.Tensor, highest: torch.Tensor, controls: Controls, lowest: torch.Tensor | None
+    ) -> int:
         """Weigh `logits` ``[V]``, leaving out what is below `lowest` or left out by min-p; returns the sum."""
         floats = self._floats
         floats.copy_(logits).sub_(highest)

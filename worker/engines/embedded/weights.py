@@ -63,7 +63,7 @@ def share_of(totals: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
 
 def points_in(totals: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Where `numbers` (float64, in [0, 1]) fall in ``range(totals)``. A token is drawn whose units include the place."""
+    """Where `numbers` (float64, in [0, 1]) fall in ``range(totals)``: the token with this unit of weight is drawn."""
     return torch.minimum((totals.double() * numbers).to(torch.int64), totals - 1)
 
 
