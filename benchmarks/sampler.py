@@ -1,6 +1,6 @@
 """The sampler against transformers' warpers and against one read of the logits, in one run.
 
-    .venv/bin/python benchmarks/sampler.py
+    .venv/bin/python benchmarks/sampler.py [--device cuda]
 
 Prints a table and writes it to `results/sampler.md`, with a plot in `results/sampler.svg`. What is compared is run in
 turn, round by round, and the fastest round of each counts: other work on the machine can only make a round slower.
@@ -11,6 +11,8 @@ turn, round by round, and the fastest round of each counts: other work on the ma
 
 Even logits are normal with a deviation of 3: thousands of tokens are in the nucleus, and a row with top-p alone has to
 be weighed whole. Peaked logits fall with the logarithm of a token's rank, as a language model's do (Zipf).
+
+This is the CPU; what `--device cuda` measures, and against what, is said in `sampler_cuda.py`.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def cases() -> list[Case]:
             80,
         ),
         Case("top-p 0.9, peaked", nucleus, top_p, peaked, 30),
-        Case("top-p 0.9, even", nucleus, top_p, even),
+        Case("top-p 0.9, even", nucleus, top_p, even, 30),
         Case(
             "temperature alone",
             SamplingParams(temperature=0.8),
@@ -271,7 +273,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="rounds of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        import sampler_cuda
+
+        sampler_cuda.run(arguments, RESULTS)
+        return
     torch.set_num_threads(arguments.threads)
     print(HEADER)
     with torch.inference_mode():
