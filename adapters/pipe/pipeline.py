@@ -106,7 +106,7 @@ class LogitsPipe:
         """
         if self.compiled_ops is None:
             logger.warning("Pipeline is not compiled, running discrete ops.")
-        ops = with_joint_windows(self.ops) if self.compiled_ops is None else self.compiled_ops
+        ops: Sequence[Op] = with_joint_windows(self.ops) if self.compiled_ops is None else self.compiled_ops
         if "top_k" in kwargs:
             ops = with_top_k(ops, self.ops)
         _check_run_time_names(ops, kwargs)
@@ -147,7 +147,7 @@ def with_top_k(ops: Sequence[Op], discrete: Sequence[Op]) -> Sequence[Op]:
         ops: As they run.
         discrete: The same, not fused.
     """
-    kinds = {LogitsSampleOp: LogitsTopKOp, ProbsSampleOp: ProbsTopKOp}
+    kinds: dict[type[Op], type[Op]] = {LogitsSampleOp: LogitsTopKOp, ProbsSampleOp: ProbsTopKOp}
     truncation = kinds.get(type(ops[-1]))
     takes = [op.names_taken() for op in (*ops, *discrete)]
     if truncation is None or any(names is None or names & {"top_k", "top_p", "min_p"} for names in takes):

@@ -6,8 +6,9 @@ tested on tensors that say they are on CUDA and have no values, so that whoever 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +19,11 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adapters.edits import bitmask_of
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, Reads, ShapingProcessor, Stage, SteeringProcessor
+from adapters.edits import Allow, Ban, Edit, Force, bitmask_of
+from adapters.vocabulary import Vocabulary
+from worker.engines import TokenLogprob
 from worker.engines.embedded.device_draw import DrawColumns, draw_rows, padded, select_by_sorting
 from worker.engines.embedded.device_sampler import DeviceStep
 from worker.engines.embedded.plan import Edits, Output, Plan, Request, Samples
@@ -180,6 +185,75 @@ def test_a_row_of_equal_weights_does_not_overflow(vocab_size: int) -> None:
     assert vocab_size << weight_bits(vocab_size) < 2**62
 
 
+# -- with processors
+
+
+class Steers(SteeringProcessor):
+    name, stage, reads = "steers", Stage.MASK, Reads.NOTHING
+
+    def __init__(self, edit: Edit) -> None:
+        self.own = edit
+        self.stage = Stage.FORCE if isinstance(edit, Force) else Stage.MASK
+
+    def edit(self) -> Edit:
+        return self.own
+
+
+class Halves(ShapingProcessor):
+    """One that is batched."""
+
+    name, stage, reads = "halves", Stage.TEMPERATURE, Reads.NOTHING
+
+    def __init__(self) -> None:
+        pass
+
+    def shape(self, logits: torch.Tensor) -> None:
+        logits.div_(2)
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Any], logits: torch.Tensor) -> None:
+        logits.div_(2)
+
+
+def processed_requests() -> tuple[Request, ...]:
+    """New ones, for a chain accepts a position once. In the order: forced, forced to what is never sampled, masked to
+    three tokens, masked to what is never sampled, shaped."""
+    chains: list[list[Any]] = [
+        [Steers(Force(9))],
+        [Steers(Force(3))],
+        [Steers(Allow.of([3, 40, 41], WIDTH)), Steers(Ban.of([41]))],
+        [Steers(Allow.of([3, 95], WIDTH))],
+        [Halves()],
+    ]
+    params = params_of(temperature=1.0, top_p=0.9, logprobs=1, logprobs_mode="processed")
+    requests = tuple(request_of(row, params) for row in range(len(chains)))
+    for one, processors in zip(requests, chains, strict=True):
+        one.chain = ProcessorChain(processors, Context(Vocabulary(WIDTH), frozenset({0})))
+        one.chain.start(one.tokens)
+    return requests
+
+
+def test_processors_have_the_same_say() -> None:
+    logits = logits_of(8, 5, WIDTH, 0.0, 2.0)
+    logits[2, 40] = 0.5
+    found = []
+    for blind in (False, True):
+        requests = processed_requests()
+        plan = Plan(requests, (), requests)
+        sampler = Sampler(WIDTH, (3, 95), CPU, blind=blind)
+        samples = sampler.sample(logits.clone(), plan_edits(plan), plan)
+        tokens = {row: token for row, token in enumerate(samples.token_ids) if row not in samples.errors}
+        shown = {row: samples.logprobs[row] for row in tokens}
+        found.append((tokens, samples.errors, shown, [one.chain and str(one.chain.failure) for one in requests]))
+    assert found[0] == found[1]
+    tokens, errors, shown, _ = found[1]
+    assert (tokens[0], tokens[2]) == (9, 40)
+    assert "forces token 3, which this model never samples" in errors[1]
+    assert "no token is left" in errors[3]
+    assert sorted(tokens) == [0, 2, 4]
+    assert shown[0] == [TokenLogprob(9, 0.0, 1)] * 2
+
+
 # -- in the engine
 
 
@@ -304,8 +378,8 @@ def part_of(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     return tensor
 
 
-@pytest.fixture
-def valueless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@contextlib.contextmanager
+def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors have no values, and there seems to be CUDA."""
     empty = torch.empty
 
@@ -341,6 +415,12 @@ def valueless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def valueless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with without_values(monkeypatch):
+        yield
+
+
 def test_reading_a_value_would_be_noticed(valueless: None) -> None:
     logits = torch.empty(2, 5, device=CUDA)
     with pytest.raises(Exception, match=r"aten\._local_scalar_dense"):
@@ -355,7 +435,7 @@ def test_reading_a_value_would_be_noticed(valueless: None) -> None:
         torch.tensor([1, 2]).to(CUDA, non_blocking=True)
 
 
-def test_nothing_waits_between_logits_and_tokens(valueless: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_between_logits_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.engines.embedded.sampler.choose_select", lambda device: select_by_sorting)
     model = ScriptedModel()
     wanted = {
@@ -365,12 +445,14 @@ def test_nothing_waits_between_logits_and_tokens(valueless: None, monkeypatch: p
         "penalised": params_of(temperature=0.8, repetition_penalty=1.3, presence_penalty=0.5),
         "bad": params_of(temperature=1.0, bad_token_ids=[7, 8, 9], min_tokens=4),
     }
-    requests = tuple(request(model, name, PROMPT, params) for name, params in wanted.items())
+    requests = tuple(request(model, name, PROMPT, params) for name, params in wanted.items()) + processed_requests()
     plan = Plan(requests, (), requests)
-    sampler = Sampler(WIDTH, (3, 95), CUDA)
-    logits = torch.empty(len(requests), WIDTH, device=CUDA)
-    launched = sampler.launch(logits, plan_edits(plan), plan, bitmask=torch.full((len(requests), 3), -1).int())
-    sampler.prepare_next()
-    assert Moment.made == 3  # tokens, raw and processed log probabilities
-    with pytest.raises(AssertionError, match="the host waits"):
-        launched.collect()
+    edits, bitmask = plan_edits(plan), torch.full((len(requests), 3), -1).int()
+    assert len(edits.planned) == 7
+    with without_values(monkeypatch):
+        sampler = Sampler(WIDTH, (3, 95), CUDA)
+        launched = sampler.launch(torch.empty(len(requests), WIDTH, device=CUDA), edits, plan, bitmask=bitmask)
+        sampler.prepare_next()
+        assert Moment.made == 3  # tokens, raw and processed log probabilities
+        with pytest.raises(AssertionError, match="the host waits"):
+            launched.collect()
