@@ -31,6 +31,7 @@ from worker.engines.embedded.sampler import Sampler
 from worker.engines.embedded.step import plan_edits
 from worker.engines.embedded.truncation import Controls, draw, group_rows
 from worker.engines.embedded.weights import (
+    exponential_,
     logarithms,
     point_in_one,
     points_in,
@@ -178,6 +179,14 @@ def test_one_row_is_rounded_as_many_are(total: int, part: float) -> None:
     assert points_in(totals, parts).tolist() == [point_in_one(total, part)]
     assert 0 <= point_in_one(total, part) < total
     assert 0 <= share_of_one(total, part) <= total
+
+
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 700), start=st.integers(0, 9))
+def test_an_exponential_depends_on_its_own_value_alone(seed: int, size: int, start: int) -> None:
+    """Not on its place, nor on how many are computed at once: a weight is the same among candidates and in a row."""
+    values = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 10 - 20
+    part = values[start : start + size].clone()
+    assert torch.equal(exponential_(part), exponential_(values)[start : start + size])
 
 
 @pytest.mark.parametrize("vocab_size", [1, 32_000, 262_143, 262_144, 10**6])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
+from functools import lru_cache
 
 import torch
 
@@ -12,11 +13,12 @@ from worker.engines.embedded.device_draw import Select, select_by_sorting
 logger = logging.getLogger(__name__)
 
 
+@lru_cache
 def choose_select(device: torch.device) -> Select:
     """The fastest function that is known to be right on `device`.
 
-    The kernel is compiled and compared with sorting here, once per device, so that a machine without a compiler, or
-    with a Triton that does something else, is as slow as sorting and not wrong.
+    The kernel is compiled and compared with sorting here, once per device and process, so that a machine without a
+    compiler, or with a Triton that does something else, is as slow as sorting and not wrong.
     """
     if device.type != "cuda":
         return select_by_sorting

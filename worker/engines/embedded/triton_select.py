@@ -8,6 +8,8 @@ them up. A row is read eight times, mostly out of the cache, instead of being so
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -81,6 +83,13 @@ def select_by_digits(
     keys: torch.Tensor, masses: torch.Tensor | None, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `device_draw.select_by_sorting`, of contiguous tensors."""
+    with torch.cuda.device(keys.device) if keys.is_cuda else nullcontext():
+        return _select(keys, masses, targets)
+
+
+def _select(
+    keys: torch.Tensor, masses: torch.Tensor | None, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     count, width = keys.shape
     sums = torch.zeros(count, _DIGITS, 16, dtype=torch.int64, device=keys.device)
     grid = (count, triton.cdiv(width, _BLOCK))
