@@ -273,3 +273,18 @@ def test_a_group_less_some_rows_draws_the_same() -> None:
     every, _ = draw(logits, groups, numbers)
     rest, _ = draw(logits, [group.without({1}) for group in groups], numbers)
     assert rest == {row: token for row, token in every.items() if row != 1}
+
+
+def test_a_group_draws_the_same_whatever_it_drew_before() -> None:
+    """Whether it looks for candidates first depends on that; what it finds does not."""
+    wide = torch.randn(2, 4000, generator=torch.Generator().manual_seed(6))
+    peaked = wide.clone()
+    peaked[:, 5:40] += 15
+    controls = [Controls(top_p=0.9), Controls(top_p=0.8, temperature=0.9)]
+    (group,) = groups_of(controls, 4000)
+    seen = []
+    for logits in (wide, wide, peaked, peaked, wide):
+        found, _ = draw(logits, [group], {0: 0.3, 1: 0.7})
+        assert [found[0], found[1]] == tokens(logits, controls, [0.3, 0.7])
+        seen.append(group.is_wide)
+    assert seen == [True, True, False, False, True]

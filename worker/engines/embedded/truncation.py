@@ -93,6 +93,10 @@ class Group:
         width: Candidates per row; 0 for rows that are weighed whole.
         vocab_size: Width of a row of logits.
         device: Where logits are.
+
+    Attributes:
+        is_wide: Whether no row's prefix was among the candidates when the group was drawn last. The next ones will
+            likely not be either, so that looking for candidates would be in vain.
     """
 
     def __init__(self, controls: dict[int, Controls], width: int, vocab_size: int, device: torch.device) -> None:
@@ -103,6 +107,7 @@ class Group:
         self.controls = controls
         self.rows = list(controls)
         self.width = width
+        self.is_wide = False
         self.vocab_size = vocab_size
         self.index = torch.tensor(self.rows, dtype=torch.long, device=device)
         self.temperature = column([one.temperature for one in rows])
@@ -179,9 +184,9 @@ class _Drawing:
         return _WholeRow(self._logits.shape[1])
 
     def draw(self, group: Group) -> None:
-        if not group.width:
-            for row in group.rows:
-                self._draw_whole(row, group.controls[row])
+        if not group.width or group.is_wide:
+            kept = [self._draw_whole(row, group.controls[row]) for row in group.rows]
+            group.is_wide = min(kept) > group.width > 0
             return
         found = self._candidates(group)
         targets = None if group.top_p is None else share_of(found.weights.sum(-1, keepdim=True), group.top_p)
@@ -190,6 +195,7 @@ class _Drawing:
             done = self._settle_incomplete(group, found, targets)
         if len(done) < len(group.rows):
             self._draw_candidates(group, found, targets, done)
+        group.is_wide = len(done) == len(group.rows) and group.depth is None and group.last is None
 
     def _candidates(self, group: Group) -> _Candidates:
         every = len(group.rows) == len(self._logits)
@@ -244,17 +250,17 @@ class _Drawing:
                 if row in self._wanted:
                     self._keep_distribution(row, found.ids[place], weights[place])
 
-    def _draw_whole(self, row: int, controls: Controls) -> None:
+    def _draw_whole(self, row: int, controls: Controls) -> int:
         lowest = self._logits[row].topk(controls.top_k).values[-1] if controls.top_k else None
-        self._draw_from_row(row, self._weigh(row, controls, lowest))
+        return self._draw_from_row(row, self._weigh(row, controls, lowest))
 
     def _weigh(self, row: int, controls: Controls, lowest: torch.Tensor | None) -> int:
         """Weighs the whole row; returns the weight that is to be kept of it."""
         total = self._row.weigh(self._logits[row], self._maxima[row].amax().double(), controls, lowest)
         return share_of_one(total, controls.top_p)
 
-    def _draw_from_row(self, row: int, target: int) -> None:
-        """A token of the row that was weighed last, after what top-p leaves out, if anything."""
+    def _draw_from_row(self, row: int, target: int) -> int:
+        """A token of the row that was weighed last; returns how many tokens top-p leaves of it."""
         weighed = self._row
         if target < weighed.total:
             ids, weights = weighed.prefix(self._logits[row], target)
@@ -263,10 +269,11 @@ class _Drawing:
             self.token_ids[row] = int(ids[torch.searchsorted(cumulative, point, right=True)])
             if row in self._wanted:
                 self._keep_distribution(row, ids, weights)
-        else:
-            self.token_ids[row] = weighed.token_at(point_in_one(weighed.total, self._uniforms[row]))
-            if row in self._wanted:
-                self.distributions[row] = logarithms(weighed.weights(), self._bits)
+            return len(ids)
+        self.token_ids[row] = weighed.token_at(point_in_one(weighed.total, self._uniforms[row]))
+        if row in self._wanted:
+            self.distributions[row] = logarithms(weighed.weights(), self._bits)
+        return self._logits.shape[1]
 
     def _keep_distribution(self, row: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         spread = torch.zeros(self._logits.shape[1], dtype=torch.int64).scatter_(0, ids, weights)
