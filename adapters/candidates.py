@@ -243,13 +243,12 @@ def _brackets(
             places = np.minimum((highest - sampled) / width, _BUCKETS - 1).astype(np.int32)
             masses = np.bincount(places, (mass[::stride] - zero).astype(np.float64), _BUCKETS)
             below = masses.sum() - masses.cumsum()  # what is below each bucket
-            for part in (0.85, 0.3):
+            for below_low, above_high in ((0.85, 0.85), (0.3, 0.3), (0.0, 0.3)):
                 # the first buckets, from the highest on, below which there is less than so much
-                low, high = _BUCKETS - np.searchsorted(
-                    below[::-1], (left_out / stride * part, left_out / stride / part)
-                )
+                shares = (left_out / stride * below_low, left_out / stride / above_high)
+                low, high = (_BUCKETS - np.searchsorted(below[::-1], shares)).tolist()
                 yield (
-                    highest - (low + 1) * width if low < _BUCKETS else -np.inf,
+                    highest - (low + 1) * width if below_low and low < _BUCKETS else -np.inf,
                     highest - (high - 1) * width if high > 1 else np.inf,
                 )
     yield -np.inf, np.inf
