@@ -24,7 +24,7 @@ class DeviceStep:
     """The choice of tokens for one step, begun by making it, without a value on the host.
 
     Args:
-        logits: float32 ``[B, V]``, contiguous, after all edits.
+        logits: float32 ``[B, V]``, after all edits.
         table: Of these rows.
         planned: What the chains ask for.
         raw: Logits before all edits, of the rows ``table.raw``; None if there are none.
@@ -41,6 +41,7 @@ class DeviceStep:
         errors: dict[int, str],
         select: Select,
     ) -> None:
+        logits = logits.contiguous()
         self._table = table
         self._planned = planned
         self._errors = errors

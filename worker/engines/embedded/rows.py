@@ -31,7 +31,7 @@ class RowTable:
     Attributes:
         owners: Of each row: its request, and how many of the request's rows come before it.
         greedy: Rows that take the likeliest token.
-        random: Rows that draw.
+        random: Rows that draw, and `controls`, what each of them asks for.
         raw: Rows whose raw log probabilities are asked for, and `raw_index`, the same on the device.
         processed: Rows whose processed ones are.
         logprob_counts: Of each row: how many tokens' log probabilities are asked for, beside its own token's.
@@ -106,8 +106,9 @@ class DrawnRows:
         padded_index: The same with the first one again and again, int64 ``[padded(R)]``; None if every row draws and
             none has to be added.
         columns: What they ask for.
-        processed: int64 ``[m, 2]`` on the device, as two: which of ``table.processed`` draw, and which of the rows
-            here they are.
+        num_processed: How many of ``table.processed`` draw.
+        processed_places: Their places in ``table.processed``, int64.
+        processed_rows: Their places in `index`, int64.
     """
 
     def __init__(self, table: RowTable) -> None:
