@@ -21,8 +21,11 @@ BLOCK = 64
 
 _STRIDES = 8
 _BUCKETS = 1024
-_SAMPLE = 6000
-"""Keys of a row, at least, that are looked at to guess where a prefix ends."""
+_SAMPLE = 1500
+"""Keys of a row, about, that are looked at to guess where a prefix ends."""
+
+_PIECE = 16
+"""So many neighbours are looked at together: they cost no more than one."""
 
 
 def num_blocks(width: int) -> int:
@@ -205,11 +208,14 @@ def _take_blocks(values: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor 
     return torch.cat((picked, values[:, whole * BLOCK :].index_select(0, rows)), 1)
 
 
-def prefix_of_mass(keys: torch.Tensor, masses: torch.Tensor, total: int, target: int, zero: int = 0) -> torch.Tensor:
+def prefix_of_mass(
+    keys: torch.Tensor, masses: torch.Tensor, total: int, target: int, zero: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The shortest prefix, by falling key and rising id, with a mass of at least `target`. On the CPU.
 
-    A sample tells roughly at which key the prefix ends. What is surely in it is added up, and only what is near its end
-    is sorted; the sums prove that the end is there. Where they do not, more is sorted, the whole row at last.
+    A sample says from which key on all of the prefix can surely be found. What is there is put into buckets of keys,
+    and only what is near the end is sorted. Sums of all that is above prove the end; where they do not, all is looked
+    at.
 
     Args:
         keys: float32 ``[V]``, without NaN.
@@ -219,54 +225,67 @@ def prefix_of_mass(keys: torch.Tensor, masses: torch.Tensor, total: int, target:
         zero: See `masses`.
 
     Returns:
-        Its ids, rising.
+        Ids, rising, with all of the prefix among them, and their masses, int64, 0 for those that are not part of it.
     """
     key, mass = keys.numpy(), masses.numpy()
-    for low, high in _brackets(key, mass, total - target, zero):
+    for low in _lower_keys(key, mass, total - target, zero):
         ids = np.flatnonzero(key >= low)
-        found = _end_between(key.take(ids), mass.take(ids) - zero, target, high)
+        found = _prefix(key.take(ids), mass.take(ids) - zero, target)
         if found is not None:
-            return torch.from_numpy(ids[found])
+            return torch.from_numpy(ids), torch.from_numpy(found)
     raise ValueError(f"the masses do not add up to {total}")
 
 
-def _brackets(
+def _lower_keys(
     key: np.ndarray[Any, np.dtype[np.float32]], mass: np.ndarray[Any, np.dtype[np.int64]], left_out: int, zero: int
-) -> Iterator[tuple[float, float]]:
-    """Pairs of keys that the end is likely between, the likeliest and narrowest first; the last pair holds them all."""
+) -> Iterator[float]:
+    """Keys that the prefix likely ends above, the likeliest last."""
     stride = len(key) // _SAMPLE
     if stride:
-        sampled = key[::stride].astype(np.float64)
-        highest, lowest = float(sampled.max()), float(sampled[sampled > -np.inf].min(initial=np.inf))
-        if highest > lowest:
-            width = (highest - lowest) / _BUCKETS
-            places = np.minimum((highest - sampled) / width, _BUCKETS - 1).astype(np.int32)
-            masses = np.bincount(places, (mass[::stride] - zero).astype(np.float64), _BUCKETS)
-            below = masses.sum() - masses.cumsum()  # what is below each bucket
-            for below_low, above_high in ((0.85, 0.85), (0.3, 0.3), (0.0, 0.3)):
-                # the first buckets, from the highest on, below which there is less than so much
-                shares = (left_out / stride * below_low, left_out / stride / above_high)
-                low, high = (_BUCKETS - np.searchsorted(below[::-1], shares)).tolist()
-                yield (
-                    highest - (low + 1) * width if below_low and low < _BUCKETS else -np.inf,
-                    highest - (high - 1) * width if high > 1 else np.inf,
-                )
-    yield -np.inf, np.inf
+        whole = len(key) // _PIECE * _PIECE
+        places, highest, width = _buckets(key[:whole].reshape(-1, _PIECE)[::stride].ravel())
+        sampled = mass[:whole].reshape(-1, _PIECE)[::stride].ravel() - zero
+        masses = np.bincount(places, sampled.astype(np.float64), _BUCKETS)
+        below = masses.sum() - masses.cumsum()  # what is below each bucket
+        for part in (0.7, 0.2):
+            # the first bucket, from the highest on, below which there is surely no more than is to be left out
+            low = _BUCKETS - int(np.searchsorted(below[::-1], left_out / stride * part))
+            if low < _BUCKETS:
+                yield highest - (low + 1) * width
+    yield -np.inf
 
 
-def _end_between(
-    key: np.ndarray[Any, np.dtype[np.float32]], mass: np.ndarray[Any, np.dtype[np.int64]], target: int, high: float
-) -> np.ndarray[Any, np.dtype[np.intp]] | None:
-    """Places of the prefix in `key`, rising; None if it does not end below `high` and here."""
-    near = np.flatnonzero(key < high)
-    ordered = near[_LAST_ID - (np.sort(_sort_keys(key.take(near), np.arange(len(near))))[::-1] & _LAST_ID)]
-    reached = mass.take(ordered).cumsum()
-    missing = target - int(mass.sum()) + (int(reached[-1]) if len(reached) else 0)
-    if missing <= 0 or not len(reached) or missing > reached[-1]:
-        return None
-    kept = np.ones(len(key), dtype=np.bool_)
-    kept[ordered[int(np.searchsorted(reached, missing)) + 1 :]] = False
-    return np.flatnonzero(kept)
+def _prefix(
+    key: np.ndarray[Any, np.dtype[np.float32]], mass: np.ndarray[Any, np.dtype[np.int64]], target: int
+) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    """`mass` of the prefix, and 0 for the rest of `key`; None if all of it has less than the target."""
+    places, _, width = _buckets(key)
+    end = int(np.searchsorted(np.bincount(places, mass.astype(np.float64), _BUCKETS).cumsum(), target))
+    for margin in (1, _BUCKETS):  # the sums of buckets may be rounded
+        kept = mass * (places < end - margin)  # what is picked by a mask of no pattern costs several times as much
+        near = np.flatnonzero(np.abs(places - end) <= margin)
+        missing = target - int(kept.sum())
+        if width or margin > 1:  # else they are all equal
+            near = near[_LAST_ID - (np.sort(_sort_keys(key.take(near), np.arange(len(near))))[::-1] & _LAST_ID)]
+        reached = mass.take(near).cumsum()
+        if len(near) and 0 < missing <= reached[-1]:
+            last = near[: int(np.searchsorted(reached, missing)) + 1]
+            kept[last] = mass[last]
+            return kept
+    return None
+
+
+def _buckets(key: np.ndarray[Any, np.dtype[np.float32]]) -> tuple[np.ndarray[Any, np.dtype[np.int32]], float, float]:
+    """The bucket of each key, which never rises with the key; the highest key, and the width of a bucket."""
+    highest, lowest = float(key.max(initial=-np.inf)), float(key.min(initial=np.inf))
+    if lowest == -np.inf:
+        lowest = float(key[key > -np.inf].min(initial=highest))
+    width = (highest - lowest) / _BUCKETS
+    if not width > 0:
+        return np.where(key < highest, np.int32(_BUCKETS - 1), np.int32(0)), highest, 0.0
+    places = np.subtract(highest, key, dtype=np.float64)
+    places *= 1 / width
+    return np.minimum(places, _BUCKETS - 1).astype(np.int32), highest, width
 
 
 def _sort_keys(

@@ -183,10 +183,15 @@ class _Drawing:
     def _row(self) -> _WholeRow:
         return _WholeRow(self._logits.shape[1])
 
+    @cached_property
+    def _highest(self) -> list[float]:
+        highest: list[float] = self._maxima.amax(-1).tolist()
+        return highest
+
     def draw(self, group: Group) -> None:
         if not group.width or group.is_wide:
             kept = [self._draw_whole(row, group.controls[row]) for row in group.rows]
-            group.is_wide = min(kept) > group.width > 0
+            group.is_wide = min(kept, default=0) > group.width > 0
             return
         found = self._candidates(group)
         targets = None if group.top_p is None else share_of(found.weights.sum(-1, keepdim=True), group.top_p)
@@ -256,7 +261,7 @@ class _Drawing:
 
     def _weigh(self, row: int, controls: Controls, lowest: torch.Tensor | None) -> int:
         """Weighs the whole row; returns the weight that is to be kept of it."""
-        total = self._row.weigh(self._logits[row], self._maxima[row].amax().double(), controls, lowest)
+        total = self._row.weigh(self._logits[row], self._highest[row], controls, lowest)
         return share_of_one(total, controls.top_p)
 
     def _draw_from_row(self, row: int, target: int) -> int:
@@ -269,7 +274,7 @@ class _Drawing:
             self.token_ids[row] = int(ids[torch.searchsorted(cumulative, point, right=True)])
             if row in self._wanted:
                 self._keep_distribution(row, ids, weights)
-            return len(ids)
+            return int(weights.count_nonzero())
         self.token_ids[row] = weighed.token_at(point_in_one(weighed.total, self._uniforms[row]))
         if row in self._wanted:
             self.distributions[row] = logarithms(weighed.weights(), self._bits)
@@ -300,9 +305,7 @@ class _WholeRow:
         self._integers = self._floats.view(torch.int64)
         self.total = 0
 
-    def weigh(
-        self, logits: torch.Tensor, highest: torch.Tensor, controls: Controls, lowest: torch.Tensor | None
-    ) -> int:
+    def weigh(self, logits: torch.Tensor, highest: float, controls: Controls, lowest: torch.Tensor | None) -> int:
         """Weigh `logits` ``[V]``, leaving out what is below `lowest` or left out by min-p; returns the sum."""
         floats = self._floats
         floats.copy_(logits).sub_(highest)
@@ -325,9 +328,8 @@ class _WholeRow:
         return self._integers - self._zero
 
     def prefix(self, logits: torch.Tensor, target: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids, rising, and weights of the shortest prefix with a weight of at least `target`."""
-        ids = prefix_of_mass(logits, self._integers, self.total, target, self._zero)
-        return ids, self._integers.index_select(0, ids).sub_(self._zero)
+        """The shortest prefix with a weight of at least `target`: ids, rising, and weights; see `prefix_of_mass`."""
+        return prefix_of_mass(logits, self._integers, self.total, target, self._zero)
 
     def token_at(self, point: int) -> int:
         """The token whose units include the place `point`: first of the blocks, then of the tokens of one block."""
