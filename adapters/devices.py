@@ -12,7 +12,7 @@ def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     A copy to CUDA out of memory that is not pinned would wait.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not values.numel():
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
