@@ -12,8 +12,10 @@ def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     A copy to CUDA out of memory that is not pinned would wait.
     """
-    if device.type != "cuda" or not values.numel():
+    if device.type != "cuda":
         return values.to(device)
+    if not values.numel():
+        return torch.empty_like(values, device=device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
