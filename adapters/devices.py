@@ -15,7 +15,7 @@ def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return values.to(device)
     if not values.numel():
-        return torch.empty_like(values, device=device)
+        return torch.empty(values.shape, dtype=values.dtype, device=device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
