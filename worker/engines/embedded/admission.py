@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -87,6 +88,8 @@ REFUSED = {
 """Fields that are not served, with the reason; refused when they differ from their default."""
 
 _DEFAULTS = SamplingParams()
+_refused_values = attrgetter(*REFUSED)
+_NEUTRAL = _refused_values(_DEFAULTS)
 
 
 def admit(
@@ -115,9 +118,8 @@ def admit(
     Raises:
         InvalidRequest: naming the first field that cannot be served, and why.
     """
-    for name, reason in REFUSED.items():
-        if name not in allowed and getattr(params, name) != getattr(_DEFAULTS, name):
-            raise InvalidRequest(f"sampling_params.{name}", reason)
+    if _refused_values(params) != _NEUTRAL:
+        _refuse(params, allowed)
     tokens = _check_prompt(prompt, model.vocab_size, context_length)
     end_ids = end_ids_of(params, model)
     seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -146,6 +148,12 @@ def admit(
         chain=chain,
         choice=choice,
     )
+
+
+def _refuse(params: SamplingParams, allowed: AbstractSet[str]) -> None:
+    for name, reason in REFUSED.items():
+        if name not in allowed and getattr(params, name) != getattr(_DEFAULTS, name):
+            raise InvalidRequest(f"sampling_params.{name}", reason)
 
 
 def _chain(params: SamplingParams, prompt: list[int]) -> ProcessorChain | None:
