@@ -72,6 +72,8 @@ class ModelPolicy:
         Raises:
             SelectionError: the client names a forbidden processor, or a mandatory one with other arguments.
         """
+        if not (selection.processors or self.mandatory or self.default):
+            return selection
         mandatory = {requested.name: requested for requested in self.mandatory}
         own = []
         for requested in selection.processors:

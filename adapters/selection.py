@@ -98,7 +98,7 @@ class Selection:
 
     def with_processors(self, *processors: Requested) -> Selection:
         """This selection with more processors at its end."""
-        return replace(self, processors=(*self.processors, *processors))
+        return replace(self, processors=(*self.processors, *processors)) if processors else self
 
 
 def from_channels(annotations: Sequence[str] = (), metadata: Mapping[str, str] | None = None) -> Selection | None:

@@ -35,9 +35,9 @@ def constant_token(model_path: str) -> tuple[int, int]:
 
 
 class NullModel:
-    """Implements `worker.engines.embedded.Model`: one row of logits, copied for every sampled row."""
+    """Implements `worker.engines.embedded.Model`: rows of logits that are ready before they are asked for."""
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, max_num_seqs: int) -> None:
         token, self.vocab_size = constant_token(model_path)
         self.context_length = CONTEXT_LENGTH
         self.eos_token_ids: tuple[int, ...] = ()
@@ -45,14 +45,14 @@ class NullModel:
         self.device = torch.device("cpu")
         self.kv_bytes_per_token = 0
         self.numerics = "exact"
-        self._row = torch.zeros(1, self.vocab_size)
-        self._row[0, token] = 10.0
+        self._rows = torch.zeros(max_num_seqs, self.vocab_size)
+        self._rows[:, token] = 10.0
 
     def allocate_kv(self, num_segments: int, segment_size: int) -> None:
         """There is none."""
 
     def forward(self, plan: Plan) -> torch.Tensor:
-        return self._row.repeat(len(plan.sampled), 1)
+        return self._rows[: len(plan.sampled)]  # nobody writes into them: no request here asks for an edit
 
 
 class ConstantEngine(LLMEngine):
@@ -105,7 +105,7 @@ def main(kind: str, argv: list[str]) -> None:
     runtime_config = runtime.worker_config(arguments)
     if kind == "ours":
         config = EmbeddedConfig(model_path=arguments.model_path, max_num_seqs=arguments.max_num_seqs)
-        model = NullModel(arguments.model_path)
+        model = NullModel(arguments.model_path, arguments.max_num_seqs)
         runtime.run(WorkerEngine(EmbeddedEngine(config, model=model), arguments), runtime_config)
     elif kind == "constant":
         uvloop.run(Worker(ConstantEngine(arguments), runtime_config).run())

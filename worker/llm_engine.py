@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import random
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -102,6 +103,7 @@ class WorkerEngine(LLMEngine):
         self._smoke_wanted = smoke
         self._smoke: SmokeTest | None = None
         self._faults = FaultWindow()
+        self._seeds = random.Random(secrets.randbits(128))  # the system's own would let go of the interpreter each time
         self._leave = leave
         self._info: EngineInfo | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -207,8 +209,8 @@ class WorkerEngine(LLMEngine):
         """What the engine gets: fields, the smoke test's processors, and the chain of everything selected."""
         prompt = request.prompt_token_ids
         smoke = self._smoke.processors(len(prompt)) if self._smoke else []
-        seed = secrets.randbits(64) if request.seed is None else request.seed
-        params = lower(replace(request, seed=seed) if info.draws_by_seed else request, info.eos_token_ids, smoke)
+        seed = self._seeds.getrandbits(64) if request.seed is None else request.seed
+        params = lower(request, info.eos_token_ids, smoke, seed if info.draws_by_seed else None)
         budget = request.max_tokens
         if self.arguments.disaggregation_mode == "prefill":  # is asked for one token, whatever decode will be asked for
             budget = info.context_length - len(prompt)

@@ -13,12 +13,13 @@ def lower(
     request: GenerationRequest,
     eos_token_ids: Sequence[int],
     logits_processors: Sequence[Callable[..., None]] = (),
+    seed: int | None = None,
 ) -> SamplingParams:
     """Sampling parameters of ``request``.
 
     The model's end tokens end the answer unless ``ignore_eos`` is set, whatever the request's own lists say. If any
     stop token is to be shown, the engine shows all of them and `worker.response` drops the hidden ones again, because
-    `SamplingParams` has one switch for both kinds.
+    `SamplingParams` has one switch for both kinds. ``seed`` takes the place of the request's own.
 
     Raises:
         InvalidRequest: `SamplingParams` refuses a value.
@@ -38,7 +39,7 @@ def lower(
             top_p=request.top_p,
             top_k=request.top_k,
             min_p=request.min_p,
-            seed=request.seed,
+            seed=request.seed if seed is None else seed,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             repetition_penalty=request.repetition_penalty,

@@ -5,7 +5,7 @@ What becomes of each field is in `worker.fields`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,21 @@ def parse_request(request: Mapping[str, Any], limits: RequestLimits) -> Generati
         InvalidRequest: a field is unknown, unsupported, malformed or out of range.
     """
     values: dict[str, Any] = {}
-    for path, value in _leaves("", request):
+    _read("", request, values)
+    return _bounded(values, limits)
+
+
+def _read(prefix: str, section: Any, values: dict[str, Any]) -> None:
+    """Every field of `section` that is set, into `values`; null means unset everywhere."""
+    if not isinstance(section, (dict, Mapping)):
+        raise InvalidRequest(prefix.rstrip(".") or "request", f"must be a mapping, got {shown(section)}")
+    for name, value in section.items():
+        if value is None:
+            continue
+        path = f"{prefix}{name}"
+        if path in SECTIONS:
+            _read(f"{path}.", value, values)
+            continue
         row = _BY_PATH.get(path)
         if row is None:
             raise InvalidRequest(shown(path).strip("'"), "unknown field")
@@ -106,21 +120,6 @@ def parse_request(request: Mapping[str, Any], limits: RequestLimits) -> Generati
         parsed = row.parse(path, value) if row.parse is not None else None
         if row.target is not None:
             values[row.target] = parsed
-    return _bounded(values, limits)
-
-
-def _leaves(prefix: str, section: Any) -> Iterator[tuple[str, Any]]:
-    """Every field that is set, with its path; null means unset everywhere."""
-    if not isinstance(section, Mapping):
-        raise InvalidRequest(prefix or "request", f"must be a mapping, got {shown(section)}")
-    for name, value in section.items():
-        path = f"{prefix}.{name}" if prefix else str(name)
-        if value is None:
-            continue
-        if path in SECTIONS:
-            yield from _leaves(path, value)
-        else:
-            yield path, value
 
 
 def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

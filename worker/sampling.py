@@ -110,9 +110,11 @@ class SamplingParams:
 
     def _validate(self) -> None:
         for name, low, high in _RANGES:
-            _check_range(name, getattr(self, name), low, high)
+            if (value := getattr(self, name)) is not None:
+                _check_range(name, value, low, high)
         for name, minimum, maximum in _INTEGER_RANGES:
-            _check_integer(name, getattr(self, name), minimum, maximum)
+            if (value := getattr(self, name)) is not None:
+                _check_integer(name, value, minimum, maximum)
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
         if self.best_of is not None and self.best_of > 1 and not self.use_beam_search and self.is_greedy:
@@ -185,8 +187,6 @@ _INTEGER_RANGES: tuple[tuple[str, int, int | None], ...] = (
 
 
 def _check_range(name: str, value: object, low: float, high: float) -> None:
-    if value is None:
-        return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value) or not low <= value <= high:
@@ -196,8 +196,6 @@ def _check_range(name: str, value: object, low: float, high: float) -> None:
 
 
 def _check_integer(name: str, value: object, minimum: int, maximum: int | None) -> None:
-    if value is None:
-        return
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an integer, got {value!r}")
     if value < minimum or (maximum is not None and value > maximum):

@@ -13,8 +13,9 @@ import torch
 from engine_doubles import END, ScriptedModel, StartEngine, collect, config
 
 from worker.engines import TokenDelta
-from worker.engines.embedded import EmbeddedEngine, Plan
+from worker.engines.embedded import EmbeddedEngine, Plan, step_thread
 from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.step_thread import RUN_AHEAD
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.sampling import SamplingParams
 
@@ -118,6 +119,59 @@ async def test_a_consumer_that_keeps_up_gets_each_token_by_itself(start_engine: 
         deltas.append(delta.token_ids)
         taken.release()
     assert deltas == [[token] for token in model.greedy(PROMPT, 20)]
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consumers are waited for as long as it takes."""
+    monkeypatch.setattr(step_thread, "MAX_PAUSE_S", 600.0)
+
+
+async def held(engine: EmbeddedEngine) -> None:
+    while not (engine._thread and engine._thread._is_held):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_model_does_not_run_away_from_its_consumer(start_engine: StartEngine) -> None:
+    model = ScriptedModel()
+    engine = await start_engine(model, context_length=256)
+    stream = engine.generate("one", PROMPT, params(200))
+    tokens = (await anext(stream)).token_ids
+    while len(tokens) < 200:
+        if len(tokens) < 100:
+            await held(engine)
+        more = (await anext(stream)).token_ids
+        assert len(more) <= 2 * RUN_AHEAD + 1  # those that wait, and the steps on their way to the loop
+        tokens += more
+    assert tokens == model.greedy(PROMPT, 200)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_prompts_are_computed_while_consumers_are_waited_for(start_engine: StartEngine) -> None:
+    model = ScriptedModel()
+    engine = await start_engine(model, context_length=256)
+    slow = engine.generate("slow", PROMPT, params(200))
+    await anext(slow)
+    await held(engine)
+    other = engine.generate("other", PROMPT, params(200))
+    assert len((await anext(other)).token_ids) >= 1
+    tokens = [token async for delta in slow for token in delta.token_ids]
+    assert len(tokens) == 199
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_slow_consumer_does_not_slow_the_others(start_engine: StartEngine) -> None:
+    model = ScriptedModel()
+    engine = await start_engine(model, context_length=256)
+    slow = engine.generate("slow", PROMPT, params(200))
+    await anext(slow)
+    await held(engine)
+    answers = await asyncio.gather(*(collect(engine, str(number), PROMPT, params(100)) for number in range(3)))
+    assert [tokens for tokens, _ in answers] == [model.greedy(PROMPT, 100)] * 3
+    await slow.aclose()
+    tokens, _ = await collect(engine, "last", PROMPT, params(50))
+    assert tokens == model.greedy(PROMPT, 50)
 
 
 async def test_stop_tokens_reach_the_last_delta(start_engine: StartEngine) -> None:

@@ -21,6 +21,11 @@ class Stream:
         self._failure: ServingError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def num_pending(self) -> int:
+        """Tokens that the consumer has not taken."""
+        return 0 if self._pending is None else len(self._pending.token_ids)
+
     def push(self, output: Output) -> None:
         """Add one output to the pending delta; what comes after a failure is dropped."""
         if self.finished:
