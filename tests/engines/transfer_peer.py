@@ -1,4 +1,4 @@
-"""A second process with a KV store of its own: holds prompts for the tests, told what to do line by line."""
+"""A second process with a KV store of its own: holds prompts for the tests or reads theirs, told so line by line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from worker.engines.embedded.kv_layout import KvLayout
-from worker.engines.embedded.transfer import KvHandle, KvPort
+from worker.engines.embedded.transfer import KvHandle, KvPort, KvRead
 
 LAYOUT = KvLayout("tiny", "float32", layers=3, kv_heads=2, head_dim=4, block_size=4, segment_size=16)
 NUM_SEGMENTS = 12
@@ -34,27 +34,39 @@ def store(layout: KvLayout, num_segments: int, seed: int | None) -> list[torch.T
 class Peer:
     """The process of a holder, by its end of a pipe."""
 
-    def __init__(self, layout: KvLayout = LAYOUT, num_segments: int = NUM_SEGMENTS, seed: int = 1) -> None:
+    def __init__(
+        self, layout: KvLayout = LAYOUT, num_segments: int = NUM_SEGMENTS, seed: int | None = 1, **environ_changes: str
+    ) -> None:
+        self.notes: list[int] = []
         self.tensors = store(layout, num_segments, seed)  # the same numbers that the process has
         given = json.dumps({"layout": asdict(layout), "num_segments": num_segments, "seed": seed})
         environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+        environ |= environ_changes
         command = [sys.executable, __file__, given]
         self.process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answer()
 
     def ask(self, what: str, **arguments: Any) -> Any:
         """Have the process do something; its answer."""
+        self.tell(what, **arguments)
+        return self._answer()
+
+    def tell(self, what: str, **arguments: Any) -> None:
+        """The same without waiting for the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"what": what, **arguments}) + "\n")
         self.process.stdin.flush()
+
+    def answer_to(self, port: KvPort) -> Any:
+        """The answer to what was told, while `port` does a holder's part of it."""
+        ready = selectors.DefaultSelector()
+        ready.register(self.process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
+        while not ready.select(0.0005):
+            self.notes += port.notes()
         return self._answer()
 
     def hold(self, segments: list[int]) -> KvHandle:
-        data = self.ask("hold", segments=segments)
-        layout = KvLayout(**data.pop("layout"))
-        data["metadata"] = b64decode(data["metadata"])
-        data["bases"], data["segments"] = tuple(data["bases"]), tuple(data["segments"])
-        return KvHandle(layout=layout, **data)
+        return handle_of(self.ask("hold", segments=segments))
 
     def wait_note(self) -> int:
         """The next ticket that a reader sends back."""
@@ -75,6 +87,27 @@ class Peer:
         line = self.process.stdout.readline()
         assert line, "the peer has died"
         return json.loads(line)
+
+
+def data_of(handle: KvHandle) -> dict[str, Any]:
+    data = asdict(replace(handle, metadata=b""))
+    return data | {"metadata": b64encode(handle.metadata).decode()}
+
+
+def handle_of(data: dict[str, Any]) -> KvHandle:
+    layout = KvLayout(**data.pop("layout"))
+    data["metadata"] = b64decode(data["metadata"])
+    data["bases"], data["segments"] = tuple(data["bases"]), tuple(data["segments"])
+    return KvHandle(layout=layout, **data)
+
+
+def begin_to_read(port: KvPort, handle: KvHandle, segments: list[int]) -> tuple[KvRead, str]:
+    """A read of which some has come and some has not, if it is `busy`."""
+    read = port.read(handle, segments, 0, len(segments) * port.layout.segment_size)
+    state = read.poll(0.0)
+    while state == "busy" and not any(tensor.any() for tensor in port.tensors):
+        state = read.poll(0.0)
+    return read, state
 
 
 def serve(port: KvPort, tensors: list[torch.Tensor]) -> None:
@@ -105,8 +138,7 @@ def serve(port: KvPort, tensors: list[torch.Tensor]) -> None:
             handle = port.publish(given["segments"])
             assert handle is not None
             held[handle.ticket] = handle
-            data = asdict(replace(handle, metadata=b""))
-            answer(data | {"metadata": b64encode(handle.metadata).decode()})
+            answer(data_of(handle))
         elif given["what"] == "withdraw":
             port.withdraw(held.pop(given["ticket"]))
             for tensor in tensors:
@@ -114,6 +146,14 @@ def serve(port: KvPort, tensors: list[torch.Tensor]) -> None:
             answer("withdrawn")
         elif given["what"] == "wait_note":
             waiting = True
+        elif given["what"] == "begin_to_read":
+            for tensor in tensors:
+                tensor.zero_()
+            read, state = begin_to_read(port, handle_of(given["handle"]), given["segments"])
+            answer(state)
+        elif given["what"] == "finish_reading":
+            answer([read.poll(60.0), [float(tensor.double().mean()) for tensor in tensors]])
+            read.release()
 
 
 def main() -> None:
