@@ -91,7 +91,7 @@ def serving(directory: Path, model_path: Path) -> Iterator[tuple[int, int]]:
         "DYN_EVENT_PLANE": "zmq",
         "DYN_FILE_KV": str(directory / "discovery"),
         "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
-        "DYN_LOG": "error,dynamo_runtime::storage=off",
+        "DYN_LOG": "error,dynamo_runtime::storage=off,dynamo_llm::http=off",
         "DYN_TCP_RESPONSE_STREAM_HOST": "lo",
         "DYN_TCP_RPC_HOST": "127.0.0.1",
         "HOME": str(directory),

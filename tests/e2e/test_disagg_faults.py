@@ -175,11 +175,18 @@ class Mortals:
         """A prefill and a decode worker that know each other unless one is new; nobody else is registered."""
         for role in ("prefill", "decode"):
             if role not in self._workers or not self._workers[role].running:
+                self._bury(role)
                 self._workers[role] = start(self.stack, role, UCX_TLS="tcp")
         for worker in self._workers.values():
             self.stack.wait_registered(worker)
         wait_for(lambda: len(self.stack.registered()) == 2, "that the dead are not registered any more")
         return self._workers["prefill"], self._workers["decode"]
+
+    def _bury(self, role: str) -> None:
+        """What the others do when a lease of 10 s has run out."""
+        component = {"prefill": "prefill", "decode": "backend"}[role]
+        for entry in (self.stack.directory / "discovery").glob(f"v1/*/*%2F{component}%2F*"):
+            entry.unlink(missing_ok=True)
 
     def connected_pair(self, reference: Reference) -> tuple[Worker, Worker]:
         pair = self.pair()
@@ -279,7 +286,9 @@ def test_decode_dies_before_or_while_it_reads(mortals: Mortals, reference: Refer
     before = prefill.metric("dlw_kv_handoffs_total", outcome="timed_out")
     prompt = prompt_of(80 + reading)
     if reading:
-        with read_under_way(mortals, prefill, decode, prompt) as asking:
+        with read_under_way(mortals, prefill, decode, prompt) as asking, stopped(decode):
+            prefill.signal(signal.SIGCONT)
+            wait_for(lambda: unread(decode, prefill) > 0, "KV on its way")
             decode.end()
     else:
         with stopped(decode):

@@ -90,7 +90,7 @@ def test_what_was_withdrawn_is_not_taken_for_kv(peer: Peer, port: KvPort) -> Non
     with_own_memory = Peer(seed=5)
     try:
         handle = with_own_memory.hold([1, 2])
-        with_own_memory.ask("withdraw", ticket=handle.ticket)
+        with_own_memory.ask("withdraw", handle.ticket)
         assert finish(port.read(handle, [0, 1], 0, 20)) == "expired"
         again = with_own_memory.hold([1, 2])
         assert finish(port.read(again, [0, 1], 0, 20)) == "done"

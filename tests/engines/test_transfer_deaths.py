@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from transfer_peer import Peer, data_of, store
+from transfer_peer import Peer, store
 from transfer_peer import begin_to_read as begin
 
 from worker.engines.embedded.kv_layout import KvLayout
@@ -57,7 +57,7 @@ def publish(port: KvPort) -> KvHandle:
 
 
 def begin_to_read(reader: Peer, port: KvPort, handle: KvHandle) -> None:
-    reader.tell("begin_to_read", handle=data_of(handle), segments=list(range(NUM_SEGMENTS)))
+    reader.tell("begin_to_read", handle, range(NUM_SEGMENTS))
     assert reader.answer_to(port) == "busy"
 
 
@@ -85,15 +85,13 @@ def test_a_reader_killed_while_it_reads(port: KvPort, start_peer: Callable[[int 
 
 def test_a_holder_killed_while_it_is_read(port: KvPort, start_peer: Callable[[int | None], Peer]) -> None:
     holder = start_peer(1)
-    handle = holder.hold(list(range(NUM_SEGMENTS)))
-    read, state = begin(port, handle, list(range(NUM_SEGMENTS)))
+    handle = holder.hold(range(NUM_SEGMENTS))
+    read, state = begin(port, handle, range(NUM_SEGMENTS))
     assert state == "busy"
     holder.kill()
     assert read.poll(60.0) == "lost"
     assert read.release()
     port.let_go(handle)
-    for tensor in port.tensors:
-        tensor.zero_()
     other = start_peer(2)
     again, _ = begin(port, other.hold([0, 1]), [2, 3])
     assert again.poll(60.0) == "done"

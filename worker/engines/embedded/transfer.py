@@ -162,7 +162,7 @@ class KvPort:
         return KvRead(self, handle, segments, start, stop)
 
     def let_go(self, handle: KvHandle) -> None:
-        """Tell the holder that nothing will be read; if it cannot be told, its time-out will do."""
+        """Tell the holder that nothing more will be read; if it cannot be told, its time-out will do."""
         try:
             self._agent.send_notif(self._peer(handle), str(handle.ticket).encode())
         except self._errors as error:
@@ -275,14 +275,16 @@ class KvRead:
         elif self._slices:
             first, last = self._slices.pop(0)
             memory = self._port._memory, self._handle.memory
-            status = self._start(self._local[first:last], self._remote[first:last], memory, b"")
+            status = self._start(self._local[first:last], self._remote[first:last], memory)
         elif not self._asked_ticket:
             self._asked_ticket = True
-            status = self._start(*self._ticket_descriptors(), ("DRAM", "DRAM"), str(self._handle.ticket).encode())
+            status = self._start(*self._ticket_descriptors(), ("DRAM", "DRAM"))
         else:
             assert self._landing is not None
             found = int(self._port._landing[self._landing])
             self._state = "done" if found == self._handle.ticket else "expired"
+            if self._state == "done":
+                self._port.let_go(self._handle)  # apart from the read, which need not wait until the note has left
             return True
         if status == "PROC":
             return False
@@ -293,10 +295,10 @@ class KvRead:
             self._transfer = None
         return True
 
-    def _start(self, local: Array, remote: Array, memory: tuple[str, str], note: bytes) -> str:
+    def _start(self, local: Array, remote: Array, memory: tuple[str, str]) -> str:
         agent, peer = self._port._agent, self._port._peer(self._handle)
         targets, sources = (agent.get_xfer_descs(*side) for side in zip((local, remote), memory, strict=True))
-        self._transfer = agent.initialize_xfer("READ", targets, sources, peer, note)
+        self._transfer = agent.initialize_xfer("READ", targets, sources, peer)
         status: str = agent.transfer(self._transfer)
         self._moved = time.monotonic()
         return status
