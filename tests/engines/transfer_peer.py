@@ -20,7 +20,7 @@ LAYOUT = KvLayout("tiny", "float32", layers=3, kv_heads=2, head_dim=4, block_siz
 NUM_SEGMENTS = 12
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([__name__])
+_FORKS.set_forkserver_preload(["torch", "worker.engines.embedded.transfer"])
 
 
 def store(layout: KvLayout, num_segments: int, seed: int | None) -> list[torch.Tensor]:
