@@ -43,6 +43,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; its own setting reaches one thread alone
+
 import torch
 from disagg_routing import measure_routing
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -276,7 +278,6 @@ async def measure_gaps(path: str, disaggregated: bool, arrivals: int) -> tuple[l
     Returns:
         The gaps, and the median time to first token of the prompts, in seconds.
     """
-    torch.set_num_threads(1 if disaggregated else 2)
     child = await asyncio.to_thread(Child, "--child", "prefill", "--model-path", path) if disaggregated else None
     worker = engine(path, "decode" if disaggregated else "aggregated")
     await worker.start()
@@ -328,6 +329,12 @@ async def measure_gaps(path: str, disaggregated: bool, arrivals: int) -> tuple[l
     return found, statistics.median(times) if times else 0.0
 
 
+def answer_gaps(path: str) -> None:
+    """The child of the gaps: its environment says how many threads it has."""
+    disaggregated, arrivals = json.loads(sys.stdin.readline())
+    say(asyncio.run(measure_gaps(path, disaggregated, arrivals)))
+
+
 def verdict(good: bool) -> str:
     return "yes" if good else "no"
 
@@ -356,7 +363,9 @@ def report_gaps(path: str, write: Callable[[str], None]) -> None:
         ("disaggregated, no prompts arrive", True, 0),
         ("disaggregated, prompts arrive", True, NUM_ARRIVALS),
     ):
-        gaps, first = asyncio.run(measure_gaps(path, disaggregated, arrivals))
+        child = Child("--child", "gaps", "--model-path", path, threads=1 if disaggregated else 2)
+        gaps, first = child.ask([disaggregated, arrivals])
+        child.end()
         p99 = statistics.quantiles(gaps, n=100)[-1]
         shown = " | ".join(f"{1e3 * value:.1f}" for value in (statistics.median(gaps), p99, max(gaps)))
         write(f"| {name} | {shown} | {f'{first:.2f}' if arrivals else '-'} |\n")
@@ -379,7 +388,6 @@ PARTS = ("transfer", "hand-off", "gaps", "routing")
 def report(rounds: int, parts: list[str], write: Callable[[str], None]) -> None:
     write(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}, ")
     write(f"medians of {rounds} rounds.\n\n")
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "model")
         write_checkpoint(Path(path))
@@ -399,7 +407,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure KV transfer, the hand-off, decode beside prefill, routing.")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--child", choices=("transfer", "prefill"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=("transfer", "prefill", "gaps"), help=argparse.SUPPRESS)
     parser.add_argument("--descriptor", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--model-path", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -407,6 +415,8 @@ def main() -> None:
         hold_for_transfer(arguments.descriptor)
     elif arguments.child == "prefill":
         asyncio.run(prefill(arguments.model_path))
+    elif arguments.child == "gaps":
+        answer_gaps(arguments.model_path)
     else:
         report(arguments.rounds, arguments.parts, sys.stdout.write)
 

@@ -302,11 +302,19 @@ def test_decode_dies_before_or_while_it_reads(mortals: Mortals, reference: Refer
     settled(mortals.stack)
 
 
-def test_two_of_each_under_64_streams(stack: Stack, reference: Reference) -> None:
-    stack.start_frontend()
-    for role in ("prefill", "decode", "prefill", "decode"):
-        start(stack, role)
-    await_ready(stack)
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Stack]:
+    """Two prefill and two decode workers, in turn."""
+    with running_stack(tmp_path_factory.mktemp("four"), tiny_model) as stack:
+        stack.start_frontend()
+        for role in ("prefill", "decode", "prefill", "decode"):
+            start(stack, role)
+        await_ready(stack)
+        yield stack
+
+
+def test_two_of_each_under_64_streams(four: Stack, reference: Reference) -> None:
+    stack = four
 
     async def stream(client: openai.AsyncOpenAI, number: int) -> list[int]:
         body: dict[str, Any] = {"return_tokens_as_token_ids": True, "ignore_eos": True}
@@ -334,19 +342,16 @@ def test_two_of_each_under_64_streams(stack: Stack, reference: Reference) -> Non
     assert counts[1] + counts[3] >= 64
 
 
-def test_a_prefill_worker_that_leaves_waits_for_its_readers(stack: Stack, reference: Reference) -> None:
-    stack.start_frontend()
-    pair = [start(stack, "prefill"), start(stack, "prefill")]  # with the last one the model would leave
-    decode = start(stack, "decode")
-    await_ready(stack)
+def test_a_prefill_worker_that_leaves_waits_for_its_readers(four: Stack, reference: Reference) -> None:
+    prefill, decode = four.workers[::2], four.workers[1::2]  # with the last prefill worker the model would leave
     prompt = prompt_of(9)
-    with stopped(decode):
-        asking = Asking(stack, prompt)
-        leaving = wait_for(lambda: next((one for one in pair if held(one) == 1), None), "a held prompt")
+    with stopped(decode[0]), stopped(decode[1]):
+        asking = Asking(four, prompt)
+        leaving = wait_for(lambda: next((one for one in prefill if held(one) == 1), None), "a held prompt")
         leaving.signal(signal.SIGTERM)
-        wait_for(lambda: len(stack.registered()) == 2, "that it is not registered any more")
+        wait_for(lambda: len(four.registered()) == 3, "that it is not registered any more")
     reply = asking.reply()
     assert reply.token_ids == reference.answer(prompt), reply.text
     assert leaving.wait() == 0
-    assert decode.metric("dlw_kv_handoffs_total", outcome="lost") == 0
-    assert decode.metric("dlw_kv_handoffs_total", outcome="expired") == 0
+    for outcome in ("lost", "expired"):
+        assert sum(worker.metric("dlw_kv_handoffs_total", outcome=outcome) for worker in decode) == 0
