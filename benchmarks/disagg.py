@@ -1,13 +1,24 @@
-"""What disaggregation costs: KV transfer against a copy through shared memory, and what the hand-off adds to a request.
+"""What disaggregation costs and what it brings.
 
     .venv/bin/python benchmarks/disagg.py
 
-Two processes on this machine. *Transfer*: whole segments of a store of 24 tensors are read with NIXL, and the same
-bytes are copied once out of shared memory by one thread, in turn; the target is at least 0.6 of the copy's speed.
+All on this machine, with a Llama of about 100 million random parameters where a model is needed.
+
+*Transfer*: whole segments of a store of 24 tensors are read with NIXL out of another process's memory, and the same
+number of bytes are copied once, by one thread, out of memory that both processes have mapped and the other one has
+written, in turn; both in huge pages, and no segment twice before all others. The target is 0.6 of the copy's speed.
+
 *Hand-off*: two engines, prompts of several lengths; the time from the hand-off to the first token at the decode engine,
 without the transfer and one decode step, which that token needs anywhere; the target is 5 ms at most.
 
-Prints a table of medians; `results/disagg.md` keeps the last one.
+*Prompts between*: four answers are decoded while prompts of 2048 tokens arrive, one every few seconds: by one engine
+with two threads, and by a prefill and a decode engine with one thread each. The time between two tokens of an answer.
+
+*Routing*: a frontend, two workers, and prompts with a common beginning of 1024 tokens, each sent twice with another
+ending. The time to the second one's first token: round-robin sends it to the worker that does not know the beginning,
+the KV router to the one that does; the target is a third at most.
+
+Prints tables of medians; `results/disagg.md` keeps the last ones.
 """
 
 from __future__ import annotations
@@ -16,6 +27,7 @@ import argparse
 import asyncio
 import datetime
 import json
+import mmap
 import os
 import platform
 import random
@@ -28,33 +40,48 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
-from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; its own setting reaches one thread alone
+
 import torch
+from disagg_routing import measure_routing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from worker.engines import KeepKv, ReadKv
-from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, huge_pages
 from worker.engines.embedded.kv_layout import KvLayout
 from worker.engines.embedded.transfer import KvHandle, KvPort
 from worker.sampling import SamplingParams
+from worker.tiny_model import write_tiny_model
 
 LAYOUT = KvLayout("benchmark", "bfloat16", layers=12, kv_heads=4, head_dim=64, block_size=16, segment_size=256)
-NUM_SEGMENTS = 32
+NUM_SEGMENTS = 64
+NUM_TENSORS = 2 * LAYOUT.layers
+SEGMENT_ELEMENTS = LAYOUT.kv_heads * LAYOUT.segment_size * LAYOUT.head_dim
+SHARED_BYTES = NUM_TENSORS * NUM_SEGMENTS * SEGMENT_ELEMENTS * 2
 TRANSFER_TARGET = 0.6
 HAND_OFF_TARGET_MS = 5.0
+ROUTING_TARGET = 3.0
+
+NUM_STREAMS = 4
+NUM_ARRIVALS = 6
+ARRIVAL_INTERVAL_S = 5.0
+LONG_PROMPT = 2048
+PREFIX = 1024
 
 
 class Child:
     """The other process: says and hears one line of JSON at a time."""
 
-    def __init__(self, *arguments: str) -> None:
-        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    def __init__(self, *arguments: str, keep: tuple[int, ...] = (), threads: int = 1) -> None:
+        root = str(Path(__file__).resolve().parents[1])
+        environ = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
             [sys.executable, __file__, *arguments],
             env=environ,
+            pass_fds=keep,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -83,15 +110,25 @@ def say(data: Any) -> None:
 
 def store(fill: float) -> list[torch.Tensor]:
     shape = (NUM_SEGMENTS, LAYOUT.kv_heads, LAYOUT.segment_size, LAYOUT.head_dim)
-    return [torch.full(shape, fill, dtype=torch.bfloat16) for _ in range(2 * LAYOUT.layers)]
+    tensors = huge_pages.zeros(NUM_TENSORS, shape, torch.bfloat16, torch.device("cpu"))
+    for tensor in tensors:
+        tensor.fill_(fill)
+    return tensors
 
 
-def hold_for_transfer() -> None:
-    """The child of the transfer: holds prompts of as many segments as asked for, until it is told to leave."""
+def mapped(descriptor: int) -> torch.Tensor:
+    """The memory that both processes have mapped, ``[tensors, segments, elements]``."""
+    memory = mmap.mmap(descriptor, SHARED_BYTES)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.bfloat16).view(NUM_TENSORS, NUM_SEGMENTS, SEGMENT_ELEMENTS)
+
+
+def hold_for_transfer(descriptor: int) -> None:
+    """The child of the transfer: holds the segments asked for, until it is told to leave."""
     import select
 
-    tensors = store(1.0)
-    port = KvPort(tensors, LAYOUT)
+    port = KvPort(store(1.0), LAYOUT)
+    mapped(descriptor).fill_(2.0)
     held: KvHandle | None = None
     while True:
         port.notes()
@@ -102,57 +139,77 @@ def hold_for_transfer() -> None:
             return
         if held is not None:
             port.withdraw(held)
-        held = port.publish(range(int(json.loads(line))))
+        held = port.publish(json.loads(line))
         assert held is not None
         say(asdict(replace(held, metadata=b"")) | {"metadata": b64encode(held.metadata).decode()})
 
 
 def measure_transfer(rounds: int) -> list[tuple[str, float, float]]:
-    """Size, speed of NIXL and of the copy in bytes per second, by size."""
-    child = Child("--child", "transfer")
+    """What is transferred, and the speed of NIXL and of the copy in bytes per second."""
+    descriptor = os.memfd_create("kv")
+    os.ftruncate(descriptor, SHARED_BYTES)
+    child = Child("--child", "transfer", "--descriptor", str(descriptor), keep=(descriptor,))
     port = KvPort(store(0.0), LAYOUT)
+    read_with_nixl(port, child, [0], [0])  # connects
+    shared = mapped(descriptor)
+    shared.sum()  # maps the pages
+    numbers = random.Random(0)
     rows = []
-    for count in (1, 4, 16):
+    for count, scattered in ((1, False), (4, False), (16, False), (16, True)):
         speeds: tuple[list[float], list[float]] = ([], [])
-        for round_number in range(rounds + 1):
-            data = child.ask(count)
-            layout = KvLayout(**data.pop("layout"))
-            handle = KvHandle(layout=layout, **(data | {"metadata": b64decode(data["metadata"])}))
-            began = time.perf_counter()
-            read = port.read(handle, range(count), 0, count * LAYOUT.segment_size)
-            while (state := read.poll(1.0)) == "busy":
-                pass
-            took = time.perf_counter() - began
-            read.release()
-            if state != "done":
-                raise RuntimeError(f"the transfer is {state}")
-            copied = copy_once(port.tensors, count, read.num_bytes)
-            if round_number:  # the first one connects
-                speeds[0].append(read.num_bytes / took)
-                speeds[1].append(read.num_bytes / copied)
-        rows.append((f"{read.num_bytes / 2**20:.0f} MiB", *map(statistics.median, speeds)))
+        for round_number in range(rounds):
+            first = round_number * count % NUM_SEGMENTS
+            source = list(range(first, first + count))
+            target = [(each + NUM_SEGMENTS // 2) % NUM_SEGMENTS for each in source]
+            if scattered:
+                source, target = (numbers.sample(range(NUM_SEGMENTS), count) for _ in range(2))
+            num_bytes = count * SEGMENT_ELEMENTS * NUM_TENSORS * 2
+            speeds[0].append(num_bytes / read_with_nixl(port, child, source, target))
+            speeds[1].append(num_bytes / copy_once(port.tensors, shared, source, target, scattered))
+        name = f"{num_bytes / 2**20:.0f} MiB, {count} segments{', scattered' * scattered}"
+        rows.append((name, *map(statistics.median, speeds)))
     child.end()
     return rows
 
 
-def copy_once(tensors: list[torch.Tensor], count: int, num_bytes: int) -> float:
-    """Seconds of one thread's copy of `num_bytes` out of shared memory into the first segments of `tensors`."""
-    block = shared_memory.SharedMemory(create=True, size=num_bytes)
-    try:
-        source = torch.frombuffer(block.buf, dtype=torch.bfloat16).fill_(2)
-        parts = source.split(source.numel() // len(tensors))
-        began = time.perf_counter()
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor[:count].view(-1).copy_(part)
-        return time.perf_counter() - began
-    finally:
-        del source, parts
-        block.close()
-        block.unlink()
+def read_with_nixl(port: KvPort, child: Child, source: list[int], target: list[int]) -> float:
+    """Seconds of the read, from the handle to the holder's word that all of it was right."""
+    data = child.ask(source)
+    layout = KvLayout(**data.pop("layout"))
+    handle = KvHandle(layout=layout, **(data | {"metadata": b64decode(data["metadata"])}))
+    began = time.perf_counter()
+    read = port.read(handle, target, 0, len(source) * LAYOUT.segment_size)
+    while (state := read.poll(1.0)) == "busy":
+        pass
+    took = time.perf_counter() - began
+    read.release()
+    if state != "done" or not all((tensor[target] == 1.0).all() for tensor in port.tensors):
+        raise RuntimeError(f"the transfer is {state}")
+    return took
+
+
+def copy_once(
+    tensors: list[torch.Tensor], shared: torch.Tensor, source: list[int], target: list[int], scattered: bool
+) -> float:
+    """Seconds of one thread's copy of the same segments out of mapped memory; neighbours are one copy."""
+    runs = [([one], [other]) for one, other in zip(source, target, strict=True)] if scattered else [(source, target)]
+    pairs = [
+        (tensor[to[0] : to[0] + len(to)].view(-1), part[of[0] : of[0] + len(of)].view(-1))
+        for tensor, part in zip(tensors, shared, strict=True)
+        for of, to in runs
+    ]
+    began = time.perf_counter()
+    for destination, origin in pairs:
+        destination.copy_(origin)
+    took = time.perf_counter() - began
+    if not all((destination == 2.0).all() for destination, _ in pairs):
+        raise RuntimeError("the copy is wrong")
+    return took
 
 
 def write_checkpoint(path: Path) -> None:
     """A Llama of 12 layers with random weights, about 100 million parameters."""
+    write_tiny_model(path)  # for its tokenizer
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=8192,
@@ -169,6 +226,10 @@ def write_checkpoint(path: Path) -> None:
 
 def engine(path: str, role: str) -> EmbeddedEngine:
     return EmbeddedEngine(EmbeddedConfig(model_path=path, device="cpu", role=role, max_num_seqs=8))
+
+
+def random_prompt(numbers: random.Random, length: int) -> list[int]:
+    return numbers.choices(range(300, 900), k=length)
 
 
 async def prefill(path: str) -> None:
@@ -194,7 +255,7 @@ async def measure_hand_off(path: str, rounds: int) -> list[tuple[int, float, flo
     for length in (128, 512, 2048):
         found: list[tuple[float, float, float, float]] = []
         for round_number in range(rounds + 1):
-            prompt = numbers.choices(range(8192), k=length)
+            prompt = random_prompt(numbers, length)
             said = await asyncio.to_thread(child.ask, prompt)
             before = worker.transfers()["seconds"]
             times = [time.perf_counter()]
@@ -211,43 +272,153 @@ async def measure_hand_off(path: str, rounds: int) -> list[tuple[int, float, flo
     return rows
 
 
+async def measure_gaps(path: str, disaggregated: bool, arrivals: int) -> tuple[list[float], float]:
+    """Seconds between the tokens of `NUM_STREAMS` answers while `arrivals` long prompts come.
+
+    Returns:
+        The gaps, and the median time to first token of the prompts, in seconds.
+    """
+    child = await asyncio.to_thread(Child, "--child", "prefill", "--model-path", path) if disaggregated else None
+    worker = engine(path, "decode" if disaggregated else "aggregated")
+    await worker.start()
+    numbers = random.Random(1)
+
+    async def computed(prompt: list[int]) -> ReadKv | None:
+        return None if child is None else ReadKv((await asyncio.to_thread(child.ask, prompt))["kv"])
+
+    warm, over = asyncio.Event(), asyncio.Event()
+    gaps: list[float] = []
+
+    async def answer(number: int) -> None:
+        prompt = random_prompt(numbers, 64)
+        params = SamplingParams(max_tokens=3000, ignore_eos=True)
+        last = None
+        async for delta in worker.generate(f"answer {number}", prompt, params, await computed(prompt)):
+            now = time.perf_counter()
+            if last is not None and delta.token_ids:
+                gaps.append(now - last)
+                if len(gaps) == 20 * NUM_STREAMS:
+                    warm.set()
+            last = now
+            if over.is_set():
+                return
+
+    answers = [asyncio.create_task(answer(number)) for number in range(NUM_STREAMS)]
+    await warm.wait()
+    gaps.clear()
+
+    async def arrive(number: int) -> float:
+        await asyncio.sleep(number * ARRIVAL_INTERVAL_S)
+        prompt = random_prompt(numbers, LONG_PROMPT)
+        began = time.perf_counter()
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        async for delta in worker.generate(f"prompt {number}", prompt, params, await computed(prompt)):
+            if delta.token_ids:
+                return time.perf_counter() - began
+        raise RuntimeError("no token came")
+
+    times = await asyncio.gather(*(arrive(number) for number in range(arrivals)))
+    if not arrivals:
+        await asyncio.sleep(ARRIVAL_INTERVAL_S)
+    found = list(gaps)
+    over.set()
+    await asyncio.gather(*answers)
+    await worker.stop()
+    if child is not None:
+        child.end()
+    return found, statistics.median(times) if times else 0.0
+
+
+def answer_gaps(path: str) -> None:
+    """The child of the gaps: its environment says how many threads it has."""
+    disaggregated, arrivals = json.loads(sys.stdin.readline())
+    say(asyncio.run(measure_gaps(path, disaggregated, arrivals)))
+
+
 def verdict(good: bool) -> str:
     return "yes" if good else "no"
 
 
-def report(rounds: int, write: Callable[[str], None]) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        write_checkpoint(Path(directory))
-        hand_off = asyncio.run(measure_hand_off(directory, rounds))
-    transfer = measure_transfer(rounds)
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    write(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}, ")
-    write(f"{torch.get_num_threads()} threads; load averages at the end {load}; medians of {rounds} rounds.\n\n")
+def report_transfer(rounds: int, write: Callable[[str], None]) -> None:
     write("| KV | NIXL, GB/s | one copy, GB/s | ratio | at least 0.6 |\n| ---: | ---: | ---: | ---: | --- |\n")
-    for size, ours, copied in transfer:
-        ratio = ours / copied
-        write(
-            f"| {size} | {ours / 1e9:.2f} | {copied / 1e9:.2f} | {ratio:.2f} | {verdict(ratio >= TRANSFER_TARGET)} |\n"
-        )
+    for size, ours, copied in measure_transfer(rounds):
+        shown = f"{ours / 1e9:.2f} | {copied / 1e9:.2f} | {ours / copied:.2f}"
+        write(f"| {size} | {shown} | {verdict(ours / copied >= TRANSFER_TARGET)} |\n")
+
+
+def report_hand_off(path: str, rounds: int, write: Callable[[str], None]) -> None:
     write("\n| prompt | prefill, ms | transfer, ms | decode step, ms | the rest, ms | at most 5 |\n")
     write("| ---: | ---: | ---: | ---: | ---: | --- |\n")
-    for length, *seconds in hand_off:
+    for length, *seconds in asyncio.run(measure_hand_off(path, rounds)):
         shown = " | ".join(f"{1e3 * value:.1f}" for value in seconds)
         write(f"| {length} | {shown} | {verdict(1e3 * seconds[-1] <= HAND_OFF_TARGET_MS)} |\n")
 
 
+def report_gaps(path: str, write: Callable[[str], None]) -> None:
+    write(f"\n| {NUM_STREAMS} answers: gaps | median, ms | p99, ms | longest, ms | first token of a prompt, s |\n")
+    write("| --- | ---: | ---: | ---: | ---: |\n")
+    for name, disaggregated, arrivals in (
+        ("one engine, no prompts arrive", False, 0),
+        ("one engine, prompts arrive", False, NUM_ARRIVALS),
+        ("disaggregated, no prompts arrive", True, 0),
+        ("disaggregated, prompts arrive", True, NUM_ARRIVALS),
+    ):
+        child = Child("--child", "gaps", "--model-path", path, threads=1 if disaggregated else 2)
+        gaps, first = child.ask([disaggregated, arrivals])
+        child.end()
+        p99 = statistics.quantiles(gaps, n=100)[-1]
+        shown = " | ".join(f"{1e3 * value:.1f}" for value in (statistics.median(gaps), p99, max(gaps)))
+        write(f"| {name} | {shown} | {f'{first:.2f}' if arrivals else '-'} |\n")
+
+
+def report_routing(path: str, rounds: int, write: Callable[[str], None]) -> None:
+    missed, found = measure_routing(Path(path), rounds, PREFIX)
+    ratio = missed / found
+    write(
+        "\n| first token of a known beginning of 1024 | round-robin's miss, ms | KV router, ms | ratio | at least 3 |\n"
+    )
+    write("| --- | ---: | ---: | ---: | --- |\n")
+    shown = f"{1e3 * missed:.0f} | {1e3 * found:.0f} | {ratio:.1f}"
+    write(f"| two workers, one thread each | {shown} | {verdict(ratio >= ROUTING_TARGET)} |\n")
+
+
+PARTS = ("transfer", "hand-off", "gaps", "routing")
+
+
+def report(rounds: int, parts: list[str], write: Callable[[str], None]) -> None:
+    write(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}, ")
+    write(f"medians of {rounds} rounds.\n\n")
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "model")
+        write_checkpoint(Path(path))
+        if "transfer" in parts:
+            report_transfer(rounds, write)
+        if "hand-off" in parts:
+            report_hand_off(path, rounds, write)
+        if "gaps" in parts:
+            report_gaps(path, write)
+        if "routing" in parts:
+            report_routing(path, min(rounds, 5), write)
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    write(f"\nLoad averages at the end: {load}.\n")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure KV transfer and the hand-off.")
+    parser = argparse.ArgumentParser(description="Measure KV transfer, the hand-off, decode beside prefill, routing.")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--child", choices=("transfer", "prefill"), help=argparse.SUPPRESS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--child", choices=("transfer", "prefill", "gaps"), help=argparse.SUPPRESS)
+    parser.add_argument("--descriptor", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--model-path", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child == "transfer":
-        hold_for_transfer()
+        hold_for_transfer(arguments.descriptor)
     elif arguments.child == "prefill":
         asyncio.run(prefill(arguments.model_path))
+    elif arguments.child == "gaps":
+        answer_gaps(arguments.model_path)
     else:
-        report(arguments.rounds, sys.stdout.write)
+        report(arguments.rounds, arguments.parts, sys.stdout.write)
 
 
 if __name__ == "__main__":

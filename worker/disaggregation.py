@@ -68,5 +68,8 @@ class TransferMetrics:
         yield CounterMetricFamily("dlw_kv_received_bytes", f"{received}, bytes.", value=found.get("bytes", 0))
         seconds = found.get("seconds", 0.0)
         yield CounterMetricFamily("dlw_kv_received_seconds", f"{received}, seconds from start to end.", value=seconds)
+        if "used_blocks" in found:
+            used = "Blocks of the KV store that requests own: in flight, being received, or held."
+            yield GaugeMetricFamily("dlw_kv_used_blocks", used, value=found["used_blocks"])
         held = self._engine.num_held()
         yield GaugeMetricFamily("dlw_kv_held_prompts", "Prompts whose KV is held for decode workers.", value=held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import signal
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from e2e_stack import MODEL, Stack, Worker, running_stack, wait_for
+from e2e_stack import MODEL, Process, Stack, Worker, running_stack, wait_for
 from processor_requests import Reply, send
 
 from worker.engines.embedded import Engine
@@ -23,6 +24,7 @@ from worker.sampling import SamplingParams
 COMMON = ("--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--max-num-seqs", "16")
 HOLD_S = 3
 NUM_TOKENS = 24
+LONG_ANSWER = 1500
 VOCABULARY = range(300, 900)
 
 
@@ -32,8 +34,8 @@ class Reference:
     def __init__(self, model_path: Path) -> None:
         self._engine = Engine(model_path, device="cpu", dtype="float32", numerics="exact", max_num_seqs=16)
 
-    def answer(self, prompt: list[int]) -> list[int]:
-        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    def answer(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         result = self._engine.generate([prompt], params, progress=False)[0]
         return list(result.outputs[0].token_ids)
 
@@ -47,21 +49,21 @@ def prompt_of(number: int, length: int = 100) -> list[int]:
     return random.Random(number).choices(VOCABULARY, k=length)
 
 
-def ask(stack: Stack, prompt: list[int]) -> Reply:
-    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "logprobs": 1, "return_tokens_as_token_ids": True}
+def ask(stack: Stack, prompt: list[int], num_tokens: int = NUM_TOKENS) -> Reply:
+    body = {"prompt": prompt, "max_tokens": num_tokens, "logprobs": 1, "return_tokens_as_token_ids": True}
     return send(stack, "completions", {**body, "ignore_eos": True, "temperature": 0}, timeout_s=100)
 
 
 class Asking:
     """A request in a thread of its own."""
 
-    def __init__(self, stack: Stack, prompt: list[int]) -> None:
+    def __init__(self, stack: Stack, prompt: list[int], num_tokens: int = NUM_TOKENS) -> None:
         self._reply: Reply | None = None
-        self._thread = threading.Thread(target=self._ask, args=(stack, prompt))
+        self._thread = threading.Thread(target=self._ask, args=(stack, prompt, num_tokens))
         self._thread.start()
 
-    def _ask(self, stack: Stack, prompt: list[int]) -> None:
-        self._reply = ask(stack, prompt)
+    def _ask(self, stack: Stack, prompt: list[int], num_tokens: int) -> None:
+        self._reply = ask(stack, prompt, num_tokens)
 
     def reply(self) -> Reply:
         self._thread.join()
@@ -86,11 +88,12 @@ def held(prefill: Worker) -> float:
 
 
 def settled(stack: Stack) -> None:
-    """Nobody is in flight and nothing is held, on every worker that runs."""
+    """Nobody is in flight, nothing is held and every block is free again, on every worker that runs."""
     for worker in stack.workers:
         if worker.running:
             wait_for(lambda worker=worker: worker.metric("dlw_in_flight_requests") == 0, "no request in flight")
             wait_for(lambda worker=worker: held(worker) == 0, "no prompt held")
+            wait_for(lambda worker=worker: worker.metric("dlw_kv_used_blocks") == 0, "no block in use")
             assert worker.running
 
 
@@ -111,7 +114,8 @@ def stopped(worker: Worker) -> Iterator[None]:
     try:
         yield
     finally:
-        worker.signal(signal.SIGCONT)
+        if worker.running:
+            worker.signal(signal.SIGCONT)
 
 
 def test_a_hold_ends_in_time_and_decode_computes(pair: Stack, reference: Reference) -> None:
@@ -159,31 +163,43 @@ def test_disconnects_in_every_phase(pair: Stack, reference: Reference) -> None:
         assert worker.metric("dlw_requests_total", outcome="unknown_error") == 0, worker.log
 
 
-@pytest.mark.parametrize("connected", [True, False])
-def test_prefill_dies_with_what_it_holds(stack: Stack, reference: Reference, connected: bool) -> None:
-    stack.start_frontend()
-    prefill, decode = start(stack, "prefill"), start(stack, "decode")
-    if connected:
-        await_ready(stack)
-        assert ask(stack, prompt_of(5)).token_ids == reference.answer(prompt_of(5))
-    else:
-        for worker in stack.workers:
-            stack.wait_registered(worker)
-    before = decode.metric("dlw_kv_handoffs_total", outcome="received")
-    prompt = prompt_of(6)
-    with stopped(decode):
-        asking = Asking(stack, prompt)
-        wait_for(lambda: held(prefill) == 1, "a held prompt")
-        prefill.end()
-    reply = asking.reply()
-    assert reply.token_ids == reference.answer(prompt), reply.text
-    assert decode.metric("dlw_kv_handoffs_total", outcome="received") == before
-    assert decode.metric("dlw_kv_handoffs_total", outcome="lost") == 1
-    replacement = start(stack, "prefill")
-    stack.wait_registered(replacement)
-    again = wait_for(lambda: answered(stack, prompt_of(7)), "an answer with the new prefill worker")
-    assert again.token_ids == reference.answer(prompt_of(7))
-    settled(stack)
+class Mortals:
+    """A stack of which a test kills a worker; the next test has another one. The workers talk over TCP alone."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.frontend = stack.start_frontend()
+        self._workers: dict[str, Worker] = {}
+
+    def pair(self) -> tuple[Worker, Worker]:
+        """A prefill and a decode worker that know each other unless one is new; nobody else is registered."""
+        for role in ("prefill", "decode"):
+            if role not in self._workers or not self._workers[role].running:
+                self._bury(role)
+                self._workers[role] = start(self.stack, role, UCX_TLS="tcp")
+        for worker in self._workers.values():
+            self.stack.wait_registered(worker)
+        wait_for(lambda: len(self.stack.registered()) == 2, "that the dead are not registered any more")
+        return self._workers["prefill"], self._workers["decode"]
+
+    def _bury(self, role: str) -> None:
+        """What the others do when a lease of 10 s has run out."""
+        component = {"prefill": "prefill", "decode": "backend"}[role]
+        for entry in (self.stack.directory / "discovery").glob(f"v1/*/*%2F{component}%2F*"):
+            entry.unlink(missing_ok=True)
+
+    def connected_pair(self, reference: Reference) -> tuple[Worker, Worker]:
+        pair = self.pair()
+        prompt = prompt_of(random.randrange(10**6))
+        reply = wait_for(lambda: answered(self.stack, prompt), "an answer")
+        assert reply.token_ids == reference.answer(prompt)
+        return pair
+
+
+@pytest.fixture(scope="module")
+def mortals(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Mortals]:
+    with running_stack(tmp_path_factory.mktemp("mortals"), tiny_model) as stack:
+        yield Mortals(stack)
 
 
 def answered(stack: Stack, prompt: list[int]) -> Reply | None:
@@ -191,27 +207,114 @@ def answered(stack: Stack, prompt: list[int]) -> Reply | None:
     return reply if reply.status == 200 else None
 
 
-def test_decode_dies_before_it_has_read(stack: Stack, reference: Reference) -> None:
-    stack.start_frontend()
-    prefill, decode = start(stack, "prefill"), start(stack, "decode")
-    await_ready(stack)
+def unread(receiver: Process, sender: Process) -> int:
+    """Bytes on TCP connections between two processes that the receiver has not read; it must be stopped."""
+    sent = {(local, remote) for local, remote, _ in connections(sender)}
+    return sum(waiting for local, remote, waiting in connections(receiver) if (remote, local) in sent)
+
+
+def connections(process: Process) -> list[tuple[str, str, int]]:
+    """Both addresses of each established connection, and the bytes received and not read."""
+    links = set()
+    for path in Path(f"/proc/{process.child.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.add(os.readlink(path))
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    established = [row for row in rows if row[3] == "01" and f"socket:[{row[9]}]" in links]
+    return [(row[1], row[2], int(row[4].partition(":")[2], 16)) for row in established]
+
+
+@contextlib.contextmanager
+def read_under_way(mortals: Mortals, prefill: Worker, decode: Worker, prompt: list[int]) -> Iterator[Asking]:
+    """A request whose KV decode has asked for, and prefill, which is stopped, has not sent."""
     with stopped(decode):
-        asking = Asking(stack, prompt_of(8))
+        asking = Asking(mortals.stack, prompt)
         wait_for(lambda: held(prefill) == 1, "a held prompt")
-        decode.signal(signal.SIGKILL)
+        wait_for(lambda: unread(decode, mortals.frontend) > 0, "the request at decode")
+        with stopped(prefill):
+            decode.signal(signal.SIGCONT)
+            wait_for(lambda: unread(prefill, decode) > 0, "the read at prefill")
+            yield asking
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_prefill_dies_before_it_is_read(mortals: Mortals, reference: Reference, connected: bool) -> None:
+    prefill, decode = mortals.connected_pair(reference) if connected else mortals.pair()
+    received, lost = (decode.metric("dlw_kv_handoffs_total", outcome=outcome) for outcome in ("received", "lost"))
+    prompt = prompt_of(60 + connected)
+    with stopped(decode):
+        asking = Asking(mortals.stack, prompt)
+        wait_for(lambda: held(prefill) == 1, "a held prompt")
+        wait_for(lambda: unread(decode, mortals.frontend) > 0, "the request at decode")
+        prefill.end()
+    reply = asking.reply()
+    assert reply.token_ids == reference.answer(prompt), reply.text
+    assert decode.metric("dlw_kv_handoffs_total", outcome="received") == received
+    assert decode.metric("dlw_kv_handoffs_total", outcome="lost") == lost + 1
+    settled(mortals.stack)
+
+
+def test_prefill_dies_while_it_is_read(mortals: Mortals, reference: Reference) -> None:
+    prefill, decode = mortals.connected_pair(reference)
+    received, lost = (decode.metric("dlw_kv_handoffs_total", outcome=outcome) for outcome in ("received", "lost"))
+    prompt = prompt_of(62)
+    with read_under_way(mortals, prefill, decode, prompt) as asking:
+        prefill.end()
+    reply = asking.reply()
+    assert reply.token_ids == reference.answer(prompt), reply.text
+    assert decode.metric("dlw_kv_handoffs_total", outcome="received") == received
+    assert decode.metric("dlw_kv_handoffs_total", outcome="lost") == lost + 1
+    settled(mortals.stack)
+
+
+def test_prefill_dies_after_it_was_read(mortals: Mortals, reference: Reference) -> None:
+    prefill, decode = mortals.connected_pair(reference)
+    received = decode.metric("dlw_kv_handoffs_total", outcome="received")
+    prompt = prompt_of(63)
+    asking = Asking(mortals.stack, prompt, LONG_ANSWER)
+    wait_for(lambda: decode.metric("dlw_kv_handoffs_total", outcome="received") == received + 1, "the KV")
+    prefill.end()
+    assert decode.metric("dlw_in_flight_requests") == 1
+    reply = asking.reply()
+    assert reply.token_ids == reference.answer(prompt, LONG_ANSWER), reply.text
+    settled(mortals.stack)
+
+
+@pytest.mark.parametrize("reading", [False, True])
+def test_decode_dies_before_or_while_it_reads(mortals: Mortals, reference: Reference, reading: bool) -> None:
+    prefill, decode = mortals.connected_pair(reference)
+    before = prefill.metric("dlw_kv_handoffs_total", outcome="timed_out")
+    prompt = prompt_of(80 + reading)
+    if reading:
+        with read_under_way(mortals, prefill, decode, prompt) as asking, stopped(decode):
+            prefill.signal(signal.SIGCONT)
+            wait_for(lambda: unread(decode, prefill) > 0, "KV on its way")
+            decode.end()
+    else:
+        with stopped(decode):
+            asking = Asking(mortals.stack, prompt)
+            wait_for(lambda: held(prefill) == 1, "a held prompt")
+            decode.end()
     assert asking.reply().status != 200
-    wait_for(lambda: prefill.metric("dlw_kv_handoffs_total", outcome="timed_out") == 1, "the time-out")
-    stack.wait_registered(start(stack, "decode"))
-    again = wait_for(lambda: answered(stack, prompt_of(8)), "an answer with the new decode worker")
-    assert again.token_ids == reference.answer(prompt_of(8))
-    settled(stack)
+    wait_for(lambda: prefill.metric("dlw_kv_handoffs_total", outcome="timed_out") == before + 1, "the time-out")
+    settled(mortals.stack)
+    mortals.connected_pair(reference)
+    settled(mortals.stack)
 
 
-def test_two_of_each_under_64_streams(stack: Stack, reference: Reference) -> None:
-    stack.start_frontend()
-    for role in ("prefill", "decode", "prefill", "decode"):
-        start(stack, role)
-    await_ready(stack)
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Stack]:
+    """Two prefill and two decode workers, in turn."""
+    with running_stack(tmp_path_factory.mktemp("four"), tiny_model) as stack:
+        stack.start_frontend()
+        for role in ("prefill", "decode", "prefill", "decode"):
+            start(stack, role)
+        await_ready(stack)
+        yield stack
+
+
+def test_two_of_each_under_64_streams(four: Stack, reference: Reference) -> None:
+    stack = four
 
     async def stream(client: openai.AsyncOpenAI, number: int) -> list[int]:
         body: dict[str, Any] = {"return_tokens_as_token_ids": True, "ignore_eos": True}
@@ -239,19 +342,16 @@ def test_two_of_each_under_64_streams(stack: Stack, reference: Reference) -> Non
     assert counts[1] + counts[3] >= 64
 
 
-def test_a_prefill_worker_that_leaves_waits_for_its_readers(stack: Stack, reference: Reference) -> None:
-    stack.start_frontend()
-    pair = [start(stack, "prefill"), start(stack, "prefill")]  # with the last one the model would leave
-    decode = start(stack, "decode")
-    await_ready(stack)
+def test_a_prefill_worker_that_leaves_waits_for_its_readers(four: Stack, reference: Reference) -> None:
+    prefill, decode = four.workers[::2], four.workers[1::2]  # with the last prefill worker the model would leave
     prompt = prompt_of(9)
-    with stopped(decode):
-        asking = Asking(stack, prompt)
-        leaving = wait_for(lambda: next((one for one in pair if held(one) == 1), None), "a held prompt")
+    with stopped(decode[0]), stopped(decode[1]):
+        asking = Asking(four, prompt)
+        leaving = wait_for(lambda: next((one for one in prefill if held(one) == 1), None), "a held prompt")
         leaving.signal(signal.SIGTERM)
-        wait_for(lambda: len(stack.registered()) == 2, "that it is not registered any more")
+        wait_for(lambda: len(four.registered()) == 3, "that it is not registered any more")
     reply = asking.reply()
     assert reply.token_ids == reference.answer(prompt), reply.text
     assert leaving.wait() == 0
-    assert decode.metric("dlw_kv_handoffs_total", outcome="lost") == 0
-    assert decode.metric("dlw_kv_handoffs_total", outcome="expired") == 0
+    for outcome in ("lost", "expired"):
+        assert sum(worker.metric("dlw_kv_handoffs_total", outcome=outcome) for worker in decode) == 0

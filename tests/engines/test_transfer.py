@@ -90,7 +90,7 @@ def test_what_was_withdrawn_is_not_taken_for_kv(peer: Peer, port: KvPort) -> Non
     with_own_memory = Peer(seed=5)
     try:
         handle = with_own_memory.hold([1, 2])
-        with_own_memory.ask("withdraw", ticket=handle.ticket)
+        with_own_memory.ask("withdraw", handle.ticket)
         assert finish(port.read(handle, [0, 1], 0, 20)) == "expired"
         again = with_own_memory.hold([1, 2])
         assert finish(port.read(again, [0, 1], 0, 20)) == "done"
@@ -180,8 +180,10 @@ def test_pieces_cover_each_element_once(data: st.DataObject) -> None:
     got, sent = sequence(here, list(target)), sequence(there, list(source))
     assert torch.equal(got[:, start:stop], sent[:, start:stop])
     assert (here != -1).sum() == (stop - start) * heads * width
-    local, remote = descriptors(found, [1000, 5000], [7000, 9000], 4)
+    local, remote = descriptors(found, (([1000, 5000], 0), ([7000, 9000], 3)), 4)
     assert local[:, 1].sum() == remote[:, 1].sum() == 2 * 4 * (stop - start) * heads * width
+    assert local.tolist() == [[base + 4 * to, 4 * size, 0] for base in (1000, 5000) for to, _, size in found]
+    assert remote.tolist() == [[base + 4 * of, 4 * size, 3] for base in (7000, 9000) for _, of, size in found]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 100))

@@ -1,24 +1,26 @@
-"""A second process with a KV store of its own: holds prompts for the tests, told what to do line by line."""
+"""A second process with a KV store of its own: holds prompts for the tests or reads theirs, as it is told.
+
+Processes are forked from one that has imported everything, so that each starts at once.
+"""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import selectors
-import subprocess
-import sys
-from base64 import b64decode, b64encode
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from worker.engines.embedded.kv_layout import KvLayout
-from worker.engines.embedded.transfer import KvHandle, KvPort
+from worker.engines.embedded.transfer import KvHandle, KvPort, KvRead
 
 LAYOUT = KvLayout("tiny", "float32", layers=3, kv_heads=2, head_dim=4, block_size=4, segment_size=16)
 NUM_SEGMENTS = 12
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch", "worker.engines.embedded.transfer"])
 
 
 def store(layout: KvLayout, num_segments: int, seed: int | None) -> list[torch.Tensor]:
@@ -32,29 +34,42 @@ def store(layout: KvLayout, num_segments: int, seed: int | None) -> list[torch.T
 
 
 class Peer:
-    """The process of a holder, by its end of a pipe."""
+    """The process, by its end of a pipe.
 
-    def __init__(self, layout: KvLayout = LAYOUT, num_segments: int = NUM_SEGMENTS, seed: int = 1) -> None:
-        self.tensors = store(layout, num_segments, seed)  # the same numbers that the process has
-        given = json.dumps({"layout": asdict(layout), "num_segments": num_segments, "seed": seed})
-        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, given]
-        self.process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()
+    Attributes:
+        tensors: The same numbers that the process begins with.
+        notes: Tickets that came back to a port of ours while it waited for the process; see `answer_to`.
+    """
 
-    def ask(self, what: str, **arguments: Any) -> Any:
+    def __init__(
+        self, layout: KvLayout = LAYOUT, num_segments: int = NUM_SEGMENTS, seed: int | None = 1, **environ: str
+    ) -> None:
+        self.tensors = store(layout, num_segments, seed)
+        self.notes: list[int] = []
+        self._pipe, theirs = _FORKS.Pipe()
+        self.process = _FORKS.Process(target=serve, args=(theirs, layout, num_segments, seed, environ), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert self._pipe.recv() == "ready"
+
+    def ask(self, what: str, *arguments: Any) -> Any:
         """Have the process do something; its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"what": what, **arguments}) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
+        self.tell(what, *arguments)
+        return self._pipe.recv()
 
-    def hold(self, segments: list[int]) -> KvHandle:
-        data = self.ask("hold", segments=segments)
-        layout = KvLayout(**data.pop("layout"))
-        data["metadata"] = b64decode(data["metadata"])
-        data["bases"], data["segments"] = tuple(data["bases"]), tuple(data["segments"])
-        return KvHandle(layout=layout, **data)
+    def tell(self, what: str, *arguments: Any) -> None:
+        """The same without waiting for the answer."""
+        self._pipe.send((what, arguments))
+
+    def answer_to(self, port: KvPort) -> Any:
+        """The answer to what was told, while `port` does a holder's part of it."""
+        while not self._pipe.poll(0.0005):
+            self.notes += port.notes()
+        return self._pipe.recv()
+
+    def hold(self, segments: Sequence[int]) -> KvHandle:
+        handle: KvHandle = self.ask("hold", segments)
+        return handle
 
     def wait_note(self) -> int:
         """The next ticket that a reader sends back."""
@@ -62,66 +77,73 @@ class Peer:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
     def end(self) -> None:
         self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the peer has died"
-        return json.loads(line)
+        self._pipe.close()
 
 
-def serve(port: KvPort, tensors: list[torch.Tensor]) -> None:
-    """Do what is asked, one line after the other, and poll between them: a real holder's step thread does so too."""
-    held: dict[int, KvHandle] = {}
-    notes: list[int] = []
-    ready = selectors.DefaultSelector()
-    ready.register(sys.stdin, selectors.EVENT_READ)
+def begin_to_read(port: KvPort, handle: KvHandle, segments: Sequence[int]) -> tuple[KvRead, str]:
+    """A read of which some has come and some has not, if it is `busy`."""
+    for tensor in port.tensors:
+        tensor.zero_()
+    read = port.read(handle, segments, 0, len(segments) * port.layout.segment_size)
+    state = read.poll(0.0)
+    while state == "busy" and not any(tensor.any() for tensor in port.tensors):
+        state = read.poll(0.0)
+    return read, state
 
-    def answer(data: Any) -> None:
-        sys.stdout.write(json.dumps(data) + "\n")
-        sys.stdout.flush()
 
-    answer("ready")
-    waiting = False
+class Served:
+    """What the process can be told: the names of the methods."""
+
+    def __init__(self, port: KvPort) -> None:
+        self._port = port
+        self._held: dict[int, KvHandle] = {}
+        self._notes: list[int] = []
+        self._read: KvRead | None = None
+
+    def poll(self) -> None:
+        """A real holder's step thread does so too."""
+        self._notes += self._port.notes()
+
+    def hold(self, segments: Sequence[int]) -> KvHandle:
+        handle = self._port.publish(segments)
+        assert handle is not None
+        self._held[handle.ticket] = handle
+        return handle
+
+    def withdraw(self, ticket: int) -> None:
+        self._port.withdraw(self._held.pop(ticket))
+        for tensor in self._port.tensors:
+            tensor.fill_(-1)
+
+    def wait_note(self) -> int:
+        while not self._notes:
+            self.poll()
+        return self._notes.pop(0)
+
+    def begin_to_read(self, handle: KvHandle, segments: Sequence[int]) -> str:
+        self._read, state = begin_to_read(self._port, handle, segments)
+        return state
+
+    def finish_reading(self) -> tuple[str, list[float]]:
+        """How the read ended, and the mean of each tensor."""
+        assert self._read is not None
+        state = self._read.poll(60.0)
+        self._read.release()
+        return state, [float(tensor.double().mean()) for tensor in self._port.tensors]
+
+
+def serve(pipe: Connection, layout: KvLayout, num_segments: int, seed: int | None, environ: dict[str, str]) -> None:
+    """The process: does what is asked, one after the other, and polls between."""
+    os.environ.update(environ, OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    served = Served(KvPort(store(layout, num_segments, seed), layout))
+    pipe.send("ready")
     while True:
-        notes += port.notes()
-        if waiting and notes:
-            answer(notes.pop(0))
-            waiting = False
-        if not ready.select(0.0005):
-            continue
-        line = sys.stdin.readline()
-        if not line:
-            return
-        given = json.loads(line)
-        if given["what"] == "hold":
-            handle = port.publish(given["segments"])
-            assert handle is not None
-            held[handle.ticket] = handle
-            data = asdict(replace(handle, metadata=b""))
-            answer(data | {"metadata": b64encode(handle.metadata).decode()})
-        elif given["what"] == "withdraw":
-            port.withdraw(held.pop(given["ticket"]))
-            for tensor in tensors:
-                tensor.fill_(-1)
-            answer("withdrawn")
-        elif given["what"] == "wait_note":
-            waiting = True
-
-
-def main() -> None:
-    given = json.loads(sys.argv[1])
-    layout = KvLayout(**given["layout"])
-    tensors = store(layout, given["num_segments"], given["seed"])
-    serve(KvPort(tensors, layout), tensors)
-
-
-if __name__ == "__main__":
-    main()
+        served.poll()
+        if pipe.poll(0.0005):
+            what, arguments = pipe.recv()
+            pipe.send(getattr(served, what)(*arguments))

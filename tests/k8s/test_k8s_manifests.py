@@ -37,6 +37,8 @@ def test_the_worker_reads_its_command_line(component: Component) -> None:
     assert arguments.discovery_backend == "kubernetes"
     assert arguments.namespace == "default-dlw-1a2b3c4d"
     assert arguments.component == component.type
+    if arguments.disaggregation_mode != "aggregated" and arguments.engine == "embedded":
+        assert arguments.kv_transfer_devices == "eth0"  # two pods: loopback leads nowhere
 
 
 @each_frontend

@@ -119,12 +119,6 @@ def admit(
     )
 
 
-def _refuse(params: SamplingParams, allowed: AbstractSet[str]) -> None:
-    for name, reason in REFUSED.items():
-        if name not in allowed and getattr(params, name) != getattr(_DEFAULTS, name):
-            raise InvalidRequest(f"sampling_params.{name}", reason)
-
-
 def _chain(params: SamplingParams, prompt: list[int]) -> ProcessorChain | None:
     """The chain among the logits processors, taken out of its callable, at the end of the prompt."""
     chains = [each.chain for each in params.logits_processors if isinstance(each, ChainAdapter)]

@@ -151,10 +151,11 @@ class EmbeddedEngine:
         self._thread.report_blocks(sink)
 
     def transfers(self) -> dict[str, float]:
-        """Hand-offs so far by what became of them, and the seconds that reads took; see `Exchange.counts`."""
+        """Hand-offs so far by what became of them, the seconds that reads took, and the blocks in use now."""
         if self._exchange is None:
             return {}
-        return {**self._exchange.counts, "seconds": self._exchange.seconds}
+        exchange = self._exchange
+        return {**exchange.counts, "seconds": exchange.seconds, "used_blocks": exchange.num_used_blocks}
 
     def hand_off(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many were ended."""

@@ -39,6 +39,9 @@ BUSY_BUDGET_S = 0.004
 IDLE_BUDGET_S = 0.02
 """Longest that reads go on before messages are looked at, with nothing to decode."""
 
+SERVING_SHARE = 0.05
+"""Part of its time that a busy holder gives its readers: over TCP its step thread sends what they read."""
+
 POLL_S = 0.0005
 """Pause between looking for notes or for a connection, with nothing else to do."""
 
@@ -123,6 +126,7 @@ class Exchange:
         self._reading: list[Receipt] = []
         self._ready: deque[Request] = deque()
         self._abandoned: list[tuple[KvRead, Request]] = []
+        self._served = time.monotonic()
 
     def __repr__(self) -> str:
         return (
@@ -139,6 +143,12 @@ class Exchange:
     def num_held(self) -> int:
         """Prompts held for other workers. May be read by any thread."""
         return len(self._holds)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks of the store that requests own; what is only cached is not counted. May be read by any thread."""
+        cache = self._scheduler.cache
+        return (cache.num_segments - cache.num_available) * (self.layout.segment_size // self.layout.block_size)
 
     @property
     def wait_s(self) -> float | None:
@@ -211,10 +221,18 @@ class Exchange:
 
     def _take_notes(self) -> None:
         if self._hold_s is not None or self._reading or self._abandoned or self.port.is_lingering:
-            for ticket in self.port.notes():
-                hold = self._holds.get(ticket)
-                if hold is not None:
-                    self._end_hold(hold, "taken")
+            began = time.monotonic()
+            until = began + min(SERVING_SHARE * (began - self._served), IDLE_BUDGET_S)
+            self._end_taken_holds()
+            while self._holds and time.monotonic() < until:
+                self._end_taken_holds()
+            self._served = time.monotonic()
+
+    def _end_taken_holds(self) -> None:
+        for ticket in self.port.notes():
+            hold = self._holds.get(ticket)
+            if hold is not None:
+                self._end_hold(hold, "taken")
 
     def _end_late_holds(self) -> None:
         if self._hold_s is None:
@@ -250,6 +268,9 @@ class Exchange:
                 tensor[each.target, :, each.num_tokens :] = 0
             for segment in opened:
                 tensor[segment] = 0
+        device = self.port.tensors[0].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the read is no part of torch's stream, and must come after it
 
     def _begin(self, receipt: Receipt) -> None:
         """Read what is missing, except the last position: that is computed, for its logits."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -79,17 +79,23 @@ def _follows(piece: list[int], to: int, of: int) -> bool:
     return piece[0] + piece[2] == to and piece[1] + piece[2] == of
 
 
-def descriptors(
-    found: list[list[int]], target: Sequence[int], source: Sequence[int], itemsize: int
-) -> tuple[Array, Array]:
-    """Addresses and sizes in bytes ``[n, 2]`` of `found` in all tensors: the reader's, and the holder's."""
+def descriptors(found: list[list[int]], sides: Sequence[tuple[Sequence[int], int]], itemsize: int) -> list[Array]:
+    """Address, size in bytes and device ``[n, 3]`` of `found` in all tensors, of either side.
+
+    Args:
+        found: What `pieces` found.
+        sides: Addresses of the tensors and the device that they lie on: the reader's, and the holder's.
+        itemsize: Bytes per element.
+    """
     table = np.array(found, dtype=np.uint64) * np.uint64(itemsize)
-    sides = []
-    for column, bases in ((0, target), (1, source)):
-        addresses = np.array(bases, dtype=np.uint64)[:, None] + table[None, :, column]
-        sizes = np.broadcast_to(table[None, :, 2], addresses.shape)
-        sides.append(np.stack([addresses.ravel(), sizes.ravel()], axis=1))
-    return sides[0], sides[1]
+    tables = []
+    for column, (bases, device) in enumerate(sides):
+        rows = np.empty((len(bases), len(found), 3), dtype=np.uint64)
+        np.add(np.array(bases, dtype=np.uint64)[:, None], table[:, column], out=rows[:, :, 0])
+        rows[:, :, 1] = table[:, 2]
+        rows[:, :, 2] = device
+        tables.append(rows.reshape(-1, 3))
+    return tables
 
 
 def slices(sizes: Array, limit: int) -> list[tuple[int, int]]:
@@ -103,3 +109,17 @@ def slices(sizes: Array, limit: int) -> list[tuple[int, int]]:
     if len(sizes) > first:
         ranges.append((first, len(sizes)))
     return ranges
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Address and size of spans, in the order of addresses, those without a gap between them made one.
+
+    What is registered as one has one remote key, and every hand-off carries the keys.
+    """
+    found: list[tuple[int, int]] = []
+    for address, size in sorted(spans):
+        if found and sum(found[-1]) == address:
+            found[-1] = (found[-1][0], found[-1][1] + size)
+        else:
+            found.append((address, size))
+    return found

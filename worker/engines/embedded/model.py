@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from worker.engines.embedded import attention, llama, transformers_network
+from worker.engines.embedded import attention, huge_pages, llama, transformers_network
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
 from worker.engines.embedded.linear import Tiles, linears
 from worker.engines.embedded.llama import LlamaNetwork
@@ -69,16 +69,13 @@ class HfModel:
     def allocate_kv(self, num_segments: int, segment_size: int) -> None:
         """Allocate the KV store. Raises `StartupError` if the memory is not there."""
         shape = (num_segments, self._kv_heads, segment_size, self._head_dim)
-
-        def tensors() -> list[torch.Tensor]:
-            return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self._layers)]
-
         try:
-            self._store = attention.KvStore(tensors(), tensors())
+            tensors = huge_pages.zeros(2 * self._layers, shape, self.dtype, self.device)
         except RuntimeError as error:  # out of memory, on either device
             raise StartupError(
                 f"--kv-blocks: no memory for the KV of {num_segments * segment_size} tokens ({first_line(error)})"
             ) from error
+        self._store = attention.KvStore(tensors[: self._layers], tensors[self._layers :])
         self._segment_size = segment_size
         self._choose_numerics()
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from worker.engines.embedded.kv_layout import Array, KvLayout, descriptors, pieces, slices
+from worker.engines.embedded.kv_layout import Array, KvLayout, descriptors, merged, pieces, slices
 from worker.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 MAX_TICKETS = 4096
 """Prompts that may be held, and reads that may be under way, at once."""
 
-SLICE_BYTES = 8 * 2**20
+SLICE_BYTES = 16 * 2**20
 """Most that is read at a time: over shared memory a read takes the step thread's time, and decode rows wait."""
 
 READ_TIMEOUT_S = 10.0
 """A read that makes no progress for this long is given up."""
 
 PAUSE_S = 0.00005
-"""Pause between looks at a transfer that another thread or device carries out."""
+"""Pause between looks at a transfer that another thread or device carries out, once it has taken as long."""
 
 LINGER_S = 0.5
 """How long a note to a peer is given to leave: nothing moves unless somebody polls."""
@@ -92,11 +92,9 @@ class KvPort:
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: KvLayout, devices: str = "lo") -> None:
         nixl = load_nixl(devices)
-        device = tensors[0].device
         self.layout = layout
         self.name = f"dlw-{secrets.token_hex(8)}"
-        self._memory = "DRAM" if device.type == "cpu" else "VRAM"
-        self._device = 0 if device.type == "cpu" else device.index or 0
+        self._memory, self._device = _place(tensors[0].device)
         self._itemsize = tensors[0].element_size()
         self.tensors = list(tensors)
         self.bases = tuple(tensor.data_ptr() for tensor in tensors)
@@ -110,9 +108,7 @@ class KvPort:
         failures: tuple[type[Exception], ...] = (RuntimeError, KeyError, *nixl.errors)
         try:
             self._agent = nixl.agent(self.name)
-            self._registered = [
-                self._agent.register_memory(memory) for memory in (self.tensors, [self._tickets, self._landing])
-            ]
+            self._registered = [self._register(self.tensors), self._register([self._tickets, self._landing])]
             self._metadata: bytes = self._agent.get_agent_metadata()
         except failures as error:
             raise StartupError(f"--disaggregation-mode: NIXL cannot be used here: {error}") from error
@@ -166,7 +162,7 @@ class KvPort:
         return KvRead(self, handle, segments, start, stop)
 
     def let_go(self, handle: KvHandle) -> None:
-        """Tell the holder that nothing will be read; if it cannot be told, its time-out will do."""
+        """Tell the holder that nothing more will be read; if it cannot be told, its time-out will do."""
         try:
             self._agent.send_notif(self._peer(handle), str(handle.ticket).encode())
         except self._errors as error:
@@ -191,6 +187,11 @@ class KvPort:
             self._agent.deregister_memory(registered)
         self._registered = []
 
+    def _register(self, tensors: Sequence[torch.Tensor]) -> Any:
+        memory, device = _place(tensors[0].device)
+        spans = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
+        return self._agent.register_memory([(*span, device, "") for span in merged(spans)], memory)
+
     def _peer(self, handle: KvHandle) -> str:
         peer = self._peers.get(handle.holder)
         if peer is None:
@@ -211,15 +212,14 @@ class KvRead:
         self._port = port
         self._handle = handle
         found = pieces(port.layout, segments, handle.segments, start, stop)
-        local, remote = descriptors(found, port.bases, handle.bases, port._itemsize)
-        self._local = _with_device(local, port._device)
-        self._remote = _with_device(remote, handle.device)
-        self._slices = slices(local[:, 1], SLICE_BYTES)
+        sides = (port.bases, port._device), (handle.bases, handle.device)
+        self._local, self._remote = descriptors(found, sides, port._itemsize)
+        self._slices = slices(self._local[:, 1], SLICE_BYTES)
         self._landing: int | None = port._free_landing.pop()
         self._transfer: Any = None
         self._asked_ticket = False
         self._state: State = "busy"
-        self.num_bytes = int(local[:, 1].sum())
+        self.num_bytes = int(self._local[:, 1].sum())
         self._began = self._moved = time.monotonic()
         self.seconds = 0.0
 
@@ -246,7 +246,7 @@ class KvRead:
                 self._fail()
             if now >= until:
                 break
-            if not moved:
+            if now - self._moved > PAUSE_S:
                 time.sleep(PAUSE_S)  # other threads run meanwhile
         if self._state != "busy" and not self.seconds:
             self.seconds = time.monotonic() - self._began
@@ -275,14 +275,16 @@ class KvRead:
         elif self._slices:
             first, last = self._slices.pop(0)
             memory = self._port._memory, self._handle.memory
-            status = self._start(self._local[first:last], self._remote[first:last], memory, b"")
+            status = self._start(self._local[first:last], self._remote[first:last], memory)
         elif not self._asked_ticket:
             self._asked_ticket = True
-            status = self._start(*self._ticket_descriptors(), ("DRAM", "DRAM"), str(self._handle.ticket).encode())
+            status = self._start(*self._ticket_descriptors(), ("DRAM", "DRAM"))
         else:
             assert self._landing is not None
             found = int(self._port._landing[self._landing])
             self._state = "done" if found == self._handle.ticket else "expired"
+            if self._state == "done":
+                self._port.let_go(self._handle)  # apart from the read, which need not wait until the note has left
             return True
         if status == "PROC":
             return False
@@ -293,11 +295,12 @@ class KvRead:
             self._transfer = None
         return True
 
-    def _start(self, local: Array, remote: Array, memory: tuple[str, str], note: bytes) -> str:
+    def _start(self, local: Array, remote: Array, memory: tuple[str, str]) -> str:
         agent, peer = self._port._agent, self._port._peer(self._handle)
         targets, sources = (agent.get_xfer_descs(*side) for side in zip((local, remote), memory, strict=True))
-        self._transfer = agent.initialize_xfer("READ", targets, sources, peer, note)
+        self._transfer = agent.initialize_xfer("READ", targets, sources, peer)
         status: str = agent.transfer(self._transfer)
+        self._moved = time.monotonic()
         return status
 
     def _ticket_descriptors(self) -> tuple[Array, Array]:
@@ -312,8 +315,9 @@ class KvRead:
         self._port.forget(self._handle.holder)
 
 
-def _with_device(table: Array, device: int) -> Array:
-    return np.concatenate([table, np.full((len(table), 1), device, dtype=np.uint64)], axis=1)
+def _place(device: torch.device) -> tuple[str, int]:
+    """What NIXL calls a device's memory, and the index of the device."""
+    return ("DRAM", 0) if device.type == "cpu" else ("VRAM", device.index or 0)
 
 
 @dataclass(frozen=True, slots=True)

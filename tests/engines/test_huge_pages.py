@@ -1,0 +1,72 @@
+"""The KV store's memory: tensors like torch's own, one after the other, in huge pages where the kernel gives them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker.engines.embedded.huge_pages import HUGE_PAGE_BYTES, zeros
+from worker.engines.embedded.kv_layout import merged
+
+CPU = torch.device("cpu")
+
+
+def advised(address: int) -> bool:
+    """Whether the kernel was asked for huge pages at `address`."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        mapping = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if mapping:
+            inside = int(mapping[1], 16) <= address < int(mapping[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return " hg" in line
+    raise AssertionError("no such mapping")
+
+
+@pytest.mark.parametrize("shape", [(64, 2, 64, 64), (3, 5, 7, 1001)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_ones_lie_in_one_block_that_asks_for_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensors = zeros(12, shape, dtype, CPU)
+    assert len(tensors) == 12
+    for number, tensor in enumerate(tensors):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
+        assert tensor.is_contiguous()
+        assert not tensor.any()
+        assert tensor.data_ptr() % 64 == 0
+        tensor.fill_(number + 1)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[number + 1.0] for number in range(12)]
+    assert tensors[0].data_ptr() % HUGE_PAGE_BYTES == 0
+    ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors[:-1]]
+    assert all(0 <= tensor.data_ptr() - end < 64 for end, tensor in zip(ends, tensors[1:], strict=True))
+    assert advised(tensors[0].data_ptr())
+
+
+def test_small_ones_are_torchs_own() -> None:
+    tensors = zeros(4, (2, 3), torch.int64, CPU)
+    assert [tensor.tolist() for tensor in tensors] == [[[0, 0, 0]] * 2] * 4
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 4
+
+
+def test_other_devices_are_torchs_own() -> None:
+    tensors = zeros(2, (1024, 1024, 4), torch.float32, torch.device("meta"))
+    assert [tensor.device.type for tensor in tensors] == ["meta", "meta"]
+
+
+def test_memory_that_is_not_there() -> None:
+    with pytest.raises(RuntimeError, match="memory"):
+        zeros(2, (2**40, 2**10), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([], []),
+        ([(0, 4), (4, 4), (8, 2)], [(0, 10)]),
+        ([(20, 5), (0, 10), (10, 9), (25, 5)], [(0, 19), (20, 10)]),
+    ],
+)
+def test_neighbours_are_registered_as_one(spans: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
+    assert merged(spans) == expected
