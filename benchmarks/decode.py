@@ -171,6 +171,10 @@ def peer(python: Path, checkpoint: Path, threads: int, script: str, *arguments: 
             yield answer
         finally:
             sink.close()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 Matrix = np.ndarray[Any, Any]
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _say_nothing(level: int, text: bytes, data: Any) -> None:
+    """What it says while it loads is long."""
 
 
 def read_tensors(path: Path) -> dict[str, Matrix]:
@@ -98,6 +104,7 @@ class Llama:
     """A loaded model that answers tasks greedily."""
 
     def __init__(self, path: Path, threads: int) -> None:
+        llama_cpp.llama_log_set(_say_nothing, None)
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
@@ -162,9 +169,12 @@ class Llama:
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model.gguf"
-        convert(Path(sys.argv[1]), path)
-        llama = Llama(path, int(os.environ["OMP_NUM_THREADS"]))
-        serve(llama.answer)
+
+        def start() -> Callable[[Task], Reply]:
+            convert(Path(sys.argv[1]), path)
+            return Llama(path, int(os.environ["OMP_NUM_THREADS"])).answer
+
+        serve(start)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,11 @@ class Continuous:
         )
         self._manager.start()
 
+    def stop(self) -> None:
+        """End the manager's thread, without which the process would not end."""
+        if self._manager is not None:
+            self._manager.stop(block=True, timeout=10)
+
 
 def main() -> None:
     warnings.simplefilter("ignore")
@@ -102,11 +107,15 @@ def main() -> None:
     path, kind = sys.argv[1:]
     loader: Any = AutoModelForCausalLM
     network = loader.from_pretrained(path, dtype=torch.bfloat16).eval()
-    if kind == "continuous":
-        network.set_attn_implementation("paged|sdpa")
-        serve(Continuous(network).answer)
-    else:
-        serve(lambda task: generate(network, task))
+    if kind == "static":
+        serve(lambda: lambda task: generate(network, task))
+        return
+    network.set_attn_implementation("paged|sdpa")
+    continuous = Continuous(network)
+    try:
+        serve(lambda: continuous.answer)
+    finally:
+        continuous.stop()
 
 
 if __name__ == "__main__":

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from workload import LONGEST, MOST_ROWS, Reply, Task, serve
 
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 
-def main() -> None:
+def start() -> Callable[[Task], Reply]:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     engine = LLM(
@@ -33,8 +39,8 @@ def main() -> None:
         tokens = [result.outputs[0].token_ids for result in found]
         return Reply(sum(map(len, tokens)), [row[0] for row in tokens])
 
-    serve(answer)
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(start)

@@ -45,8 +45,8 @@ class Task:
     seed: int
 
     def prompts(self) -> list[list[int]]:
-        """The prompts, which no two seeds have in common."""
-        source = random.Random(self.seed)
+        """The prompts, which no two tasks have in common: nobody finds them in a cache."""
+        source = random.Random(repr(self))
         return [[source.randrange(VOCABULARY) for _ in range(self.prompt)] for _ in range(self.rows)]
 
     def controls_of(self, row: int) -> dict[str, float]:
@@ -73,10 +73,11 @@ class Reply:
     decode_tokens: int = 0
 
 
-def serve(answer: Callable[[Task], Reply]) -> None:
-    """Answer tasks until standard input ends. Whatever else is printed goes to standard error."""
+def serve(start: Callable[[], Callable[[Task], Reply]]) -> None:
+    """Answer tasks until standard input ends, with what `start` makes. What is printed goes to standard error."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    answer = start()
     print(json.dumps(asdict(Reply())), file=replies)
     for line in sys.stdin:
         print(json.dumps(asdict(answer(Task(**json.loads(line))))), file=replies)
