@@ -1,0 +1,70 @@
+"""Huge pages for what every step reads. With small ones, looking up addresses takes about a tenth of a decoding step.
+
+Linux only, and only advice: where it is not heeded, nothing changes but the speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_HUGE_PAGE = 2 * 2**20
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25
+_RESIDENT_PART = 0.9
+_SMAPS = Path("/proc/self/smaps")
+
+
+def advise(tensor: torch.Tensor) -> None:
+    """Ask for huge pages in a CPU tensor that has not been written to yet."""
+    if sys.platform == "linux" and tensor.device.type == "cpu":
+        _madvise(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, _MADV_HUGEPAGE)
+
+
+def collapse_resident() -> None:
+    """Move the large pieces of memory that this process uses, weights above all, into huge pages.
+
+    Where packed weights lie, their library does not say.
+    """
+    if sys.platform != "linux":
+        return
+    moved = 0
+    for start, stop in _resident_mappings(_SMAPS.read_text(encoding="ascii", errors="replace")):
+        if _madvise(start, stop, _MADV_HUGEPAGE) and _madvise(start, stop, _MADV_COLLAPSE):
+            moved += stop - start
+    logger.debug("%d MB are in huge pages", moved // 10**6)
+
+
+def _resident_mappings(smaps: str) -> Iterator[tuple[int, int]]:
+    """Addresses of the anonymous writable mappings that hold whole huge pages and are nearly all in use."""
+    start = stop = 0
+    for line in smaps.splitlines():
+        words = line.split()
+        if words[0] == "Rss:":
+            if stop - start >= _HUGE_PAGE and 1024 * int(words[1]) >= _RESIDENT_PART * (stop - start):
+                yield start, stop
+        elif not words[0].endswith(":"):
+            start = stop = 0
+            if words[1] == "rw-p" and words[4] == "0" and (len(words) == 5 or words[5] == "[heap]"):
+                start, stop = (int(address, 16) for address in words[0].split("-"))
+
+
+def _madvise(start: int, stop: int, advice: int) -> bool:
+    """Whether the whole huge pages between two addresses took the advice."""
+    start = -(-start // _HUGE_PAGE) * _HUGE_PAGE
+    length = (stop - start) // _HUGE_PAGE * _HUGE_PAGE
+    if length <= 0:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice) == 0:
+        return True
+    logger.debug("no huge pages: madvise(%d): %s", advice, errno.errorcode.get(ctypes.get_errno()))
+    return False
