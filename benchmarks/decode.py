@@ -1,16 +1,28 @@
 """Tokens per second of the embedded engine and its peers, on one random Llama of about 125 M parameters in bfloat16.
 
-    .venv/bin/python benchmarks/decode.py [--vllm PYTHON]
+    benchmarks/peers.sh                                  # once: environments for vLLM and llama.cpp
+    .venv/bin/python benchmarks/decode.py                # everything; half an hour
+    .venv/bin/python benchmarks/decode.py --cases 1 8 --peers vllm --rounds 2
 
-Prints a table and writes it to `results/decode.md`. Everybody is asked for the same: 128 new tokens to each of 1, 8 and
-32 random prompts of 128 tokens, on 2 threads; the time is that of the whole answer, prompt included. Peers take turns
-with ours, round by round, with prompts that are new in each round, and the fastest round of each counts: other work on
-the machine can only make a round slower. Read the ratios, not the figures.
+Prints each round, and writes `results/decode.md` from what this and earlier runs kept in `results/decode.json`: a run
+replaces the cases that it measures. Everybody is asked for the same tokens, on 2 threads, and takes turns with the
+others of a case, round by round, with prompts that are new in each; the fastest round of each counts, since other work
+on the machine can only make a round slower. Read the ratios, not the figures.
 
-- ours: `worker.engines.embedded.Engine`, with fast and with exact numerics, and sampled with temperature, top-k, top-p
-  and min-p.
-- transformers: `generate` on static batches, in this process.
-- vLLM: its CPU build, compiled, in an environment of its own that ``--vllm`` names by its Python.
+Cases:
+
+- ``1``, ``8``, ``32``: as many prompts of 128 tokens, 128 new tokens each, greedy. The time is that of the whole
+  answer, prompt included, as it is in the following cases.
+- ``sampled``: 32 of them, with temperature, top-k, top-p and min-p.
+- ``each8``, ``each32``: 8 and 32 of them, every request with a temperature, top-k and top-p of its own.
+- ``context``: 32 prompts of 1024 tokens, 64 new tokens each, greedy; the time in which all of them decode.
+
+Who answers:
+
+- ours: `worker.engines.embedded.Engine` as it comes, and with the other numerics.
+- transformers: `generate` on static batches; and its continuous batching.
+- vLLM: its CPU build, compiled.
+- llama.cpp: its Python package.
 - floor: the time in which each step reads the weights once, as fast as this machine reads memory.
 """
 
@@ -19,109 +31,124 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import json
 import os
 import platform
-import random
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from checkpoint import write_checkpoint
+from workload import LONGEST, MOST_ROWS, Reply, Stopwatch, Task
 
 from worker.engines.embedded import Engine
 from worker.sampling import SamplingParams
 
 HERE = Path(__file__).resolve().parent
-BATCH_SIZES = (1, 8, 32)
-PROMPT, NEW = 128, 128
-VOCABULARY = 32_000
-SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.05}
-TARGETS = {"transformers": 1.5, "vLLM": 1.0, "vLLM, sampled": 1.6}
+KEPT, REPORT = HERE / "results" / "decode.json", HERE / "results" / "decode.md"
+OURS = "ours"
+PEERS = {"vllm": "vLLM", "transformers": "transformers", "continuous": "transformers, continuous", "llama": "llama.cpp"}
+TARGETS = {
+    ("1", "vllm"): 1.0,
+    ("8", "vllm"): 1.0,
+    ("32", "vllm"): 1.0,
+    ("sampled", "vllm"): 1.6,
+    ("1", "transformers"): 1.5,
+    ("8", "transformers"): 1.5,
+    ("32", "transformers"): 1.5,
+    ("context", "transformers"): 1.5,
+    ("each8", "continuous"): 4.0,
+    ("each32", "continuous"): 4.0,
+}
 """Least ratio of ours to theirs that is aimed at."""
+EXACT_TARGET = 0.9
+PAUSE_S = 0.3
+"""Between two turns, so that threads that wait busily for more work have gone to sleep."""
 
-Answer = Callable[[list[list[int]]], None]
-"""Answers prompts with `NEW` tokens each."""
+Answer = Callable[[Task], Reply]
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
-    """Who answers; `rival_of` is the contender of ours that it is compared with, None for ours."""
+class Case:
+    """What is asked, of whom."""
 
-    name: str
-    answer: Answer
-    rival_of: str | None = None
+    rows: int
+    prompt: int
+    new: int
+    controls: str
+    peers: tuple[str, ...]
+    decode_only: bool = False
 
-
-def write_checkpoint(path: Path) -> int:
-    """Write the model; returns the bytes of weights that a step reads."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        intermediate_size=2048,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
-    network = LlamaForCausalLM(config).to(torch.bfloat16)
-    network.save_pretrained(path)
-    parameters = sum(parameter.numel() for parameter in network.parameters())
-    return 2 * (parameters - network.model.embed_tokens.weight.numel())
+    def task(self, seed: int) -> Task:
+        return Task(self.rows, self.prompt, self.new, self.controls, seed)
 
 
-def ours(path: Path, numerics: str, **controls: Any) -> Answer:
-    engine = Engine(path, device="cpu", numerics=numerics, max_num_seqs=max(BATCH_SIZES), context_length=512)
-    params = SamplingParams(max_tokens=NEW, ignore_eos=True, **controls)
-
-    def answer(prompts: list[list[int]]) -> None:
-        results = engine.generate(prompts, params, progress=False)
-        _check(sum(len(result.token_ids) for result in results), len(prompts))
-
-    return answer
-
-
-def transformers(path: Path) -> Answer:
-    loader: Any = AutoModelForCausalLM
-    network = loader.from_pretrained(path, dtype=torch.bfloat16).eval()
-
-    @torch.inference_mode()
-    def answer(prompts: list[list[int]]) -> None:
-        ids = torch.tensor(prompts)
-        found = network.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW,
-            min_new_tokens=NEW,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        _check(found.numel() - ids.numel(), len(prompts))
-
-    return answer
+CASES = {
+    "1": Case(1, 128, 128, "greedy", tuple(PEERS)),
+    "8": Case(8, 128, 128, "greedy", tuple(PEERS)),
+    "32": Case(32, 128, 128, "greedy", tuple(PEERS)),
+    "sampled": Case(32, 128, 128, "sampled", ("vllm",)),
+    "each8": Case(8, 128, 128, "each", ("continuous", "vllm")),
+    "each32": Case(32, 128, 128, "each", ("continuous", "vllm")),
+    "context": Case(32, 1024, 64, "greedy", ("transformers",), decode_only=True),
+}
 
 
-def _check(num_tokens: int, rows: int) -> None:
-    if num_tokens != rows * NEW:
-        raise RuntimeError(f"{num_tokens} tokens came, {rows * NEW} were asked for")
+@dataclass(slots=True)
+class Measured:
+    """A case as one run found it.
+
+    Attributes:
+        speeds: Tokens per second of each round, by who answered.
+        alike: Part of the rows whose first token is ours, by who answered; sampled ones are not compared.
+        numerics: What `OURS` computed with.
+        absent: Peers whose environment is not there.
+        load: Of the machine before the run, processes that ran or waited.
+    """
+
+    date: str
+    machine: str
+    floor_ms: float
+    load: float
+    numerics: str = ""
+    speeds: dict[str, list[float]] = field(default_factory=dict)
+    alike: dict[str, float] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+
+    def best(self, name: str) -> float:
+        return max(self.speeds[name])
+
+
+def ours(path: Path, numerics: str) -> tuple[Answer, str]:
+    """Our engine, and the numerics that it chose."""
+    engine = Engine(path, device="cpu", numerics=numerics, max_num_seqs=MOST_ROWS, context_length=LONGEST)
+
+    def answer(task: Task) -> Reply:
+        watch = Stopwatch(task.rows)
+        for row, prompt in enumerate(task.prompts()):
+            engine.add(prompt, SamplingParams(max_tokens=task.new, ignore_eos=True, **task.controls_of(row)))
+        tokens: dict[str, list[int]] = {name: [] for name in engine.unfinished}
+        while engine.unfinished:
+            events = engine.session.step()
+            if len(events) == task.rows:
+                watch.tick()
+            for event in events:
+                tokens[event.job.id].append(event.token_id if event.token_id is not None else -1)
+        return watch.fill(Reply(sum(map(len, tokens.values())), [row[0] for row in tokens.values()]))
+
+    return answer, engine.session.stepper.model.numerics
 
 
 @contextlib.contextmanager
-def vllm(python: Path, checkpoint: Path, threads: int) -> Iterator[list[Contender]]:
-    """vLLM in a process of its own, which answers a line ``rows seed sampled`` with a line when it is done."""
-    environment = os.environ | {
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": "",
-    }
-    command = [str(python), str(HERE / "decode_vllm.py"), str(checkpoint)]
+def peer(python: Path, checkpoint: Path, threads: int, script: str, *arguments: str) -> Iterator[Answer]:
+    """A peer in a process of its own; see `workload`."""
+    command = [str(python), str(HERE / script), str(checkpoint), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     ) as process:
@@ -129,45 +156,74 @@ def vllm(python: Path, checkpoint: Path, threads: int) -> Iterator[list[Contende
         assert sink is not None
         assert source is not None
 
-        def asker(sampled: bool) -> Answer:
-            def answer(prompts: list[list[int]]) -> None:
-                print(len(prompts), prompts[0][0], int(sampled), file=sink, flush=True)
-                _await_done(source)
+        def reply() -> Reply:
+            line = source.readline()
+            if not line:
+                raise SystemExit(f"{script} ended early; its errors are above")
+            return Reply(**json.loads(line))
 
-            return answer
+        def answer(task: Task) -> Reply:
+            print(json.dumps(asdict(task)), file=sink, flush=True)
+            return reply()
 
-        _await_done(source)
+        reply()
         try:
-            yield [
-                Contender("vLLM", asker(False), "ours, fast"),
-                Contender("vLLM, sampled", asker(True), "ours, sampled"),
-            ]
+            yield answer
         finally:
             sink.close()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
-def _await_done(lines: Any) -> None:
-    for line in lines:
-        if line == "done\n":
-            return
-    raise RuntimeError("vLLM ended early; its errors are above")
+def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
+    """The Python of each peer that is installed."""
+    here = Path(sys.executable)
+    pythons = {"vllm": arguments.vllm, "llama": arguments.llama, "transformers": here, "continuous": here}
+    return {name: path for name, path in pythons.items() if path.is_file()}
 
 
-def measure(contenders: list[Contender], rounds: int) -> dict[tuple[str, int], float]:
-    """Tokens per second of each contender and batch size, in its fastest round; one round before does not count."""
-    source = random.Random(0)
-    best: dict[tuple[str, int], float] = {}
-    for round_number in range(rounds + 1):
-        for rows in BATCH_SIZES:
-            for each in contenders:
-                prompts = [[source.randrange(VOCABULARY) for _ in range(PROMPT)] for _ in range(rows)]
-                started = time.perf_counter()
-                each.answer(prompts)
-                speed = rows * NEW / (time.perf_counter() - started)
-                if round_number:
-                    best[each.name, rows] = max(speed, best.get((each.name, rows), 0.0))
-                print(f"round {round_number}: {each.name}, {rows} rows: {speed:.0f} tokens/s", flush=True)
-    return best
+@contextlib.contextmanager
+def contenders(
+    names: Sequence[str], pythons: dict[str, Path], checkpoint: Path, threads: int
+) -> Iterator[dict[str, Answer]]:
+    """Those of the peers `names` that are installed."""
+    scripts = {
+        "vllm": ("decode_vllm.py",),
+        "llama": ("decode_llama.py",),
+        "transformers": ("decode_transformers.py", "static"),
+        "continuous": ("decode_transformers.py", "continuous"),
+    }
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(peer(pythons[name], checkpoint, threads, *scripts[name]))
+            for name in names
+            if name in pythons
+        }
+
+
+def measure(case: Case, answers: dict[str, Answer], rounds: int, found: Measured) -> None:
+    """Fill in speeds, after one short turn of everybody that does not count."""
+    for answer in answers.values():
+        answer(Task(case.rows, case.prompt, 4, case.controls, -1))
+    for number in range(rounds):
+        first: dict[str, list[int]] = {}
+        for name, answer in answers.items():
+            time.sleep(PAUSE_S)
+            started = time.perf_counter()
+            reply = answer(case.task(number))
+            elapsed = time.perf_counter() - started
+            if reply.num_tokens != case.rows * case.new:
+                raise SystemExit(f"{name}: {reply.num_tokens} tokens came, {case.rows * case.new} were asked for")
+            speed = reply.decode_tokens / reply.decode_s if case.decode_only else reply.num_tokens / elapsed
+            found.speeds.setdefault(name, []).append(round(speed, 1))
+            first[name] = reply.first
+            print(f"  round {number}: {PEERS.get(name, name)}: {speed:.1f} tokens/s", flush=True)
+        if case.controls == "greedy" and not number:
+            expected = first[OURS]
+            for name, ids in first.items():
+                found.alike[name] = sum(map(int.__eq__, ids, expected)) / case.rows
 
 
 def read_speed() -> float:
@@ -181,62 +237,122 @@ def read_speed() -> float:
     return best
 
 
-def report(
-    contenders: list[Contender], speeds: dict[tuple[str, int], float], step_bytes: int, threads: int, rounds: int
-) -> str:
-    bandwidth = read_speed()
-    floor = bandwidth / step_bytes
-    today = datetime.datetime.now(tz=datetime.UTC).date()
-    load = os.getloadavg()[0]
+def render(kept: dict[str, Measured]) -> str:
+    """`results/decode.md`."""
     lines = [
         "# Decoding speed",
         "",
-        "Made by `.venv/bin/python benchmarks/decode.py`, which says what is compared, on "
-        f"{today} ({platform.machine()}, {threads} threads, torch {torch.__version__}).",
-        f"Fastest of {rounds} interleaved rounds; the load of the machine was {load:.1f} at the end. Tokens per second,"
-        " prompts",
-        f"included. Reading the weights once ({step_bytes / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s) takes",
-        f"{1e3 / floor:.1f} ms: no step is shorter.",
+        "Made by `.venv/bin/python benchmarks/decode.py`, which says what the cases are and who answers. Tokens per",
+        "second; the fastest of the interleaved rounds. Each line was measured in one run, with the peers in it. The",
+        "floor is what steps that do nothing but read the weights once would give; the time of a prompt is not in it.",
         "",
-        "| who | " + " | ".join(f"{rows} rows" for rows in BATCH_SIZES) + " |",
-        "| --- |" + " --- |" * len(BATCH_SIZES),
     ]
-    for each in contenders:
-        lines.append(f"| {each.name} | " + " | ".join(f"{speeds[each.name, rows]:.0f}" for rows in BATCH_SIZES) + " |")
-    lines.append("| floor | " + " | ".join(f"{floor * rows:.0f}" for rows in BATCH_SIZES) + " |")
-    lines += ["", "| ratio | " + " | ".join(f"{rows} rows" for rows in BATCH_SIZES) + " | target |"]
-    lines.append("| --- |" + " --- |" * (len(BATCH_SIZES) + 1))
-    pairs = [(each.rival_of, each.name, TARGETS.get(each.name)) for each in contenders if each.rival_of]
-    for one, other, target in [*pairs, ("ours, exact", "ours, fast", 0.9)]:
-        ratios = " | ".join(f"{speeds[one, rows] / speeds[other, rows]:.2f}" for rows in BATCH_SIZES)
-        lines.append(f"| {one} / {other} | {ratios} | {f'>= {target}' if target else ''} |")
-    steps = " | ".join(f"{speeds['ours, fast', rows] / rows / floor:.2f}" for rows in BATCH_SIZES)
-    lines.append(f"| ours, fast / floor | {steps} |  |")
+    measured = [(name, kept[name]) for name in CASES if name in kept]
+    columns = [OURS, "ours, other numerics", *PEERS]
+    titles = [OURS, "ours, other numerics", *PEERS.values(), "floor"]
+    lines += ["| case | " + " | ".join(titles) + " |", "| --- |" + " --- |" * len(titles)]
+    for name, one in measured:
+        floor = 1e3 * CASES[name].rows / one.floor_ms
+        lines.append(f"| {name} | " + " | ".join(_speed(name, one, each) for each in columns) + f" | {floor:.0f} |")
+    lines += ["", "Ratios of ours to theirs, with what is aimed at:", ""]
+    titles = ["ours / " + title for title in PEERS.values()] + ["exact / fast", "step / floor"]
+    lines += ["| case | " + " | ".join(titles) + " |", "| --- |" + " --- |" * len(titles)]
+    for name, one in measured:
+        ratios = [_ratio(name, one, each) for each in PEERS]
+        steps = CASES[name].rows / one.best(OURS) / one.floor_ms * 1e3
+        lines.append(f"| {name} | " + " | ".join([*ratios, _exact_to_fast(one), f"{steps:.2f}"]) + " |")
+    lines += ["", "| case | on | rounds | load before | ours is | first tokens as ours |", "| --- |" + " --- |" * 5]
+    for name, one in measured:
+        alike = ", ".join(f"{PEERS[who]} {100 * part:.0f} %" for who, part in one.alike.items() if who in PEERS)
+        rounds = len(one.speeds[OURS])
+        lines.append(
+            f"| {name} | {one.date}, {one.machine} | {rounds} | {one.load:.1f} | {one.numerics} | {alike or '-'} |"
+        )
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM's CPU build.")
+def _speed(case: str, one: Measured, who: str) -> str:
+    if who in one.absent:
+        return "not installed"
+    if who == "ours, other numerics":
+        who = next((name for name in one.speeds if name.startswith("ours,")), who)
+    return f"{one.best(who):.0f}" if who in one.speeds else "-"
+
+
+def _ratio(case: str, one: Measured, who: str) -> str:
+    if who not in one.speeds:
+        return _speed(case, one, who)
+    target = TARGETS.get((case, who))
+    return f"{one.best(OURS) / one.best(who):.2f}" + (f" (>= {target})" if target else "")
+
+
+def _exact_to_fast(one: Measured) -> str:
+    other = next((name for name in one.speeds if name.startswith("ours,")), None)
+    if other is None:
+        return "-"
+    ratio = one.best(OURS) / one.best(other)
+    return f"{ratio if one.numerics == 'exact' else 1 / ratio:.2f} (>= {EXACT_TARGET})"
+
+
+def load_kept() -> dict[str, Measured]:
+    """What earlier runs found."""
+    if not KEPT.is_file():
+        return {}
+    return {name: Measured(**entry) for name, entry in json.loads(KEPT.read_text(encoding="utf-8")).items()}
+
+
+def keep(kept: dict[str, Measured]) -> None:
+    """Write what is known, and the report of it."""
+    KEPT.write_text(json.dumps({name: asdict(one) for name, one in kept.items()}, indent=1) + "\n", encoding="utf-8")
+    REPORT.write_text(render(kept), encoding="utf-8")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    root = HERE.parent
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
+    parser.add_argument("--vllm", type=Path, default=root / ".venv-vllm/bin/python", help="Python of its environment")
+    parser.add_argument("--llama", type=Path, default=root / ".venv-llama/bin/python", help="likewise")
+    parser.add_argument("--no-results", action="store_true", help="print, and leave the results as they are")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _parse()
+    load = os.getloadavg()[0]
     torch.set_num_threads(arguments.threads)
-    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+    pythons = find_pythons(arguments)
+    asked = [name for name in arguments.peers if any(name in CASES[case].peers for case in arguments.cases)]
+    absent = [name for name in asked if name not in pythons]
+    for name in absent:
+        print(f"{PEERS[name]}: not installed (benchmarks/peers.sh installs it)")
+    kept = load_kept()
+    machine = f"{platform.machine()}, {arguments.threads} threads, torch {torch.__version__}"
+    with tempfile.TemporaryDirectory() as directory:
         checkpoint = Path(directory)
-        step_bytes = write_checkpoint(checkpoint)
-        contenders = [
-            Contender("ours, fast", ours(checkpoint, "fast")),
-            Contender("ours, exact", ours(checkpoint, "exact")),
-            Contender("ours, sampled", ours(checkpoint, "fast", **SAMPLED)),
-            Contender("transformers", transformers(checkpoint), "ours, fast"),
-        ]
-        if arguments.vllm is not None:
-            contenders += stack.enter_context(vllm(arguments.vllm, checkpoint, arguments.threads))
-        speeds = measure(contenders, arguments.rounds)
-    text = report(contenders, speeds, step_bytes, arguments.threads, arguments.rounds)
-    (HERE / "results" / "decode.md").write_text(text, encoding="utf-8")
-    print(text)
+        floor_ms = 1e3 * write_checkpoint(checkpoint) / read_speed()
+        with contenders(asked, pythons, checkpoint, arguments.threads) as theirs:
+            mine: dict[str, Answer] = {}
+            mine[OURS], numerics = ours(checkpoint, "auto")
+            other = "fast" if numerics == "exact" else "exact"
+            mine[f"ours, {other}"], _ = ours(checkpoint, other)
+            for name in arguments.cases:
+                case = CASES[name]
+                print(f"{name}:", flush=True)
+                today = str(datetime.datetime.now(tz=datetime.UTC).date())
+                gone = [each for each in absent if each in case.peers]
+                one = Measured(today, machine, floor_ms, load, numerics, absent=gone)
+                answers = mine | {each: theirs[each] for each in case.peers if each in theirs}
+                measure(case, answers, arguments.rounds, one)
+                kept[name] = one
+                if not arguments.no_results:
+                    keep(kept)
+    print(render({name: kept[name] for name in arguments.cases}))
 
 
 if __name__ == "__main__":

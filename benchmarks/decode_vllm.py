@@ -1,33 +1,46 @@
-"""vLLM's side of `decode.py`; runs in vLLM's own environment: ``python decode_vllm.py CHECKPOINT``.
-
-Reads lines ``rows seed sampled``, answers that many random prompts, and writes ``done``; once at the start, too.
-"""
+"""vLLM's side of `decode.py`, in an environment of its own: ``python decode_vllm.py CHECKPOINT``."""
 
 from __future__ import annotations
 
-import random
+import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
-from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+from workload import LONGEST, MOST_ROWS, Reply, Task, serve
 
-PROMPT, NEW, VOCABULARY = 128, 128, 32_000
-SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.05}
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 
-def main() -> None:
-    engine = LLM(sys.argv[1], skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512, max_num_seqs=32)
-    print("done", flush=True)
-    for line in sys.stdin:
-        rows, seed, sampled = map(int, line.split())
-        source = random.Random(seed)
-        prompts = [{"prompt_token_ids": [source.randrange(VOCABULARY) for _ in range(PROMPT)]} for _ in range(rows)]
-        controls = SAMPLED if sampled else {"temperature": 0.0}
-        params = SamplingParams(max_tokens=NEW, ignore_eos=True, detokenize=False, **controls)
-        results = engine.generate(prompts, params, use_tqdm=False)
-        if sum(len(result.outputs[0].token_ids) for result in results) != rows * NEW:
-            raise SystemExit("vLLM did not answer with as many tokens as were asked for")
-        print("done", flush=True)
+def start() -> Callable[[Task], Reply]:
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    engine = LLM(
+        sys.argv[1],
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=LONGEST,
+        max_num_seqs=MOST_ROWS,
+        enable_prefix_caching=False,
+    )
+
+    def params(task: Task, row: int) -> Any:
+        controls = task.controls_of(row) or {"temperature": 0.0}
+        return SamplingParams(max_tokens=task.new, ignore_eos=True, detokenize=False, **controls)
+
+    def answer(task: Task) -> Reply:
+        prompts = [{"prompt_token_ids": ids} for ids in task.prompts()]
+        found = engine.generate(prompts, [params(task, row) for row in range(task.rows)], use_tqdm=False)
+        tokens = [result.outputs[0].token_ids for result in found]
+        return Reply(sum(map(len, tokens)), [row[0] for row in tokens])
+
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(start)

@@ -1,4 +1,4 @@
-"""The KV store's memory: tensors like torch's own, one after the other, in huge pages where the kernel gives them."""
+"""Tensors in huge pages where the kernel gives them: the KV store from the start, weights once they are there."""
 
 from __future__ import annotations
 
@@ -8,10 +8,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.engines.embedded.huge_pages import HUGE_PAGE_BYTES, zeros
+from worker.engines.embedded.huge_pages import HUGE_PAGE_BYTES, _resident_mappings, collapse_resident, zeros
 from worker.engines.embedded.kv_layout import merged
 
 CPU = torch.device("cpu")
+
+SMAPS = """\
+00400000-00c00000 rw-p 00000000 00:00 0                                  [heap]
+Size:               8192 kB
+Rss:                8000 kB
+VmFlags: rd wr mr mw me ac
+7f0000000000-7f0001000000 rw-p 00000000 00:00 0
+Size:              16384 kB
+Rss:               16384 kB
+7f0002000000-7f0003000000 rw-p 00000000 00:00 0
+Size:              16384 kB
+Rss:                 128 kB
+7f0004000000-7f0005000000 r--p 00000000 00:00 0
+Rss:               16384 kB
+7f0006000000-7f0007000000 rw-p 00000000 fe:00 1234                       /usr/lib/libfile.so
+Rss:               16384 kB
+7f0008000000-7f0008010000 rw-p 00000000 00:00 0
+Rss:                  64 kB
+7ffd00000000-7ffd01000000 rw-p 00000000 00:00 0                          [stack]
+Rss:               16384 kB
+"""
 
 
 def advised(address: int) -> bool:
@@ -70,3 +91,16 @@ def test_memory_that_is_not_there() -> None:
 )
 def test_neighbours_are_registered_as_one(spans: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
     assert merged(spans) == expected
+
+
+def test_large_memory_of_the_process_itself_that_is_in_use() -> None:
+    assert list(_resident_mappings(SMAPS)) == [(0x400000, 0xC00000), (0x7F0000000000, 0x7F0001000000)]
+
+
+def test_what_tensors_hold_stays() -> None:
+    before = torch.arange(4 * 2**20)
+    (store,) = zeros(1, before.shape, before.dtype, CPU)
+    store.copy_(before)
+    collapse_resident()
+    assert torch.equal(store, before)
+    assert torch.equal(before, torch.arange(4 * 2**20))

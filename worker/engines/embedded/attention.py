@@ -10,7 +10,7 @@ calls depends on how scattered the segments are, not on the number of rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,19 @@ class KvStore:
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    _key_slots: list[torch.Tensor] = field(init=False)
+    _value_slots: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._key_slots = [_wide(each).transpose(1, 2) for each in self.keys]
+        self._value_slots = [_wide(each).transpose(1, 2) for each in self.values]
+
+    def write(
+        self, layer: int, places: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Put ``key, value [T, num_kv_heads, head_dim]`` into the segments and slots `places`."""
+        self._key_slots[layer].index_put_(places, _wide(key))
+        self._value_slots[layer].index_put_(places, _wide(value))
 
     def open(self, segments: Sequence[int]) -> None:
         """Zero segments that are written from their first slot on: a NaN left there would get past every mask."""
@@ -44,6 +57,11 @@ class KvStore:
             for each in copies:
                 tensor[each.target, :, : each.num_tokens] = tensor[each.source, :, : each.num_tokens]
                 tensor[each.target, :, each.num_tokens :] = 0
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes as 64-bit numbers, where a row holds whole ones: they are moved by number, not by byte."""
+    return tensor.view(torch.int64) if tensor.shape[-1] * tensor.itemsize % 8 == 0 else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +154,7 @@ class AttentionStep:
             attended = self.attend(layer, query[:count], key[:count], value[:count], scale, window, softcap)
             return torch.nn.functional.pad(attended, (0, 0, 0, 0, 0, len(query) - count))
         keys, values = self._store.keys[layer], self._store.values[layer]
-        keys.transpose(1, 2).index_put_(self._places, key)
-        values.transpose(1, 2).index_put_(self._places, value)
+        self._store.write(layer, self._places, key, value)
         layout = self._layouts.get(window)
         if layout is None:
             planner = _Planner(self._spans, keys, window, query, softcap is None, self._shapes)
@@ -174,7 +191,7 @@ def _combine(layout: _Layout, outputs: list[torch.Tensor], sums: list[torch.Tens
     count, depth = layout.parts.shape
     sum_all = sums[0] if len(sums) == 1 else torch.cat(sums)
     weights = sum_all.index_select(0, layout.parts.view(-1)).view(count, depth, -1) + layout.absent
-    weights = weights.sub_(weights.amax(1, keepdim=True)).exp_()[..., None]
+    weights = weights.sub_(weights.amax(1, keepdim=True)).exp2_()[..., None]
     # one after another, so that places without a segment, which weigh 0, change nothing
     total = weights[:, 0].clone()
     result = weights[:, 0] * output.index_select(0, layout.parts[:, 0])
@@ -266,7 +283,7 @@ class _Planner:
         kernel = Kernel.PRODUCTS
         if self._may_flash:
             kernel = self._shapes.kernel_for(entries, tokens, self._kv_heads, self._like.dtype)
-        length = self._shapes.length(kernel, int(ends.max()), self._size)
+        length = self._shapes.length(kernel, entries, tokens, int(ends.max()), self._size)
         mask = None
         if int(begins.max()) > 0 or int(ends.min()) < length:
             keys = torch.arange(length)

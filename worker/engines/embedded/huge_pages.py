@@ -1,44 +1,90 @@
-"""Tensors in huge pages, where the kernel has them for the asking.
+"""Huge pages for weights and KV, where the kernel has them for the asking.
 
-Another process's memory is read through the kernel page by page, so a KV store in pages of 2 MiB is read more than
-twice as fast as one in pages of 4 KiB; attention, too, looks up fewer addresses.
+With small pages, looking up addresses takes about a tenth of a decoding step, and another process's memory, which is
+read through the kernel page by page, is read at less than half the speed. Linux only, and only advice: where it is not
+heeded, nothing changes but the speed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import logging
 import math
-import mmap
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 * 2**20
 _ALIGNMENT_BYTES = 64
 """Of each tensor, as torch's own."""
 
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25
+_RESIDENT_PART = 0.9
+_SMAPS = Path("/proc/self/smaps")
+
 
 def zeros(count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """`count` contiguous tensors of zeros; in a CPU's memory one after the other in one block of huge pages.
 
-    Small ones, those on other devices, and those where the system knows no huge pages are torch's own.
+    Small ones, and those on other devices, are torch's own.
 
     Raises:
         RuntimeError: the memory is not there.
     """
     used = math.prod(shape) * dtype.itemsize
     stride = -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    if device.type != "cpu" or count * stride < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type != "cpu" or count * stride < HUGE_PAGE_BYTES:
         return [torch.zeros(tuple(shape), dtype=dtype, device=device) for _ in range(count)]
     block = torch.empty(count * stride + HUGE_PAGE_BYTES, dtype=torch.uint8)
     start = -block.data_ptr() % HUGE_PAGE_BYTES
     whole = block[start : start + count * stride]
-    _advise(whole.data_ptr(), count * stride)  # before the first page is there
+    _madvise(whole.data_ptr(), whole.data_ptr() + whole.nbytes, _MADV_HUGEPAGE)  # before the first page is there
     whole.zero_()
     return [whole[at : at + used].view(dtype).view(tuple(shape)) for at in range(0, count * stride, stride)]
 
 
-def _advise(address: int, num_bytes: int) -> None:
-    """Ask for huge pages; a kernel without them refuses, and all else stays as it is."""
-    library = ctypes.CDLL(None)
-    library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(mmap.MADV_HUGEPAGE))
+def collapse_resident() -> None:
+    """Move the large pieces of memory that this process uses, weights above all, into huge pages.
+
+    Where packed weights lie, their library does not say.
+    """
+    if sys.platform != "linux":
+        return
+    moved = 0
+    for start, stop in _resident_mappings(_SMAPS.read_text(encoding="ascii", errors="replace")):
+        if _madvise(start, stop, _MADV_HUGEPAGE) and _madvise(start, stop, _MADV_COLLAPSE):
+            moved += stop - start
+    logger.debug("%d MB are in huge pages", moved // 10**6)
+
+
+def _resident_mappings(smaps: str) -> Iterator[tuple[int, int]]:
+    """Addresses of the anonymous writable mappings that hold whole huge pages and are nearly all in use."""
+    start = stop = 0
+    for line in smaps.splitlines():
+        words = line.split()
+        if words[0] == "Rss:":
+            if stop - start >= HUGE_PAGE_BYTES and 1024 * int(words[1]) >= _RESIDENT_PART * (stop - start):
+                yield start, stop
+        elif not words[0].endswith(":"):
+            start = stop = 0
+            if words[1] == "rw-p" and words[4] == "0" and (len(words) == 5 or words[5] == "[heap]"):
+                start, stop = (int(address, 16) for address in words[0].split("-"))
+
+
+def _madvise(start: int, stop: int, advice: int) -> bool:
+    """Whether the whole huge pages between two addresses took the advice."""
+    start = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    length = (stop - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if sys.platform != "linux" or length <= 0:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice) == 0:
+        return True
+    logger.debug("no huge pages: madvise(%d): %s", advice, errno.errorcode.get(ctypes.get_errno()))
+    return False

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import attention, huge_pages, llama, transformers_network
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
-from worker.engines.embedded.linear import Tiles, linears
+from worker.engines.embedded.linear import linears
 from worker.engines.embedded.llama import LlamaNetwork
 from worker.engines.embedded.numerics import AttentionSizes, choose
 from worker.engines.embedded.pack import pack
@@ -27,6 +27,9 @@ MODEL_TYPES = (*llama.MODEL_TYPES, *transformers_network.MODEL_TYPES)
 """Architectures that are tested; others may hide attention variants that `attention.py` does not know."""
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+_LARGE_BYTES = 64 * 2**20
+"""Weights of this size do not stay in the processor's caches from step to step."""
 
 
 class HfModel:
@@ -62,7 +65,7 @@ class HfModel:
         self._store = attention.KvStore([], [])
         self._segment_size = 0
         self._wanted_numerics = numerics
-        self._tiles = Tiles()
+        self._row_step = 1
         self._shapes = Shapes()
         self.numerics = "fast"
 
@@ -78,6 +81,8 @@ class HfModel:
         self._store = attention.KvStore(tensors[: self._layers], tensors[self._layers :])
         self._segment_size = segment_size
         self._choose_numerics()
+        if self.device.type == "cpu" and sum(layer.num_bytes for layer in linears(self._network)) >= _LARGE_BYTES:
+            huge_pages.collapse_resident()
 
     @torch.inference_mode()
     def _choose_numerics(self) -> None:
@@ -87,8 +92,8 @@ class HfModel:
         layers = list(linears(self._network))
         chosen = choose(self._wanted_numerics, layers, sizes, self.device)
         for layer in layers:
-            layer.tiles = chosen.tiles
-        self._tiles = chosen.tiles
+            layer.tiles = chosen.tiles[layer.shape]
+        self._row_step = min((layer.tiles.step for layer in layers), default=1)
         self._shapes = chosen.shapes
         self.numerics = chosen.name
 
@@ -105,8 +110,8 @@ class HfModel:
         tensors = torch.tensor([batch.ids, batch.positions, batch.segments, batch.slots])
         tensors = tensors.to(self.device, non_blocking=True)
         step = attention.AttentionStep(self._store, batch.spans, tensors[2:], self._shapes)
-        # padded once here rather than in every product
-        padding = -len(batch.ids) % self._tiles.step
+        # what every product needs is padded once here
+        padding = -len(batch.ids) % self._row_step
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
         hidden = self._network.hidden(ids, positions, step)
         if plan.scored:

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 
 from worker.engines.embedded.attention import AttentionStep, KvStore, Span
-from worker.engines.embedded.linear import Linear, Tiles
+from worker.engines.embedded.linear import Linear, Shape, Tiles
 from worker.engines.embedded.partial_softmax import Kernel, Shapes
 from worker.errors import StartupError
 
 _MOST_ROWS = 32
-_BLOCK = 128
-"""Rows of a long prompt's products, where they come out as in tiles of `_MOST_ROWS`."""
+_BLOCKS = (128, 96, 64)
+"""Rows of a prompt's products, where they come out as in tiles of `_MOST_ROWS`; they are computed faster."""
 
-_FAST = (Tiles(), Shapes())
 _ENTRY_QUERIES = 16
 """Queries in one entry of a call at most, as far as the heads that share keys allow."""
 
@@ -40,10 +40,10 @@ class AttentionSizes:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What was chosen: ``exact`` or ``fast``, and the shapes for it."""
+    """What was chosen: ``exact`` or ``fast``, and the shapes for it, of products by `Linear.shape`."""
 
     name: str
-    tiles: Tiles
+    tiles: dict[Shape, Tiles]
     shapes: Shapes
 
 
@@ -53,32 +53,40 @@ def choose(mode: str, layers: Iterable[Linear], sizes: AttentionSizes, device: t
     Raises:
         StartupError: exact was asked for, and this machine has no shapes for it.
     """
+    distinct = {layer.shape: layer for layer in layers}
+    fast = Numerics("fast", dict.fromkeys(distinct, Tiles()), Shapes())
     if mode == "fast" or (mode == "auto" and device.type != "cpu"):
-        return Numerics("fast", *_FAST)
+        return fast
     if device.type != "cpu":
         raise StartupError("--numerics exact needs a CPU: results on CUDA depend on the batch; use fast or auto")
-    distinct = {(layer.out_features, layer.in_features, layer.is_packed): layer for layer in layers}
     may_cost = mode == "exact"
-    tiles = next((one for one in _tiles(may_cost) if _are_invariant(one, distinct, sizes.dtype)), None)
+    tiles: dict[Shape, Tiles] = {}
+    for shape, layer in distinct.items():
+        found = next((one for one in _tiles(may_cost) if _is_product_invariant(one, layer, sizes.dtype)), None)
+        if found is None:
+            break
+        tiles[shape] = found
+    are_products = len(tiles) == len(distinct)
+    threads = torch.get_num_threads()
     shapes = next(
-        (one for one in _shapes(sizes, may_cost) if tiles and _is_invariant(one, sizes, torch.get_num_threads())), None
+        (one for one in _shapes(sizes, may_cost) if are_products and _is_invariant(one, sizes, threads)), None
     )
-    if tiles is not None and shapes is not None:
+    if shapes is not None:
         return Numerics("exact", tiles, shapes)
     if mode == "exact":
-        what = "matrix products" if tiles is None else "attention"
+        what = "attention" if are_products else "matrix products"
         raise StartupError(f"--numerics exact: {what} in {sizes.dtype} depend on the batch on this machine; use fast")
-    return Numerics("fast", *_FAST)
+    return fast
 
 
 def _tiles(may_cost: bool) -> list[Tiles]:
     steps = (1, 2, 4, 8, 16, _MOST_ROWS) if may_cost else (1, 2)
-    return [Tiles(step, _MOST_ROWS, block) for block in (_BLOCK, None) for step in steps]
+    return [Tiles(step, _MOST_ROWS, blocks) for blocks in (_BLOCKS, _BLOCKS[:1], ()) for step in steps]
 
 
 def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:
     tile = max(1, _ENTRY_QUERIES * sizes.kv_heads // sizes.heads)
-    cheap = [Shapes(Kernel.PRODUCTS)]
+    cheap = [Shapes(Kernel.PRODUCTS), Shapes(Kernel.PRODUCTS, whole_segments=True)]
     # entries of one size and aligned, whatever the kernel makes of others
     costly = [Shapes(Kernel.FLASH, tokens, whole_segments=True, query_multiple=8) for tokens in (tile, 1)]
     return cheap + costly if may_cost else cheap
@@ -88,14 +96,11 @@ _known: dict[tuple[object, ...], bool] = {}
 """What has been tried in this process: a product's sizes, tiles and threads, and whether a row's result is its own."""
 
 
-def _are_invariant(tiles: Tiles, layers: dict[tuple[int, int, bool], Linear], dtype: torch.dtype) -> bool:
-    for sizes, layer in layers.items():
-        key = (sizes, dtype, tiles, torch.get_num_threads())
-        if key not in _known:
-            _known[key] = layer.is_invariant(tiles)
-        if not _known[key]:
-            return False
-    return True
+def _is_product_invariant(tiles: Tiles, layer: Linear, dtype: torch.dtype) -> bool:
+    key = (layer.shape, dtype, tiles, torch.get_num_threads())
+    if key not in _known:
+        _known[key] = layer.is_invariant(tiles)
+    return _known[key]
 
 
 @cache
@@ -128,7 +133,9 @@ def _is_invariant(shapes: Shapes, sizes: AttentionSizes, num_threads: int) -> bo
     alone = [[Span(homes[p % 3], p, p + 1)] for p in sample]
     together = [[Span(homes[0], p, p + 1) for p in sample], [Span(homes[p % 3], p, p + 1) for p in sample]]
     pieces = [[Span(homes[1], p, min(count, p + 7)), Span(homes[2], 5, 6)] for p in sample]
-    groups = [*alone, *together, *pieces]
+    cuts = sorted({0, min(33, count), min(70, count), count // 3, count // 2, count})
+    longer = [[Span(homes[2], start, stop)] for start, stop in pairwise(cuts)]
+    groups = [*alone, *together, *pieces, *longer]
     return all(torch.equal(attend(spans), expected[[p for s in spans for p in _positions(s)]]) for spans in groups)
 
 

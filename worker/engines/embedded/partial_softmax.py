@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -9,9 +10,10 @@ import torch
 from torch.nn import functional
 
 _ATEN = torch.ops.aten
+_LOG2_E = math.log2(math.e)
 _LENGTH_STEP = 32
 _FEW_MATRICES = 32
-"""Below this number of entries x key heads, one fused call is faster than two batched products."""
+"""Below this number of entries x key heads x query tokens, one fused call is faster than two batched products."""
 
 
 class Kernel(Enum):
@@ -28,7 +30,8 @@ class Shapes:
     Attributes:
         kernel: The one for every call; None means whichever is faster.
         tokens: Query tokens per entry when several share their keys; None means all of them.
-        whole_segments: Whether every call reads whole segments; otherwise no more than it needs, in steps of 32 keys.
+        whole_segments: Whether every call reads whole segments; otherwise no more than it needs, in steps of 32 keys,
+            but for products of several entries: they would copy a part of each segment.
         query_multiple: The queries of an entry are padded to a multiple of this.
     """
 
@@ -41,12 +44,13 @@ class Shapes:
         """The kernel of a call on a CPU."""
         if self.kernel is not None:
             return self.kernel
-        batched = dtype == torch.bfloat16 and tokens == 1 and entries * kv_heads >= _FEW_MATRICES
+        batched = dtype == torch.bfloat16 and entries * kv_heads * tokens >= _FEW_MATRICES
         return Kernel.PRODUCTS if batched else Kernel.FLASH
 
-    def length(self, kernel: Kernel, needed: int, size: int) -> int:
-        """Keys to read of a segment of `size` tokens of which `needed` are seen."""
-        if self.whole_segments or kernel is Kernel.PRODUCTS:  # products would copy a part of each segment
+    def length(self, kernel: Kernel, entries: int, tokens: int, needed: int, size: int) -> int:
+        """Keys to read of segments of `size` tokens of which `needed` are seen."""
+        copies = kernel is Kernel.PRODUCTS and (entries > 1 or tokens < _FEW_MATRICES)
+        if self.whole_segments or copies:
             return size
         return min(size, -(-needed // _LENGTH_STEP) * _LENGTH_STEP)
 
@@ -77,7 +81,8 @@ def partial_softmax(
         query_multiple: The queries of an entry are padded to a multiple of this.
 
     Returns:
-        Outputs ``[entries * tokens, H, D]`` and float32 log-sum-exps of the scores ``[entries * tokens, H]``.
+        Outputs ``[entries * tokens, H, D]`` and float32 log-sum-exps of the scores ``[entries * tokens, H]``, to
+        base 2: two to their power is the sum of e to the power of the scores.
     """
     count, heads, width = query.shape
     entries, kv_heads = keys.shape[:2]
@@ -92,6 +97,7 @@ def partial_softmax(
         output, sums = _ATEN._scaled_dot_product_flash_attention_for_cpu(
             grouped, keys, values, attn_mask=mask, scale=scale
         )
+        sums = sums * _LOG2_E
     else:
         output, sums = _by_products(grouped, keys, values, mask, scale, softcap)
     if padding:
@@ -109,15 +115,19 @@ def _by_products(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two batched products with float32 between them; in bfloat16 the products are rounded, as transformers' are."""
+    """Two batched products with float32 between them; in bfloat16 the products are rounded, as transformers' are.
+
+    Powers of 2, since torch's powers of e take several times as long on some processors, above all of minus infinity.
+    """
     shape = (*query.shape[:3], keys.shape[2])
     scores = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)).view(shape)
     if softcap is not None:
         scores = scores.float().mul_(scale / softcap).tanh_().mul_(softcap)
         scale = 1.0
+    scale *= _LOG2_E
     scores = scores.float().mul_(scale) if mask is None else torch.add(mask, scores, alpha=scale)
     highest = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(highest).exp_()
+    weights = scores.sub_(highest).exp2_()
     total = weights.sum(-1, keepdim=True)
     output = torch.bmm(weights.to(values.dtype).flatten(0, 1), values.flatten(0, 1)).view(query.shape)
-    return output.div_(total), total.log_().add_(highest)[..., 0]
+    return output.div_(total), total.log2_().add_(highest)[..., 0]

@@ -1,0 +1,181 @@
+"""llama.cpp's side of `decode.py`, in an environment of its own: ``python decode_llama.py CHECKPOINT``.
+
+Converts the checkpoint to GGUF, with the same bfloat16 matrices and no vocabulary, and drives `llama_decode` itself:
+every row is a sequence, the prompts go in one after another in batches of up to 1024 tokens, then every step is one
+batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf  # type: ignore[import-not-found]
+import llama_cpp  # type: ignore[import-not-found]
+import numpy as np
+from workload import LONGEST, MOST_ROWS, Reply, Stopwatch, Task, serve
+
+_BATCH = 1024
+_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+Matrix = np.ndarray[Any, Any]
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _say_nothing(level: int, text: bytes, data: Any) -> None:
+    """What it says while it loads is long."""
+
+
+def read_tensors(path: Path) -> dict[str, Matrix]:
+    """The bfloat16 tensors of a safetensors file, as uint16."""
+    data = np.memmap(path, np.uint8, "r")
+    start = 8 + int(data[:8].view(np.uint64)[0])
+    header = json.loads(bytes(data[8:start]))
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            tensors[name] = data[start + begin : start + end].view(np.uint16).reshape(entry["shape"])
+    return tensors
+
+
+def gguf_name(name: str) -> str:
+    """What GGUF calls a tensor."""
+    if name in _NAMES:
+        return str(_NAMES[name])
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{_NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def interleaved(matrix: Matrix, heads: int) -> Matrix:
+    """Rows of a head from the order (first halves, second halves) to pairs, which GGUF's rotation expects."""
+    rows, columns = matrix.shape
+    return matrix.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def convert(checkpoint: Path, target: Path) -> None:
+    """Write the checkpoint as GGUF."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    for name, tensor in read_tensors(checkpoint / "model.safetensors").items():
+        if tensor.ndim == 1:  # GGUF wants these in float32
+            writer.add_tensor(gguf_name(name), (tensor.astype(np.uint32) << 16).view(np.float32))
+            continue
+        if "q_proj" in name or "k_proj" in name:
+            tensor = interleaved(tensor, heads if "q_proj" in name else kv_heads)
+        whole = np.ascontiguousarray(tensor).view(np.uint8)
+        writer.add_tensor(gguf_name(name), whole, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class Llama:
+    """A loaded model that answers tasks greedily."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        llama_cpp.llama_log_set(_say_nothing, None)
+        llama_cpp.llama_backend_init()
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = MOST_ROWS * LONGEST
+        params.n_batch = params.n_ubatch = _BATCH
+        params.n_seq_max = MOST_ROWS
+        params.n_threads = params.n_threads_batch = threads
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise SystemExit("llama.cpp could not make a context")
+        self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+    def answer(self, task: Task) -> Reply:
+        """One reply; nothing is kept for the next."""
+        if task.controls != "greedy":
+            raise SystemExit("llama.cpp is asked for greedy answers only")
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        last = self._prefill(task.prompts())
+        first = list(last)
+        watch = Stopwatch(task.rows)
+        watch.tick()
+        for step in range(1, task.new):
+            position = task.prompt + step - 1
+            last = self._decode([(token, position, row, True) for row, token in enumerate(last)])
+            watch.tick()
+        return watch.fill(Reply(task.rows * task.new, first))
+
+    def _prefill(self, prompts: list[list[int]]) -> list[int]:
+        """The first new token of each prompt; whole prompts, as many at a time as a batch takes."""
+        found: list[int] = []
+        per_batch = max(1, _BATCH // len(prompts[0]))
+        for start in range(0, len(prompts), per_batch):
+            entries = [
+                (token, position, start + row, position == len(prompt) - 1)
+                for row, prompt in enumerate(prompts[start : start + per_batch])
+                for position, token in enumerate(prompt)
+            ]
+            found += self._decode(entries)
+        return found
+
+    def _decode(self, entries: list[tuple[int, int, int, bool]]) -> list[int]:
+        """The highest id after each of the entries (token, position, row, wanted) that is wanted."""
+        batch = self._batch
+        batch.n_tokens = len(entries)
+        for place, (token, position, row, wanted) in enumerate(entries):
+            batch.token[place] = token
+            batch.pos[place] = position
+            batch.n_seq_id[place] = 1
+            batch.seq_id[place][0] = row
+            batch.logits[place] = wanted
+        code = llama_cpp.llama_decode(self._context, batch)
+        if code:
+            raise SystemExit(f"llama_decode said {code}")
+        wanted_rows = sum(entry[3] for entry in entries)
+        logits = llama_cpp.llama_get_logits(self._context)
+        table = np.ctypeslib.as_array(logits, shape=(wanted_rows, self._vocabulary))
+        highest: list[int] = table.argmax(-1).tolist()
+        return highest
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "model.gguf"
+
+        def start() -> Callable[[Task], Reply]:
+            convert(Path(sys.argv[1]), path)
+            return Llama(path, int(os.environ["OMP_NUM_THREADS"])).answer
+
+        serve(start)
+
+
+if __name__ == "__main__":
+    main()
