@@ -102,8 +102,37 @@ def test_what_was_withdrawn_is_not_taken_for_kv(peer: Peer, port: KvPort) -> Non
 def test_a_note_alone_lets_the_holder_go(peer: Peer, port: KvPort) -> None:
     handle = peer.hold([4])
     port.let_go(handle)
-    assert port.is_lingering
     assert peer.wait_note() == handle.ticket
+    assert len(port._free_landing) == transfer.MAX_TICKETS
+
+
+def test_a_note_for_what_is_held_no_more_is_nobodys(port: KvPort) -> None:
+    holder = Peer(seed=5)
+    try:
+        old = holder.hold([1])
+        holder.ask("withdraw", old.ticket)
+        new = holder.hold([2])
+        assert new.ticket_address == old.ticket_address
+        port.let_go(old)
+        port.let_go(new)
+        assert holder.wait_note() == new.ticket
+    finally:
+        holder.end()
+
+
+def test_a_read_waits_for_nobody(port: KvPort) -> None:
+    """The holder is busy: it does not look at its connections, as in a long step."""
+    holder = Peer(seed=6)
+    try:
+        handles = [holder.hold([number]) for number in range(4)]
+        assert finish(port.read(handles[0], [0], 0, 16)) == "done"  # connects
+        holder.stop()
+        for handle in handles[1:]:
+            assert finish(port.read(handle, [1], 0, 16)) == "done"
+        holder.go_on()
+        assert {holder.wait_note() for _ in handles} == {handle.ticket for handle in handles}
+    finally:
+        holder.end()
 
 
 @pytest.mark.parametrize("connected", [False, True])

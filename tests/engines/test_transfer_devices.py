@@ -48,7 +48,7 @@ class RecordingAgent:
     def __init__(self, name: str, config: object) -> None:
         self.registered: list[tuple[str, list[tuple[int, int, int, str]]]] = []
         self.reads: list[tuple[tuple[str, Array], tuple[str, Array]]] = []
-        self.notes: list[bytes] = []
+        self.writes: list[tuple[tuple[str, Array], tuple[str, Array]]] = []
 
     def register_memory(self, spans: list[tuple[int, int, int, str]], memory: str) -> object:
         self.registered.append((memory, spans))
@@ -64,7 +64,9 @@ class RecordingAgent:
         return memory, table
 
     def initialize_xfer(self, kind: str, to: Any, of: Any, peer: str) -> Any:
-        self.reads.append((to, of))
+        (self.reads if kind == "READ" else self.writes).append((to, of))
+        if kind == "WRITE":
+            to, of = of, to
         if to[0] == of[0] == "DRAM":
             ctypes.memmove(int(to[1][0, 0]), int(of[1][0, 0]), int(of[1][0, 1]))
         return SimpleNamespace(release=lambda: None)
@@ -72,8 +74,11 @@ class RecordingAgent:
     def transfer(self, handle: object) -> str:
         return "DONE"
 
-    def send_notif(self, peer: str, note: bytes) -> None:
-        self.notes.append(note)
+    def check_xfer_state(self, handle: object) -> str:
+        return "DONE"
+
+    def get_new_notifs(self) -> None:
+        """There are none."""
 
 
 def port_on(index: int, addresses: tuple[int, ...], done: list[str], monkeypatch: pytest.MonkeyPatch) -> KvPort:
@@ -103,7 +108,9 @@ def test_the_device_is_named_wherever_kv_is_and_tickets_stay_in_main_memory(monk
     assert of[1].tolist() == [[base + 2 * SEGMENT_BYTES, SEGMENT_BYTES, 3] for base in (1_000_000, 1_000_000 + size)]
     assert ticket[1].tolist() == [[handle.ticket_address, 8, 0]]
     assert landing[1][0, 2] == 0
-    assert reader._agent.notes == [str(handle.ticket).encode()]
+    assert len(reader._agent.writes) == 1
+    assert holder.notes() == [handle.ticket]
+    assert holder.notes() == []
 
 
 @pytest.mark.parametrize("opened", [True, False])

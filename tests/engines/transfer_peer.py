@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -74,6 +75,15 @@ class Peer:
     def wait_note(self) -> int:
         """The next ticket that a reader sends back."""
         return int(self.ask("wait_note"))
+
+    def stop(self) -> None:
+        """It does nothing any more, until `go_on`."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         self.process.kill()

@@ -156,7 +156,7 @@ def handle_from_json(data: Mapping[str, Any], layout: KvLayout, prompt_length: i
         bases=bases,
         layout=theirs,
         segments=segments,
-        ticket_address=_integer(f"{where}.ticket_address", data["ticket_address"], 2**64 - 8),
+        ticket_address=_integer(f"{where}.ticket_address", data["ticket_address"], 2**63),
         ticket=_integer(f"{where}.ticket", data["ticket"], 2**63),
     )
 

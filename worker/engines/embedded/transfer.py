@@ -1,9 +1,10 @@
 """KV blocks go straight from one worker's memory into another's, with NIXL.
 
-The reader reads; the holder's processor takes no part in it, it only hears at the end that it may let go. A holder may
-let go earlier (a time-out), so a read that has ended proves nothing yet: the reader then reads the *ticket* of what was
-held, one number in the holder's memory, which changes before the memory behind it is used again. Only with the right
-ticket was everything read in time.
+The reader reads, and the holder's processor takes no part in it. At the end the reader writes a *note* into the
+holder's memory, that it may let go; NIXL's own notifications are messages, and the next read would wait until the
+holder has looked at the last one, for as long as its steps take. A holder may let go earlier (a time-out), so a read
+that has ended proves nothing yet: the reader then reads the *ticket* of what was held, one number in the holder's
+memory, which changes before the memory behind it is used again. Only with the right ticket was everything read in time.
 
 No thread of its own: every call of `KvPort` and `KvRead` comes from the step thread, which polls while there is
 something to wait for. Listens on the network devices that it is given alone, which is loopback unless configured.
@@ -11,6 +12,7 @@ something to wait for. Listens on the network devices that it is given alone, wh
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -40,9 +42,11 @@ PAUSE_S = 0.00005
 """Pause between looks at a transfer that another thread or device carries out, once it has taken as long."""
 
 LINGER_S = 0.5
-"""How long a note to a peer is given to leave: nothing moves unless somebody polls."""
+"""How long a note to a peer is given to leave: over TCP nothing moves unless somebody polls."""
 
 _TICKET_BYTES = 8
+_NOTE_OFFSET = MAX_TICKETS * _TICKET_BYTES
+"""From a ticket to where its note is written: the ticket again."""
 
 State = Literal["busy", "done", "expired", "lost"]
 
@@ -98,17 +102,17 @@ class KvPort:
         self._itemsize = tensors[0].element_size()
         self.tensors = list(tensors)
         self.bases = tuple(tensor.data_ptr() for tensor in tensors)
-        self._tickets = torch.zeros(MAX_TICKETS, dtype=torch.int64)
-        self._landing = torch.zeros(MAX_TICKETS, dtype=torch.int64)
+        self._slots = torch.zeros(3 * MAX_TICKETS, dtype=torch.int64)
+        self._tickets, self._notes, self._landing = np.split(self._slots.numpy(), 3)
         self._free_tickets = list(range(MAX_TICKETS))
         self._free_landing = list(range(MAX_TICKETS))
         self._peers: dict[str, str] = {}
-        self._linger_until = 0.0
+        self._leaving: list[tuple[Any, int, float]] = []
         self._errors = nixl.errors
         failures: tuple[type[Exception], ...] = (RuntimeError, KeyError, *nixl.errors)
         try:
             self._agent = nixl.agent(self.name)
-            self._registered = [self._register(self.tensors), self._register([self._tickets, self._landing])]
+            self._registered = [self._register(self.tensors), self._register([self._slots])]
             self._metadata: bytes = self._agent.get_agent_metadata()
         except failures as error:
             raise StartupError(f"--disaggregation-mode: NIXL cannot be used here: {error}") from error
@@ -120,7 +124,7 @@ class KvPort:
     @property
     def is_lingering(self) -> bool:
         """Whether a note to a peer may still be on its way, so that `notes` should be called again soon."""
-        return time.monotonic() < self._linger_until
+        return bool(self._leaving)
 
     def publish(self, segments: Sequence[int]) -> KvHandle | None:
         """Let others read `segments` until `withdraw`; None if too much is held already."""
@@ -128,6 +132,7 @@ class KvPort:
             return None
         place = self._free_tickets.pop()
         ticket = secrets.randbits(62) + 1
+        self._notes[place] = 0
         self._tickets[place] = ticket
         return KvHandle(
             self.name,
@@ -137,13 +142,13 @@ class KvPort:
             self.bases,
             self.layout,
             tuple(segments),
-            self._tickets.data_ptr() + place * _TICKET_BYTES,
+            self._slots.data_ptr() + place * _TICKET_BYTES,
             ticket,
         )
 
     def withdraw(self, handle: KvHandle) -> None:
         """Take the ticket back: reads that have not ended by now will find out. Then the segments may be written."""
-        place = (handle.ticket_address - self._tickets.data_ptr()) // _TICKET_BYTES
+        place = (handle.ticket_address - self._slots.data_ptr()) // _TICKET_BYTES
         assert int(self._tickets[place]) == handle.ticket, f"{handle.ticket} is not held: {self!r}"
         self._tickets[place] = 0
         self._free_tickets.append(place)
@@ -151,11 +156,13 @@ class KvPort:
     def notes(self) -> list[int]:
         """Tickets that readers have sent back since the last call. Also lets everything on its way move on."""
         try:
-            received: dict[str, list[bytes]] = self._agent.get_new_notifs()
+            self._agent.get_new_notifs()
         except self._errors as error:
             logger.warning("a peer's connection failed: %s", error)
-            return []
-        return [int(note) for notes in received.values() for note in notes if note.isdigit() and len(note) < 20]
+        self._leaving = [one for one in self._leaving if not self._has_left(*one)]
+        places = np.flatnonzero((self._notes == self._tickets) & (self._tickets != 0))
+        self._notes[places] = 0
+        return [int(ticket) for ticket in self._tickets[places]]
 
     def read(self, handle: KvHandle, segments: Sequence[int], start: int, stop: int) -> KvRead:
         """Begin to read positions ``[start, stop)`` of what `handle` describes into our own `segments`."""
@@ -163,12 +170,20 @@ class KvPort:
 
     def let_go(self, handle: KvHandle) -> None:
         """Tell the holder that nothing more will be read; if it cannot be told, its time-out will do."""
+        if not self._free_landing:
+            return
+        place = self._free_landing.pop()
+        self._landing[place] = handle.ticket
         try:
-            self._agent.send_notif(self._peer(handle), str(handle.ticket).encode())
+            note = self._request("WRITE", handle, self._word(place, handle.ticket_address + _NOTE_OFFSET))
+            self._agent.transfer(note)
         except self._errors as error:
             logger.info("%s cannot be told to let go: %s", handle.holder, error)
             self.forget(handle.holder)
-        self._linger_until = time.monotonic() + LINGER_S
+            self._free_landing.append(place)
+            return
+        self._leaving.append((note, place, time.monotonic() + LINGER_S))
+        self._leaving = [one for one in self._leaving if not self._has_left(*one)]
 
     def forget(self, holder: str) -> None:
         """Drop the connection to a peer; the next hand-off from it connects anew."""
@@ -181,11 +196,35 @@ class KvPort:
 
     def close(self) -> None:
         """Disconnect and deregister. Nothing may be under way."""
+        self._leaving = [one for one in self._leaving if not self._has_left(*one[:2], 0.0)]
         for holder in list(self._peers):
             self.forget(holder)
         for registered in self._registered:
             self._agent.deregister_memory(registered)
         self._registered = []
+
+    def _has_left(self, note: Any, place: int, until: float) -> bool:
+        """Whether a note is written, or cannot or need not be any more; then all that it took is free again."""
+        with contextlib.suppress(*self._errors):
+            if self._agent.check_xfer_state(note) == "PROC" and time.monotonic() < until:
+                return False
+        with contextlib.suppress(*self._errors):  # whatever is written late is no one's ticket
+            note.release()
+        self._free_landing.append(place)
+        return True
+
+    def _request(
+        self, kind: str, handle: KvHandle, tables: Sequence[Array], memory: tuple[str, str] = ("DRAM", "DRAM")
+    ) -> Any:
+        """A transfer between our memory and a peer's, not begun."""
+        peer = self._peer(handle)
+        ours, theirs = (self._agent.get_xfer_descs(*side) for side in zip(tables, memory, strict=True))
+        return self._agent.initialize_xfer(kind, ours, theirs, peer)
+
+    def _word(self, place: int, address: int) -> list[Array]:
+        """Descriptors of a landing place, and of a ticket or note at a peer."""
+        here = self._slots.data_ptr() + (2 * MAX_TICKETS + place) * _TICKET_BYTES
+        return [np.array([[one, _TICKET_BYTES, 0]], dtype=np.uint64) for one in (here, address)]
 
     def _register(self, tensors: Sequence[torch.Tensor]) -> Any:
         memory, device = _place(tensors[0].device)
@@ -277,16 +316,19 @@ class KvRead:
         elif self._slices:
             first, last = self._slices.pop(0)
             memory = self._port._memory, self._handle.memory
-            status = self._start(self._local[first:last], self._remote[first:last], memory)
+            status = self._start((self._local[first:last], self._remote[first:last]), memory)
         elif not self._asked_ticket:
+            assert self._landing is not None
             self._asked_ticket = True
-            status = self._start(*self._ticket_descriptors(), ("DRAM", "DRAM"))
+            self._port._landing[self._landing] = 0
+            word = self._port._word(self._landing, self._handle.ticket_address)
+            status = self._start(word, ("DRAM", "DRAM"))
         else:
             assert self._landing is not None
             found = int(self._port._landing[self._landing])
             self._state = "done" if found == self._handle.ticket else "expired"
             if self._state == "done":
-                self._port.let_go(self._handle)  # apart from the read, which need not wait until the note has left
+                self._port.let_go(self._handle)
             return True
         if status == "PROC":
             return False
@@ -297,20 +339,11 @@ class KvRead:
             self._transfer = None
         return True
 
-    def _start(self, local: Array, remote: Array, memory: tuple[str, str]) -> str:
-        agent, peer = self._port._agent, self._port._peer(self._handle)
-        targets, sources = (agent.get_xfer_descs(*side) for side in zip((local, remote), memory, strict=True))
-        self._transfer = agent.initialize_xfer("READ", targets, sources, peer)
-        status: str = agent.transfer(self._transfer)
+    def _start(self, tables: Sequence[Array], memory: tuple[str, str]) -> str:
+        self._transfer = self._port._request("READ", self._handle, tables, memory)
+        status: str = self._port._agent.transfer(self._transfer)
         self._moved = time.monotonic()
         return status
-
-    def _ticket_descriptors(self) -> tuple[Array, Array]:
-        assert self._landing is not None
-        here = self._port._landing.data_ptr() + self._landing * _TICKET_BYTES
-        self._port._landing[self._landing] = 0
-        rows = ([[here, _TICKET_BYTES, 0]], [[self._handle.ticket_address, _TICKET_BYTES, 0]])
-        return np.array(rows[0], dtype=np.uint64), np.array(rows[1], dtype=np.uint64)
 
     def _fail(self) -> None:
         self._state = "lost"
