@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker.engines.embedded import huge_pages
+from worker.engines.embedded import host_memory
 
 SMAPS = """\
 00400000-00c00000 rw-p 00000000 00:00 0                                  [heap]
@@ -29,14 +29,14 @@ Rss:               16384 kB
 
 
 def test_large_memory_of_the_process_itself_that_is_in_use() -> None:
-    assert list(huge_pages._resident_mappings(SMAPS)) == [(0x400000, 0xC00000), (0x7F0000000000, 0x7F0001000000)]
+    assert list(host_memory._resident_mappings(SMAPS)) == [(0x400000, 0xC00000), (0x7F0000000000, 0x7F0001000000)]
 
 
 def test_what_tensors_hold_stays() -> None:
     before = torch.arange(4 * 2**20)
     advised = torch.empty_like(before)
-    huge_pages.advise(advised)
+    host_memory.advise(advised)
     advised.copy_(before)
-    huge_pages.collapse_resident()
+    host_memory.collapse_resident()
     assert torch.equal(advised, before)
     assert torch.equal(before, torch.arange(4 * 2**20))
