@@ -6,8 +6,8 @@
 
 Prints each round, and writes `results/decode.md` from what this and earlier runs kept in `results/decode.json`: a run
 replaces the cases that it measures. Everybody is asked for the same tokens, on 2 threads, and takes turns with the
-others of a case, round by round, with prompts that are new in each; the fastest round of each counts, since other work
-on the machine can only make a round slower. Read the ratios, not the figures.
+others of a case, in another order in each round, with prompts that are new; the fastest round of each counts, since
+other work on the machine can only make a round slower. Read the ratios, not the figures.
 
 Cases:
 
@@ -207,9 +207,10 @@ def measure(case: Case, answers: dict[str, Answer], rounds: int, found: Measured
     """Fill in speeds, after one short turn of everybody that does not count."""
     for answer in answers.values():
         answer(Task(case.rows, case.prompt, 4, case.controls, -1))
+    order = list(answers.items())
     for number in range(rounds):
         first: dict[str, list[int]] = {}
-        for name, answer in answers.items():
+        for name, answer in order[-number:] + order[:-number] if number else order:
             time.sleep(PAUSE_S)
             started = time.perf_counter()
             reply = answer(case.task(number))

@@ -50,7 +50,7 @@ from disagg_routing import measure_routing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from worker.engines import KeepKv, ReadKv
-from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, huge_pages
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, host_memory
 from worker.engines.embedded.kv_layout import KvLayout
 from worker.engines.embedded.transfer import KvHandle, KvPort
 from worker.sampling import SamplingParams
@@ -110,7 +110,7 @@ def say(data: Any) -> None:
 
 def store(fill: float) -> list[torch.Tensor]:
     shape = (NUM_SEGMENTS, LAYOUT.kv_heads, LAYOUT.segment_size, LAYOUT.head_dim)
-    tensors = huge_pages.zeros(NUM_TENSORS, shape, torch.bfloat16, torch.device("cpu"))
+    tensors = host_memory.zeros(NUM_TENSORS, shape, torch.bfloat16, torch.device("cpu"))
     for tensor in tensors:
         tensor.fill_(fill)
     return tensors

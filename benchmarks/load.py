@@ -39,6 +39,7 @@ from checkpoint import write_checkpoint
 from workload import VOCABULARY
 
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from worker.engines.embedded.own_thread import in_own_thread
 from worker.sampling import SamplingParams
 
 HERE = Path(__file__).resolve().parent
@@ -261,7 +262,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as directory:
-        write_checkpoint(Path(directory))
+        in_own_thread(lambda: write_checkpoint(Path(directory)))
         asyncio.run(run(Path(directory), arguments))
 
 

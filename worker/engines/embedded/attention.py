@@ -162,6 +162,7 @@ class AttentionStep:
         if layout.queries is not None:
             query = query.index_select(0, layout.queries)
         outputs, sums = [], []
+        wants_sums = layout.several is not None
         start = 0
         for call in layout.calls:
             stop = start + call.entries * call.tokens
@@ -175,9 +176,11 @@ class AttentionStep:
                 scale,
                 softcap,
                 self._shapes.query_multiple,
+                wants_sums,
             )
             outputs.append(part[0])
-            sums.append(part[1])
+            if part[1] is not None:
+                sums.append(part[1])
             start = stop
         return _combine(layout, outputs, sums)
 
@@ -191,7 +194,7 @@ def _combine(layout: _Layout, outputs: list[torch.Tensor], sums: list[torch.Tens
     count, depth = layout.parts.shape
     sum_all = sums[0] if len(sums) == 1 else torch.cat(sums)
     weights = sum_all.index_select(0, layout.parts.view(-1)).view(count, depth, -1) + layout.absent
-    weights = weights.sub_(weights.amax(1, keepdim=True)).exp2_()[..., None]
+    weights = weights.sub_(weights.amax(1, keepdim=True)).exp_()[..., None]
     # one after another, so that places without a segment, which weigh 0, change nothing
     total = weights[:, 0].clone()
     result = weights[:, 0] * output.index_select(0, layout.parts[:, 0])

@@ -12,11 +12,12 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from worker.engines.embedded import attention, huge_pages, llama, transformers_network
+from worker.engines.embedded import attention, host_memory, llama, transformers_network
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
 from worker.engines.embedded.linear import linears
 from worker.engines.embedded.llama import LlamaNetwork
 from worker.engines.embedded.numerics import AttentionSizes, choose
+from worker.engines.embedded.own_thread import in_own_thread
 from worker.engines.embedded.pack import pack
 from worker.engines.embedded.partial_softmax import Shapes
 from worker.engines.embedded.plan import Plan
@@ -71,9 +72,12 @@ class HfModel:
 
     def allocate_kv(self, num_segments: int, segment_size: int) -> None:
         """Allocate the KV store. Raises `StartupError` if the memory is not there."""
+        in_own_thread(lambda: self._allocate_kv(num_segments, segment_size))
+
+    def _allocate_kv(self, num_segments: int, segment_size: int) -> None:
         shape = (num_segments, self._kv_heads, segment_size, self._head_dim)
         try:
-            tensors = huge_pages.zeros(2 * self._layers, shape, self.dtype, self.device)
+            tensors = host_memory.zeros(2 * self._layers, shape, self.dtype, self.device)
         except RuntimeError as error:  # out of memory, on either device
             raise StartupError(
                 f"--kv-blocks: no memory for the KV of {num_segments * segment_size} tokens ({first_line(error)})"
@@ -82,7 +86,8 @@ class HfModel:
         self._segment_size = segment_size
         self._choose_numerics()
         if self.device.type == "cpu" and sum(layer.num_bytes for layer in linears(self._network)) >= _LARGE_BYTES:
-            huge_pages.collapse_resident()
+            host_memory.collapse_resident()
+            host_memory.keep_freed()
 
     @torch.inference_mode()
     def _choose_numerics(self) -> None:
@@ -129,6 +134,10 @@ def load_model(config: EmbeddedConfig) -> HfModel:
     Raises:
         StartupError: it is missing, unreadable, incomplete or of an architecture that is not served.
     """
+    return in_own_thread(lambda: _load_model(config))
+
+
+def _load_model(config: EmbeddedConfig) -> HfModel:
     directory = Path(config.model_path)
     settings = _read_settings(directory)
     device = resolve_device(config.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -10,7 +9,6 @@ import torch
 from torch.nn import functional
 
 _ATEN = torch.ops.aten
-_LOG2_E = math.log2(math.e)
 _LENGTH_STEP = 32
 _FEW_MATRICES = 32
 """Below this number of entries x key heads x query tokens, one fused call is faster than two batched products."""
@@ -65,7 +63,8 @@ def partial_softmax(
     scale: float,
     softcap: float | None = None,
     query_multiple: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    wants_sums: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend with ``query [entries * tokens, H, D]`` to ``keys, values [entries, Hkv, L, D]``.
 
     Args:
@@ -79,10 +78,10 @@ def partial_softmax(
         scale: Factor of the scores.
         softcap: Bound of the scores, ``softcap * tanh(score / softcap)``.
         query_multiple: The queries of an entry are padded to a multiple of this.
+        wants_sums: Whether the second result is needed.
 
     Returns:
-        Outputs ``[entries * tokens, H, D]`` and float32 log-sum-exps of the scores ``[entries * tokens, H]``, to
-        base 2: two to their power is the sum of e to the power of the scores.
+        Outputs ``[entries * tokens, H, D]`` and float32 log-sum-exps of the scores ``[entries * tokens, H]``.
     """
     count, heads, width = query.shape
     entries, kv_heads = keys.shape[:2]
@@ -97,14 +96,15 @@ def partial_softmax(
         output, sums = _ATEN._scaled_dot_product_flash_attention_for_cpu(
             grouped, keys, values, attn_mask=mask, scale=scale
         )
-        sums = sums * _LOG2_E
     else:
-        output, sums = _by_products(grouped, keys, values, mask, scale, softcap)
+        output, sums = _by_products(grouped, keys, values, mask, scale, softcap, wants_sums)
     if padding:
-        output, sums = output[:, :, :queries], sums[:, :, :queries]
+        output = output[:, :, :queries]
     by_token = (entries, kv_heads, tokens, heads // kv_heads)
     output = output.reshape(*by_token, width).transpose(1, 2).reshape(count, heads, width)
-    return output, sums.reshape(by_token).transpose(1, 2).reshape(count, heads)
+    if sums is None or not wants_sums:
+        return output, None
+    return output, sums[:, :, :queries].reshape(by_token).transpose(1, 2).reshape(count, heads)
 
 
 def _by_products(
@@ -114,20 +114,18 @@ def _by_products(
     mask: torch.Tensor | None,
     scale: float,
     softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    wants_sums: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Two batched products with float32 between them; in bfloat16 the products are rounded, as transformers' are.
 
-    Powers of 2, since torch's powers of e take several times as long on some processors, above all of minus infinity.
+    torch's softmax is much faster than its powers one by one. Where a score is highest, the weight is one by the sum.
     """
     shape = (*query.shape[:3], keys.shape[2])
     scores = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)).view(shape)
     if softcap is not None:
         scores = scores.float().mul_(scale / softcap).tanh_().mul_(softcap)
         scale = 1.0
-    scale *= _LOG2_E
     scores = scores.float().mul_(scale) if mask is None else torch.add(mask, scores, alpha=scale)
-    highest = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(highest).exp2_()
-    total = weights.sum(-1, keepdim=True)
+    weights = torch.softmax(scores, -1)
     output = torch.bmm(weights.to(values.dtype).flatten(0, 1), values.flatten(0, 1)).view(query.shape)
-    return output.div_(total), total.log2_().add_(highest)[..., 0]
+    return output, scores.amax(-1).sub_(weights.amax(-1).log_()) if wants_sums else None

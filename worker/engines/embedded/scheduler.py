@@ -15,6 +15,9 @@ from worker.engines.embedded.plan import Chunk, Output, Plan, Request, Samples, 
 FAIR_CHUNK = 128
 """Tokens of each prompt that a step computes before any prompt gets more, a quarter of the budget at most."""
 
+FEW_ROWS = 16
+"""Below this number of requests that decode, a step is so short that a whole mixed chunk takes more than two steps."""
+
 RUNNING_PER_SPARE = 16
 """Running requests for which one segment stays available when another is admitted, so that it does not
 drive one out, or is driven out, at the next full segment."""
@@ -38,7 +41,8 @@ class Scheduler:
         max_num_seqs: Requests in ``prefilling`` and ``decoding`` together at most.
         max_num_batched_tokens: Tokens in one plan at most; at least `max_num_seqs`.
         max_mixed_chunk: Prompt tokens per prompt that is waited for in a plan that decodes too; None for no limit.
-            It bounds the time between two tokens of those who decode, except where as many others wait to.
+            It bounds the time between two tokens of those who decode, except where as many others wait to. Of fewer
+            than `FEW_ROWS`, half of it is the bound, and they count.
     """
 
     def __init__(
@@ -184,7 +188,10 @@ class Scheduler:
         if self.max_mixed_chunk is None or not self.decoding:
             return most
         slots = self.max_num_seqs - len(self.decoding) - len(self.prefilling)
-        return min(most, self.max_mixed_chunk * (len(self.prefilling) + min(slots, len(self.waiting))))
+        chunk = self.max_mixed_chunk
+        if len(self.decoding) < FEW_ROWS:
+            chunk = max(1, chunk // 2 - len(self.decoding))
+        return min(most, chunk * (len(self.prefilling) + min(slots, len(self.waiting))))
 
     def _admit(self, budget: int) -> tuple[SegmentCopy, ...]:
         """Move waiting requests into prefill, in order of arrival."""

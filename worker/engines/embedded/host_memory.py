@@ -1,8 +1,8 @@
-"""Huge pages for weights and KV, where the kernel has them for the asking.
+"""How a step's memory is had from the system. Linux only, and only advice: without it nothing changes but the speed.
 
-With small pages, looking up addresses takes about a tenth of a decoding step, and another process's memory, which is
-read through the kernel page by page, is read at less than half the speed. Linux only, and only advice: where it is not
-heeded, nothing changes but the speed.
+What every step reads lies in huge pages: with small ones, looking up addresses takes about a tenth of a decoding step,
+and another process's memory, which is read through the kernel page by page, is read at less than half the speed.
+What a step gives back is kept for the next one: otherwise the system takes it, and clears it again, many times a step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ _ALIGNMENT_BYTES = 64
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25
 _RESIDENT_PART = 0.9
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_LARGEST_TEMPORARY = 64 * 2**20
+_MOST_KEPT = 512 * 2**20
 _SMAPS = Path("/proc/self/smaps")
 
 
@@ -47,6 +51,14 @@ def zeros(count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.de
     _madvise(whole.data_ptr(), whole.data_ptr() + whole.nbytes, _MADV_HUGEPAGE)  # before the first page is there
     whole.zero_()
     return [whole[at : at + used].view(dtype).view(tuple(shape)) for at in range(0, count * stride, stride)]
+
+
+def keep_freed() -> None:
+    """Let the C library keep the memory of freed temporary tensors, up to `_MOST_KEPT` bytes per thread."""
+    libc = ctypes.CDLL(None)
+    if sys.platform == "linux" and hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_TEMPORARY)
+        libc.mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT)
 
 
 def collapse_resident() -> None:
