@@ -8,6 +8,7 @@ tokens, a sample tells where to look. What happens to a row never depends on the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,8 +22,11 @@ BLOCK = 64
 
 _STRIDES = 8
 _BUCKETS = 1024
-_SAMPLE = 1500
+_SAMPLE = 9000
 """Keys of a row, about, that are looked at to guess where a prefix ends."""
+
+_ERRORS = 3.0
+"""Standard errors that what a sample says may be wrong by."""
 
 _PIECE = 16
 """So many neighbours are looked at together: they cost no more than one."""
@@ -208,14 +212,11 @@ def _take_blocks(values: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor 
     return torch.cat((picked, values[:, whole * BLOCK :].index_select(0, rows)), 1)
 
 
-def prefix_of_mass(
-    keys: torch.Tensor, masses: torch.Tensor, total: int, target: int, zero: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def prefix_of_mass(keys: torch.Tensor, masses: torch.Tensor, total: int, target: int, zero: int = 0) -> torch.Tensor:
     """The shortest prefix, by falling key and rising id, with a mass of at least `target`. On the CPU.
 
-    A sample says from which key on all of the prefix can surely be found. What is there is put into buckets of keys,
-    and only what is near the end is sorted. Sums of all that is above prove the end; where they do not, all is looked
-    at.
+    A sample says between which keys the prefix surely ends. Only what is between them is sorted. The sum of all that is
+    above proves the end; where it does not, the keys are told apart by a histogram of all, and at last all are sorted.
 
     Args:
         keys: float32 ``[V]``, without NaN.
@@ -225,54 +226,56 @@ def prefix_of_mass(
         zero: See `masses`.
 
     Returns:
-        Ids, rising, with all of the prefix among them, and their masses, int64, 0 for those that are not part of it.
+        int64 ``[V]``: the masses of the prefix, 0 for all else.
     """
     key, mass = keys.numpy(), masses.numpy()
-    for low in _lower_keys(key, mass, total - target, zero):
-        ids = np.flatnonzero(key >= low)
-        found = _prefix(key.take(ids), mass.take(ids) - zero, target)
-        if found is not None:
-            return torch.from_numpy(ids), torch.from_numpy(found)
+    for low, high in _brackets(key, mass, total - target, zero):
+        above = key > high
+        kept = mass - zero
+        kept *= above
+        near = np.flatnonzero((key >= low) & ~above)
+        missing = target - int(kept.sum())
+        if missing <= 0 or not len(near):
+            continue
+        near = near[_LAST_ID - (np.sort(_sort_keys(key.take(near), np.arange(len(near))))[::-1] & _LAST_ID)]
+        found = mass.take(near) - zero
+        reached = found.cumsum()
+        if missing <= reached[-1]:
+            count = int(reached.searchsorted(missing)) + 1
+            kept[near[:count]] = found[:count]
+            return torch.from_numpy(kept)
     raise ValueError(f"the masses do not add up to {total}")
 
 
-def _lower_keys(
+def _brackets(
     key: np.ndarray[Any, np.dtype[np.float32]], mass: np.ndarray[Any, np.dtype[np.int64]], left_out: int, zero: int
-) -> Iterator[float]:
-    """Keys that the prefix likely ends above, the likeliest last."""
+) -> Iterator[tuple[float, float]]:
+    """Pairs of keys that the prefix ends between, more and more surely."""
     stride = len(key) // _SAMPLE
     if stride:
         whole = len(key) // _PIECE * _PIECE
-        places, highest, width = _buckets(key[:whole].reshape(-1, _PIECE)[::stride].ravel())
-        sampled = mass[:whole].reshape(-1, _PIECE)[::stride].ravel() - zero
-        masses = np.bincount(places, sampled.astype(np.float64), _BUCKETS)
-        below = masses.sum() - masses.cumsum()  # what is below each bucket
-        for part in (0.7, 0.2):
-            # the first bucket, from the highest on, below which there is surely no more than is to be left out
-            low = _BUCKETS - int(np.searchsorted(below[::-1], left_out / stride * part))
-            if low < _BUCKETS:
-                yield highest - (low + 1) * width
-    yield -np.inf
+        sampled = key[:whole].reshape(-1, _PIECE)[::stride].ravel()
+        yield _bracket(sampled, mass[:whole].reshape(-1, _PIECE)[::stride].ravel() - zero, left_out / stride, _ERRORS)
+        yield _bracket(key, mass - zero, left_out, 0.0)
+    yield -np.inf, np.inf
 
 
-def _prefix(
-    key: np.ndarray[Any, np.dtype[np.float32]], mass: np.ndarray[Any, np.dtype[np.int64]], target: int
-) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-    """`mass` of the prefix, and 0 for the rest of `key`; None if all of it has less than the target."""
-    places, _, width = _buckets(key)
-    end = int(np.searchsorted(np.bincount(places, mass.astype(np.float64), _BUCKETS).cumsum(), target))
-    for margin in (1, _BUCKETS):  # the sums of buckets may be rounded
-        kept = mass * (places < end - margin)  # what is picked by a mask of no pattern costs several times as much
-        near = np.flatnonzero(np.abs(places - end) <= margin)
-        missing = target - int(kept.sum())
-        if width or margin > 1:  # else they are all equal
-            near = near[_LAST_ID - (np.sort(_sort_keys(key.take(near), np.arange(len(near))))[::-1] & _LAST_ID)]
-        reached = mass.take(near).cumsum()
-        if len(near) and 0 < missing <= reached[-1]:
-            last = near[: int(np.searchsorted(reached, missing)) + 1]
-            kept[last] = mass[last]
-            return kept
-    return None
+def _bracket(
+    key: np.ndarray[Any, np.dtype[np.float32]],
+    mass: np.ndarray[Any, np.dtype[np.int64]],
+    left_out: float,
+    errors: float,
+) -> tuple[float, float]:
+    """Two keys around the one with about `left_out` below it, so many standard errors and a bucket away."""
+    places, highest, width = _buckets(key)
+    masses = np.bincount(places, mass.astype(np.float64), _BUCKETS)
+    below = masses[::-1].cumsum()  # in the lowest buckets, the more of them the further on
+    end = int(below.searchsorted(left_out))
+    count = np.count_nonzero(places >= _BUCKETS - 1 - end)
+    error = min(1.0, errors / math.sqrt(max(count, 1)))
+    first, last = (int(below.searchsorted(left_out * part)) for part in (1 - error, 1 + error))
+    low, high = (highest - (_BUCKETS - number) * width for number in (first - 1, last + 2))
+    return low, high
 
 
 def _buckets(key: np.ndarray[Any, np.dtype[np.float32]]) -> tuple[np.ndarray[Any, np.dtype[np.int32]], float, float]:

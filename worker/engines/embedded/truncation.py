@@ -269,12 +269,13 @@ class _Drawing:
         """A token of the row that was weighed last; returns how many tokens top-p leaves of it."""
         weighed = self._row
         if target < weighed.total:
-            ids, weights = weighed.prefix(self._logits[row], target)
+            weights = weighed.prefix(self._logits[row], target)
             cumulative = weights.numpy().cumsum()  # numpy's calls take half as long, and these are small
-            point = point_in_one(int(cumulative[-1]), self._uniforms[row])
-            self.token_ids[row] = int(ids.numpy()[cumulative.searchsorted(point, "right")])
+            self.token_ids[row] = int(
+                cumulative.searchsorted(point_in_one(int(cumulative[-1]), self._uniforms[row]), "right")
+            )
             if row in self._wanted:
-                self._keep_distribution(row, ids, weights)
+                self.distributions[row] = logarithms(weights, self._bits)
             return int(np.count_nonzero(weights.numpy()))
         self.token_ids[row] = weighed.token_at(point_in_one(weighed.total, self._uniforms[row]))
         if row in self._wanted:
@@ -328,8 +329,8 @@ class _WholeRow:
         """int64 ``[V]``."""
         return self._integers - self._zero
 
-    def prefix(self, logits: torch.Tensor, target: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The shortest prefix with a weight of at least `target`: ids, rising, and weights; see `prefix_of_mass`."""
+    def prefix(self, logits: torch.Tensor, target: int) -> torch.Tensor:
+        """Weights of the shortest prefix with a weight of at least `target`; see `prefix_of_mass`."""
         return prefix_of_mass(logits, self._integers, self.total, target, self._zero)
 
     def token_at(self, point: int) -> int:
