@@ -36,11 +36,11 @@ GATHER_S = 0.001
 """How long decoding waits after a request came in for the next one, whose prompt is computed at once. So requests that
 come together start together, and their first tokens do not queue behind the many tokens of a fast model."""
 
-BURST_S = 0.003
+BURST_S = 0.005
 """The same after a request that came as soon as that after another: as long as first tokens need to be on their way."""
 
-MAX_GATHER_S = 0.05
-"""Longest that decoding waits while requests keep coming."""
+MAX_GATHER_S = 0.03
+"""Longest that decoding waits while requests keep coming; it then goes on for as long before it may wait again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class StepThread:
         self._num_ahead = 0  # steps published since the loop last collected
         self._is_held = False
         self._has_arrivals = False  # since the last step
-        self._last_step_s = -math.inf
+        self._last_decode_s = -math.inf
         self._last_arrival_s = -math.inf
         self._gathering_since_s = -math.inf
         self._quiet_s = GATHER_S  # time without an arrival after which decoding goes on
@@ -135,9 +135,11 @@ class StepThread:
     def _run(self) -> None:
         try:
             while self._read_messages():
-                prompts_first = self._is_held or self._is_gathering()
+                prompts_first = self._is_pausing() or self._is_gathering()
                 self._publish(self._watchdog.watch(partial(self._stepper.step, prompts_first)))
-                self._last_step_s, self._has_arrivals = time.monotonic(), False
+                self._has_arrivals = False
+                if not prompts_first:
+                    self._last_decode_s = time.monotonic()
                 if self._sink is not None:
                     report(self._stepper.scheduler.cache.drain_events(), self._sink)
             self._stepper.close()
@@ -151,8 +153,8 @@ class StepThread:
         while (message := self._next_message()) is not None:
             match message:
                 case Submit(request, kv):
-                    self._stepper.add(request, kv)
                     self._note_arrival()
+                    self._stepper.add(request, kv)
                 case Abort(request_id):
                     cancelled = self._stepper.abort(request_id)
                     if cancelled is not None:
@@ -180,19 +182,21 @@ class StepThread:
             return wait_s
         if self._is_gathering() and not scheduler.has_prompts:
             return max(0.0, self._last_arrival_s + self._quiet_s - time.monotonic())
-        if self._is_held and not (scheduler.prefilling or self._has_arrivals):
-            return max(0.0, self._last_step_s + MAX_PAUSE_S - time.monotonic())
+        if self._is_pausing() and not (scheduler.prefilling or self._has_arrivals):
+            return max(0.0, self._last_decode_s + MAX_PAUSE_S - time.monotonic())
         return 0.0
 
     def _note_arrival(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._last_arrival_s > self._quiet_s:
+        self._quiet_s = BURST_S if now_s - self._last_arrival_s <= self._quiet_s else GATHER_S
+        if self._stepper.scheduler.is_idle or now_s - self._gathering_since_s > 2 * MAX_GATHER_S:
             self._gathering_since_s = now_s
-            self._quiet_s = GATHER_S
-        else:
-            self._quiet_s = BURST_S
         self._last_arrival_s = now_s
         self._has_arrivals = True
+
+    def _is_pausing(self) -> bool:
+        """Whether decoding waits for consumers."""
+        return self._is_held and time.monotonic() - self._last_decode_s < MAX_PAUSE_S
 
     def _is_gathering(self) -> bool:
         """Whether requests are coming in one after the other."""
