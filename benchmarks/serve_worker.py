@@ -45,14 +45,15 @@ class NullModel:
         self.device = torch.device("cpu")
         self.kv_bytes_per_token = 0
         self.numerics = "exact"
-        self._rows = torch.zeros(max_num_seqs, self.vocab_size)
-        self._rows[:, token] = 10.0
+        rows = torch.zeros(max_num_seqs, self.vocab_size)
+        rows[:, token] = 10.0
+        self._logits = [rows[:count] for count in range(max_num_seqs + 1)]
 
     def allocate_kv(self, num_segments: int, segment_size: int) -> None:
         """There is none."""
 
     def forward(self, plan: Plan) -> torch.Tensor:
-        return self._rows[: len(plan.sampled)]  # nobody writes into them: no request here asks for an edit
+        return self._logits[len(plan.sampled)]  # nobody writes into them: no request here asks for an edit
 
 
 class ConstantEngine(LLMEngine):
