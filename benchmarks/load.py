@@ -48,7 +48,7 @@ SLOTS = 32
 LENGTHS = (32, 64, 128, 192, 224)
 """Of prompts and of answers, each equally likely, drawn apart."""
 MEAN_LENGTH = sum(LENGTHS) // len(LENGTHS)
-OVERLOAD = 1.25
+OVERLOAD = 1.5
 LONG_PROMPT = 2048
 PREFIX, TAIL = 1024, 16
 THROUGHPUT_TARGET, GAP_TARGET, PREFIX_TARGET = 0.9, 3.0, 5.0
@@ -172,10 +172,10 @@ async def measure_prefix(client: Client, rounds: int) -> dict[str, float]:
 
 Part = Callable[[Client, argparse.Namespace], Awaitable[dict[str, float]]]
 PARTS: dict[str, Part] = {
-    "arrivals": lambda client, arguments: measure_arrivals(client, arguments.rounds, arguments.seconds),
     "gap8": lambda client, arguments: measure_gap(client, arguments.rounds, 8),
     "gap31": lambda client, arguments: measure_gap(client, arguments.rounds, 31),
     "prefix": lambda client, arguments: measure_prefix(client, arguments.rounds),
+    "arrivals": lambda client, arguments: measure_arrivals(client, arguments.rounds, arguments.seconds),
 }
 
 
@@ -243,10 +243,10 @@ async def run(path: Path, arguments: argparse.Namespace) -> None:
         figures = await PARTS[name](client, arguments)
         print(name, json.dumps({key: round(value, 2) for key, value in figures.items()}), flush=True)
         kept[name] = {"date": today, "machine": machine, "load": load, "figures": figures}
+        if not arguments.no_results:
+            KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            REPORT.write_text(render(kept), encoding="utf-8")
     await engine.stop()
-    if not arguments.no_results:
-        KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        REPORT.write_text(render(kept), encoding="utf-8")
     print(render(kept))
 
 
