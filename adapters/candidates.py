@@ -271,7 +271,7 @@ def _bracket(
     masses = np.bincount(places, mass.astype(np.float64), _BUCKETS)
     below = masses[::-1].cumsum()  # in the lowest buckets, the more of them the further on
     end = int(below.searchsorted(left_out))
-    count = np.count_nonzero(places >= _BUCKETS - 1 - end)
+    count = int(np.count_nonzero(places >= _BUCKETS - 1 - end))
     error = min(1.0, errors / math.sqrt(max(count, 1)))
     first, last = (int(below.searchsorted(left_out * part)) for part in (1 - error, 1 + error))
     low, high = (highest - (_BUCKETS - number) * width for number in (first - 1, last + 2))

@@ -65,13 +65,20 @@ class Client:
     def prompt(self, length: int) -> list[int]:
         return [self.source.randrange(VOCABULARY) for _ in range(length)]
 
-    async def ask(self, prompt: Sequence[int], new: int) -> list[tuple[float, int]]:
-        """Times and numbers of tokens of the deltas; the first is the time of the question, with none."""
+    async def ask(
+        self, prompt: Sequence[int], new: int, started: asyncio.Semaphore | None = None
+    ) -> list[tuple[float, int]]:
+        """Times and numbers of tokens of the deltas; the first is the time of the question, with none.
+
+        `started` is released at the first token.
+        """
         times = [(time.perf_counter(), 0)]
         params = SamplingParams(max_tokens=new, ignore_eos=True)
         async for delta in self.engine.generate(str(next(self.numbers)), prompt, params):
             if delta.token_ids:
                 times.append((time.perf_counter(), len(delta.token_ids)))
+                if started is not None and len(times) == 2:
+                    started.release()
         if sum(count for _, count in times) != new:
             raise RuntimeError("an answer has another length than was asked for")
         return times
@@ -140,8 +147,11 @@ async def measure_gap(client: Client, rounds: int, rows: int) -> dict[str, float
     steps: list[float] = []
     to_first = []
     for _ in range(rounds):
-        running = [asyncio.create_task(client.ask(client.prompt(64), 256)) for _ in range(rows)]
-        await asyncio.sleep(1.0)
+        started = asyncio.Semaphore(0)
+        running = [asyncio.create_task(client.ask(client.prompt(64), 256, started)) for _ in range(rows)]
+        for _ in running:  # their own prompts are not what is measured
+            await started.acquire()
+        await asyncio.sleep(0.2)
         times = await client.ask(client.prompt(LONG_PROMPT), 1)
         answers = await asyncio.gather(*running)
         began, first = times[0][0], times[1][0]

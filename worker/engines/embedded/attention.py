@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -62,6 +63,13 @@ class KvStore:
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes as 64-bit numbers, where a row holds whole ones: they are moved by number, not by byte."""
     return tensor.view(torch.int64) if tensor.shape[-1] * tensor.itemsize % 8 == 0 else tensor
+
+
+_Pair = tuple[int, int, int, int, int]
+"""Segment, token, column of the table (-1 for a result that nobody wants), keys seen from and to."""
+
+_BYTES_PER_CALL = 2**20
+"""Keys and values that are read in about the time that a call takes besides reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +226,7 @@ class _Planner:
     ) -> None:
         self._spans = spans
         self._kv_heads, self._size = keys.shape[1:3]
+        self._segment_bytes = 2 * keys[0].nbytes
         self._window = window
         self._group = query.shape[1] // self._kv_heads
         self._like = query
@@ -246,7 +255,7 @@ class _Planner:
         return range(first // self._size, (span.stop - 1) // self._size + 1)
 
     def _plan_single_tokens(self) -> None:
-        pairs: list[tuple[int, int, int, int, int]] = []  # segment, token, column, keys seen from and to
+        pairs: list[_Pair] = []
         token = 0
         for span in self._spans:
             if span.stop - span.start == 1:
@@ -258,14 +267,29 @@ class _Planner:
             token += span.stop - span.start
         if not pairs:
             return
-        pairs.sort()
+        pairs = self._bridge(sorted(pairs))
         _, tokens, columns, begins, ends = torch.tensor(pairs).unbind(1)
         for start, stop, stride in _runs([pair[0] for pair in pairs]):
             # rows that share a segment are the query tokens of one entry, so that its keys are read once
             places = _tiles(torch.arange(start, stop), 1 if stride else self._shapes.tokens)
-            rows = slice(start, stop)
-            self._table[tokens[rows], columns[rows]] = torch.arange(self._results, self._results + stop - start)
+            wanted = torch.arange(start, stop)[columns[start:stop] >= 0]
+            self._table[tokens[wanted], columns[wanted]] = wanted + (self._results - start)
             self._call(pairs[start][0], stride, tokens[places], begins[places], ends[places])
+
+    def _bridge(self, pairs: list[_Pair]) -> list[_Pair]:
+        """Pairs with others between them that nobody wants, where reading those costs less than one more call.
+
+        What is wanted of scattered segments would be many calls, and reading a few segments too many costs little.
+        """
+        most = _BYTES_PER_CALL // self._segment_bytes
+        if not most or sum(1 for _ in _runs([pair[0] for pair in pairs])) <= 2:
+            return pairs
+        bridged = [pairs[0]]
+        for before, pair in pairwise(pairs):
+            if pair[0] - before[0] <= most + 1:
+                bridged += [(segment, pair[1], -1, 0, self._size) for segment in range(before[0] + 1, pair[0])]
+            bridged.append(pair)
+        return bridged
 
     def _plan_many_tokens(self, span: Span, token: int) -> None:
         for column, place in enumerate(self._seen(span)):
