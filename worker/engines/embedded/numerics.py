@@ -22,6 +22,8 @@ _MOST_ROWS = 32
 _BLOCKS = (128, 96, 64)
 """Rows of a prompt's products, where they come out as in tiles of `_MOST_ROWS`; they are computed faster."""
 
+_PROBED_ENTRIES = 8
+
 _ENTRY_QUERIES = 16
 """Queries in one entry of a call at most, as far as the heads that share keys allow."""
 
@@ -86,7 +88,12 @@ def _tiles(may_cost: bool) -> list[Tiles]:
 
 def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:
     tile = max(1, _ENTRY_QUERIES * sizes.kv_heads // sizes.heads)
-    cheap = [Shapes(Kernel.PRODUCTS), Shapes(Kernel.PRODUCTS, whole_segments=True)]
+    # small products are computed by another kernel, so that those of a single token may need padding
+    cheap = [
+        Shapes(Kernel.PRODUCTS, whole_segments=whole, query_multiple=multiple)
+        for multiple in (1, 8, 16)
+        for whole in (False, True)
+    ]
     # entries of one size and aligned, whatever the kernel makes of others
     costly = [Shapes(Kernel.FLASH, tokens, whole_segments=True, query_multiple=8) for tokens in (tile, 1)]
     return cheap + costly if may_cost else cheap
@@ -109,6 +116,8 @@ def _is_invariant(shapes: Shapes, sizes: AttentionSizes, num_threads: int) -> bo
 
     `num_threads` is what torch computes with.
     """
+    if shapes.kernel is Kernel.PRODUCTS and not _are_products_invariant(shapes, sizes):
+        return False
     count = sizes.segment_size + sizes.segment_size // 2 + 3
     generator = torch.Generator().manual_seed(0)
 
@@ -137,6 +146,40 @@ def _is_invariant(shapes: Shapes, sizes: AttentionSizes, num_threads: int) -> bo
     longer = [[Span(homes[2], start, stop)] for start, stop in pairwise(cuts)]
     groups = [*alone, *together, *pieces, *longer]
     return all(torch.equal(attend(spans), expected[[p for s in spans for p in _positions(s)]]) for spans in groups)
+
+
+def _are_products_invariant(shapes: Shapes, sizes: AttentionSizes) -> bool:
+    """Whether a query's two products come out the same whatever the number of queries, entries and keys of the call.
+
+    In bfloat16 sums that were added in another order nearly always round to the same. So these sums are all 0, and what
+    is left of the terms is what was lost in between.
+    """
+    group = sizes.heads // sizes.kv_heads
+    numbers = [-(-group * tokens // shapes.query_multiple) * shapes.query_multiple for tokens in (64, 1, 2, 3, 7, 33)]
+    half = sizes.segment_size // 2
+    for inner, outer in ((sizes.width, sizes.segment_size), (sizes.segment_size, sizes.width), (half, sizes.width)):
+        queries, keys = _cancelling(_PROBED_ENTRIES * sizes.kv_heads, numbers[0], inner, outer, sizes.dtype)
+        if inner == sizes.width:
+            keys = keys.transpose(1, 2).contiguous().transpose(1, 2)  # as keys lie in the store
+        expected = torch.bmm(queries, keys)
+        for entries in (1, 2, _PROBED_ENTRIES):
+            matrices = entries * sizes.kv_heads
+            for number in numbers:
+                found = torch.bmm(queries[:matrices, :number].contiguous(), keys[:matrices])
+                if not torch.equal(found, expected[:matrices, :number]):
+                    return False
+    return True
+
+
+def _cancelling(
+    matrices: int, rows: int, inner: int, outer: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[matrices, rows, inner]`` and ``[matrices, inner, outer]``, whose product is 0 but for rounding."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(matrices, rows, inner // 2, generator=generator).to(dtype)
+    right = torch.randn(matrices, inner // 2, outer, generator=generator).to(dtype)
+    order = torch.randperm(2 * (inner // 2), generator=generator)
+    return torch.cat((left, left), 2)[:, :, order].contiguous(), torch.cat((right, -right), 1)[:, order].contiguous()
 
 
 def _positions(span: Span) -> range:
