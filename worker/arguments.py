@@ -156,7 +156,7 @@ class Arguments:
     )
     max_mixed_chunk: int | None = _option(
         None,
-        "Tokens of a prompt computed in a step that decodes too. Default: 64 on a CPU, 512 on CUDA.",
+        "Tokens of a prompt in a step that decodes; about half while few do. Default: 64 on a CPU, 512 on CUDA.",
         parse=_positive,
         engine=True,
     )

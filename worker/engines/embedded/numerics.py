@@ -89,14 +89,14 @@ def _tiles(may_cost: bool) -> list[Tiles]:
 def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:
     tile = max(1, _ENTRY_QUERIES * sizes.kv_heads // sizes.heads)
     # small products are computed by another kernel, so that those of a single token may need padding
-    cheap = [
+    products = [
         Shapes(Kernel.PRODUCTS, whole_segments=whole, query_multiple=multiple)
-        for multiple in (1, 8, 16)
+        for multiple in ((1, 8, 16) if may_cost else (1,))
         for whole in (False, True)
     ]
     # entries of one size and aligned, whatever the kernel makes of others
     costly = [Shapes(Kernel.FLASH, tokens, whole_segments=True, query_multiple=8) for tokens in (tile, 1)]
-    return cheap + costly if may_cost else cheap
+    return products + costly if may_cost else products
 
 
 _known: dict[tuple[object, ...], bool] = {}
