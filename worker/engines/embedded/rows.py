@@ -32,7 +32,7 @@ class RowTable:
         owners: Of each row: its request, and how many of the request's rows come before it.
         greedy: Rows that take the likeliest token.
         random: Rows that draw, and `controls`, what each of them asks for.
-        raw: Rows whose raw log probabilities are asked for, and `raw_index`, the same on the device.
+        raw: Rows whose raw log probabilities are asked for.
         processed: Rows whose processed ones are.
         logprob_counts: Of each row: how many tokens' log probabilities are asked for, beside its own token's.
 
@@ -58,12 +58,16 @@ class RowTable:
         logprobs = _rows(params, lambda one: one.logprobs is not None)
         self.raw = [row for row in logprobs if params[row].logprobs_mode == "raw"]
         self.processed = [row for row in logprobs if params[row].logprobs_mode == "processed"]
-        self.raw_index = upload_ids(self.raw, device)
         self.controls = {row: controls_of(params[row]) for row in self.random}
 
     def is_for(self, requests: tuple[Request, ...], offsets: Sequence[int] | None) -> bool:
         """Whether these are the same objects as those that the table was made of."""
         return self.requests is requests and self.offsets is offsets
+
+    @cached_property
+    def raw_index(self) -> torch.Tensor:
+        """`raw`, on the device."""
+        return upload_ids(self.raw, self.device)
 
     @cached_property
     def greedy_index(self) -> torch.Tensor:
