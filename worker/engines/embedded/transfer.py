@@ -228,7 +228,7 @@ class KvPort:
 
     def _register(self, tensors: Sequence[torch.Tensor]) -> Any:
         memory, device = _place(tensors[0].device)
-        spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        spans = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
         if memory == "DRAM":
             spans = merged(spans)  # neighbours on a GPU may be allocations of their own, registered each by itself
         return self._agent.register_memory([(*span, device, "") for span in spans], memory)
