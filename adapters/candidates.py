@@ -22,10 +22,13 @@ BLOCK = 64
 
 _STRIDES = 8
 _BUCKETS = 1024
-_SAMPLE = 9000
+_SAMPLE = 3000
 """Keys of a row, about, that are looked at to guess where a prefix ends."""
 
-_ERRORS = 3.0
+_FEW = 4
+"""Up to one token in so many, tokens are picked out of it, above it all of the row is looked at."""
+
+_ERRORS = 3.5
 """Standard errors that what a sample says may be wrong by."""
 
 _PIECE = 16
@@ -212,7 +215,9 @@ def _take_blocks(values: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor 
     return torch.cat((picked, values[:, whole * BLOCK :].index_select(0, rows)), 1)
 
 
-def prefix_of_mass(keys: torch.Tensor, masses: torch.Tensor, total: int, target: int, zero: int = 0) -> torch.Tensor:
+def prefix_of_mass(
+    keys: torch.Tensor, masses: torch.Tensor, total: int, target: int, zero: int = 0
+) -> tuple[torch.Tensor | None, torch.Tensor]:
     """The shortest prefix, by falling key and rising id, with a mass of at least `target`. On the CPU.
 
     A sample says between which keys the prefix surely ends. Only what is between them is sorted. The sum of all that is
@@ -226,25 +231,43 @@ def prefix_of_mass(keys: torch.Tensor, masses: torch.Tensor, total: int, target:
         zero: See `masses`.
 
     Returns:
-        int64 ``[V]``: the masses of the prefix, 0 for all else.
+        Ids, rising, with all of the prefix among them, None for all ids; and their masses, int64, 0 for those that are
+        not part of it.
     """
     key, mass = keys.numpy(), masses.numpy()
     for low, high in _brackets(key, mass, total - target, zero):
-        above = key > high
-        kept = mass - zero
-        kept *= above
-        near = np.flatnonzero((key >= low) & ~above)
-        missing = target - int(kept.sum())
-        if missing <= 0 or not len(near):
-            continue
-        near = near[_LAST_ID - (np.sort(_sort_keys(key.take(near), np.arange(len(near))))[::-1] & _LAST_ID)]
-        found = mass.take(near) - zero
-        reached = found.cumsum()
-        if missing <= reached[-1]:
-            count = int(reached.searchsorted(missing)) + 1
-            kept[near[:count]] = found[:count]
-            return torch.from_numpy(kept)
+        reaching = key >= low
+        ids = None
+        if _FEW * np.count_nonzero(reaching) < len(key):
+            ids = np.flatnonzero(reaching)
+            kept = _prefix(key.take(ids), mass.take(ids) - zero, target, low, high)
+        else:  # what is picked by a mask of no pattern costs more than it saves
+            kept = _prefix(key, mass - zero, target, low, high)
+        if kept is not None:
+            return None if ids is None else torch.from_numpy(ids), torch.from_numpy(kept)
     raise ValueError(f"the masses do not add up to {total}")
+
+
+def _prefix(
+    key: np.ndarray[Any, np.dtype[np.float32]],
+    mass: np.ndarray[Any, np.dtype[np.int64]],
+    target: int,
+    low: float,
+    high: float,
+) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    """`mass`, itself, with 0 for what is not part of the prefix; None if that does not end between two keys."""
+    above = key > high
+    near = np.flatnonzero((key >= low) & ~above)
+    near = near[_LAST_ID - (np.sort(_sort_keys(key.take(near), np.arange(len(near))))[::-1] & _LAST_ID)]
+    found = mass.take(near)
+    mass *= above
+    missing = target - int(mass.sum())
+    reached = found.cumsum()
+    if missing <= 0 or not len(near) or missing > reached[-1]:
+        return None
+    count = int(reached.searchsorted(missing)) + 1
+    mass[near[:count]] = found[:count]
+    return mass
 
 
 def _brackets(

@@ -96,9 +96,11 @@ def test_a_view_of_a_larger_tensor() -> None:
 
 def prefix_ids(keys: torch.Tensor, masses: torch.Tensor, target: int, zero: int = 0) -> list[int]:
     """Those of its tokens that have a mass."""
-    found = prefix_of_mass(keys, masses + zero, int(masses.sum()), target, zero)
-    kept = found.nonzero().flatten()
-    assert torch.equal(found[kept], masses[kept])
+    ids, found = prefix_of_mass(keys, masses + zero, int(masses.sum()), target, zero)
+    ids = torch.arange(len(keys)) if ids is None else ids
+    kept = ids[found > 0]
+    assert torch.equal(found[found > 0], masses[kept])
+    assert bool((ids.diff() > 0).all())
     return [int(one) for one in kept]
 
 

@@ -269,22 +269,23 @@ class _Drawing:
         """A token of the row that was weighed last; returns how many tokens top-p leaves of it."""
         weighed = self._row
         if target < weighed.total:
-            weights = weighed.prefix(self._logits[row], target)
+            ids, weights = weighed.prefix(self._logits[row], target)
             cumulative = weights.numpy().cumsum()  # numpy's calls take half as long, and these are small
-            self.token_ids[row] = int(
-                cumulative.searchsorted(point_in_one(int(cumulative[-1]), self._uniforms[row]), "right")
-            )
+            point = point_in_one(int(cumulative[-1]), self._uniforms[row])
+            place = int(cumulative.searchsorted(point, "right"))
+            self.token_ids[row] = place if ids is None else int(ids[place])
             if row in self._wanted:
-                self.distributions[row] = logarithms(weights, self._bits)
+                self._keep_distribution(row, ids, weights)
             return int(np.count_nonzero(weights.numpy()))
         self.token_ids[row] = weighed.token_at(point_in_one(weighed.total, self._uniforms[row]))
         if row in self._wanted:
             self.distributions[row] = logarithms(weighed.weights(), self._bits)
         return self._logits.shape[1]
 
-    def _keep_distribution(self, row: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        spread = torch.zeros(self._logits.shape[1], dtype=torch.int64).scatter_(0, ids, weights)
-        self.distributions[row] = logarithms(spread, self._bits)
+    def _keep_distribution(self, row: int, ids: torch.Tensor | None, weights: torch.Tensor) -> None:
+        if ids is not None:
+            weights = torch.zeros(self._logits.shape[1], dtype=torch.int64).scatter_(0, ids, weights)
+        self.distributions[row] = logarithms(weights, self._bits)
 
 
 class _WholeRow:
@@ -329,8 +330,8 @@ class _WholeRow:
         """int64 ``[V]``."""
         return self._integers - self._zero
 
-    def prefix(self, logits: torch.Tensor, target: int) -> torch.Tensor:
-        """Weights of the shortest prefix with a weight of at least `target`; see `prefix_of_mass`."""
+    def prefix(self, logits: torch.Tensor, target: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The shortest prefix with a weight of at least `target`: ids and weights; see `prefix_of_mass`."""
         return prefix_of_mass(logits, self._integers, self.total, target, self._zero)
 
     def token_at(self, point: int) -> int:
