@@ -240,9 +240,9 @@ def prefix_of_mass(
         ids = None
         if _FEW * np.count_nonzero(reaching) < len(key):
             ids = np.flatnonzero(reaching)
-            kept = _prefix(key.take(ids), mass.take(ids) - zero, target, low, high)
+            kept = _prefix(key.take(ids), mass.take(ids) - zero, target, None, high)
         else:  # what is picked by a mask of no pattern costs more than it saves
-            kept = _prefix(key, mass - zero, target, low, high)
+            kept = _prefix(key, mass - zero, target, reaching, high)
         if kept is not None:
             return None if ids is None else torch.from_numpy(ids), torch.from_numpy(kept)
     raise ValueError(f"the masses do not add up to {total}")
@@ -252,12 +252,13 @@ def _prefix(
     key: np.ndarray[Any, np.dtype[np.float32]],
     mass: np.ndarray[Any, np.dtype[np.int64]],
     target: int,
-    low: float,
+    reaching: np.ndarray[Any, np.dtype[np.bool_]] | None,
     high: float,
 ) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-    """`mass`, itself, with 0 for what is not part of the prefix; None if that does not end between two keys."""
+    """`mass`, itself, with 0 for what is not part of the prefix; None if that does not end among what is `reaching`
+    the lower bound (everything, if it is None) and not above `high`."""
     above = key > high
-    near = np.flatnonzero((key >= low) & ~above)
+    near = np.flatnonzero(~above if reaching is None else reaching & ~above)
     near = near[_LAST_ID - (np.sort(_sort_keys(key.take(near), np.arange(len(near))))[::-1] & _LAST_ID)]
     found = mass.take(near)
     mass *= above

@@ -234,9 +234,7 @@ def _addends(device: torch.device) -> torch.Tensor:
     table = _ADDENDS.get(device)
     if table is None:
         bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
-        table = torch.where(bits == 1, 0.0, -torch.inf)
-        table = upload(table, device)
-        _ADDENDS[device] = table
+        table = _ADDENDS[device] = upload(torch.where(bits == 1, 0.0, -torch.inf), device)
     return table
 
 

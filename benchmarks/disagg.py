@@ -46,8 +46,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; its own setting reaches one thread alone
 
 import torch
+from checkpoint import write_checkpoint
 from disagg_routing import measure_routing
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from worker.engines import KeepKv, ReadKv
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, host_memory
@@ -205,23 +205,6 @@ def copy_once(
     if not all((destination == 2.0).all() for destination, _ in pairs):
         raise RuntimeError("the copy is wrong")
     return took
-
-
-def write_checkpoint(path: Path) -> None:
-    """A Llama of 12 layers with random weights, about 100 million parameters."""
-    write_tiny_model(path)  # for its tokenizer
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        dtype="bfloat16",
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
 
 
 def engine(path: str, role: str) -> EmbeddedEngine:
@@ -390,7 +373,8 @@ def report(rounds: int, parts: list[str], write: Callable[[str], None]) -> None:
     write(f"medians of {rounds} rounds.\n\n")
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "model")
-        write_checkpoint(Path(path))
+        write_tiny_model(Path(path))  # for its tokenizer
+        write_checkpoint(Path(path), vocabulary=8192)
         if "transfer" in parts:
             report_transfer(rounds, write)
         if "hand-off" in parts:

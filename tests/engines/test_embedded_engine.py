@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 import torch
@@ -132,6 +132,18 @@ async def held(engine: EmbeddedEngine) -> None:
         await asyncio.sleep(0)
 
 
+async def start_with_a_slow_consumer(
+    start_engine: StartEngine,
+) -> tuple[ScriptedModel, EmbeddedEngine, AsyncGenerator[TokenDelta, None]]:
+    """A model and its engine, which is held back for a stream that nobody takes any more from."""
+    model = ScriptedModel()
+    engine = await start_engine(model, context_length=256)
+    slow = engine.generate("slow", PROMPT, params(200))
+    await anext(slow)
+    await held(engine)
+    return model, engine, slow
+
+
 @pytest.mark.usefixtures("patient")
 async def test_a_model_does_not_run_away_from_its_consumer(start_engine: StartEngine) -> None:
     model = ScriptedModel()
@@ -149,11 +161,7 @@ async def test_a_model_does_not_run_away_from_its_consumer(start_engine: StartEn
 
 @pytest.mark.usefixtures("patient")
 async def test_prompts_are_computed_while_consumers_are_waited_for(start_engine: StartEngine) -> None:
-    model = ScriptedModel()
-    engine = await start_engine(model, context_length=256)
-    slow = engine.generate("slow", PROMPT, params(200))
-    await anext(slow)
-    await held(engine)
+    _, engine, slow = await start_with_a_slow_consumer(start_engine)
     other = engine.generate("other", PROMPT, params(200))
     assert len((await anext(other)).token_ids) >= 1
     tokens = [token async for delta in slow for token in delta.token_ids]
@@ -162,11 +170,7 @@ async def test_prompts_are_computed_while_consumers_are_waited_for(start_engine:
 
 @pytest.mark.usefixtures("patient")
 async def test_a_slow_consumer_does_not_slow_the_others(start_engine: StartEngine) -> None:
-    model = ScriptedModel()
-    engine = await start_engine(model, context_length=256)
-    slow = engine.generate("slow", PROMPT, params(200))
-    await anext(slow)
-    await held(engine)
+    model, engine, slow = await start_with_a_slow_consumer(start_engine)
     answers = await asyncio.gather(*(collect(engine, str(number), PROMPT, params(100)) for number in range(3)))
     assert [tokens for tokens, _ in answers] == [model.greedy(PROMPT, 100)] * 3
     await slow.aclose()

@@ -22,7 +22,7 @@ from worker.engines.embedded.truncation import draw
 from worker.engines.embedded.verdicts import forced_rows, unfit
 
 _NARROW = 8192
-"""Up to this width torch's own maximum is faster than one by blocks."""
+"""Up to this width searching all of a row is faster than searching by blocks."""
 
 
 class Launched(Protocol):
