@@ -237,34 +237,43 @@ def read_under_way(mortals: Mortals, prefill: Worker, decode: Worker, prompt: li
             yield asking
 
 
+def handoffs(decode: Worker) -> tuple[float, float]:
+    """Prompts whose KV a decode worker received, and those whose KV it lost, so far."""
+    received, lost = (decode.metric("dlw_kv_handoffs_total", outcome=outcome) for outcome in ("received", "lost"))
+    return received, lost
+
+
+def answered_without_the_read(
+    mortals: Mortals, asking: Asking, decode: Worker, before: tuple[float, float], expected: list[int]
+) -> None:
+    """The right answer comes all the same, the read counts as lost, and nothing is left of it."""
+    reply = asking.reply()
+    assert reply.token_ids == expected, reply.text
+    received, lost = before
+    assert handoffs(decode) == (received, lost + 1)
+    settled(mortals.stack)
+
+
 @pytest.mark.parametrize("connected", [True, False])
 def test_prefill_dies_before_it_is_read(mortals: Mortals, reference: Reference, connected: bool) -> None:
     prefill, decode = mortals.connected_pair(reference) if connected else mortals.pair()
-    received, lost = (decode.metric("dlw_kv_handoffs_total", outcome=outcome) for outcome in ("received", "lost"))
+    before = handoffs(decode)
     prompt = prompt_of(60 + connected)
     with stopped(decode):
         asking = Asking(mortals.stack, prompt)
         wait_for(lambda: held(prefill) == 1, "a held prompt")
         wait_for(lambda: unread(decode, mortals.frontend) > 0, "the request at decode")
         prefill.end()
-    reply = asking.reply()
-    assert reply.token_ids == reference.answer(prompt), reply.text
-    assert decode.metric("dlw_kv_handoffs_total", outcome="received") == received
-    assert decode.metric("dlw_kv_handoffs_total", outcome="lost") == lost + 1
-    settled(mortals.stack)
+    answered_without_the_read(mortals, asking, decode, before, reference.answer(prompt))
 
 
 def test_prefill_dies_while_it_is_read(mortals: Mortals, reference: Reference) -> None:
     prefill, decode = mortals.connected_pair(reference)
-    received, lost = (decode.metric("dlw_kv_handoffs_total", outcome=outcome) for outcome in ("received", "lost"))
+    before = handoffs(decode)
     prompt = prompt_of(62)
     with read_under_way(mortals, prefill, decode, prompt) as asking:
         prefill.end()
-    reply = asking.reply()
-    assert reply.token_ids == reference.answer(prompt), reply.text
-    assert decode.metric("dlw_kv_handoffs_total", outcome="received") == received
-    assert decode.metric("dlw_kv_handoffs_total", outcome="lost") == lost + 1
-    settled(mortals.stack)
+    answered_without_the_read(mortals, asking, decode, before, reference.answer(prompt))
 
 
 def test_prefill_dies_after_it_was_read(mortals: Mortals, reference: Reference) -> None:
