@@ -147,16 +147,22 @@ class WorkerEngine(LLMEngine):
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
+        finished = False
         try:
             serving = await self._admit(context.id(), request, context.metadata or {})
             try:
                 async with contextlib.aclosing(serving.deltas) as deltas:
                     async for delta in deltas:
                         chunk = self._chunk(serving, delta)
+                        finished = delta.finish_reason is not None
                         if chunk is not None:
                             yield chunk
             finally:
-                self._end(serving)
+                self._in_loop(self._leave_gate, serving)
+        except (GeneratorExit, asyncio.CancelledError):  # the runtime drops a stream that nobody reads any more
+            if not finished:
+                self._in_loop(self.metrics.count_outcome, "cancelled")
+            raise
         except ServingError as error:
             self._record(error)
             raise runtime.to_dynamo(error) from None
@@ -229,15 +235,15 @@ class WorkerEngine(LLMEngine):
         elif delta.finish_reason in ("stop", "length"):
             self._desk.breaker.record_success(record.name for record in delta.receipt.records)
 
-    def _end(self, serving: _Serving) -> None:
+    def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
         """A stream that the runtime drops is closed by the garbage collector, and that runs in any thread."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             if self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._leave_gate, serving)
+                self._loop.call_soon_threadsafe(call, *arguments)
         else:
-            self._leave_gate(serving)
+            call(*arguments)
 
     def _leave_gate(self, serving: _Serving) -> None:
         self.gate.leave(serving.flight)

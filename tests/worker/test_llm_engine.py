@@ -20,6 +20,7 @@ from worker.arguments import Arguments, parse_arguments
 from worker.engines import EngineInfo, TokenDelta
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.llm_engine import WorkerEngine
+from worker.metrics import OUTCOMES
 from worker.processors import Facts, ProcessorDesk
 from worker.sampling import SamplingParams
 
@@ -153,6 +154,12 @@ def outcome(worker: WorkerEngine, name: str) -> float | None:
     return worker.metrics.registry.get_sample_value("dlw_requests_total", {"outcome": name})
 
 
+def outcomes(worker: WorkerEngine) -> dict[str, float]:
+    """Those that any request had."""
+    counted = ((name, outcome(worker, name)) for name in OUTCOMES)
+    return {name: number for name, number in counted if number}
+
+
 async def test_a_request() -> None:
     worker, _, _ = await started()
     chunks = await collect(worker, request())
@@ -260,7 +267,24 @@ async def test_a_stream_that_the_garbage_collector_closes_is_no_error() -> None:
     await asyncio.to_thread(close)
     await worker.gate.wait_empty(5.0)
     assert len(worker.gate) == 0
-    assert outcome(worker, "unknown_error") == 0
+    assert outcomes(worker) == {"cancelled": 1}
+
+
+async def test_a_dropped_stream_counts_as_cancelled() -> None:
+    worker, _, _ = await started()
+    stream = worker.generate(request(), Context("a"))
+    await anext(stream)
+    await stream.aclose()
+    assert outcomes(worker) == {"cancelled": 1}
+
+
+async def test_a_stream_dropped_after_its_last_chunk_counts_once() -> None:
+    worker, _, _ = await started()
+    stream = worker.generate(request(), Context("a"))
+    while "finish_reason" not in await anext(stream):
+        pass
+    await stream.aclose()
+    assert outcomes(worker) == {"length": 1}
 
 
 async def test_the_same_id_twice() -> None:
