@@ -10,7 +10,7 @@ from kv_doubles import RecallModel, answer, recall_request
 
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.plan import Output, Plan, Request
-from worker.engines.embedded.scheduler import FEW_ROWS, Scheduler
+from worker.engines.embedded.scheduler import FEW_ROWS, TILE, Scheduler
 from worker.engines.embedded.step import Stepper
 from worker.sampling import SamplingParams
 
@@ -139,25 +139,31 @@ def test_a_long_prompt_hardly_slows_those_who_decode() -> None:
     driver = Driver(num_segments=64, segment_size=256, mixed=64)
     driver.add("early", prompt(100, first=3), 100)
     driver.step()
-    driver.add("long", prompt(310, first=4), 2)
-    for _ in range(11):
+    driver.add("long", prompt(1500, first=4), 2)
+    sizes = []
+    while driver.scheduler.has_prompts:
         driver.step()
-    chunks = [("long", start, start + 31) for start in range(0, 310, 31)]
-    assert driver.work() == [
-        ([], [("early", 0, 100)]),
-        *((["early"], [chunk]) for chunk in chunks),
-        (["early", "long"], []),
-    ]
+        assert [one.id for one in driver.plans[-1].decode] == ["early"]
+        sizes += [chunk.stop - chunk.start for chunk in driver.plans[-1].chunks]
+    assert sum(sizes) == 1500
+    assert (sizes[0], sizes[-2]) == (31, 31 - 31 // 3)
+    assert sizes[:-1] == sorted(sizes[:-1], reverse=True)
 
 
 def test_many_who_decode_bear_a_larger_piece_of_a_long_prompt() -> None:
+    """Whole tiles with those who decode; less of it where each token sees many others."""
     driver = Driver(num_segments=64, segment_size=256, max_num_seqs=32, mixed=64)
-    for name in range(FEW_ROWS):
+    for name in range(FEW_ROWS + 1):
         driver.add(str(name), prompt(20, first=60 + name), 100)
     driver.step()
-    driver.add("long", prompt(640, first=4), 2)
-    driver.step()
-    assert [chunk.stop - chunk.start for chunk in driver.plans[-1].chunks] == [64]
+    driver.add("long", prompt(2000, first=4), 2)
+    sizes = []
+    while driver.scheduler.has_prompts:
+        driver.step()
+        sizes += [chunk.stop - chunk.start for chunk in driver.plans[-1].chunks]
+    assert all((FEW_ROWS + 1 + size) % TILE == 0 for size in sizes[:-1])
+    assert (sizes[0], sizes[-2]) == (3 * TILE - FEW_ROWS - 1, 2 * TILE - FEW_ROWS - 1)
+    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_many_prompts_are_not_held_up_by_few_who_decode() -> None:
@@ -167,7 +173,7 @@ def test_many_prompts_are_not_held_up_by_few_who_decode() -> None:
     for name in range(7):
         driver.add(str(name), prompt(1000, first=10 + name), 2)
     driver.step()
-    assert sum(chunk.stop - chunk.start for chunk in driver.plans[-1].chunks) == 7 * 31
+    assert sum(chunk.stop - chunk.start for chunk in driver.plans[-1].chunks) == 7 * TILE - 1
 
 
 def test_one_that_comes_back_is_served_before_the_younger_ones() -> None:

@@ -134,6 +134,56 @@ def test_what_is_copied_from_outlives_what_is_not_wanted() -> None:
     assert len(store.match(request([10] * 14))) == 3
 
 
+def test_what_is_released_makes_room_at_the_beginning() -> None:
+    store = cache(num_segments=8)
+    gone, stays = hold(store, list(range(3, 43))), hold(store, [9] * 40)
+    assert (gone.segments, stays.segments) == ([0, 1, 2], [3, 4, 5])
+    store.release(gone)
+    assert store.compact() == (SegmentCopy(0, 7, 16), SegmentCopy(1, 6, 16))
+    assert store.compact() == ()  # there is no place for the third
+    store.check_blocks()
+    store.check_integrity([stays])
+    again = request(gone.tokens)
+    assert store.admit(again) == (SegmentCopy(source=2, target=0, num_tokens=4),)
+    assert again.segments == [7, 6, 0]
+    store.check_blocks()
+
+
+def test_in_a_full_store_what_is_released_takes_the_place_of_what_is_oldest() -> None:
+    store = cache(num_segments=4)
+    first, stays, last = hold(store, [10] * 14), hold(store, [20] * 14), hold(store, [30] * 30)
+    store.release(last)
+    store.release(first)
+    assert store.compact() == (SegmentCopy(source=0, target=3, num_tokens=12),)  # the end of the 30s
+    assert [len(store.match(request([token] * 33))) for token in (10, 30)] == [3, 4]
+    store.check_blocks()
+    store.check_integrity([stays])
+
+
+def test_nothing_moves_where_nothing_is_older() -> None:
+    store = cache(num_segments=2)
+    first, stays = hold(store, [10] * 14), hold(store, [20] * 14)
+    store.release(first)
+    assert store.compact() == ()
+    assert len(store.match(request([10] * 14))) == 3
+    store.check_integrity([stays])
+
+
+@pytest.mark.parametrize("num_segments", [12, 40])
+def test_compaction_comes_to_an_end_and_leaves_nothing_to_move(num_segments: int) -> None:
+    house = House(num_segments)
+    for seed in range(8):
+        operate(house, random.Random(seed), 300)
+        store = house.cache
+        for _ in range(num_segments):
+            for copy in store.compact():
+                house.model.store[copy.target][: copy.num_tokens] = house.model.store[copy.source][: copy.num_tokens]
+        held = num_segments - store.num_available
+        low = [number for number in store._cached if number < held]
+        assert not low or (max(store._free, default=-1) < held and next(iter(store._cached)) < held)
+        house.check()
+
+
 def test_too_few_segments_change_nothing() -> None:
     store = cache(num_segments=4)
     held = hold(store, [9] * 20)

@@ -71,6 +71,9 @@ _Pair = tuple[int, int, int, int, int]
 _BYTES_PER_CALL = 2**20
 """Keys and values that are read in about the time that a call takes besides reading."""
 
+_BYTES_OF_SCORES = 2**23
+"""Scores of one call over several segments of a prompt at most: few enough to stay in the processor's caches."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -292,17 +295,43 @@ class _Planner:
         return bridged
 
     def _plan_many_tokens(self, span: Span, token: int) -> None:
-        for column, place in enumerate(self._seen(span)):
-            begin = place * self._size
-            last = begin + self._size - 1 + self._window if self._window else span.stop
-            first, stop = max(span.start, begin), min(span.stop, last)
-            rows = torch.arange(token + first - span.start, token + stop - span.start)
-            self._table[rows, column] = torch.arange(self._results, self._results + len(rows))
-            padded = _tiles(rows, self._shapes.tokens)
-            positions = padded + (span.start - token)
-            ends = (positions + 1 - begin).clamp_(max=self._size)
-            begins = (positions + (1 - self._window - begin)).clamp_(min=0) if self._window else torch.zeros_like(ends)
-            self._call(span.segments[place], 0, padded, begins, ends)
+        seen = self._seen(span)
+        rows = torch.arange(token, token + span.stop - span.start)
+        num_whole = self._num_whole(span, len(rows))
+        for start, stop, stride in _runs([span.segments[place] for place in seen[:num_whole]]):
+            most = stop - start if stride > 0 else 1
+            most = max(1, min(most, _BYTES_OF_SCORES // (4 * len(rows) * self._like.shape[1] * self._size)))
+            for first in range(start, stop, most):
+                count = min(most, stop - first)
+                results = torch.arange(self._results, self._results + count * len(rows)).view(count, -1)
+                self._table[rows, first : first + count] = results.T
+                self._call(
+                    span.segments[seen[first]],
+                    stride if count > 1 else 0,
+                    rows.expand(count, -1),
+                    torch.zeros(count, len(rows), dtype=torch.long),
+                    torch.full((count, len(rows)), self._size),
+                )
+        for column, place in list(enumerate(seen))[num_whole:]:
+            self._plan_segment(span, token, column, place)
+
+    def _num_whole(self, span: Span, tokens: int) -> int:
+        """Segments, from the first on, that every token sees whole, where their calls may be one."""
+        if self._window or self._shapes.tokens not in (None, tokens):
+            return 0
+        return span.start // self._size
+
+    def _plan_segment(self, span: Span, token: int, column: int, place: int) -> None:
+        begin = place * self._size
+        last = begin + self._size - 1 + self._window if self._window else span.stop
+        first, stop = max(span.start, begin), min(span.stop, last)
+        rows = torch.arange(token + first - span.start, token + stop - span.start)
+        self._table[rows, column] = torch.arange(self._results, self._results + len(rows))
+        padded = _tiles(rows, self._shapes.tokens)
+        positions = padded + (span.start - token)
+        ends = (positions + 1 - begin).clamp_(max=self._size)
+        begins = (positions + (1 - self._window - begin)).clamp_(min=0) if self._window else torch.zeros_like(ends)
+        self._call(span.segments[place], 0, padded, begins, ends)
 
     def _call(self, first: int, stride: int, queries: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> None:
         """Entries for query tokens ``[entries, tokens]``, each of which sees keys from `begins` to `ends`."""

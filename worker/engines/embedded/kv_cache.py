@@ -23,6 +23,9 @@ from dataclasses import dataclass, field
 from worker.engines.embedded.blocks import ROOT, Block, BlocksRemoved, BlocksStored, hash_blocks
 from worker.engines.embedded.plan import Request, SegmentCopy
 
+MOVED_AT_ONCE = 2
+"""Segments that one call of `KvCache.compact` moves at most."""
+
 
 @dataclass(eq=False, slots=True)
 class Segment:
@@ -61,6 +64,7 @@ class KvCache:
         self._segments = [Segment() for _ in range(num_segments)]
         self._free = list(range(num_segments))  # a heap: running requests lie densely at the store's beginning
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._is_compact = True
         self._index: dict[int, Block] = {}
         self._events: list[BlocksStored | BlocksRemoved] | None = [] if records_events else None
 
@@ -148,10 +152,60 @@ class KvCache:
                 continue
             if segment.blocks:
                 self._cached[number] = None
+                self._is_compact = False
             else:
                 heapq.heappush(self._free, number)
         request.segments = []
         request.num_computed = 0
+
+    def compact(self) -> tuple[SegmentCopy, ...]:
+        """Move what is cached out of the store's beginning, where the segments that are held should lie densely.
+
+        Attention reads segments at a constant distance in one call. What is moved, not much at a time, takes the place
+        of what is free or was used least recently.
+
+        Returns:
+            What the model has to copy before it writes.
+        """
+        if self._is_compact:
+            return ()
+        num_held = self.num_segments - self.num_available
+        low = [number for number in range(num_held) if number in self._cached]
+        self._is_compact = len(low) <= MOVED_AT_ONCE
+        moved: dict[int, int] = {}
+        for number in low[:MOVED_AT_ONCE]:
+            place = self._take_from(num_held)
+            if place is None:
+                break
+            moved[number] = place
+        if not moved:
+            return ()
+        self._free += moved
+        heapq.heapify(self._free)
+        return self._move(moved)
+
+    def _take_from(self, first: int) -> int | None:
+        """A place from `first` on, None if what is free or oldest lies before it. It leaves no heap."""
+        if self._free and (place := max(self._free)) >= first:
+            self._free.remove(place)
+            return place
+        oldest = next(iter(self._cached))
+        return self._evict() if oldest >= first else None
+
+    def _move(self, moved: dict[int, int]) -> tuple[SegmentCopy, ...]:
+        """Rename cached segments, by their old numbers; they keep their places in the order of use."""
+        copies = []
+        for number, target in moved.items():
+            old, new = self._segments[number], self._segments[target]
+            new.parent, new.blocks, old.blocks = old.parent, old.blocks, []
+            for block in new.blocks:
+                block.holders[block.holders.index(number)] = target
+            copies.append(SegmentCopy(number, target, len(new.blocks) * self.block_size))
+        self._cached = OrderedDict((moved.get(number, number), None) for number in self._cached)
+        for number in self._cached:  # what follows a cached segment is cached
+            segment = self._segments[number]
+            segment.parent = moved.get(segment.parent, segment.parent)
+        return tuple(copies)
 
     def clear(self) -> None:
         """Forget what no request owns."""
@@ -235,11 +289,13 @@ class KvCache:
         segment.owners += 1
         if segment.owners == 1:
             del self._cached[number]
+            self._is_compact = False
 
     def _append(self, request: Request) -> int:
         number = heapq.heappop(self._free) if self._free else self._evict()
         segment = self._segments[number]
         segment.owners = 1
+        self._is_compact = False
         segment.parent = request.segments[-1] if request.segments else -1
         request.segments.append(number)
         return number

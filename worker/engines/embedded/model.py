@@ -67,6 +67,7 @@ class HfModel:
         self._segment_size = 0
         self._wanted_numerics = numerics
         self._row_step = 1
+        self._tile = 0
         self._shapes = Shapes()
         self.numerics = "fast"
 
@@ -99,8 +100,15 @@ class HfModel:
         for layer in layers:
             layer.tiles = chosen.tiles[layer.shape]
         self._row_step = min((layer.tiles.step for layer in layers), default=1)
+        self._tile = max((layer.tiles.most or 0 for layer in layers), default=0)
         self._shapes = chosen.shapes
         self.numerics = chosen.name
+
+    def _padding(self, count: int) -> int:
+        """Rows that `count` are filled up with: what every product needs, and a tile that is nearly full."""
+        tile = self._tile
+        is_nearly_full = tile and count > tile and -count % tile < tile // 4
+        return -count % (tile if is_nearly_full else self._row_step)
 
     def kv_tensors(self) -> list[torch.Tensor]:
         """The store: keys of each layer, then values of each layer, ``[segments, heads, segment_size, head_dim]``."""
@@ -115,8 +123,7 @@ class HfModel:
         tensors = torch.tensor([batch.ids, batch.positions, batch.segments, batch.slots])
         tensors = tensors.to(self.device, non_blocking=True)
         step = attention.AttentionStep(self._store, batch.spans, tensors[2:], self._shapes)
-        # what every product needs is padded once here
-        padding = -len(batch.ids) % self._row_step
+        padding = self._padding(len(batch.ids))
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
         hidden = self._network.hidden(ids, positions, step)
         if plan.scored:

@@ -18,6 +18,12 @@ FAIR_CHUNK = 128
 FEW_ROWS = 16
 """Below this number of requests that decode, a step is so short that a whole mixed chunk takes more than two steps."""
 
+LONG_CONTEXT = 1024
+"""Tokens after which computing one more of a prompt takes a small model half as long again."""
+
+TILE = 32
+"""Tokens that are computed together fastest; a step that decodes and computes so much of prompts is whole ones."""
+
 RUNNING_PER_SPARE = 16
 """Running requests for which one segment stays available when another is admitted, so that it does not
 drive one out, or is driven out, at the next full segment."""
@@ -41,8 +47,9 @@ class Scheduler:
         max_num_seqs: Requests in ``prefilling`` and ``decoding`` together at most.
         max_num_batched_tokens: Tokens in one plan at most; at least `max_num_seqs`.
         max_mixed_chunk: Prompt tokens per prompt that is waited for in a plan that decodes too; None for no limit.
-            It bounds the time between two tokens of those who decode, except where as many others wait to. Of fewer
-            than `FEW_ROWS`, half of it is the bound, and they count.
+            It bounds the time between two tokens of those who decode, except where as many others wait to. Behind
+            `LONG_CONTEXT` tokens it is half as large. Of fewer than `FEW_ROWS`, half of it is the bound, and they
+            count; it becomes a third smaller. Where it is a tile or more, the step is whole tiles.
     """
 
     def __init__(
@@ -135,10 +142,12 @@ class Scheduler:
         """
         fits = self._grow()
         budget = self._prompt_budget()
-        copies = self._admit(budget) if fits and self.waiting else ()
+        copies: tuple[SegmentCopy, ...] = self._admit(budget) if fits and self.waiting else ()
         chunks = self._cut(budget) if self.prefilling else ()
         ended = tuple(chunk.request for chunk in chunks if chunk.is_last)
         decode = () if prompts_first and chunks else self.decoding
+        if decode:
+            copies += self.cache.compact()
         return Plan(decode, chunks, decode + ended if ended else decode, copies)
 
     def settle(self, plan: Plan) -> None:
@@ -187,11 +196,15 @@ class Scheduler:
         most = self.max_num_batched_tokens - len(self.decoding)
         if self.max_mixed_chunk is None or not self.decoding:
             return most
-        slots = self.max_num_seqs - len(self.decoding) - len(self.prefilling)
-        chunk = self.max_mixed_chunk
-        if len(self.decoding) < FEW_ROWS:
-            chunk = max(1, chunk // 2 - len(self.decoding))
-        return min(most, chunk * (len(self.prefilling) + min(slots, len(self.waiting))))
+        rows, chunk, part = len(self.decoding), self.max_mixed_chunk, 2
+        if rows < FEW_ROWS:
+            chunk, part = max(1, chunk // 2 - rows), 3
+        new = min(self.max_num_seqs - rows - len(self.prefilling), len(self.waiting))
+        wanted = chunk * (len(self.prefilling) + new)
+        wanted -= sum(chunk * min(one.num_computed, LONG_CONTEXT) // (part * LONG_CONTEXT) for one in self.prefilling)
+        if wanted >= TILE:
+            wanted = (rows + wanted + TILE // 2) // TILE * TILE - rows
+        return min(most, wanted)
 
     def _admit(self, budget: int) -> tuple[SegmentCopy, ...]:
         """Move waiting requests into prefill, in order of arrival."""
