@@ -400,6 +400,18 @@ def test_text_needs_a_tokenizer(changes: dict[str, Any], field: str) -> None:
         scripted().generate("text")
 
 
+@pytest.mark.parametrize(("settings", "expected"), [({}, 40), ({"max_mixed_chunk": 8}, 3)])
+def test_prompts_take_whole_steps_unless_told_otherwise(settings: dict[str, Any], expected: int) -> None:
+    engine = scripted(max_num_batched_tokens=128, **settings)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    engine.add([3, 4], params)
+    engine.step()
+    engine.add([5] * 40, params)
+    engine.step()
+    [chunk] = engine.session.stepper.model.plans[-1].chunks
+    assert chunk.stop == expected
+
+
 def test_unknown_settings() -> None:
     with pytest.raises(TypeError, match="max_seqs"):
         Engine("no-checkpoint", max_seqs=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,7 +37,7 @@ class Engine:
         model_path: Directory of the checkpoint. It needs a tokenizer only where text goes in or comes out.
         model: A model to use instead of the checkpoint's; the tokenizer is still read from `model_path`.
         catalog: Logits processors that may be named; the built-in ones by default.
-        settings: Of `EmbeddedConfig`.
+        settings: Of `EmbeddedConfig`; prompts are computed in whole steps unless `max_mixed_chunk` is among them.
 
     Raises:
         StartupError: the checkpoint or a setting cannot be served.
@@ -51,7 +52,10 @@ class Engine:
     def __init__(
         self, model_path: str | Path, *, model: Model | None = None, catalog: Catalog | None = None, **settings: Any
     ) -> None:
-        self.config = EmbeddedConfig(model_path=model_path, **settings)
+        config = EmbeddedConfig(model_path=model_path, **settings)
+        if config.max_mixed_chunk is None:  # what counts is when the last answer ends
+            config = replace(config, max_mixed_chunk=config.max_num_batched_tokens)
+        self.config = config
         stepper, self.info = load(self.config, model)
         vocabulary = _vocabulary(Path(model_path), self.info.vocab_size, self.info.eos_token_ids)
         desk = Desk(stepper.model, self.info.context_length, vocabulary, catalog or Catalog.default())
