@@ -156,7 +156,8 @@ class Arguments:
     )
     max_mixed_chunk: int | None = _option(
         None,
-        "Tokens of a prompt in a step that decodes; about half while few do. Default: 64 on a CPU, 512 on CUDA.",
+        "Tokens of a prompt in a step that decodes, to whole tiles of 32; less while few do, and behind its "
+        "first 1024 tokens. Default: 64 on a CPU, 512 on CUDA.",
         parse=_positive,
         engine=True,
     )
