@@ -11,7 +11,7 @@ parts that it measures.
   equally long requests that start together, before and after: what this engine does at best. Both count the tokens that
   were computed, prompt and answer, of which the load has as many. The round with the median ratio counts.
 - ``gap8``, ``gap31``: while 8 or 31 rows decode, a prompt of 2048 tokens comes. The times between two tokens of a row
-  until that prompt's first token, against the median time after it, which is a step.
+  until that prompt's first token, against the median time after it, which is a step. The median round counts here, too.
 - ``prefix``: time to first token of a prompt of 1024 tokens and a few more, and of a second one that begins with the
   same 1024.
 """
@@ -102,7 +102,7 @@ async def measure_arrivals(client: Client, rounds: int, seconds: float) -> dict[
         static = MEAN_LENGTH * (before + after) / 2
         found.append({"ratio": one["tokens_per_s"] / static, "static_tokens_per_s": static, **one})
         before = after
-    return sorted(found, key=lambda each: each["ratio"])[rounds // 2]
+    return _median(found)
 
 
 async def measure_load(client: Client, rate: float, seconds: float) -> dict[str, float]:
@@ -149,30 +149,33 @@ def _p99(values: list[float]) -> float:
 
 
 async def measure_gap(client: Client, rounds: int, rows: int) -> dict[str, float]:
-    gaps: list[float] = []
-    steps: list[float] = []
-    to_first = []
-    for _ in range(rounds):
-        started = asyncio.Semaphore(0)
-        running = [asyncio.create_task(client.ask(client.prompt(64), 256, started)) for _ in range(rows)]
-        for _ in running:  # their own prompts are not what is measured
-            await started.acquire()
-        await asyncio.sleep(0.2)
-        times = await client.ask(client.prompt(LONG_PROMPT), 1)
-        answers = await asyncio.gather(*running)
-        began, first = times[0][0], times[1][0]
-        to_first.append(first - began)
-        gaps += [gap for answer in answers for gap in _gaps(answer, began, first)]
-        # after the prompt, so that all of them have been decoding for a while
-        steps += [gap for answer in answers for gap in _gaps(answer, first + 0.1, first + 10.0)]
-    step = statistics.median(steps)
+    """The round with the median ratio."""
+    return _median([await measure_long_prompt(client, rows) for _ in range(rounds)])
+
+
+async def measure_long_prompt(client: Client, rows: int) -> dict[str, float]:
+    started = asyncio.Semaphore(0)
+    running = [asyncio.create_task(client.ask(client.prompt(64), 256, started)) for _ in range(rows)]
+    for _ in running:  # their own prompts are not what is measured
+        await started.acquire()
+    await asyncio.sleep(0.2)
+    times = await client.ask(client.prompt(LONG_PROMPT), 1)
+    answers = await asyncio.gather(*running)
+    began, first = times[0][0], times[1][0]
+    gaps = [gap for answer in answers for gap in _gaps(answer, began, first)]
+    # after the prompt, so that all of them have been decoding for a while
+    step = statistics.median(gap for answer in answers for gap in _gaps(answer, first + 0.1, first + 10.0))
     return {
         "ratio": _p99(gaps) / step,
         "step_ms": 1e3 * step,
         "gap_p50_ms": 1e3 * statistics.median(gaps),
         "gap_p99_ms": 1e3 * _p99(gaps),
-        "first_token_ms": 1e3 * statistics.median(to_first),
+        "first_token_ms": 1e3 * (first - began),
     }
+
+
+def _median(found: list[dict[str, float]]) -> dict[str, float]:
+    return sorted(found, key=lambda each: each["ratio"])[len(found) // 2]
 
 
 async def measure_prefix(client: Client, rounds: int) -> dict[str, float]:

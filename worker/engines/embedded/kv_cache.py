@@ -26,6 +26,9 @@ from worker.engines.embedded.plan import Request, SegmentCopy
 MOVED_AT_ONCE = 2
 """Segments that one call of `KvCache.compact` moves at most."""
 
+FREE_AHEAD = 4
+"""Places behind those for what is held that it clears too, for the next requests."""
+
 
 @dataclass(eq=False, slots=True)
 class Segment:
@@ -169,16 +172,16 @@ class KvCache:
         """
         if self._is_compact:
             return ()
-        num_held = self.num_segments - self.num_available
-        low = [number for number in range(num_held) if number in self._cached]
-        self._is_compact = len(low) <= MOVED_AT_ONCE
+        end = min(self.num_segments, self.num_segments - self.num_available + FREE_AHEAD)
+        low = [number for number in range(end) if number in self._cached]
         moved: dict[int, int] = {}
         for number in low[:MOVED_AT_ONCE]:
-            place = self._take_from(num_held)
+            place = self._take_from(end)
             if place is None:
                 break
             moved[number] = place
-        if not moved:
+        self._is_compact = not moved
+        if self._is_compact:
             return ()
         self._free += moved
         heapq.heapify(self._free)
