@@ -298,22 +298,22 @@ class _Planner:
         seen = self._seen(span)
         rows = torch.arange(token, token + span.stop - span.start)
         num_whole = self._num_whole(span, len(rows))
+        scores = 4 * len(rows) * self._like.shape[1] * self._size  # bytes of one segment's
         for start, stop, stride in _runs([span.segments[place] for place in seen[:num_whole]]):
-            most = stop - start if stride > 0 else 1
-            most = max(1, min(most, _BYTES_OF_SCORES // (4 * len(rows) * self._like.shape[1] * self._size)))
+            most = max(1, _BYTES_OF_SCORES // scores) if stride > 0 else 1
             for first in range(start, stop, most):
                 count = min(most, stop - first)
                 results = torch.arange(self._results, self._results + count * len(rows)).view(count, -1)
                 self._table[rows, first : first + count] = results.T
                 self._call(
                     span.segments[seen[first]],
-                    stride if count > 1 else 0,
+                    stride,
                     rows.expand(count, -1),
                     torch.zeros(count, len(rows), dtype=torch.long),
                     torch.full((count, len(rows)), self._size),
                 )
-        for column, place in list(enumerate(seen))[num_whole:]:
-            self._plan_segment(span, token, column, place)
+        for column in range(num_whole, len(seen)):
+            self._plan_segment(span, token, column, seen[column])
 
     def _num_whole(self, span: Span, tokens: int) -> int:
         """Segments, from the first on, that every token sees whole, where their calls may be one."""

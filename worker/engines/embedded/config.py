@@ -28,8 +28,8 @@ class EmbeddedConfig:
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Tokens computed in one step at most; longer prompts take several steps.
         max_mixed_chunk: Tokens of a prompt computed in a step that decodes too; with n prompts in hand n times as many
-            in all, and half of it, less those who decode, while these are few. None means 64 on a CPU, 512 on CUDA, so
-            that a prompt hardly slows those who decode.
+            in all, less behind a prompt's first tokens, and half of it, less those who decode, while these are few.
+            None means 64 on a CPU, 512 on CUDA, so that a prompt hardly slows those who decode.
         context_length: Longest prompt + answer in tokens; None means the model's own limit.
         kv_block_size: Tokens per KV block.
         kv_blocks: KV blocks to own; None means as many as `max_num_seqs` full contexts need, or as fit into memory.

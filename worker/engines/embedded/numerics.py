@@ -16,11 +16,11 @@ import torch
 from worker.engines.embedded.attention import AttentionStep, KvStore, Span
 from worker.engines.embedded.linear import Linear, Shape, Tiles
 from worker.engines.embedded.partial_softmax import Kernel, Shapes
+from worker.engines.embedded.plan import TILE
 from worker.errors import StartupError
 
-_MOST_ROWS = 32
 _BLOCKS = (128, 96, 64)
-"""Rows of a prompt's products, where they come out as in tiles of `_MOST_ROWS`; they are computed faster."""
+"""Rows of a prompt's products, where they come out as in tiles of `TILE`; they are computed faster."""
 
 _PROBED_ENTRIES = 8
 
@@ -82,8 +82,8 @@ def choose(mode: str, layers: Iterable[Linear], sizes: AttentionSizes, device: t
 
 
 def _tiles(may_cost: bool) -> list[Tiles]:
-    steps = (1, 2, 4, 8, 16, _MOST_ROWS) if may_cost else (1, 2)
-    return [Tiles(step, _MOST_ROWS, blocks) for blocks in (_BLOCKS, _BLOCKS[:1], ()) for step in steps]
+    steps = (1, 2, 4, 8, 16, TILE) if may_cost else (1, 2)
+    return [Tiles(step, TILE, blocks) for blocks in (_BLOCKS, _BLOCKS[:1], ()) for step in steps]
 
 
 def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,11 +51,10 @@ class Engine:
     def __init__(
         self, model_path: str | Path, *, model: Model | None = None, catalog: Catalog | None = None, **settings: Any
     ) -> None:
-        config = EmbeddedConfig(model_path=model_path, **settings)
-        if config.max_mixed_chunk is None:  # what counts is when the last answer ends
-            config = replace(config, max_mixed_chunk=config.max_num_batched_tokens)
-        self.config = config
+        self.config = EmbeddedConfig(model_path=model_path, **settings)
         stepper, self.info = load(self.config, model)
+        if self.config.max_mixed_chunk is None:  # what counts is when the last answer ends
+            stepper.scheduler.max_mixed_chunk = None
         vocabulary = _vocabulary(Path(model_path), self.info.vocab_size, self.info.eos_token_ids)
         desk = Desk(stepper.model, self.info.context_length, vocabulary, catalog or Catalog.default())
         self.session = Session(stepper, self.info, desk)

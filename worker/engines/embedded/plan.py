@@ -18,6 +18,9 @@ from worker.sampling import SamplingParams
 SCORED_AT_ONCE = 64
 """Prompt tokens whose logits are held at a time; those of a whole chunk of a large vocabulary take gigabytes."""
 
+TILE = 32
+"""Tokens of a step that are computed together, where their number is bounded; fastest in whole tiles."""
+
 
 class LogitsTap(Protocol):
     """Is shown a request's logits as the model made them, before any control. It must not keep or change the tensors.

@@ -10,7 +10,7 @@ from operator import attrgetter
 from adapters.chain import ProcessorChain
 from worker.engines.embedded.blocks import hash_blocks
 from worker.engines.embedded.kv_cache import KvCache
-from worker.engines.embedded.plan import Chunk, Output, Plan, Request, Samples, SegmentCopy
+from worker.engines.embedded.plan import TILE, Chunk, Output, Plan, Request, Samples, SegmentCopy
 
 FAIR_CHUNK = 128
 """Tokens of each prompt that a step computes before any prompt gets more, a quarter of the budget at most."""
@@ -20,9 +20,6 @@ FEW_ROWS = 16
 
 LONG_CONTEXT = 1024
 """Tokens after which computing one more of a prompt takes a small model half as long again."""
-
-TILE = 32
-"""Tokens that are computed together fastest; a step that decodes and computes so much of prompts is whole ones."""
 
 RUNNING_PER_SPARE = 16
 """Running requests for which one segment stays available when another is admitted, so that it does not
@@ -49,7 +46,7 @@ class Scheduler:
         max_mixed_chunk: Prompt tokens per prompt that is waited for in a plan that decodes too; None for no limit.
             It bounds the time between two tokens of those who decode, except where as many others wait to. Behind
             `LONG_CONTEXT` tokens it is half as large. Of fewer than `FEW_ROWS`, half of it is the bound, and they
-            count; it becomes a third smaller. Where it is a tile or more, the step is whole tiles.
+            count; it becomes a third smaller. Where it is `TILE` or more, the step is whole tiles.
     """
 
     def __init__(
