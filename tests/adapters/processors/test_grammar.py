@@ -37,7 +37,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
-        raise NotImplementedError
+        raise NotImplementedError("the vocabulary is given the bytes of its tokens")
 
     def decode(self, token_ids: list[int], **kwargs: Any) -> str:
         return bytes(token_ids).decode()
