@@ -109,6 +109,7 @@ def make_engine(arguments: Arguments) -> Engine:
         device=arguments.device,
         dtype=arguments.dtype,
         numerics=arguments.numerics,
+        kernels=arguments.kernels,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_mixed_chunk=arguments.max_mixed_chunk,

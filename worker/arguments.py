@@ -150,6 +150,13 @@ class Arguments:
         choices=("auto", "exact", "fast"),
         engine=True,
     )
+    kernels: str = _option(
+        "auto",
+        "What computes bfloat16 on a CPU: native kernels, torch's, or auto: native where they were built and the "
+        "processor has AVX512-BF16.",
+        choices=("auto", "native", "torch"),
+        engine=True,
+    )
     max_num_seqs: int = _option(64, "Requests decoded in one step at most.", parse=_positive, engine=True)
     max_num_batched_tokens: int = _option(
         1024, "Tokens computed in one step at most; at least max-num-seqs.", parse=_positive, engine=True
@@ -429,7 +436,7 @@ def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
 
 _ONLY = {
     "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors"),
-    "embedded": ("numerics", "max_mixed_chunk", "step_timeout_s"),
+    "embedded": ("numerics", "kernels", "max_mixed_chunk", "step_timeout_s"),
 }
 """Options that one engine alone honours."""
 

@@ -18,6 +18,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from worker.engines.embedded import native
 from worker.engines.embedded.partial_softmax import Kernel, Shapes, partial_softmax
 from worker.engines.embedded.plan import SegmentCopy
 
@@ -144,6 +145,7 @@ class AttentionStep:
         self._places = (places[0], places[1])
         self._shapes = shapes
         self._layouts: dict[int, _Layout] = {}
+        self._tiles: native.Tiles | None = None
 
     def attend(
         self,
@@ -166,6 +168,10 @@ class AttentionStep:
             return torch.nn.functional.pad(attended, (0, 0, 0, 0, 0, len(query) - count))
         keys, values = self._store.keys[layer], self._store.values[layer]
         self._store.write(layer, self._places, key, value)
+        if self._shapes.kernel is Kernel.NATIVE:
+            if self._tiles is None:
+                self._tiles = native.Tiles(self._spans, query.shape[1] // keys.shape[1])
+            return native.attend(query, keys, values, self._tiles, scale, window, softcap)
         layout = self._layouts.get(window)
         if layout is None:
             planner = _Planner(self._spans, keys, window, query, softcap is None, self._shapes)

@@ -11,6 +11,7 @@ from worker.errors import StartupError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NUMERICS = ("auto", "exact", "fast")
+KERNELS = ("auto", "native", "torch")
 ROLES = ("aggregated", "prefill", "decode")
 
 
@@ -25,6 +26,8 @@ class EmbeddedConfig:
             on a CPU, float32 in place of float16.
         numerics: ``exact`` (the same tokens in any batch, bit by bit), ``fast``, or ``auto``: exact where it costs next
             to nothing; see `numerics.py`.
+        kernels: ``native`` (our own, for bfloat16 on a CPU; see `native`), ``torch``, or ``auto``: native where they
+            were built and the processor has what they need.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Tokens computed in one step at most; longer prompts take several steps.
         max_mixed_chunk: Tokens of a prompt computed in a step that decodes too; with n prompts in hand n times as many
@@ -45,6 +48,7 @@ class EmbeddedConfig:
     device: str = "auto"
     dtype: str = "auto"
     numerics: str = "auto"
+    kernels: str = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     max_mixed_chunk: int | None = None
@@ -84,6 +88,8 @@ class EmbeddedConfig:
             raise StartupError(f"--kv-hold-s must be above 0 and finite, got {self.kv_hold_s}")
         if self.numerics not in NUMERICS:
             raise StartupError(f"--numerics must be one of {', '.join(NUMERICS)}, got {self.numerics!r}")
+        if self.kernels not in KERNELS:
+            raise StartupError(f"--kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise StartupError(f"--dtype must be auto, {', '.join(DTYPES)}, got {self.dtype!r}")
 

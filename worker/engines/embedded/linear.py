@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-Shape = tuple[int, int, bool]
-"""Results and inputs per row, and whether the weight is packed."""
+from worker.engines.embedded import products
 
-_PACKED_FOR_ROWS = 8
-"""One layout serves all numbers of rows at nearly equal speed."""
+Shape = tuple[int, int, type]
+"""Results and inputs per row, and what computes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Tiles:
 
 
 class Linear(torch.nn.Module):
-    """``x @ weight.T + bias`` for rows ``[n, K]``; keeps a packed copy of the weight where the CPU has kernels for it.
+    """``x @ weight.T + bias`` for rows ``[n, K]``. After `pack` it keeps the weight in the layout of its kernels alone.
 
     Args:
         weight: ``[N, K]``.
@@ -54,53 +53,58 @@ class Linear(torch.nn.Module):
         self.tiles = Tiles()
         self.num_bytes = weight.nbytes
         self._dtype = weight.dtype
+        self._weight: torch.Tensor | None = weight.detach()
         self._bias = bias.detach() if bias is not None else None
-        self.is_packed = _packs(weight)
-        self._weight = weight.detach()
-        if self.is_packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), _PACKED_FOR_ROWS)
+        self._product: products.Product = products.TorchProduct(self._weight, self._bias)
+
+    def pack(self, may_be_native: bool) -> None:
+        """Choose the kernels, our own only if they are allowed, and lay out the weight for them; once."""
+        if self._weight is None:
+            raise RuntimeError("the layer is packed already")
+        self._product = products.make(self._weight, self._bias, may_be_native)
+        self._weight = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a row's result is the same, bit by bit, whatever the number of rows; then it needs no tiles."""
+        return self._product.is_exact
 
     @property
     def shape(self) -> Shape:
         """Layers of the same one have the same tiles."""
-        return self.out_features, self.in_features, self.is_packed
+        return self.out_features, self.in_features, type(self._product)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., K]`` to ``[..., N]``."""
         if x.dim() == 2:
-            return self._tiled(x, "none")
-        return self._tiled(x.reshape(-1, self.in_features), "none").view(*x.shape[:-1], self.out_features)
+            return self._tiled(x)
+        return self._tiled(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """The product, then ``y * sigmoid(y)``."""
-        return self._tiled(x, "swish")
-
-    # The kernels could add and multiply, too, but setting that up takes as long again as setting up the product.
+        return self._tiled(x, "silu")
 
     def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """The product plus `other` ``[n, N]``."""
-        return self._tiled(x, "none").add_(other)
+        return self._tiled(x, "add", other)
 
     def mul(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """The product times `other` ``[n, N]``, element by element."""
-        return self._tiled(x, "none").mul_(other)
+        return self._tiled(x, "mul", other)
 
-    def _tiled(self, x: torch.Tensor, then: str) -> torch.Tensor:
+    def _tiled(self, x: torch.Tensor, then: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
         rows = len(x)
         if self.tiles.fit(rows):
-            return self._product(x, then)
+            return self._product(x, then, other)
         padding = -rows % self.tiles.step
         if padding:
             x = functional.pad(x, (0, 0, 0, padding))
-        parts = [self._product(x[part], then) for part in self.tiles.parts(len(x))]
+            other = functional.pad(other, (0, 0, 0, padding)) if other is not None else None
+        parts = [
+            self._product(x[part], then, other[part] if other is not None else None)
+            for part in self.tiles.parts(len(x))
+        ]
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[:rows]
-
-    def _product(self, x: torch.Tensor, then: str = "none") -> torch.Tensor:
-        if self.is_packed:
-            packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, then, [], "")
-            return packed
-        product = functional.linear(x, self._weight, self._bias)
-        return functional.silu(product, inplace=True) if then == "swish" else product
 
     def is_invariant(self, tiles: Tiles) -> bool:
         """Whether the result of a row is the same, bit by bit, in all `tiles` (bounded ones) and places in them."""
@@ -119,13 +123,6 @@ class Linear(torch.nn.Module):
             ):
                 return False
         return True
-
-
-def _packs(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
-        return False
-    has_bfloat16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16)
 
 
 def fuse(*layers: torch.nn.Linear) -> Linear:

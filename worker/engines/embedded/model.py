@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from worker.engines.embedded import attention, host_memory, llama, transformers_network
+from worker.engines.embedded import attention, host_memory, llama, native, transformers_network
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
 from worker.engines.embedded.linear import linears
 from worker.engines.embedded.llama import LlamaNetwork
@@ -23,6 +24,8 @@ from worker.engines.embedded.partial_softmax import Shapes
 from worker.engines.embedded.plan import Plan
 from worker.engines.embedded.transformers_network import TransformersNetwork
 from worker.errors import StartupError
+
+logger = logging.getLogger(__name__)
 
 MODEL_TYPES = (*llama.MODEL_TYPES, *transformers_network.MODEL_TYPES)
 """Architectures that are tested; others may hide attention variants that `attention.py` does not know."""
@@ -41,13 +44,19 @@ class HfModel:
         eos_token_ids: Ids that end an answer.
         undecodable_ids: Ids that the tokenizer does not know.
         numerics: One of `config.NUMERICS`.
+        kernels: One of `config.KERNELS`.
 
     Attributes:
         numerics: ``exact`` or ``fast``; known once there is a KV store.
     """
 
     def __init__(
-        self, network: Any, eos_token_ids: tuple[int, ...], undecodable_ids: tuple[int, ...], numerics: str = "auto"
+        self,
+        network: Any,
+        eos_token_ids: tuple[int, ...],
+        undecodable_ids: tuple[int, ...],
+        numerics: str = "auto",
+        kernels: str = "auto",
     ) -> None:
         config = network.config
         self.device: torch.device = network.device
@@ -63,6 +72,9 @@ class HfModel:
         self._softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
         self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
         self._network = (LlamaNetwork if llama.serves(config) else TransformersNetwork)(network)
+        self._may_be_native = _may_be_native(kernels, self.device, self.dtype)
+        for layer in linears(self._network):
+            layer.pack(self._may_be_native)
         self._store = attention.KvStore([], [])
         self._segment_size = 0
         self._wanted_numerics = numerics
@@ -93,7 +105,13 @@ class HfModel:
     @torch.inference_mode()
     def _choose_numerics(self) -> None:
         sizes = AttentionSizes(
-            self._heads, self._kv_heads, self._head_dim, self._softcap, self._segment_size, self.dtype
+            self._heads,
+            self._kv_heads,
+            self._head_dim,
+            self._softcap,
+            self._segment_size,
+            self.dtype,
+            self._may_be_native and native.takes_heads(self._heads, self._kv_heads, self._head_dim, self.dtype),
         )
         layers = list(linears(self._network))
         chosen = choose(self._wanted_numerics, layers, sizes, self.device)
@@ -135,6 +153,20 @@ class HfModel:
         return self._network.logits(hidden)
 
 
+def _may_be_native(kernels: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether native kernels are used where they can be. Raises `StartupError` if they are asked for and cannot be."""
+    if kernels == "torch":
+        return False
+    reason = native.unavailable()
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        reason = f"they compute bfloat16 on a CPU, not {dtype} on {device}"
+    elif reason is not None:
+        logger.info("no native kernels: %s", reason)
+    if kernels == "native" and reason is not None:
+        raise StartupError(f"--kernels native: {reason}")
+    return reason is None
+
+
 def load_model(config: EmbeddedConfig) -> HfModel:
     """Load the checkpoint in ``config.model_path``.
 
@@ -152,7 +184,7 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     network = _load_network(directory, dtype).to(device).eval()
     vocab_size = int(network.config.vocab_size)
     eos_token_ids = tuple(token for token in _eos_token_ids(directory, settings) if token < vocab_size)
-    return HfModel(network, eos_token_ids, _undecodable_ids(directory, vocab_size), config.numerics)
+    return HfModel(network, eos_token_ids, _undecodable_ids(directory, vocab_size), config.numerics, config.kernels)
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Exact numerics: shapes of products and of attention calls in which a row's result is its own, bit by bit.
 
-Which shapes those are depends on the processor, the data type and the kernels that torch chooses, so they are tried
-at start, cheapest first, on the model's own layers.
+Native kernels keep that in every shape. Which shapes torch's do depends on the processor, the data type and the kernels
+that it chooses, so they are tried at start, cheapest first, on the model's own layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ENTRY_QUERIES = 16
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """What attention calls of a model look like."""
+    """What attention calls of a model look like, and whether native kernels compute them."""
 
     heads: int
     kv_heads: int
@@ -38,6 +38,7 @@ class AttentionSizes:
     softcap: float | None
     segment_size: int
     dtype: torch.dtype
+    is_native: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +53,16 @@ class Numerics:
 def choose(mode: str, layers: Iterable[Linear], sizes: AttentionSizes, device: torch.device) -> Numerics:
     """The numerics for `mode`, one of `config.NUMERICS`; ``auto`` is exact where that costs next to nothing.
 
+    With native kernels alone that is exact in every mode: none is faster.
+
     Raises:
         StartupError: exact was asked for, and this machine has no shapes for it.
     """
     distinct = {layer.shape: layer for layer in layers}
-    fast = Numerics("fast", dict.fromkeys(distinct, Tiles()), Shapes())
+    any_tiles = dict.fromkeys(distinct, Tiles())
+    if sizes.is_native and all(layer.is_exact for layer in distinct.values()):
+        return Numerics("exact", any_tiles, Shapes(Kernel.NATIVE))
+    fast = Numerics("fast", any_tiles, Shapes(Kernel.NATIVE if sizes.is_native else None))
     if mode == "fast" or (mode == "auto" and device.type != "cpu"):
         return fast
     if device.type != "cpu":
@@ -64,7 +70,8 @@ def choose(mode: str, layers: Iterable[Linear], sizes: AttentionSizes, device: t
     may_cost = mode == "exact"
     tiles: dict[Shape, Tiles] = {}
     for shape, layer in distinct.items():
-        found = next((one for one in _tiles(may_cost) if _is_product_invariant(one, layer, sizes.dtype)), None)
+        candidates = [Tiles()] if layer.is_exact else _tiles(may_cost)
+        found = next((one for one in candidates if _is_product_invariant(one, layer, sizes.dtype)), None)
         if found is None:
             break
         tiles[shape] = found
@@ -87,6 +94,8 @@ def _tiles(may_cost: bool) -> list[Tiles]:
 
 
 def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:
+    if sizes.is_native:
+        return [Shapes(Kernel.NATIVE)]
     tile = max(1, _ENTRY_QUERIES * sizes.kv_heads // sizes.heads)
     # small products are computed by another kernel, so that those of a single token may need padding
     products = [
@@ -104,6 +113,8 @@ _known: dict[tuple[object, ...], bool] = {}
 
 
 def _is_product_invariant(tiles: Tiles, layer: Linear, dtype: torch.dtype) -> bool:
+    if layer.is_exact:
+        return True
     key = (layer.shape, dtype, tiles, torch.get_num_threads())
     if key not in _known:
         _known[key] = layer.is_invariant(tiles)
@@ -116,6 +127,8 @@ def _is_invariant(shapes: Shapes, sizes: AttentionSizes, num_threads: int) -> bo
 
     `num_threads` is what torch computes with.
     """
+    if shapes.kernel is Kernel.NATIVE:
+        return True
     if shapes.kernel is Kernel.PRODUCTS and not _are_products_invariant(shapes, sizes):
         return False
     count = sizes.segment_size + sizes.segment_size // 2 + 3

@@ -15,10 +15,11 @@ _FEW_MATRICES = 32
 
 
 class Kernel(Enum):
-    """What computes a call."""
+    """What computes a call; native kernels compute a whole step as one."""
 
     FLASH = "flash"
     PRODUCTS = "products"
+    NATIVE = "native"
 
 
 @dataclass(frozen=True, slots=True)

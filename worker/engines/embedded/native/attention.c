@@ -1,0 +1,266 @@
+/* Attention over the KV store, which is read where it lies.
+ *
+ * A token's keys are taken in blocks of 64 that begin at fixed places of its sequence, one block after another, with the
+ * softmax's maximum, sum and result carried along (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+ * 2018). What a token gets depends on nothing else: not on the tokens computed beside it, nor on where segments lie.
+ */
+#include <math.h>
+
+#include "panels.h"
+
+enum {
+    KEYS = 64,     /* of a block */
+    TOGETHER = 64, /* queries that share a block once it is laid out in panels; the caller's tiles have no more */
+    WIDEST = 256,  /* inner size of a head at most */
+};
+
+#define LOG2_E 1.44269504f
+#define ALIGNED __attribute__((aligned(64)))
+
+/* Consecutive tokens of one sequence, of which all heads that share keys make up to TOGETHER queries. */
+typedef struct {
+    int64_t first, count; /* tokens of the step */
+    int64_t position;     /* of the first one in its sequence */
+    int64_t segments;     /* where the list of the sequence's segments begins */
+} tile_t;
+
+typedef struct {
+    const bf16 *query; /* [tokens] with this stride, [kv_heads * group, width] */
+    int64_t query_stride;
+    bf16 *output;              /* [tokens, kv_heads * group, width] */
+    const bf16 *keys, *values; /* [segments, kv_heads, size, width] */
+    int64_t kv_heads, group, width, size;
+    const int64_t *segments;
+    int64_t window; /* tokens that a token sees, itself among them; 0: all */
+    float scale, softcap;
+} attention_t;
+
+/* One block of keys and values of one head. */
+typedef struct {
+    int64_t begin; /* position of the first key */
+    int count;
+    bf16 keys[KEYS * WIDEST] ALIGNED;   /* panels of 32 keys: [2][width / 2][32][2] */
+    bf16 values[KEYS * WIDEST] ALIGNED; /* panels of 32 elements: [ceil(width / 32)][32][32][2] */
+} block_t;
+
+/* The queries of a tile, and what they have so far. */
+typedef struct {
+    int rows;
+    bf16 query[TOGETHER * WIDEST] ALIGNED;
+    float result[TOGETHER * WIDEST] ALIGNED; /* not yet divided by `sum` */
+    float peak[TOGETHER], sum[TOGETHER];
+} queries_t;
+
+/* Transposes up to 16 rows of up to 16 pairs; what is not there becomes 0. */
+static inline void
+transpose_pairs(const bf16 *from, int64_t stride, int rows, int pairs, bf16 *to, int64_t to_stride)
+{
+    const __mmask16 mask = (__mmask16)first_lanes(pairs);
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+        a[i] = i < rows ? _mm512_maskz_loadu_epi32(mask, from + i * stride) : _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
+        a[i + 4] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
+        a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
+        a[i + 12] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+        if (i < pairs)
+            _mm512_storeu_si512(to + i * to_stride, a[i]);
+}
+
+/* Asks for a row of the next block, which lies behind this one unless its segment ends. */
+static inline void
+prefetch_next(const bf16 *row, int width)
+{
+    for (int at = 0; at < width; at += 32)
+        _mm_prefetch((const char *)(row + KEYS * width + at), _MM_HINT_T1);
+}
+
+static void
+lay_out_keys(const bf16 *keys, int width, block_t *block)
+{
+    for (int key = 0; key < block->count; key++)
+        prefetch_next(keys + key * width, width);
+    for (int first = 0; first < (block->count + COLUMNS - 1) / COLUMNS * COLUMNS; first += LANES) {
+        bf16 *to = block->keys + first / COLUMNS * COLUMNS * width + first % COLUMNS * 2;
+        const int rows = block->count > first ? (int)smaller(16, block->count - first) : 0;
+        for (int at = 0; at < width; at += 32)
+            transpose_pairs(keys + first * width + at, width, rows, (int)smaller(16, (width - at) / 2),
+                            to + at * COLUMNS, 2 * COLUMNS);
+    }
+}
+
+static void
+lay_out_values(const bf16 *values, int width, block_t *block)
+{
+    /* interleaves the first halves of two rows, then the second ones */
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                         37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int key = 0; key < block->count; key++)
+        prefetch_next(values + key * width, width);
+    bf16 *to = block->values;
+    for (int at = 0; at < width; at += COLUMNS, to += KEYS * COLUMNS) {
+        const __mmask32 mask = first_lanes(width - at);
+        for (int key = 0; key < block->count; key += 2) {
+            const bf16 *from = values + key * width + at;
+            const __m512i even = _mm512_maskz_loadu_epi16(mask, from);
+            const __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < block->count ? mask : 0, from + width);
+            _mm512_storeu_si512(to + key * COLUMNS, _mm512_permutex2var_epi16(even, low, odd));
+            _mm512_storeu_si512(to + (key + 1) * COLUMNS, _mm512_permutex2var_epi16(even, high, odd));
+        }
+    }
+}
+
+/* Which keys of a block a token at `position` sees, one bit each. */
+static inline uint64_t
+seen_keys(const attention_t *c, const block_t *block, int64_t position)
+{
+    const int64_t stop = smaller(position + 1 - block->begin, block->count);
+    const int64_t start = c->window ? position + 1 - c->window - block->begin : 0;
+    if (stop <= 0 || start >= stop)
+        return 0;
+    const uint64_t before = stop >= KEYS ? UINT64_MAX : (UINT64_C(1) << stop) - 1;
+    return start > 0 ? before & (UINT64_MAX << start) : before;
+}
+
+/* Turns a row's scores into weights in bfloat16, carries its peak and sum on, and returns what its result fades by. */
+static inline float
+weigh(const attention_t *c, const float *scores, uint64_t seen, bf16 *weights, float *peak, float *sum)
+{
+    const __m512 nothing = _mm512_set1_ps(-INFINITY);
+    __m512 score[KEYS / LANES], highest = _mm512_set1_ps(*peak), total = _mm512_setzero_ps();
+#pragma GCC unroll 4
+    for (int i = 0; i < KEYS / LANES; i++) {
+        __m512 x = _mm512_mul_ps(_mm512_loadu_ps(scores + i * LANES), _mm512_set1_ps(c->scale));
+        if (c->softcap > 0) { /* tanh(x) = 1 - 2 / (exp(2 x) + 1) */
+            const __m512 one = _mm512_set1_ps(1.0f);
+            const __m512 power = exp2_lanes(_mm512_mul_ps(x, _mm512_set1_ps(2 * LOG2_E / c->softcap)));
+            x = _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(power, one)));
+            x = _mm512_mul_ps(x, _mm512_set1_ps(c->softcap));
+        }
+        score[i] = _mm512_mask_mul_ps(nothing, (__mmask16)(seen >> (i * LANES)), x, _mm512_set1_ps(LOG2_E));
+        highest = _mm512_max_ps(highest, score[i]);
+    }
+    const float top = _mm512_reduce_max_ps(highest);
+#pragma GCC unroll 4
+    for (int i = 0; i < KEYS / LANES; i++) {
+        const __m512 weight = exp2_lanes(_mm512_sub_ps(score[i], _mm512_set1_ps(top)));
+        total = _mm512_add_ps(total, weight);
+        _mm256_storeu_si256((__m256i *)(weights + i * LANES), (__m256i)_mm512_cvtneps_pbh(weight));
+    }
+    const float fade = _mm512_cvtss_f32(exp2_lanes(_mm512_set1_ps(*peak - top)));
+    *peak = top;
+    *sum = *sum * fade + _mm512_reduce_add_ps(total);
+    return fade;
+}
+
+static void
+attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, queries_t *q)
+{
+    const int width = (int)c->width, padded = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
+    float scores[ROWS * KEYS] ALIGNED, gains[ROWS * WIDEST] ALIGNED, fades[ROWS];
+    bf16 weights[ROWS * KEYS] ALIGNED;
+    uint64_t seen[ROWS];
+    for (int first = 0; first < q->rows; first += ROWS) {
+        const int rows = (int)smaller(ROWS, q->rows - first);
+        uint64_t any = 0;
+        for (int r = 0; r < rows; r++)
+            any |= seen[r] = seen_keys(c, block, tile->position + (first + r) / c->group);
+        if (!any)
+            continue;
+        for (int key = 0; key < KEYS; key += COLUMNS)
+            if (key < block->count)
+                multiply(rows, q->query + first * width, width, block->keys + key * width, width / 2, scores + key,
+                         KEYS, 0);
+        for (int r = 0; r < rows; r++)
+            if (seen[r])
+                fades[r] = weigh(c, scores + r * KEYS, seen[r], weights + r * KEYS, q->peak + first + r,
+                                 q->sum + first + r);
+            else
+                memset(weights + r * KEYS, 0, KEYS * sizeof *weights);
+        for (int at = 0; at < width; at += COLUMNS)
+            multiply(rows, weights, KEYS, block->values + at * KEYS, (block->count + 1) / 2, gains + at, padded, 0);
+        for (int r = 0; r < rows; r++) {
+            float *result = q->result + (first + r) * padded;
+            for (int at = 0; seen[r] && at < padded; at += LANES)
+                _mm512_storeu_ps(result + at,
+                                 _mm512_fmadd_ps(_mm512_loadu_ps(result + at), _mm512_set1_ps(fades[r]),
+                                                 _mm512_loadu_ps(gains + r * padded + at)));
+        }
+    }
+}
+
+static void
+attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
+{
+    const int width = (int)c->width, padded = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
+    queries_t q;
+    block_t block;
+    q.rows = (int)(tile->count * c->group);
+    memset(q.result, 0, q.rows * padded * sizeof *q.result);
+    for (int r = 0; r < q.rows; r++) {
+        const int64_t token = tile->first + r / c->group, of = head * c->group + r % c->group;
+        memcpy(q.query + r * width, c->query + token * c->query_stride + of * width, width * sizeof *q.query);
+        q.peak[r] = -INFINITY;
+        q.sum[r] = 0;
+    }
+    const int64_t stop = tile->position + tile->count;
+    const int64_t start = c->window && tile->position >= c->window ? tile->position + 1 - c->window : 0;
+    for (int64_t place = start / c->size; place * c->size < stop; place++) {
+        const int64_t base = place * c->size;
+        const int64_t from = (c->segments[tile->segments + place] * c->kv_heads + head) * c->size;
+        int64_t at = start > base ? (start - base) / KEYS * KEYS : 0;
+        for (; at < c->size && base + at < stop; at += KEYS) {
+            block.begin = base + at;
+            block.count = (int)smaller(KEYS, smaller(c->size - at, stop - block.begin));
+            lay_out_keys(c->keys + (from + at) * width, width, &block);
+            lay_out_values(c->values + (from + at) * width, width, &block);
+            attend_to_block(c, tile, &block, &q);
+        }
+    }
+    for (int r = 0; r < q.rows; r++) {
+        const int64_t token = tile->first + r / c->group, of = head * c->group + r % c->group;
+        bf16 *to = c->output + (token * c->kv_heads * c->group + of) * width;
+        for (int at = 0; at < width; at += LANES) {
+            const __m512 result = _mm512_div_ps(_mm512_loadu_ps(q.result + r * padded + at), _mm512_set1_ps(q.sum[r]));
+            _mm256_mask_storeu_epi16(to + at, (__mmask16)first_lanes(width - at), (__m256i)_mm512_cvtneps_pbh(result));
+        }
+    }
+}
+
+void
+attend(const bf16 *query, int64_t query_stride, bf16 *output, const bf16 *keys, const bf16 *values, int64_t kv_heads,
+       int64_t group, int64_t width, int64_t size, const int64_t *segments, const tile_t *tiles, int64_t num_tiles,
+       int64_t window, float scale, float softcap, int32_t threads)
+{
+    const attention_t c = {query,    query_stride, output, keys,  values, kv_heads, group, width, size,
+                           segments, window,       scale,  softcap};
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t i = 0; i < num_tiles * kv_heads; i++)
+        attend_tile(&c, tiles + i / kv_heads, i % kv_heads);
+}

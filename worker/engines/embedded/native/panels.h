@@ -1,0 +1,101 @@
+/* The one inner loop of all products: a few rows times a panel of 32 columns, in bfloat16 with float32 sums.
+ *
+ * A panel holds its columns' inputs in pairs: [pairs][32 columns][2], so that one instruction multiplies a pair of 16
+ * columns. Each sum runs over the pairs in order, from the first to the last, whatever number of rows is computed
+ * together: a row's result is the same bits in any batch.
+ */
+#ifndef PANELS_H
+#define PANELS_H
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifndef __AVX512BF16__
+#error "these kernels need a compiler and a processor that know AVX512-BF16"
+#endif
+
+typedef uint16_t bf16;
+
+enum {
+    COLUMNS = 32, /* of a panel */
+    ROWS = 12,    /* computed together at most: their sums fill 24 of the 32 registers */
+    LANES = 16,   /* float32 in a register */
+};
+
+/* sums [rows, 32] of rows [rows, 2 * pairs] times a panel; on top of what `sums` holds if `continues`. */
+static inline __attribute__((always_inline)) void
+multiply_rows(int rows, const bf16 *row, int64_t row_stride, const bf16 *panel, int64_t pairs, float *sums,
+              int64_t sums_stride, int continues)
+{
+    __m512 sum[ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++)
+            sum[r][half] = continues ? _mm512_loadu_ps(sums + r * sums_stride + half * LANES) : _mm512_setzero_ps();
+    for (int64_t pair = 0; pair < pairs; pair++, panel += 2 * COLUMNS) {
+        const __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
+        const __m512bh right = (__m512bh)_mm512_loadu_si512(panel + COLUMNS);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            int32_t two;
+            memcpy(&two, row + r * row_stride + 2 * pair, sizeof two);
+            const __m512bh inputs = (__m512bh)_mm512_set1_epi32(two);
+            sum[r][0] = _mm512_dpbf16_ps(sum[r][0], inputs, left);
+            sum[r][1] = _mm512_dpbf16_ps(sum[r][1], inputs, right);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++)
+            _mm512_storeu_ps(sums + r * sums_stride + half * LANES, sum[r][half]);
+}
+
+/* `multiply_rows` for 1 to ROWS rows, each number a loop of its own. */
+static inline void
+multiply(int rows, const bf16 *row, int64_t row_stride, const bf16 *panel, int64_t pairs, float *sums,
+         int64_t sums_stride, int continues)
+{
+#define NUMBER(n)                                                                                                      \
+    case n:                                                                                                            \
+        multiply_rows(n, row, row_stride, panel, pairs, sums, sums_stride, continues);                                 \
+        break;
+    switch (rows) {
+        NUMBER(1) NUMBER(2) NUMBER(3) NUMBER(4) NUMBER(5) NUMBER(6)
+        NUMBER(7) NUMBER(8) NUMBER(9) NUMBER(10) NUMBER(11) NUMBER(12)
+    }
+#undef NUMBER
+}
+
+static inline int64_t
+smaller(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* A mask of the first `count` of 16 or of 32 lanes; all of them if there are more. */
+static inline uint32_t
+first_lanes(int64_t count)
+{
+    return count >= 32 ? UINT32_MAX : (1u << count) - 1;
+}
+
+/* 2 ** x, to about one unit in the last place; 0 below the smallest normal number, NaN for NaN. */
+static inline __m512
+exp2_lanes(__m512 x)
+{
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 part = _mm512_sub_ps(x, whole);
+    /* the series of exp(part * ln 2), whose next term is below 2 ** -23 for |part| <= 1/2 */
+    __m512 power = _mm512_set1_ps(1.54035304e-4f);
+    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(1.33335581e-3f));
+    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(9.61812911e-3f));
+    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(5.55041087e-2f));
+    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(2.40226507e-1f));
+    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(6.93147181e-1f));
+    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(1.0f));
+    power = _mm512_scalef_ps(power, whole);
+    return _mm512_mask_mov_ps(power, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_LT_OQ), _mm512_setzero_ps());
+}
+
+#endif
