@@ -45,6 +45,7 @@ class NullModel:
         self.device = torch.device("cpu")
         self.kv_bytes_per_token = 0
         self.numerics = "exact"
+        self.wants_dense_kv = False
         rows = torch.zeros(max_num_seqs, self.vocab_size)
         rows[:, token] = 10.0
         self._logits = [rows[:count] for count in range(max_num_seqs + 1)]

@@ -31,6 +31,7 @@ class ScriptedModel:
     undecodable_ids = tuple(range(WIDTH - PADDING, WIDTH))
     device = torch.device("cpu")
     kv_bytes_per_token = 0
+    wants_dense_kv = True
     numerics = "exact"
 
     def __init__(self, hook: Callable[[Plan, torch.Tensor], None] | None = None) -> None:

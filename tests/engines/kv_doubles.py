@@ -50,6 +50,7 @@ class RecallModel:
     undecodable_ids: tuple[int, ...] = ()
     device = torch.device("cpu")
     kv_bytes_per_token = 0
+    wants_dense_kv = True
     numerics = "exact"
 
     def __init__(self, context_length: int) -> None:

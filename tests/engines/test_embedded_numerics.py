@@ -29,8 +29,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Loaded:
     """A model and the logits of every token of some sequences, each computed alone and in one piece."""
 
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.model: HfModel = load_model(EmbeddedConfig(model_path=path, device="cpu", dtype=dtype, numerics="exact"))
+    def __init__(self, path: Path, dtype: str, kernels: str = "auto") -> None:
+        config = EmbeddedConfig(model_path=path, device="cpu", dtype=dtype, numerics="exact", kernels=kernels)
+        self.model: HfModel = load_model(config)
         self.model.allocate_kv(NUM_SEGMENTS, SEGMENT)
         generator = torch.Generator().manual_seed(3)
         width = self.model.vocab_size
@@ -75,7 +76,7 @@ def step(
 
 
 @pytest.fixture(scope="module")
-def loaded() -> dict[tuple[str, str, int], Loaded]:
+def loaded() -> dict[tuple[object, ...], Loaded]:
     return {}
 
 
@@ -131,28 +132,31 @@ def check_run(loaded: Loaded, data: st.DataObject) -> None:
 def same_bits(
     arch: str,
     dtype: str,
+    kernels: str,
     threads: int,
     data: st.DataObject,
     every_checkpoint: dict[str, Path],
-    loaded: dict[tuple[str, str, int], Loaded],
+    loaded: dict[tuple[object, ...], Loaded],
 ) -> None:
     torch.set_num_threads(threads)
     try:
-        if (arch, dtype, threads) not in loaded:
-            loaded[arch, dtype, threads] = Loaded(every_checkpoint[arch], dtype)
-        check_run(loaded[arch, dtype, threads], data)
+        case = (arch, dtype, kernels, threads)
+        if case not in loaded:
+            loaded[case] = Loaded(every_checkpoint[arch], dtype, kernels)
+        check_run(loaded[case], data)
     finally:
         torch.set_num_threads(1)
 
 
-KINDS = [(arch, dtype, 1) for arch in EVERY_TYPE for dtype in ("float32", "bfloat16")]
-WITH_MORE_THREADS = [("llama", "bfloat16", 2), ("qwen3_moe", "bfloat16", 2)]
+COMPUTED = [("float32", "torch"), ("bfloat16", "torch"), ("bfloat16", "auto")]
+KINDS = [(arch, *computed, 1) for arch in EVERY_TYPE for computed in COMPUTED]
+WITH_MORE_THREADS = [(arch, *computed, 2) for arch in ("llama", "qwen3_moe") for computed in COMPUTED[1:]]
 
 
 def bits_test(max_examples: int) -> Callable[..., None]:
     checked = settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck))
     test: Callable[..., None] = checked(given(data=st.data())(same_bits))
-    return pytest.mark.parametrize(("arch", "dtype", "threads"), KINDS + WITH_MORE_THREADS)(test)
+    return pytest.mark.parametrize(("arch", "dtype", "kernels", "threads"), KINDS + WITH_MORE_THREADS)(test)
 
 
 test_logits_are_the_same_bits = bits_test(6)
@@ -172,11 +176,14 @@ def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(checkpoints: dict[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tiles", [Tiles(1, 4), Tiles(4, 8, (24,)), Tiles(2, 4, (24, 12)), Tiles(3)])
-def test_tiles_change_nothing_but_the_shape(dtype: torch.dtype, tiles: Tiles) -> None:
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_tiles_change_nothing_but_the_shape(dtype: torch.dtype, tiles: Tiles, is_packed: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(24, 40, generator=generator).to(dtype)
     bias = torch.randn(24, generator=generator).to(dtype)
     layer = Linear(weight, bias)
+    if is_packed:
+        layer.pack(may_be_native=False)
     layer.tiles = tiles
     for rows in (1, 3, 8, 33, 70):
         x = torch.randn(rows, 40, generator=generator).to(dtype)

@@ -96,7 +96,15 @@ def test_where_processors_were_asked_for_does_not_matter() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("model", "beef"), ("dtype", "bfloat16"), ("layers", 3), ("kv_heads", 4), ("head_dim", 8), ("block_size", 8)],
+    [
+        ("model", "beef"),
+        ("dtype", "bfloat16"),
+        ("layers", 3),
+        ("kv_heads", 4),
+        ("head_dim", 8),
+        ("block_size", 8),
+        ("numerics", "exact, native kernels"),
+    ],
 )
 def test_another_layout_is_refused_with_both_values(field: str, value: object) -> None:
     data = handoff.handle_as_json(replace(HANDLE, layout=replace(LAYOUT, **{field: value})))

@@ -179,7 +179,15 @@ def test_tickets_run_out_and_come_back(port: KvPort) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("model", "other"), ("dtype", "bfloat16"), ("layers", 4), ("kv_heads", 1), ("head_dim", 8), ("block_size", 8)],
+    [
+        ("model", "other"),
+        ("dtype", "bfloat16"),
+        ("layers", 4),
+        ("kv_heads", 1),
+        ("head_dim", 8),
+        ("block_size", 8),
+        ("numerics", "exact, native kernels"),
+    ],
 )
 def test_a_difference_names_both_values(field: str, value: object) -> None:
     other = replace(LAYOUT, **{field: value})

@@ -169,9 +169,7 @@ class AttentionStep:
         keys, values = self._store.keys[layer], self._store.values[layer]
         self._store.write(layer, self._places, key, value)
         if self._shapes.kernel is Kernel.NATIVE:
-            if self._tiles is None:
-                self._tiles = native.Tiles(self._spans, query.shape[1] // keys.shape[1])
-            return native.attend(query, keys, values, self._tiles, scale, window, softcap)
+            return self._attend_natively(layer, query, scale, window, softcap)
         layout = self._layouts.get(window)
         if layout is None:
             planner = _Planner(self._spans, keys, window, query, softcap is None, self._shapes)
@@ -200,6 +198,26 @@ class AttentionStep:
                 sums.append(part[1])
             start = stop
         return _combine(layout, outputs, sums)
+
+    def takes_projections(self, tokens: int) -> bool:
+        """Whether `attend_to_projections` computes a step of `tokens` tokens: native kernels do, without padding."""
+        return self._shapes.kernel is Kernel.NATIVE and tokens == len(self._places[0])
+
+    def attend_to_projections(
+        self, layer: int, projections: native.Projections, scale: float, window: int
+    ) -> torch.Tensor:
+        """`attend`, with what comes before it: rotating queries and keys. Returns ``[T, H, D]``."""
+        keys, values = self._store.keys[layer], self._store.values[layer]
+        query = native.rotate_and_store(projections, keys, values, self._places)
+        return self._attend_natively(layer, query, scale, window, None)
+
+    def _attend_natively(
+        self, layer: int, query: torch.Tensor, scale: float, window: int, softcap: float | None
+    ) -> torch.Tensor:
+        keys, values = self._store.keys[layer], self._store.values[layer]
+        if self._tiles is None:
+            self._tiles = native.Tiles(self._spans, query.shape[1] // keys.shape[1])
+        return native.attend(query, keys, values, self._tiles, scale, window, softcap)
 
 
 def _combine(layout: _Layout, outputs: list[torch.Tensor], sums: list[torch.Tensor]) -> torch.Tensor:

@@ -61,7 +61,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         if not isinstance(model, HfModel):
             raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to hand over")
         identity = fingerprint(config.model_path)
-        stepper.exchange = open_exchange(model.kv_tensors(), stepper.scheduler, config, identity)
+        stepper.exchange = open_exchange(model.kv_tensors(), stepper.scheduler, config, identity, model.made_by)
     return stepper, info
 
 

@@ -73,7 +73,11 @@ class Receipt:
 
 
 def open_exchange(
-    tensors: Sequence[torch.Tensor], scheduler: Scheduler, config: EmbeddedConfig, model_fingerprint: str
+    tensors: Sequence[torch.Tensor],
+    scheduler: Scheduler,
+    config: EmbeddedConfig,
+    model_fingerprint: str,
+    numerics: str,
 ) -> Exchange:
     """The exchange of a worker.
 
@@ -82,13 +86,14 @@ def open_exchange(
         scheduler: Its scheduler.
         config: Its settings; its role is not ``aggregated``.
         model_fingerprint: Of its model.
+        numerics: `Numerics.made_by` of its model.
 
     Raises:
         StartupError: NIXL is not installed, or cannot be used here.
     """
     _, heads, size, width = tensors[0].shape
     dtype = str(tensors[0].dtype).removeprefix("torch.")
-    layout = KvLayout(model_fingerprint, dtype, len(tensors) // 2, heads, width, config.kv_block_size, size)
+    layout = KvLayout(model_fingerprint, dtype, len(tensors) // 2, heads, width, config.kv_block_size, size, numerics)
     port = KvPort(tensors, layout, config.kv_devices)
     return Exchange(port, scheduler, config.kv_hold_s if config.role == "prefill" else None)
 

@@ -184,6 +184,7 @@ def _layout(where: str, data: object) -> KvLayout:
         head_dim=number("head_dim"),
         block_size=number("block_size"),
         segment_size=number("segment_size"),
+        numerics=_text(f"{where}.numerics", data["numerics"]),
     )
 
 

@@ -56,9 +56,18 @@ class KvCache:
         segment_size: Tokens per segment, a multiple of `block_size`.
         block_size: Tokens per block.
         records_events: Whether what becomes known and forgotten is kept for `drain_events`.
+        is_dense: Whether what is held is kept together by `compact`.
     """
 
-    def __init__(self, num_segments: int, segment_size: int, block_size: int, *, records_events: bool = False) -> None:
+    def __init__(
+        self,
+        num_segments: int,
+        segment_size: int,
+        block_size: int,
+        *,
+        records_events: bool = False,
+        is_dense: bool = True,
+    ) -> None:
         assert segment_size % block_size == 0, f"a segment of {segment_size} tokens does not hold whole blocks"
         self.num_segments = num_segments
         self.segment_size = segment_size
@@ -67,6 +76,7 @@ class KvCache:
         self._segments = [Segment() for _ in range(num_segments)]
         self._free = list(range(num_segments))  # a heap: running requests lie densely at the store's beginning
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._is_dense = is_dense
         self._is_compact = True
         self._index: dict[int, Block] = {}
         self._events: list[BlocksStored | BlocksRemoved] | None = [] if records_events else None
@@ -164,13 +174,13 @@ class KvCache:
     def compact(self) -> tuple[SegmentCopy, ...]:
         """Move what is cached out of the store's beginning, where the segments that are held should lie densely.
 
-        Attention reads segments at a constant distance in one call. What is moved, not much at a time, takes the place
-        of what is free or was used least recently.
+        Torch's attention reads segments at a constant distance in one call. What is moved, not much at a time, takes
+        the place of what is free or was used least recently.
 
         Returns:
             What the model has to copy before it writes.
         """
-        if self._is_compact:
+        if self._is_compact or not self._is_dense:
             return ()
         end = min(self.num_segments, self.num_segments - self.num_available + FREE_AHEAD)
         low = [number for number in range(end) if number in self._cached]

@@ -23,6 +23,7 @@ class KvLayout:
         head_dim: Elements per head.
         block_size: Tokens per block.
         segment_size: Tokens per segment.
+        numerics: What it was computed with, as far as bits depend on it; see `numerics.Numerics.made_by`.
     """
 
     model: str
@@ -32,6 +33,7 @@ class KvLayout:
     head_dim: int
     block_size: int
     segment_size: int
+    numerics: str = "fast"
 
     def difference(self, other: KvLayout) -> str | None:
         """The first attribute in which they differ, with both values (`other`'s is the prefill worker's), or None."""

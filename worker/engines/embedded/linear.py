@@ -143,6 +143,12 @@ def replace_linears(module: torch.nn.Module) -> None:
             replace_linears(child)
 
 
+def pack_all(module: torch.nn.Module, may_be_native: bool) -> None:
+    """`Linear.pack` for every one inside `module`."""
+    for layer in linears(module):
+        layer.pack(may_be_native)
+
+
 def linears(module: torch.nn.Module) -> Iterator[Linear]:
     """Every `Linear` inside `module`."""
     return (child for child in module.modules() if isinstance(child, Linear))

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from worker.engines.embedded import native
 from worker.engines.embedded.attention import AttentionStep
-from worker.engines.embedded.linear import Linear, fuse
+from worker.engines.embedded.linear import Linear, fuse, pack_all
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -22,29 +23,33 @@ class LlamaNetwork(torch.nn.Module):
 
     Args:
         network: transformers' causal language model of one of `MODEL_TYPES`; of no use afterwards.
+        may_be_native: Whether our own kernels are allowed.
     """
 
-    def __init__(self, network: Any) -> None:
+    def __init__(self, network: Any, may_be_native: bool) -> None:
         super().__init__()
         self._embedding = network.model.embed_tokens.weight.detach()
         self._rotary = network.model.rotary_emb
-        self._norm = _Norm(network.model.norm)
+        self._norm = _Norm(network.model.norm, may_be_native)
         # with tied weights the packed copy stands beside the embedding, which is read row by row
         self._head = fuse(network.lm_head)
         network.lm_head = None
         layers = network.model.layers
         self._layers = torch.nn.ModuleList()
         for index in range(len(layers)):
-            self._layers.append(_Layer(layers[index], index, network.config))
+            self._layers.append(_Layer(layers[index], index, network.config, may_be_native))
             layers[index] = torch.nn.Identity()
+            pack_all(self._layers[index], may_be_native)
+        self._head.pack(may_be_native)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``."""
         hidden = functional.embedding(ids, self._embedding)
-        cosine, sine = (each[0, :, None] for each in self._rotary(hidden, positions[None]))
-        # rotate_half's sign goes into the sine, so that a rotation is a product, a roll and a fused multiply-add
-        half = sine.shape[-1] // 2
-        sine = torch.cat((-sine[..., :half], sine[..., half:]), -1)
+        cosine, sine = (each[0] for each in self._rotary(hidden, positions[None]))
+        if not step.takes_projections(len(ids)):
+            # rotate_half's sign goes into the sine, so that a rotation is a product, a roll and a fused multiply-add
+            half = sine.shape[-1] // 2
+            cosine, sine = cosine[:, None], torch.cat((-sine[:, :half], sine[:, half:]), -1)[:, None]
         for layer in self._layers:
             hidden = layer(hidden, cosine, sine, step)
         return hidden
@@ -56,17 +61,20 @@ class LlamaNetwork(torch.nn.Module):
 
 
 class _Norm:
-    def __init__(self, norm: Any) -> None:
-        self._weight = norm.weight.detach()
-        self._shape = tuple(self._weight.shape)
-        self._epsilon = float(norm.variance_epsilon)
+    def __init__(self, norm: Any, may_be_native: bool) -> None:
+        self.weight = norm.weight.detach()
+        self.epsilon = float(norm.variance_epsilon)
+        self._shape = tuple(self.weight.shape)
+        self._is_native = may_be_native
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, self._shape, self._weight, self._epsilon)
+        if self._is_native:
+            return native.rms_norm(x, self.weight, self.epsilon)
+        return functional.rms_norm(x, self._shape, self.weight, self.epsilon)
 
 
 class _Layer(torch.nn.Module):
-    def __init__(self, layer: Any, index: int, config: Any) -> None:
+    def __init__(self, layer: Any, index: int, config: Any, may_be_native: bool) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self._index = index
@@ -75,10 +83,11 @@ class _Layer(torch.nn.Module):
         self._width = int(attention.head_dim)
         self._scale = float(attention.scaling)
         self._window = _window(attention, config)
-        self._input_norm = _Norm(layer.input_layernorm)
-        self._mlp_norm = _Norm(layer.post_attention_layernorm)
-        self._query_norm = _Norm(attention.q_norm) if config.model_type == "qwen3" else None
-        self._key_norm = _Norm(attention.k_norm) if config.model_type == "qwen3" else None
+        self._input_norm = _Norm(layer.input_layernorm, may_be_native)
+        self._mlp_norm = _Norm(layer.post_attention_layernorm, may_be_native)
+        self._head_norms: tuple[_Norm, _Norm] | None = None
+        if config.model_type == "qwen3":
+            self._head_norms = _Norm(attention.q_norm, may_be_native), _Norm(attention.k_norm, may_be_native)
         self._qkv: Linear = fuse(attention.q_proj, attention.k_proj, attention.v_proj)
         self._output: Linear = fuse(attention.o_proj)
         self._gate: Linear = fuse(mlp.gate_proj)
@@ -89,16 +98,28 @@ class _Layer(torch.nn.Module):
         self, hidden: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, step: AttentionStep
     ) -> torch.Tensor:
         qkv = self._qkv(self._input_norm(hidden)).view(len(hidden), -1, self._width)
-        turned, value = qkv[:, : -self._kv_heads], qkv[:, -self._kv_heads :]
-        if self._query_norm is not None and self._key_norm is not None:
-            query, key = turned[:, : self._heads], turned[:, self._heads :]
-            turned = torch.cat((self._query_norm(query), self._key_norm(key)), 1)
-        turned = torch.addcmul(turned * cosine, turned.roll(self._width // 2, -1), sine)
-        query, key = turned[:, : self._heads], turned[:, self._heads :]
-        attended = step.attend(self._index, query, key, value, self._scale, self._window)
-        hidden = self._output.add(attended.reshape(len(hidden), -1), hidden)
+        attend = self._attend_as_one if step.takes_projections(len(hidden)) else self._attend
+        hidden = self._output.add(attend(qkv, cosine, sine, step).reshape(len(hidden), -1), hidden)
         normed = self._mlp_norm(hidden)
         return self._down.add(self._up.mul(normed, self._gate.silu(normed)), hidden)
+
+    def _attend_as_one(
+        self, qkv: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        norms = self._head_norms
+        weights = (norms[0].weight, norms[1].weight, norms[0].epsilon) if norms is not None else None
+        projections = native.Projections(qkv, self._heads, cosine, sine, weights)
+        return step.attend_to_projections(self._index, projections, self._scale, self._window)
+
+    def _attend(self, qkv: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        turned, value = qkv[:, : -self._kv_heads], qkv[:, -self._kv_heads :]
+        if self._head_norms is not None:
+            of_query, of_key = self._head_norms
+            query, key = turned[:, : self._heads], turned[:, self._heads :]
+            turned = torch.cat((of_query(query), of_key(key)), 1)
+        turned = torch.addcmul(turned * cosine, turned.roll(self._width // 2, -1), sine)
+        query, key = turned[:, : self._heads], turned[:, self._heads :]
+        return step.attend(self._index, query, key, value, self._scale, self._window)
 
 
 def _window(attention: Any, config: Any) -> int:

@@ -20,7 +20,7 @@ from worker.engines.embedded.llama import LlamaNetwork
 from worker.engines.embedded.numerics import AttentionSizes, choose
 from worker.engines.embedded.own_thread import in_own_thread
 from worker.engines.embedded.pack import pack
-from worker.engines.embedded.partial_softmax import Shapes
+from worker.engines.embedded.partial_softmax import Kernel, Shapes
 from worker.engines.embedded.plan import Plan
 from worker.engines.embedded.transformers_network import TransformersNetwork
 from worker.errors import StartupError
@@ -47,7 +47,9 @@ class HfModel:
         kernels: One of `config.KERNELS`.
 
     Attributes:
-        numerics: ``exact`` or ``fast``; known once there is a KV store.
+        numerics: ``exact`` or ``fast``; known once there is a KV store, as are the following ones.
+        made_by: See `Numerics.made_by`.
+        wants_dense_kv: Whether a step is faster where the segments that it reads lie densely.
     """
 
     def __init__(
@@ -71,17 +73,16 @@ class HfModel:
         self._head_dim = int(network.model.layers[0].self_attn.head_dim)
         self._softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
         self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
-        self._network = (LlamaNetwork if llama.serves(config) else TransformersNetwork)(network)
         self._may_be_native = _may_be_native(kernels, self.device, self.dtype)
-        for layer in linears(self._network):
-            layer.pack(self._may_be_native)
+        self._network = (LlamaNetwork if llama.serves(config) else TransformersNetwork)(network, self._may_be_native)
         self._store = attention.KvStore([], [])
         self._segment_size = 0
         self._wanted_numerics = numerics
         self._row_step = 1
         self._tile = 0
         self._shapes = Shapes()
-        self.numerics = "fast"
+        self.numerics = self.made_by = "fast"
+        self.wants_dense_kv = True
 
     def allocate_kv(self, num_segments: int, segment_size: int) -> None:
         """Allocate the KV store. Raises `StartupError` if the memory is not there."""
@@ -120,7 +121,8 @@ class HfModel:
         self._row_step = min((layer.tiles.step for layer in layers), default=1)
         self._tile = max((layer.tiles.most or 0 for layer in layers), default=0)
         self._shapes = chosen.shapes
-        self.numerics = chosen.name
+        self.numerics, self.made_by = chosen.name, chosen.made_by
+        self.wants_dense_kv = chosen.shapes.kernel is not Kernel.NATIVE  # which needs one call in any case
 
     def _padding(self, count: int) -> int:
         """Rows that `count` are filled up with: what every product needs, and a tile that is nearly full."""

@@ -49,19 +49,24 @@ class Numerics:
     tiles: dict[Shape, Tiles]
     shapes: Shapes
 
+    @property
+    def made_by(self) -> str:
+        """The name and, where bits count, whose kernels they come from: those of others are different ones."""
+        if self.name == "fast":
+            return self.name
+        return f"{self.name}, {'native' if self.shapes.kernel is Kernel.NATIVE else 'torch'} kernels"
+
 
 def choose(mode: str, layers: Iterable[Linear], sizes: AttentionSizes, device: torch.device) -> Numerics:
     """The numerics for `mode`, one of `config.NUMERICS`; ``auto`` is exact where that costs next to nothing.
 
-    With native kernels alone that is exact in every mode: none is faster.
+    Native kernels are taken wherever there are any: they are the fastest, too.
 
     Raises:
         StartupError: exact was asked for, and this machine has no shapes for it.
     """
     distinct = {layer.shape: layer for layer in layers}
     any_tiles = dict.fromkeys(distinct, Tiles())
-    if sizes.is_native and all(layer.is_exact for layer in distinct.values()):
-        return Numerics("exact", any_tiles, Shapes(Kernel.NATIVE))
     fast = Numerics("fast", any_tiles, Shapes(Kernel.NATIVE if sizes.is_native else None))
     if mode == "fast" or (mode == "auto" and device.type != "cpu"):
         return fast

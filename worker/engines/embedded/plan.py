@@ -175,6 +175,7 @@ class Model(Protocol):
         undecodable_ids: Ids below `vocab_size` that the tokenizer does not know; never sampled.
         device: Where logits are.
         kv_bytes_per_token: Size of the KV of one token, 0 if there is none.
+        wants_dense_kv: Whether a step is faster where the segments that it reads lie densely.
         numerics: ``exact`` if a row of logits is the same, bit by bit, in any batch and on any path, else ``fast``;
             known once there is room for KV.
     """
@@ -185,6 +186,7 @@ class Model(Protocol):
     undecodable_ids: tuple[int, ...]
     device: torch.device
     kv_bytes_per_token: int
+    wants_dense_kv: bool
     numerics: str
 
     def allocate_kv(self, num_segments: int, segment_size: int) -> None:

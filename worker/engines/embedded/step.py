@@ -118,6 +118,6 @@ def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> St
     segment_size = choose_segment_size(config.kv_block_size, config.context_length or model.context_length)
     num_segments = num_kv_blocks * config.kv_block_size // segment_size
     model.allocate_kv(num_segments, segment_size)
-    cache = KvCache(num_segments, segment_size, config.kv_block_size)
+    cache = KvCache(num_segments, segment_size, config.kv_block_size, is_dense=model.wants_dense_kv)
     mixed = config.max_mixed_chunk or MIXED_CHUNKS.get(model.device.type)
     return Stepper(model, Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed))

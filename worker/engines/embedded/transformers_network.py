@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from worker.engines.embedded import attention
-from worker.engines.embedded.linear import fuse, replace_linears
+from worker.engines.embedded.linear import fuse, pack_all, replace_linears
 from worker.engines.embedded.moe import Experts, Router
 
 MODEL_TYPES = ("gemma2", "gemma3_text", "qwen3_moe")
@@ -18,9 +18,10 @@ class TransformersNetwork(torch.nn.Module):
 
     Args:
         network: transformers' causal language model; its linear layers are replaced.
+        may_be_native: Whether our own kernels are allowed.
     """
 
-    def __init__(self, network: Any) -> None:
+    def __init__(self, network: Any, may_be_native: bool) -> None:
         super().__init__()
         attention.register()
         network.set_attn_implementation(attention.IMPLEMENTATION)
@@ -29,6 +30,7 @@ class TransformersNetwork(torch.nn.Module):
         self._softcap = getattr(network.config, "final_logit_softcapping", None)  # only Gemma's configurations have it
         _replace_experts(self._model)
         replace_linears(self._model)
+        pack_all(self, may_be_native)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: attention.AttentionStep) -> torch.Tensor:
         """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``."""

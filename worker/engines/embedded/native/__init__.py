@@ -1,4 +1,4 @@
-"""Kernels of our own for bfloat16 on a CPU with AVX512-BF16: linear layers, and attention over the KV store.
+"""Kernels of our own for bfloat16 on a CPU with AVX512-BF16: linear layers, attention over the KV store, and between.
 
 They are built with the package where there is a C compiler. Every sum in them runs in an order that depends on the
 token alone, so that what a token gets is the same, bit by bit, in any batch; and few rows are computed at the speed at
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -61,11 +62,17 @@ def _library() -> ctypes.CDLL:
         *(_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER),
         *(_INT32, _POINTER, _POINTER, _INT32),
     ]
+    library.rms_norm.argtypes = [_POINTER, _INT64, _INT64, _POINTER, _FLOAT, _POINTER, _INT32]
+    library.rotate_and_store.argtypes = [
+        *(_POINTER, _INT64, _INT64, _INT64, _INT64, _POINTER, _POINTER, _POINTER, _POINTER, _FLOAT),
+        *(_POINTER, _POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT32),
+    ]
     library.attend.argtypes = [
         *(_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _INT64),
         *(_POINTER, _POINTER, _INT64, _INT64, _FLOAT, _FLOAT, _INT32),
     ]
-    library.linear.restype = library.attend.restype = None
+    for function in (library.linear, library.rms_norm, library.rotate_and_store, library.attend):
+        function.restype = None
     return library
 
 
@@ -120,6 +127,67 @@ def linear(
         *(_THEN[then], _address(other), output.data_ptr(), torch.get_num_threads()),
     )
     return output
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """``x / sqrt(mean(x * x) + epsilon) * weight`` over the last dimension, rounded once.
+
+    Args:
+        x: bfloat16 ``[..., K]``.
+        weight: bfloat16 ``[K]``.
+        epsilon: Added to the mean.
+    """
+    x = x.contiguous()
+    output = torch.empty_like(x)
+    width = x.shape[-1]
+    _library().rms_norm(
+        *(x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon),
+        *(output.data_ptr(), torch.get_num_threads()),
+    )
+    return output
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """What a layer's tokens attend with and to, not rotated yet; all bfloat16.
+
+    Attributes:
+        qkv: Queries, keys and values ``[T, H + 2 * Hkv, D]``.
+        heads: H.
+        cosine: Of each token's angles ``[T, D]``, of which the two halves are equal.
+        sine: Likewise.
+        norms: Weights ``[D]`` of an RMS norm of each head's query, and of its key, and their epsilon; None for none.
+    """
+
+    qkv: torch.Tensor
+    heads: int
+    cosine: torch.Tensor
+    sine: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None
+
+
+def rotate_and_store(
+    projections: Projections, keys: torch.Tensor, values: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Put rotated keys, and values, into the store ``[segments, Hkv, size, D]``; returns rotated queries ``[T, H, D]``.
+
+    Args:
+        projections: Of T tokens.
+        keys: The layer's.
+        values: Likewise.
+        places: Segment and slot of each token, int64 ``[T]``.
+    """
+    tokens, _, width = projections.qkv.shape
+    _, kv_heads, size, _ = keys.shape
+    query = projections.qkv.new_empty(tokens, projections.heads, width)
+    of_query, of_key, epsilon = projections.norms or (None, None, 0.0)
+    _library().rotate_and_store(
+        *(projections.qkv.data_ptr(), tokens, projections.heads, kv_heads, width),
+        *(projections.cosine.data_ptr(), projections.sine.data_ptr(), _address(of_query), _address(of_key), epsilon),
+        *(query.data_ptr(), keys.data_ptr(), values.data_ptr(), size),
+        *(places[0].data_ptr(), places[1].data_ptr(), torch.get_num_threads()),
+    )
+    return query
 
 
 class Span(Protocol):

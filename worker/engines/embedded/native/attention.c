@@ -247,8 +247,8 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
         const int64_t token = tile->first + r / c->group, of = head * c->group + r % c->group;
         bf16 *to = c->output + (token * c->kv_heads * c->group + of) * width;
         for (int at = 0; at < width; at += LANES) {
-            const __m512 result = _mm512_div_ps(_mm512_loadu_ps(q.result + r * padded + at), _mm512_set1_ps(q.sum[r]));
-            _mm256_mask_storeu_epi16(to + at, (__mmask16)first_lanes(width - at), (__m256i)_mm512_cvtneps_pbh(result));
+            const __m512 result = _mm512_loadu_ps(q.result + r * padded + at);
+            store_bf16(to + at, (__mmask16)first_lanes(width - at), _mm512_div_ps(result, _mm512_set1_ps(q.sum[r])));
         }
     }
 }

@@ -19,12 +19,6 @@ typedef struct {
     bf16 *output;      /* [rows, columns] */
 } linear_t;
 
-static inline __m512
-load_bf16(const bf16 *from, __mmask16 mask)
-{
-    return _mm512_cvtpbh_ps((__m256bh)_mm256_maskz_loadu_epi16(mask, from));
-}
-
 /* What follows a product, element by element, and the only rounding. */
 static inline void
 finish(const linear_t *l, int64_t row, int64_t column, const float *sums)
@@ -44,7 +38,7 @@ finish(const linear_t *l, int64_t row, int64_t column, const float *sums)
         } else if (l->then == MULTIPLY) {
             y = _mm512_mul_ps(y, load_bf16(l->other + at, mask));
         }
-        _mm256_mask_storeu_epi16(l->output + at, mask, (__m256i)_mm512_cvtneps_pbh(y));
+        store_bf16(l->output + at, mask, y);
     }
 }
 

@@ -80,6 +80,18 @@ first_lanes(int64_t count)
     return count >= 32 ? UINT32_MAX : (1u << count) - 1;
 }
 
+static inline __m512
+load_bf16(const bf16 *from, __mmask16 mask)
+{
+    return _mm512_cvtpbh_ps((__m256bh)_mm256_maskz_loadu_epi16(mask, from));
+}
+
+static inline void
+store_bf16(bf16 *to, __mmask16 mask, __m512 x)
+{
+    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
 /* 2 ** x, to about one unit in the last place; 0 below the smallest normal number, NaN for NaN. */
 static inline __m512
 exp2_lanes(__m512 x)
