@@ -153,7 +153,7 @@ class Arguments:
     kernels: str = _option(
         "auto",
         "What computes bfloat16 on a CPU: native kernels, torch's, or auto: native where they were built and the "
-        "processor has AVX512-BF16.",
+        "processor has AVX512-BF16, but no AMX.",
         choices=("auto", "native", "torch"),
         engine=True,
     )

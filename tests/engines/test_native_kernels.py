@@ -252,6 +252,22 @@ def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.Mon
     assert "native" not in model.made_by
 
 
+@needs_kernels
+def test_where_there_is_amx_they_are_taken_only_if_asked_for(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made_by(kernels: str) -> str:
+        config = EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", dtype="bfloat16", kernels=kernels)
+        model = load_model(config)
+        model.allocate_kv(4, 32)
+        return model.made_by
+
+    assert made_by("auto") == "exact, native kernels"
+    monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset({"avx512_bf16", "amx_bf16"}))
+    assert made_by("auto") != "exact, native kernels"
+    assert made_by("native") == "exact, native kernels"
+
+
 class TestWhyThereAreNone:
     @pytest.fixture(autouse=True)
     def _fresh(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ class EmbeddedConfig:
         numerics: ``exact`` (the same tokens in any batch, bit by bit), ``fast``, or ``auto``: exact where it costs next
             to nothing; see `numerics.py`.
         kernels: ``native`` (our own, for bfloat16 on a CPU; see `native`), ``torch``, or ``auto``: native where they
-            were built and the processor has what they need.
+            were built and are the fastest that the processor can do.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Tokens computed in one step at most; longer prompts take several steps.
         max_mixed_chunk: Tokens of a prompt computed in a step that decodes too; with n prompts in hand n times as many

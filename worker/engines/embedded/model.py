@@ -166,7 +166,7 @@ def _may_be_native(kernels: str, device: torch.device, dtype: torch.dtype) -> bo
         logger.info("no native kernels: %s", reason)
     if kernels == "native" and reason is not None:
         raise StartupError(f"--kernels native: {reason}")
-    return reason is None
+    return reason is None and (kernels == "native" or native.is_worth_it())
 
 
 def load_model(config: EmbeddedConfig) -> HfModel:

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 _VERSION = 1
 _CPU_FLAG = "avx512_bf16"
+_AMX_FLAG = "amx_bf16"
 _COLUMNS = 32
 """Of a panel, as in ``panels.h``."""
 
@@ -44,6 +45,11 @@ def unavailable() -> str | None:
     except (OSError, RuntimeError) as error:
         return str(error)
     return None
+
+
+def is_worth_it() -> bool:
+    """Whether nothing else is faster here. With AMX oneDNN computes prompts several times as fast."""
+    return _AMX_FLAG not in _cpu_flags()
 
 
 @cache
