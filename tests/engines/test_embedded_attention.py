@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engines.embedded import native
-from worker.engines.embedded.attention import AttentionStep, KvStore, Span
+from worker.engines.embedded.attention import AttentionStep
+from worker.engines.embedded.kv_store import KvStore, Span
 from worker.engines.embedded.partial_softmax import Kernel, Shapes
 from worker.engines.embedded.plan import SegmentCopy
 

@@ -18,8 +18,8 @@ from random_checkpoints import EVERY_TYPE
 from torch.nn import functional
 
 from worker.engines.embedded import native
-from worker.engines.embedded.attention import Span
 from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.kv_store import Span
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import attention, host_memory, llama, native, transformers_network
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
+from worker.engines.embedded.kv_store import KvStore
 from worker.engines.embedded.linear import linears
 from worker.engines.embedded.llama import LlamaNetwork
 from worker.engines.embedded.numerics import AttentionSizes, choose
@@ -75,7 +76,7 @@ class HfModel:
         self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
         self._may_be_native = _may_be_native(kernels, self.device, self.dtype)
         self._network = (LlamaNetwork if llama.serves(config) else TransformersNetwork)(network, self._may_be_native)
-        self._store = attention.KvStore([], [])
+        self._store = KvStore([], [])
         self._segment_size = 0
         self._wanted_numerics = numerics
         self._row_step = 1
@@ -96,7 +97,7 @@ class HfModel:
             raise StartupError(
                 f"--kv-blocks: no memory for the KV of {num_segments * segment_size} tokens ({first_line(error)})"
             ) from error
-        self._store = attention.KvStore(tensors[: self._layers], tensors[self._layers :])
+        self._store = KvStore(tensors[: self._layers], tensors[self._layers :])
         self._segment_size = segment_size
         self._choose_numerics()
         if self.device.type == "cpu" and sum(layer.num_bytes for layer in linears(self._network)) >= _LARGE_BYTES:

@@ -13,7 +13,8 @@ from itertools import pairwise
 
 import torch
 
-from worker.engines.embedded.attention import AttentionStep, KvStore, Span
+from worker.engines.embedded.attention import AttentionStep
+from worker.engines.embedded.kv_store import KvStore, Span
 from worker.engines.embedded.linear import Linear, Shape, Tiles
 from worker.engines.embedded.partial_softmax import Kernel, Shapes
 from worker.engines.embedded.plan import TILE

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch.nn import functional
+
+from worker.engines.embedded.kv_store import Span
 
 _VERSION = 1
 _CPU_FLAG = "avx512_bf16"
@@ -196,24 +197,11 @@ def rotate_and_store(
     return query
 
 
-class Span(Protocol):
-    """Tokens at positions ``[start, stop)`` of the sequence stored in `segments`."""
-
-    @property
-    def segments(self) -> Sequence[int]: ...
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
-
-
 class Tiles:
     """Which tokens of a step `attend` takes together, and where their keys lie.
 
     Args:
-        spans: Whose tokens lie one after another.
+        spans: The rows, in the order of their tokens.
         group: Heads that share keys.
     """
 
