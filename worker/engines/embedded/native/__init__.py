@@ -43,7 +43,7 @@ def unavailable() -> str | None:
     """Why this machine or installation has no native kernels; None if it has."""
     try:
         _library()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, AttributeError) as error:
         return str(error)
     return None
 
@@ -55,7 +55,7 @@ def is_worth_it() -> bool:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Raises `RuntimeError` or `OSError` saying why there is none."""
+    """Raises `RuntimeError`, `OSError` or `AttributeError` (an older one lacks a function) saying why there is none."""
     if _CPU_FLAG not in _cpu_flags():
         raise RuntimeError(f"this processor has no {_CPU_FLAG}")
     paths = [path for suffix in EXTENSION_SUFFIXES if (path := Path(__file__).with_name(f"kernels{suffix}")).exists()]
