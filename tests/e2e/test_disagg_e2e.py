@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e_stack import MODEL, Stack, Worker, running_stack, wait_for
-from processor_requests import KEY, PATIENT, THIRD_PARTIES, chat, with_third_parties
+from processor_requests import KEY, PATIENT, THIRD_PARTIES, chat, send, with_third_parties
 from test_processors_e2e import BUILT_INS
 
+from worker.engines.embedded import Engine
+from worker.sampling import SamplingParams
 from worker.smoke import SMOKE_VARIABLES
 
-ENGINE = ("--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--max-num-seqs", "16")
+COMMON = ("--device", "cpu", "--numerics", "exact", "--max-num-seqs", "16")
+ENGINE = (*COMMON, "--dtype", "float32")
 
 
-def start_pair(stack: Stack, *arguments: str, **environ: str) -> tuple[Worker, Worker]:
+def start_pair(
+    stack: Stack, *arguments: str, engine: tuple[str, ...] = ENGINE, **environ: str
+) -> tuple[Worker, Worker]:
     """A prefill and a decode worker; the model is listed once both are there."""
-    prefill = stack.start_worker(*ENGINE, *arguments, "--disaggregation-mode", "prefill", wait=False, **environ)
-    decode = stack.start_worker(*ENGINE, *arguments, "--disaggregation-mode", "decode", wait=False, **environ)
+    prefill = stack.start_worker(*engine, *arguments, "--disaggregation-mode", "prefill", wait=False, **environ)
+    decode = stack.start_worker(*engine, *arguments, "--disaggregation-mode", "decode", wait=False, **environ)
     for worker in (prefill, decode):
         stack.wait_registered(worker)
     wait_for(lambda: stack.post("completions", prompt="ready?", max_tokens=1)[0] == 200, "the pair")
@@ -115,6 +121,27 @@ def refusal(stack: Stack) -> tuple[int, str] | None:
     """An answer of the workers, None while the frontend still looks for them."""
     status, text = stack.post("completions", prompt="how do you do, and how are you?", max_tokens=2)
     return None if status == 503 else (status, text)
+
+
+def test_bfloat16_answers_are_those_of_one_engine(stack: Stack, tiny_model: Path) -> None:
+    """Where the processor has what they need, with native kernels."""
+    stack.start_frontend()
+    start_pair(stack, engine=(*COMMON, "--dtype", "bfloat16"))
+    source = random.Random(3)
+    prompts = [source.choices(range(300, 900), k=length) for length in (5, 16, 33, 90, 200)]
+    engine = Engine(tiny_model, device="cpu", dtype="bfloat16", numerics="exact")
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, seed=5)
+        expected = [result.outputs[0].token_ids for result in engine.generate(prompts, params, progress=False)]
+        sampling = {"temperature": temperature, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            answer = send(
+                stack,
+                "completions",
+                {"prompt": prompt, "logprobs": 1, "return_tokens_as_token_ids": True, **sampling},
+            )
+            assert answer.status == 200, answer.text
+            assert answer.token_ids == list(tokens)
 
 
 SAMPLING: dict[str, dict[str, Any]] = {"greedy": {"seed": 7}, "seeded": {"temperature": 1.0, "seed": 7}}

@@ -6,6 +6,8 @@ few rows is mostly the reading of weights. Equal to transformers' code up to rou
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,19 +47,34 @@ class LlamaNetwork(torch.nn.Module):
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``."""
         hidden = functional.embedding(ids, self._embedding)
-        cosine, sine = (each[0] for each in self._rotary(hidden, positions[None]))
-        if not step.takes_projections(len(ids)):
-            # rotate_half's sign goes into the sine, so that a rotation is a product, a roll and a fused multiply-add
-            half = sine.shape[-1] // 2
-            cosine, sine = cosine[:, None], torch.cat((-sine[:, :half], sine[:, half:]), -1)[:, None]
+        cosine, sine = self._rotary(hidden, positions[None])
+        angles = _Angles(cosine[0], sine[0])
         for layer in self._layers:
-            hidden = layer(hidden, cosine, sine, step)
+            hidden = layer(hidden, angles, step)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[n, vocab_size]`` of hidden states ``[n, hidden]``."""
         logits: torch.Tensor = self._head(self._norm(hidden))
         return logits
+
+
+@dataclass(frozen=True)
+class _Angles:
+    """Of each token of a step: cosine and sine ``[T, head_dim]``, of which the two halves are equal."""
+
+    cosine: torch.Tensor
+    sine: torch.Tensor
+
+    @cached_property
+    def for_all_heads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both as ``[T, 1, head_dim]``, with rotate_half's sign in the sine.
+
+        A rotation is then a product, a roll and a fused multiply-add.
+        """
+        half = self.sine.shape[-1] // 2
+        signed = torch.cat((-self.sine[:, :half], self.sine[:, half:]), -1)
+        return self.cosine[:, None], signed[:, None]
 
 
 class _Norm:
@@ -94,29 +111,26 @@ class _Layer(torch.nn.Module):
         self._up: Linear = fuse(mlp.up_proj)
         self._down: Linear = fuse(mlp.down_proj)
 
-    def forward(
-        self, hidden: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, step: AttentionStep
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, angles: _Angles, step: AttentionStep) -> torch.Tensor:
         qkv = self._qkv(self._input_norm(hidden)).view(len(hidden), -1, self._width)
         attend = self._attend_as_one if step.takes_projections(len(hidden)) else self._attend
-        hidden = self._output.add(attend(qkv, cosine, sine, step).reshape(len(hidden), -1), hidden)
+        hidden = self._output.add(attend(qkv, angles, step).reshape(len(hidden), -1), hidden)
         normed = self._mlp_norm(hidden)
         return self._down.add(self._up.mul(normed, self._gate.silu(normed)), hidden)
 
-    def _attend_as_one(
-        self, qkv: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, step: AttentionStep
-    ) -> torch.Tensor:
+    def _attend_as_one(self, qkv: torch.Tensor, angles: _Angles, step: AttentionStep) -> torch.Tensor:
         norms = self._head_norms
         weights = (norms[0].weight, norms[1].weight, norms[0].epsilon) if norms is not None else None
-        projections = native.Projections(qkv, self._heads, cosine, sine, weights)
+        projections = native.Projections(qkv, self._heads, angles.cosine, angles.sine, weights)
         return step.attend_to_projections(self._index, projections, self._scale, self._window)
 
-    def _attend(self, qkv: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+    def _attend(self, qkv: torch.Tensor, angles: _Angles, step: AttentionStep) -> torch.Tensor:
         turned, value = qkv[:, : -self._kv_heads], qkv[:, -self._kv_heads :]
         if self._head_norms is not None:
             of_query, of_key = self._head_norms
             query, key = turned[:, : self._heads], turned[:, self._heads :]
             turned = torch.cat((of_query(query), of_key(key)), 1)
+        cosine, sine = angles.for_all_heads
         turned = torch.addcmul(turned * cosine, turned.roll(self._width // 2, -1), sine)
         query, key = turned[:, : self._heads], turned[:, self._heads :]
         return step.attend(self._index, query, key, value, self._scale, self._window)

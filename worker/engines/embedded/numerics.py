@@ -18,6 +18,7 @@ from worker.engines.embedded.kv_store import KvStore, Span
 from worker.engines.embedded.linear import Linear, Shape, Tiles
 from worker.engines.embedded.partial_softmax import Kernel, Shapes
 from worker.engines.embedded.plan import TILE
+from worker.engines.embedded.products import NativeProduct
 from worker.errors import StartupError
 
 _BLOCKS = (128, 96, 64)
@@ -55,7 +56,9 @@ class Numerics:
         """The name and, where bits count, whose kernels they come from: those of others are different ones."""
         if self.name == "fast":
             return self.name
-        return f"{self.name}, {'native' if self.shapes.kernel is Kernel.NATIVE else 'torch'} kernels"
+        products = {shape[-1] is NativeProduct for shape in self.tiles}
+        native = products | {self.shapes.kernel is Kernel.NATIVE}
+        return f"{self.name}, {' and '.join('native' if each else 'torch' for each in sorted(native))} kernels"
 
 
 def choose(mode: str, layers: Iterable[Linear], sizes: AttentionSizes, device: torch.device) -> Numerics:
