@@ -152,8 +152,8 @@ class Arguments:
     )
     kernels: str = _option(
         "auto",
-        "What computes bfloat16 on a CPU: native kernels, torch's, or auto: native where they were built and the "
-        "processor has AVX512-BF16, but no AMX.",
+        "What computes on a CPU: native kernels, torch's, or auto: native where they were built and the processor has "
+        "AVX-512, for bfloat16 with its bfloat16 instructions, but no AMX.",
         choices=("auto", "native", "torch"),
         engine=True,
     )

@@ -14,7 +14,9 @@ from worker.engines.embedded.kv_store import KvStore, Span
 from worker.engines.embedded.partial_softmax import Kernel, Shapes
 from worker.engines.embedded.plan import SegmentCopy
 
-KERNELS = [None, *(each for each in Kernel if each is not Kernel.NATIVE or native.unavailable() is None)]
+COMPUTED = [(torch.float32, kernel) for kernel in (None, Kernel.FLASH, Kernel.PRODUCTS)] + [
+    (dtype, Kernel.NATIVE) for dtype in (torch.float32, torch.bfloat16) if native.unavailable(dtype) is None
+]
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,9 @@ class Scene:
     window: int
     softcap: float | None
     rows: list[Row]
+    dtype: torch.dtype
     shapes: Shapes
     seed: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.shapes.kernel is Kernel.NATIVE else torch.float32
 
 
 @st.composite
@@ -51,6 +50,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         start = draw(st.integers(0, 4 * size))
         count = draw(st.one_of(st.just(1), st.integers(1, 2 * size)))
         rows.append(Row(start, start + count, draw(st.integers(0, start // size))))
+    dtype, kernel = draw(st.sampled_from(COMPUTED))
     return Scene(
         size,
         draw(st.integers(1, 3)),
@@ -59,8 +59,9 @@ def scenes(draw: st.DrawFn) -> Scene:
         draw(st.sampled_from([0, 1, 5, size, 3 * size])),
         draw(st.sampled_from([None, None, 2.0])),
         rows,
+        dtype,
         Shapes(
-            draw(st.sampled_from(KERNELS)),
+            kernel,
             draw(st.sampled_from([None, 1, 5])),
             draw(st.booleans()),
             draw(st.sampled_from([1, 8])),

@@ -148,7 +148,7 @@ def same_bits(
         torch.set_num_threads(1)
 
 
-COMPUTED = [("float32", "torch"), ("bfloat16", "torch"), ("bfloat16", "auto")]
+COMPUTED = [("float32", "torch"), ("float32", "auto"), ("bfloat16", "torch"), ("bfloat16", "auto")]
 KINDS = [(arch, *computed, 1) for arch in EVERY_TYPE for computed in COMPUTED]
 WITH_MORE_THREADS = [(arch, *computed, 2) for arch in ("llama", "qwen3_moe") for computed in COMPUTED[1:]]
 

@@ -20,30 +20,30 @@ from torch.nn import functional
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_store import Span
-from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model import HfModel, _may_be_native, load_model
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
 
-ROUNDING = 2.0**-8
-"""Of bfloat16, relative; half a unit in the last place."""
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
+"""Of a result, relative: half a unit in the last place of bfloat16, and what a few operations lose in float32."""
+DTYPES = [dtype for dtype, kind in native._KINDS.items() if set(kind.needs) <= native._cpu_flags()]
+"""Those that this processor has what is needed for."""
 
-needs_kernels = pytest.mark.skipif(
-    "avx512_bf16" not in native._cpu_flags(), reason="the kernels are for processors with AVX512-BF16"
-)
-
-
-def randn(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator).bfloat16()
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@needs_kernels
+def randn(dtype: torch.dtype, generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@each_dtype
 @pytest.mark.skipif(shutil.which("cc") is None, reason="nothing to build them with")
-def test_they_are_built_where_there_is_a_compiler() -> None:
-    assert native.unavailable() is None
+def test_they_are_built_where_there_is_a_compiler(dtype: torch.dtype) -> None:
+    assert native.unavailable(dtype) is None
 
 
-@needs_kernels
+@each_dtype
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.one_of(st.integers(0, 40), st.integers(180, 400)),
@@ -55,12 +55,12 @@ def test_they_are_built_where_there_is_a_compiler() -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_product_is_the_product(
-    rows: int, columns: int, inner: int, has_bias: bool, then: str, threads: int, seed: int
+    dtype: torch.dtype, rows: int, columns: int, inner: int, has_bias: bool, then: str, threads: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    x, weight = randn(generator, rows, 2 * inner), randn(generator, columns, 2 * inner)
-    bias = randn(generator, columns) if has_bias else None
-    other = randn(generator, rows, columns) if then in ("add", "mul") else None
+    x, weight = randn(dtype, generator, rows, 2 * inner), randn(dtype, generator, columns, 2 * inner)
+    bias = randn(dtype, generator, columns) if has_bias else None
+    other = randn(dtype, generator, rows, columns) if then in ("add", "mul") else None
     with computing_with(threads):
         found = native.linear(x, native.pack(weight), columns, bias, then, other)
     product = functional.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
@@ -72,11 +72,11 @@ def test_a_product_is_the_product(
     }[then]()
     # float32 sums of up to 4,200 terms of about 1, then one rounding
     scale = other.double().abs().clamp(min=1.0) if other is not None else 1.0
-    assert found.dtype == torch.bfloat16
-    assert ((found.double() - expected).abs() <= ROUNDING * expected.abs() + 1e-3 * scale).all()
+    assert found.dtype == dtype
+    assert ((found.double() - expected).abs() <= ROUNDING[dtype] * expected.abs() + 1e-3 * scale).all()
 
 
-@needs_kernels
+@each_dtype
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(st.integers(0, 299), min_size=1, max_size=250, unique=True),
@@ -85,17 +85,17 @@ def test_a_product_is_the_product(
     threads=st.integers(1, 3),
 )
 def test_a_row_of_a_product_does_not_depend_on_the_others(
-    rows: list[int], columns: int, inner: int, threads: int
+    dtype: torch.dtype, rows: list[int], columns: int, inner: int, threads: int
 ) -> None:
     generator = torch.Generator().manual_seed(columns)
-    x, weight = randn(generator, 300, inner), randn(generator, columns, inner)
+    x, weight = randn(dtype, generator, 300, inner), randn(dtype, generator, columns, inner)
     panels = native.pack(weight)
     expected = native.linear(x, panels, columns)
     with computing_with(threads):
         assert torch.equal(native.linear(x[rows], panels, columns), expected[rows])
 
 
-@needs_kernels
+@each_dtype
 @settings(max_examples=40, deadline=None)
 @given(
     heads=st.sampled_from([(1, 1), (2, 3), (1, 64), (3, 1)]),
@@ -105,14 +105,14 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(
     source=st.randoms(use_true_random=False),
 )
 def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
-    heads: tuple[int, int], width: int, size: int, window: int, source: random.Random
+    dtype: torch.dtype, heads: tuple[int, int], width: int, size: int, window: int, source: random.Random
 ) -> None:
     kv_heads, group = heads
     generator = torch.Generator().manual_seed(source.randrange(2**32))
     length = source.randrange(1, 300)
     places = -(-length // size)
-    keys, values = (randn(generator, places, kv_heads, size, width) for _ in range(2))
-    query = randn(generator, length, kv_heads * group, width)
+    keys, values = (randn(dtype, generator, places, kv_heads, size, width) for _ in range(2))
+    query = randn(dtype, generator, length, kv_heads * group, width)
 
     def attend(spans: list[Span], order: torch.Tensor | None = None) -> torch.Tensor:
         stored = [each if order is None else each[order] for each in (keys, values)]
@@ -134,7 +134,7 @@ def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
     assert torch.equal(together, torch.cat([expected[start:stop] for start, stop in pieces]))
 
 
-@needs_kernels
+@each_dtype
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.sampled_from([1, 3, 70]),
@@ -146,29 +146,29 @@ def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
     seed=st.integers(0, 2**32 - 1),
 )
 def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
-    tokens: int, heads: int, kv_heads: int, width: int, has_norms: bool, threads: int, seed: int
+    dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, width: int, has_norms: bool, threads: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     size, segments = 16, 6
-    qkv = randn(generator, tokens, heads + 2 * kv_heads, width)
+    qkv = randn(dtype, generator, tokens, heads + 2 * kv_heads, width)
     angles = torch.randn(tokens, width // 2, generator=generator).repeat(1, 2)
-    cosine, sine = angles.cos().bfloat16(), angles.sin().bfloat16()
-    norms = (randn(generator, width), randn(generator, width), 1e-6) if has_norms else None
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = (randn(dtype, generator, width), randn(dtype, generator, width), 1e-6) if has_norms else None
     slots = torch.randperm(segments * size, generator=generator)[:tokens]
     places = (slots // size, slots % size)
-    keys, values = (torch.zeros(segments, kv_heads, size, width).bfloat16() for _ in range(2))
+    keys, values = (torch.zeros(segments, kv_heads, size, width).to(dtype) for _ in range(2))
     with computing_with(threads):
         query = native.rotate_and_store(native.Projections(qkv, heads, cosine, sine, norms), keys, values, places)
 
     def turned(x: torch.Tensor, which: int) -> torch.Tensor:
         if norms is not None:
-            x = functional.rms_norm(x.double(), (width,), norms[which].double(), norms[2]).bfloat16()
+            x = functional.rms_norm(x.double(), (width,), norms[which].double(), norms[2]).to(dtype)
         x = x.double()
         swapped = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), -1)
         return x * cosine[:, None].double() + swapped * sine[:, None].double()
 
     def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-        return bool(((found.double() - expected).abs() <= 4 * ROUNDING * (1 + expected.abs())).all())
+        return bool(((found.double() - expected).abs() <= 4 * ROUNDING[dtype] * (1 + expected.abs())).all())
 
     stored = torch.zeros(segments, size, dtype=torch.bool)
     stored[places] = True
@@ -181,44 +181,46 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     assert not stored_values[1].any()
 
 
-@needs_kernels
+@each_dtype
 @pytest.mark.parametrize("width", [1, 16, 40, 768])
-def test_a_norm_is_the_norm(width: int) -> None:
+def test_a_norm_is_the_norm(dtype: torch.dtype, width: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = randn(generator, width)
+    weight = randn(dtype, generator, width)
     for shape in ((3,), (2, 50), (130,)):
-        x = randn(generator, *shape, width)
+        x = randn(dtype, generator, *shape, width)
         expected = functional.rms_norm(x.double(), (width,), weight.double(), 1e-5)
         found = native.rms_norm(x, weight, 1e-5)
-        assert ((found.double() - expected).abs() <= ROUNDING * expected.abs()).all()
+        assert ((found.double() - expected).abs() <= ROUNDING[dtype] * expected.abs()).all()
 
 
-@needs_kernels
-def test_a_result_is_not_a_number_where_something_in_it_is_not() -> None:
+@each_dtype
+def test_a_result_is_not_a_number_where_something_in_it_is_not(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, weight = randn(generator, 3, 8), randn(generator, 5, 8)
+    x, weight = randn(dtype, generator, 3, 8), randn(dtype, generator, 5, 8)
     x[1, 3] = torch.nan
     for then in ("none", "silu"):
         found = native.linear(x, native.pack(weight), 5, None, then)
         assert found.isnan().tolist() == [[False] * 5, [True] * 5, [False] * 5]
-    keys, values, query = (randn(generator, *shape) for shape in ((1, 1, 4, 2), (1, 1, 4, 2), (4, 1, 2)))
+    keys, values, query = (randn(dtype, generator, *shape) for shape in ((1, 1, 4, 2), (1, 1, 4, 2), (4, 1, 2)))
     keys[0, 0, 2] = torch.nan
     found = native.attend(query, keys, values, native.Tiles([Span([0], 0, 4)], 1), 1.0, 0, None)
     assert found.isnan()[:, 0, 0].tolist() == [False, False, True, True]
 
 
-@needs_kernels
-def test_places_that_hold_nothing_yet_are_not_read() -> None:
+@each_dtype
+def test_places_that_hold_nothing_yet_are_not_read(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    keys, values, query = (randn(generator, *shape) for shape in ((1, 1, 16, 4), (1, 1, 16, 4), (2, 1, 4)))
+    keys, values, query = (randn(dtype, generator, *shape) for shape in ((1, 1, 16, 4), (1, 1, 16, 4), (2, 1, 4)))
     keys[0, 0, 7:] = values[0, 0, 7:] = torch.nan
     found = native.attend(query, keys, values, native.Tiles([Span([0], 5, 7)], 1), 1.0, 0, None)
     assert not found.isnan().any()
 
 
-@needs_kernels
+@each_dtype
 @pytest.mark.parametrize("arch", EVERY_TYPE)
-def test_a_model_is_as_near_to_float32_as_with_torchs_kernels(arch: str, every_checkpoint: dict[str, Path]) -> None:
+def test_a_model_is_as_near_to_the_truth_as_with_torchs_kernels(
+    dtype: torch.dtype, arch: str, every_checkpoint: dict[str, Path]
+) -> None:
     tokens = torch.randint(300, (90,), generator=torch.Generator().manual_seed(5)).tolist()
 
     def logits(dtype: str, kernels: str) -> torch.Tensor:
@@ -231,20 +233,23 @@ def test_a_model_is_as_near_to_float32_as_with_torchs_kernels(arch: str, every_c
             rows.append(model.forward(Plan((), (Chunk(request, start, stop),), (request,))))
         return torch.cat(rows).double()
 
-    exact = logits("float32", "auto")
-    ours, theirs = ((logits("bfloat16", kernels) - exact).pow(2).mean().sqrt() for kernels in ("native", "torch"))
-    assert ours < 1.2 * theirs
+    truth = logits("float32", "torch")
+    if dtype == torch.bfloat16:
+        ours, theirs = ((logits("bfloat16", kernels) - truth).pow(2).mean().sqrt() for kernels in ("native", "torch"))
+        assert ours < 1.2 * theirs
+    else:
+        torch.testing.assert_close(logits("float32", "native"), truth, atol=2e-4, rtol=2e-4)
 
 
 def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(kernels: str, dtype: str = "bfloat16") -> HfModel:
-        return load_model(EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", dtype=dtype, kernels=kernels))
+    def load(kernels: str) -> HfModel:
+        return load_model(EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", kernels=kernels))
 
-    with pytest.raises(
-        StartupError, match=r"--kernels native: they compute bfloat16 on a CPU, not torch.float32 on cpu"
-    ):
-        load("native", "float32")
-    monkeypatch.setattr(native, "unavailable", lambda: "there is no compiler")
+    with pytest.raises(StartupError, match="--kernels native: they compute on a CPU, not on meta"):
+        _may_be_native("native", torch.device("meta"), torch.float32)
+    with pytest.raises(StartupError, match=r"--kernels native: they compute bfloat16 and float32, not torch.float16"):
+        _may_be_native("native", torch.device("cpu"), torch.float16)
+    monkeypatch.setattr(native, "unavailable", lambda dtype: "there is no compiler")
     with pytest.raises(StartupError, match="--kernels native: there is no compiler"):
         load("native")
     model = load("auto")
@@ -252,7 +257,7 @@ def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.Mon
     assert "native" not in model.made_by
 
 
-@needs_kernels
+@pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="for processors with AVX512-BF16")
 def test_where_there_is_amx_they_are_taken_only_if_asked_for(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +268,7 @@ def test_where_there_is_amx_they_are_taken_only_if_asked_for(
         return model.made_by
 
     assert made_by("auto") == "exact, native kernels"
-    monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset({"avx512_bf16", "amx_bf16"}))
+    monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset({"amx_bf16"}))
     assert made_by("auto") != "exact, native kernels"
     assert made_by("native") == "exact, native kernels"
 
@@ -271,26 +276,26 @@ def test_where_there_is_amx_they_are_taken_only_if_asked_for(
 class TestWhyThereAreNone:
     @pytest.fixture(autouse=True)
     def _fresh(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset({"avx512_bf16"}))
+        monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset(native._AVX512))
         monkeypatch.setattr(native, "_library", native._library.__wrapped__)
         monkeypatch.setattr(native, "unavailable", native.unavailable.__wrapped__)
 
     def test_the_processor(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset({"avx2"}))
-        assert native.unavailable() == "this processor has no avx512_bf16"
+        assert native.unavailable(torch.float32) == "this processor has no avx512f, avx512bw, avx512dq, avx512vl"
 
     def test_no_compiler(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
-        assert "were not built" in str(native.unavailable())
+        assert "were not built" in str(native.unavailable(torch.float32))
 
     def test_of_another_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "_VERSION", 99)
-        assert "is of another version of this package" in str(native.unavailable())
+        assert "is of another version of this package" in str(native.unavailable(torch.float32))
 
     def test_no_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
-        (tmp_path / f"kernels{EXTENSION_SUFFIXES[0]}").write_text("not a library")
-        assert "kernels" in str(native.unavailable())
+        (tmp_path / f"kernels_float32{EXTENSION_SUFFIXES[0]}").write_text("not a library")
+        assert "kernels" in str(native.unavailable(torch.float32))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class EmbeddedConfig:
             on a CPU, float32 in place of float16.
         numerics: ``exact`` (the same tokens in any batch, bit by bit), ``fast``, or ``auto``: exact where it costs next
             to nothing; see `numerics.py`.
-        kernels: ``native`` (our own, for bfloat16 on a CPU; see `native`), ``torch``, or ``auto``: native where they
+        kernels: ``native`` (our own, for a CPU; see `native`), ``torch``, or ``auto``: native where they
             were built and are the fastest that the processor can do.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Tokens computed in one step at most; longer prompts take several steps.

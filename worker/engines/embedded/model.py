@@ -123,6 +123,7 @@ class HfModel:
         self._tile = max((layer.tiles.most or 0 for layer in layers), default=0)
         self._shapes = chosen.shapes
         self.numerics, self.made_by = chosen.name, chosen.made_by
+        logger.info("numerics: %s", self.made_by)
         self.wants_dense_kv = chosen.shapes.kernel is not Kernel.NATIVE  # which needs one call in any case
 
     def _padding(self, count: int) -> int:
@@ -160,14 +161,10 @@ def _may_be_native(kernels: str, device: torch.device, dtype: torch.dtype) -> bo
     """Whether native kernels are used where they can be. Raises `StartupError` if they are asked for and cannot be."""
     if kernels == "torch":
         return False
-    reason = native.unavailable()
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        reason = f"they compute bfloat16 on a CPU, not {dtype} on {device}"
-    elif reason is not None:
-        logger.info("no native kernels: %s", reason)
+    reason = native.unavailable(dtype) if device.type == "cpu" else f"they compute on a CPU, not on {device}"
     if kernels == "native" and reason is not None:
         raise StartupError(f"--kernels native: {reason}")
-    return reason is None and (kernels == "native" or native.is_worth_it())
+    return reason is None and (kernels == "native" or not native.is_outrun(dtype))
 
 
 def load_model(config: EmbeddedConfig) -> HfModel:

@@ -1,9 +1,9 @@
-"""Kernels of our own for bfloat16 on a CPU with AVX512-BF16: linear layers, attention over the KV store, and between.
+"""Kernels of our own for a CPU with AVX-512: linear layers, attention over the KV store, and what lies between.
 
 They are built with the package where there is a C compiler. Every sum in them runs in an order that depends on the
 token alone, so that what a token gets is the same, bit by bit, in any batch; and few rows are computed at the speed at
 which weights and keys are read. Tensors are passed by address: whatever is passed must be contiguous, but for the
-strides that are named.
+strides that are named. All tensors of a call are of one data type: bfloat16, which also needs AVX512-BF16, or float32.
 """
 
 from __future__ import annotations
@@ -22,8 +22,31 @@ from torch.nn import functional
 from worker.engines.embedded.kv_store import Span
 
 _VERSION = 1
-_CPU_FLAG = "avx512_bf16"
-_AMX_FLAG = "amx_bf16"
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is particular to a data type.
+
+    Attributes:
+        name: Of its library.
+        needs: Flags of the processor.
+        outrun_with: A flag of processors on which torch's kernels compute prompts several times as fast.
+        per_word: Elements in 32 bits.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    outrun_with: str | None
+    per_word: int
+
+
+_KINDS = {
+    torch.bfloat16: _Kind("kernels_bfloat16", (*_AVX512, "avx512_bf16"), "amx_bf16", 2),
+    torch.float32: _Kind("kernels_float32", _AVX512, None, 1),
+}
+
 _COLUMNS = 32
 """Of a panel, as in ``panels.h``."""
 
@@ -39,26 +62,31 @@ _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 @cache
-def unavailable() -> str | None:
-    """Why this machine or installation has no native kernels; None if it has."""
+def unavailable(dtype: torch.dtype) -> str | None:
+    """Why this machine or installation has no native kernels for `dtype`; None if it has."""
     try:
-        _library()
+        _library(dtype)
     except (OSError, RuntimeError, AttributeError) as error:
         return str(error)
     return None
 
 
-def is_worth_it() -> bool:
-    """Whether nothing else is faster here. With AMX oneDNN computes prompts several times as fast."""
-    return _AMX_FLAG not in _cpu_flags()
+def is_outrun(dtype: torch.dtype) -> bool:
+    """Whether torch's kernels compute prompts several times as fast on this processor, as oneDNN's do with AMX."""
+    return _KINDS[dtype].outrun_with in _cpu_flags()
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _library(dtype: torch.dtype) -> ctypes.CDLL:
     """Raises `RuntimeError`, `OSError` or `AttributeError` (an older one lacks a function) saying why there is none."""
-    if _CPU_FLAG not in _cpu_flags():
-        raise RuntimeError(f"this processor has no {_CPU_FLAG}")
-    paths = [path for suffix in EXTENSION_SUFFIXES if (path := Path(__file__).with_name(f"kernels{suffix}")).exists()]
+    kind = _KINDS.get(dtype)
+    if kind is None:
+        raise RuntimeError(f"they compute bfloat16 and float32, not {dtype}")
+    missing = [flag for flag in kind.needs if flag not in _cpu_flags()]
+    if missing:
+        raise RuntimeError(f"this processor has no {', '.join(missing)}")
+    names = (Path(__file__).with_name(kind.name + suffix) for suffix in EXTENSION_SUFFIXES)
+    paths = [path for path in names if path.exists()]
     if not paths:
         raise RuntimeError("they were not built: the package was installed where there was no C compiler")
     library = ctypes.CDLL(str(paths[0]))
@@ -92,19 +120,22 @@ def _cpu_flags() -> frozenset[str]:
 
 def takes_weight(weight: torch.Tensor) -> bool:
     """Whether a linear layer with this ``weight [N, K]`` can be computed."""
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+    return (
+        weight.device.type == "cpu" and weight.dtype in _KINDS and weight.shape[1] % _KINDS[weight.dtype].per_word == 0
+    )
 
 
 def takes_heads(heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> bool:
     """Whether attention with `heads` heads of inner size `width`, over `kv_heads`, can be computed."""
-    return dtype == torch.bfloat16 and width % 2 == 0 and width <= _WIDEST and heads // kv_heads <= _QUERIES
+    return dtype in _KINDS and width % 2 == 0 and width <= _WIDEST and heads // kv_heads <= _QUERIES
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """``weight [N, K]`` in panels ``[ceil(N / 32), K / 2, 32, 2]``, filled up with 0."""
+    """``weight [N, K]`` in panels ``[ceil(N / 32), K / w, 32, w]``, w elements to a word; filled up with 0."""
     columns, inner = weight.shape
+    per_word = _KINDS[weight.dtype].per_word
     padded = functional.pad(weight, (0, 0, 0, -columns % _COLUMNS))
-    return padded.view(-1, _COLUMNS, inner // 2, 2).transpose(1, 2).contiguous()
+    return padded.view(-1, _COLUMNS, inner // per_word, per_word).transpose(1, 2).contiguous()
 
 
 def linear(
@@ -115,21 +146,21 @@ def linear(
     then: str = "none",
     other: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x [n, K]`` times a packed weight of `columns` rows, plus ``bias [N]``; bfloat16 ``[n, N]``, rounded once.
+    """``x [n, K]`` times a packed weight of `columns` rows, plus ``bias [N]``; ``[n, N]``, rounded once.
 
     Args:
-        x: bfloat16.
+        x: Rows.
         panels: What `pack` returned.
         columns: N.
-        bias: bfloat16.
+        bias: None for none.
         then: ``none``; ``silu``; or ``add`` or ``mul``, with `other`.
-        other: bfloat16 ``[n, N]``.
+        other: ``[n, N]``.
     """
     rows, inner = x.shape
     x = x.contiguous()
     other = other.contiguous() if other is not None else None
     output = x.new_empty(rows, columns)
-    _library().linear(
+    _library(x.dtype).linear(
         *(x.data_ptr(), rows, inner, panels.data_ptr(), columns, _address(bias)),
         *(_THEN[then], _address(other), output.data_ptr(), torch.get_num_threads()),
     )
@@ -140,14 +171,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     """``x / sqrt(mean(x * x) + epsilon) * weight`` over the last dimension, rounded once.
 
     Args:
-        x: bfloat16 ``[..., K]``.
-        weight: bfloat16 ``[K]``.
+        x: ``[..., K]``.
+        weight: ``[K]``.
         epsilon: Added to the mean.
     """
     x = x.contiguous()
     output = torch.empty_like(x)
     width = x.shape[-1]
-    _library().rms_norm(
+    _library(x.dtype).rms_norm(
         *(x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon),
         *(output.data_ptr(), torch.get_num_threads()),
     )
@@ -156,7 +187,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """What a layer's tokens attend with and to, not rotated yet; all bfloat16.
+    """What a layer's tokens attend with and to, not rotated yet.
 
     Attributes:
         qkv: Queries, keys and values ``[T, H + 2 * Hkv, D]``.
@@ -188,7 +219,7 @@ def rotate_and_store(
     _, kv_heads, size, _ = keys.shape
     query = projections.qkv.new_empty(tokens, projections.heads, width)
     of_query, of_key, epsilon = projections.norms or (None, None, 0.0)
-    _library().rotate_and_store(
+    _library(query.dtype).rotate_and_store(
         *(projections.qkv.data_ptr(), tokens, projections.heads, kv_heads, width),
         *(projections.cosine.data_ptr(), projections.sine.data_ptr(), _address(of_query), _address(of_key), epsilon),
         *(query.data_ptr(), keys.data_ptr(), values.data_ptr(), size),
@@ -228,7 +259,7 @@ def attend(
     window: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of ``query [T, H, D]`` over ``keys, values [segments, Hkv, size, D]``; bfloat16 ``[T, H, D]``.
+    """Attention of ``query [T, H, D]`` over ``keys, values [segments, Hkv, size, D]``; ``[T, H, D]``.
 
     A token sees itself and the `window` - 1 tokens before it, or all of them if `window` is 0. Scores go through
     ``softcap * tanh(score / softcap)`` where it is given.
@@ -238,7 +269,7 @@ def attend(
     if query.stride()[1:] != (width, 1):
         query = query.contiguous()
     output = query.new_empty(tokens, heads, width)
-    _library().attend(
+    _library(query.dtype).attend(
         *(query.data_ptr(), query.stride(0), output.data_ptr(), keys.data_ptr(), values.data_ptr()),
         *(kv_heads, heads // kv_heads, width, size, tiles.segments.data_ptr(), tiles.tiles.data_ptr()),
         *(len(tiles.tiles), window, scale, softcap or 0.0, torch.get_num_threads()),

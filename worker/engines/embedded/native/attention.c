@@ -25,10 +25,10 @@ typedef struct {
 } tile_t;
 
 typedef struct {
-    const bf16 *query; /* [tokens] with this stride, [kv_heads * group, width] */
+    const element *query; /* [tokens] with this stride, [kv_heads * group, width] */
     int64_t query_stride;
-    bf16 *output;              /* [tokens, kv_heads * group, width] */
-    const bf16 *keys, *values; /* [segments, kv_heads, size, width] */
+    element *output;              /* [tokens, kv_heads * group, width] */
+    const element *keys, *values; /* [segments, kv_heads, size, width] */
     int64_t kv_heads, group, width, size;
     const int64_t *segments;
     int64_t window; /* tokens that a token sees, itself among them; 0: all */
@@ -39,23 +39,23 @@ typedef struct {
 typedef struct {
     int64_t begin; /* position of the first key */
     int count;
-    bf16 keys[KEYS * WIDEST] ALIGNED;   /* panels of 32 keys: [2][width / 2][32][2] */
-    bf16 values[KEYS * WIDEST] ALIGNED; /* panels of 32 elements: [ceil(width / 32)][32][32][2] */
+    element keys[KEYS * WIDEST] ALIGNED;   /* two panels of 32 keys, [words of the width][32 keys] */
+    element values[KEYS * WIDEST] ALIGNED; /* panels of 32 elements, [words of 64 keys][32] */
 } block_t;
 
 /* The queries of a tile, and what they have so far. */
 typedef struct {
     int rows;
-    bf16 query[TOGETHER * WIDEST] ALIGNED;
+    element query[TOGETHER * WIDEST] ALIGNED;
     float result[TOGETHER * WIDEST] ALIGNED; /* not yet divided by `sum` */
     float peak[TOGETHER], sum[TOGETHER];
 } queries_t;
 
-/* Transposes up to 16 rows of up to 16 pairs; what is not there becomes 0. */
+/* Transposes up to 16 rows of up to 16 words; what is not there becomes 0. */
 static inline void
-transpose_pairs(const bf16 *from, int64_t stride, int rows, int pairs, bf16 *to, int64_t to_stride)
+transpose_words(const element *from, int64_t stride, int rows, int words, element *to, int64_t to_stride)
 {
-    const __mmask16 mask = (__mmask16)first_lanes(pairs);
+    const __mmask16 mask = (__mmask16)first_lanes(words);
     __m512i a[16], b[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++)
@@ -88,34 +88,49 @@ transpose_pairs(const bf16 *from, int64_t stride, int rows, int pairs, bf16 *to,
     }
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++)
-        if (i < pairs)
+        if (i < words)
             _mm512_storeu_si512(to + i * to_stride, a[i]);
 }
 
 /* Asks for a row of the next block, which lies behind this one unless its segment ends. */
 static inline void
-prefetch_next(const bf16 *row, int width)
+prefetch_next(const element *row, int width)
 {
-    for (int at = 0; at < width; at += 32)
+    for (int at = 0; at < width; at += LANES * PER_WORD) /* a line of the cache */
         _mm_prefetch((const char *)(row + KEYS * width + at), _MM_HINT_T1);
 }
 
 static void
-lay_out_keys(const bf16 *keys, int width, block_t *block)
+lay_out_keys(const element *keys, int width, block_t *block)
 {
     for (int key = 0; key < block->count; key++)
         prefetch_next(keys + key * width, width);
     for (int first = 0; first < (block->count + COLUMNS - 1) / COLUMNS * COLUMNS; first += LANES) {
-        bf16 *to = block->keys + first / COLUMNS * COLUMNS * width + first % COLUMNS * 2;
+        element *to = block->keys + first / COLUMNS * COLUMNS * width + first % COLUMNS * PER_WORD;
         const int rows = block->count > first ? (int)smaller(16, block->count - first) : 0;
-        for (int at = 0; at < width; at += 32)
-            transpose_pairs(keys + first * width + at, width, rows, (int)smaller(16, (width - at) / 2),
-                            to + at * COLUMNS, 2 * COLUMNS);
+        for (int at = 0; at < width; at += 16 * PER_WORD)
+            transpose_words(keys + first * width + at, width, rows, (int)smaller(16, (width - at) / PER_WORD),
+                            to + at * COLUMNS, COLUMNS * PER_WORD);
     }
 }
 
+#ifdef FLOAT32
 static void
-lay_out_values(const bf16 *values, int width, block_t *block)
+lay_out_values(const element *values, int width, block_t *block)
+{
+    const int padded = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
+    for (int key = 0; key < block->count; key++) {
+        prefetch_next(values + key * width, width);
+        for (int at = 0; at < padded; at += LANES) {
+            element *to = block->values + at / COLUMNS * COLUMNS * KEYS + key * COLUMNS + at % COLUMNS;
+            const __mmask16 mask = at < width ? (__mmask16)first_lanes(width - at) : 0;
+            _mm512_storeu_ps(to, load_lanes(values + key * width + at, mask));
+        }
+    }
+}
+#else
+static void
+lay_out_values(const element *values, int width, block_t *block)
 {
     /* interleaves the first halves of two rows, then the second ones */
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
@@ -123,11 +138,11 @@ lay_out_values(const bf16 *values, int width, block_t *block)
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int key = 0; key < block->count; key++)
         prefetch_next(values + key * width, width);
-    bf16 *to = block->values;
+    element *to = block->values;
     for (int at = 0; at < width; at += COLUMNS, to += KEYS * COLUMNS) {
         const __mmask32 mask = first_lanes(width - at);
         for (int key = 0; key < block->count; key += 2) {
-            const bf16 *from = values + key * width + at;
+            const element *from = values + key * width + at;
             const __m512i even = _mm512_maskz_loadu_epi16(mask, from);
             const __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < block->count ? mask : 0, from + width);
             _mm512_storeu_si512(to + key * COLUMNS, _mm512_permutex2var_epi16(even, low, odd));
@@ -135,6 +150,7 @@ lay_out_values(const bf16 *values, int width, block_t *block)
         }
     }
 }
+#endif
 
 /* Which keys of a block a token at `position` sees, one bit each. */
 static inline uint64_t
@@ -148,9 +164,9 @@ seen_keys(const attention_t *c, const block_t *block, int64_t position)
     return start > 0 ? before & (UINT64_MAX << start) : before;
 }
 
-/* Turns a row's scores into weights in bfloat16, carries its peak and sum on, and returns what its result fades by. */
+/* Turns a row's scores into weights, carries its peak and sum on, and returns what its result fades by. */
 static inline float
-weigh(const attention_t *c, const float *scores, uint64_t seen, bf16 *weights, float *peak, float *sum)
+weigh(const attention_t *c, const float *scores, uint64_t seen, element *weights, float *peak, float *sum)
 {
     const __m512 nothing = _mm512_set1_ps(-INFINITY);
     __m512 score[KEYS / LANES], highest = _mm512_set1_ps(*peak), total = _mm512_setzero_ps();
@@ -171,7 +187,7 @@ weigh(const attention_t *c, const float *scores, uint64_t seen, bf16 *weights, f
     for (int i = 0; i < KEYS / LANES; i++) {
         const __m512 weight = exp2_lanes(_mm512_sub_ps(score[i], _mm512_set1_ps(top)));
         total = _mm512_add_ps(total, weight);
-        _mm256_storeu_si256((__m256i *)(weights + i * LANES), (__m256i)_mm512_cvtneps_pbh(weight));
+        store_lanes(weights + i * LANES, 0xffff, weight);
     }
     const float fade = _mm512_cvtss_f32(exp2_lanes(_mm512_set1_ps(*peak - top)));
     *peak = top;
@@ -184,7 +200,7 @@ attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, 
 {
     const int width = (int)c->width, padded = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
     float scores[ROWS * KEYS] ALIGNED, gains[ROWS * WIDEST] ALIGNED, fades[ROWS];
-    bf16 weights[ROWS * KEYS] ALIGNED;
+    element weights[ROWS * KEYS] ALIGNED;
     uint64_t seen[ROWS];
     for (int first = 0; first < q->rows; first += ROWS) {
         const int rows = (int)smaller(ROWS, q->rows - first);
@@ -195,7 +211,7 @@ attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, 
             continue;
         for (int key = 0; key < KEYS; key += COLUMNS)
             if (key < block->count)
-                multiply(rows, q->query + first * width, width, block->keys + key * width, width / 2, scores + key,
+                multiply(rows, q->query + first * width, width, block->keys + key * width, width / PER_WORD, scores + key,
                          KEYS, 0);
         for (int r = 0; r < rows; r++)
             if (seen[r])
@@ -204,7 +220,7 @@ attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, 
             else
                 memset(weights + r * KEYS, 0, KEYS * sizeof *weights);
         for (int at = 0; at < width; at += COLUMNS)
-            multiply(rows, weights, KEYS, block->values + at * KEYS, (block->count + 1) / 2, gains + at, padded, 0);
+            multiply(rows, weights, KEYS, block->values + at * KEYS, (block->count + PER_WORD - 1) / PER_WORD, gains + at, padded, 0);
         for (int r = 0; r < rows; r++) {
             float *result = q->result + (first + r) * padded;
             for (int at = 0; seen[r] && at < padded; at += LANES)
@@ -245,16 +261,16 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
     }
     for (int r = 0; r < q.rows; r++) {
         const int64_t token = tile->first + r / c->group, of = head * c->group + r % c->group;
-        bf16 *to = c->output + (token * c->kv_heads * c->group + of) * width;
+        element *to = c->output + (token * c->kv_heads * c->group + of) * width;
         for (int at = 0; at < width; at += LANES) {
             const __m512 result = _mm512_loadu_ps(q.result + r * padded + at);
-            store_bf16(to + at, (__mmask16)first_lanes(width - at), _mm512_div_ps(result, _mm512_set1_ps(q.sum[r])));
+            store_lanes(to + at, (__mmask16)first_lanes(width - at), _mm512_div_ps(result, _mm512_set1_ps(q.sum[r])));
         }
     }
 }
 
 void
-attend(const bf16 *query, int64_t query_stride, bf16 *output, const bf16 *keys, const bf16 *values, int64_t kv_heads,
+attend(const element *query, int64_t query_stride, element *output, const element *keys, const element *values, int64_t kv_heads,
        int64_t group, int64_t width, int64_t size, const int64_t *segments, const tile_t *tiles, int64_t num_tiles,
        int64_t window, float scale, float softcap, int32_t threads)
 {

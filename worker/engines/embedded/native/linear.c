@@ -3,20 +3,20 @@
 
 enum {
     TOGETHER = 192, /* rows that share a part of a panel while it is in the cache */
-    PAIRS = 1024,   /* of a panel that are used at a time: 128 KiB of it */
+    WORDS = 1024,   /* of a panel's columns that are used at a time: 128 KiB of it */
 };
 
 typedef enum { NOTHING, SILU, ADD, MULTIPLY } then_t;
 
 typedef struct {
-    const bf16 *input; /* [rows, 2 * pairs] */
-    int64_t rows, pairs;
-    const bf16 *panels; /* [ceil(columns / 32)][pairs][32][2] */
+    const element *input; /* [rows, inner] */
+    int64_t rows, inner;
+    const element *panels; /* [ceil(columns / 32)][inner words][32 columns] */
     int64_t columns;
-    const bf16 *bias; /* [columns] or NULL */
+    const element *bias; /* [columns] or NULL */
     then_t then;
-    const bf16 *other; /* [rows, columns], what is added or multiplied */
-    bf16 *output;      /* [rows, columns] */
+    const element *other; /* [rows, columns], what is added or multiplied */
+    element *output;      /* [rows, columns] */
 } linear_t;
 
 /* What follows a product, element by element, and the only rounding. */
@@ -28,17 +28,17 @@ finish(const linear_t *l, int64_t row, int64_t column, const float *sums)
         const int64_t at = row * l->columns + column;
         __m512 y = _mm512_loadu_ps(sums);
         if (l->bias)
-            y = _mm512_add_ps(y, load_bf16(l->bias + column, mask));
+            y = _mm512_add_ps(y, load_lanes(l->bias + column, mask));
         if (l->then == SILU) {
             const __m512 one = _mm512_set1_ps(1.0f);
             const __m512 power = exp2_lanes(_mm512_mul_ps(y, _mm512_set1_ps(-1.44269504f)));
             y = _mm512_div_ps(y, _mm512_add_ps(one, power));
         } else if (l->then == ADD) {
-            y = _mm512_add_ps(y, load_bf16(l->other + at, mask));
+            y = _mm512_add_ps(y, load_lanes(l->other + at, mask));
         } else if (l->then == MULTIPLY) {
-            y = _mm512_mul_ps(y, load_bf16(l->other + at, mask));
+            y = _mm512_mul_ps(y, load_lanes(l->other + at, mask));
         }
-        store_bf16(l->output + at, mask, y);
+        store_lanes(l->output + at, mask, y);
     }
 }
 
@@ -46,15 +46,17 @@ static void
 compute_panel(const linear_t *l, int64_t number)
 {
     float sums[TOGETHER][COLUMNS] __attribute__((aligned(64)));
-    const bf16 *panel = l->panels + number * l->pairs * 2 * COLUMNS;
+    const element *panel = l->panels + number * l->inner * COLUMNS;
+    const int64_t words = l->inner / PER_WORD;
     for (int64_t first = 0; first < l->rows; first += TOGETHER) {
         const int64_t count = smaller(TOGETHER, l->rows - first);
         const int64_t blocks = (count + ROWS - 1) / ROWS;
-        for (int64_t pair = 0; pair < l->pairs; pair += PAIRS) {
+        for (int64_t word = 0; word < words; word += WORDS) {
             for (int64_t block = 0; block < blocks; block++) {
                 const int64_t start = count * block / blocks, stop = count * (block + 1) / blocks;
-                multiply((int)(stop - start), l->input + (first + start) * 2 * l->pairs + 2 * pair, 2 * l->pairs,
-                         panel + pair * 2 * COLUMNS, smaller(PAIRS, l->pairs - pair), sums[start], COLUMNS, pair > 0);
+                multiply((int)(stop - start), l->input + (first + start) * l->inner + word * PER_WORD, l->inner,
+                         panel + word * COLUMNS * PER_WORD, smaller(WORDS, words - word), sums[start], COLUMNS,
+                         word > 0);
             }
         }
         for (int64_t row = 0; row < count; row++)
@@ -69,10 +71,10 @@ kernels_version(void)
 }
 
 void
-linear(const bf16 *input, int64_t rows, int64_t inner, const bf16 *panels, int64_t columns, const bf16 *bias,
-       int32_t then, const bf16 *other, bf16 *output, int32_t threads)
+linear(const element *input, int64_t rows, int64_t inner, const element *panels, int64_t columns, const element *bias,
+       int32_t then, const element *other, element *output, int32_t threads)
 {
-    const linear_t l = {input, rows, inner / 2, panels, columns, bias, (then_t)then, other, output};
+    const linear_t l = {input, rows, inner, panels, columns, bias, (then_t)then, other, output};
     const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
     const int64_t share = number / (8 * threads) + 1; /* small ones, since threads are not equally fast */
 #pragma omp parallel for schedule(dynamic, share) num_threads(threads)

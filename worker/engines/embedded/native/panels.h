@@ -1,8 +1,9 @@
-/* The one inner loop of all products: a few rows times a panel of 32 columns, in bfloat16 with float32 sums.
+/* The one inner loop of all products: a few rows times a panel of 32 columns, with float32 sums.
  *
- * A panel holds its columns' inputs in pairs: [pairs][32 columns][2], so that one instruction multiplies a pair of 16
- * columns. Each sum runs over the pairs in order, from the first to the last, whatever number of rows is computed
- * together: a row's result is the same bits in any batch.
+ * These files are compiled once for each type of element: bfloat16, or float32 with FLOAT32 defined. Elements are read by
+ * the word of 32 bits, which is a pair of bfloat16 or one float32. A panel holds its columns' inputs word by word,
+ * [words][32 columns], so that one instruction multiplies a word of 16 columns. Each sum runs over the words in order,
+ * from the first to the last, whatever number of rows is computed together: a row's result is the same bits in any batch.
  */
 #ifndef PANELS_H
 #define PANELS_H
@@ -11,11 +12,13 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifndef __AVX512BF16__
-#error "these kernels need a compiler and a processor that know AVX512-BF16"
+#ifdef FLOAT32
+typedef float element;
+enum { PER_WORD = 1 };
+#else
+typedef uint16_t element; /* the upper half of a float32 */
+enum { PER_WORD = 2 };
 #endif
-
-typedef uint16_t bf16;
 
 enum {
     COLUMNS = 32, /* of a panel */
@@ -23,9 +26,20 @@ enum {
     LANES = 16,   /* float32 in a register */
 };
 
-/* sums [rows, 32] of rows [rows, 2 * pairs] times a panel; on top of what `sums` holds if `continues`. */
+/* sum + a * b, or the sum and the products of the pairs of a and b. */
+static inline __m512
+add_products(__m512 sum, __m512i a, __m512i b)
+{
+#ifdef FLOAT32
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+#else
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#endif
+}
+
+/* sums [rows, 32] of rows of `words` words times a panel; on top of what `sums` holds if `continues`. */
 static inline __attribute__((always_inline)) void
-multiply_rows(int rows, const bf16 *row, int64_t row_stride, const bf16 *panel, int64_t pairs, float *sums,
+multiply_rows(int rows, const element *row, int64_t row_stride, const element *panel, int64_t words, float *sums,
               int64_t sums_stride, int continues)
 {
     __m512 sum[ROWS][2];
@@ -33,16 +47,14 @@ multiply_rows(int rows, const bf16 *row, int64_t row_stride, const bf16 *panel, 
     for (int r = 0; r < rows; r++)
         for (int half = 0; half < 2; half++)
             sum[r][half] = continues ? _mm512_loadu_ps(sums + r * sums_stride + half * LANES) : _mm512_setzero_ps();
-    for (int64_t pair = 0; pair < pairs; pair++, panel += 2 * COLUMNS) {
-        const __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
-        const __m512bh right = (__m512bh)_mm512_loadu_si512(panel + COLUMNS);
+    for (int64_t word = 0; word < words; word++, panel += COLUMNS * PER_WORD) {
+        const __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + LANES * PER_WORD);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            int32_t two;
-            memcpy(&two, row + r * row_stride + 2 * pair, sizeof two);
-            const __m512bh inputs = (__m512bh)_mm512_set1_epi32(two);
-            sum[r][0] = _mm512_dpbf16_ps(sum[r][0], inputs, left);
-            sum[r][1] = _mm512_dpbf16_ps(sum[r][1], inputs, right);
+            int32_t input;
+            memcpy(&input, row + r * row_stride + word * PER_WORD, sizeof input);
+            sum[r][0] = add_products(sum[r][0], _mm512_set1_epi32(input), left);
+            sum[r][1] = add_products(sum[r][1], _mm512_set1_epi32(input), right);
         }
     }
 #pragma GCC unroll 12
@@ -53,12 +65,12 @@ multiply_rows(int rows, const bf16 *row, int64_t row_stride, const bf16 *panel, 
 
 /* `multiply_rows` for 1 to ROWS rows, each number a loop of its own. */
 static inline void
-multiply(int rows, const bf16 *row, int64_t row_stride, const bf16 *panel, int64_t pairs, float *sums,
+multiply(int rows, const element *row, int64_t row_stride, const element *panel, int64_t words, float *sums,
          int64_t sums_stride, int continues)
 {
 #define NUMBER(n)                                                                                                      \
     case n:                                                                                                            \
-        multiply_rows(n, row, row_stride, panel, pairs, sums, sums_stride, continues);                                 \
+        multiply_rows(n, row, row_stride, panel, words, sums, sums_stride, continues);                                 \
         break;
     switch (rows) {
         NUMBER(1) NUMBER(2) NUMBER(3) NUMBER(4) NUMBER(5) NUMBER(6)
@@ -81,15 +93,23 @@ first_lanes(int64_t count)
 }
 
 static inline __m512
-load_bf16(const bf16 *from, __mmask16 mask)
+load_lanes(const element *from, __mmask16 mask)
 {
+#ifdef FLOAT32
+    return _mm512_maskz_loadu_ps(mask, from);
+#else
     return _mm512_cvtpbh_ps((__m256bh)_mm256_maskz_loadu_epi16(mask, from));
+#endif
 }
 
 static inline void
-store_bf16(bf16 *to, __mmask16 mask, __m512 x)
+store_lanes(element *to, __mmask16 mask, __m512 x)
 {
+#ifdef FLOAT32
+    _mm512_mask_storeu_ps(to, mask, x);
+#else
     _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x));
+#endif
 }
 
 /* 2 ** x, to about one unit in the last place; 0 below the smallest normal number, NaN for NaN. */

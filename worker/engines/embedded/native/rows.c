@@ -5,24 +5,24 @@ enum { FEW = 64 }; /* tokens that one thread does sooner than several */
 
 /* y = x / sqrt(mean(x * x) + epsilon) * weight, over `width` elements. */
 static inline void
-normalise(const bf16 *x, const bf16 *weight, int64_t width, float epsilon, bf16 *y)
+normalise(const element *x, const element *weight, int64_t width, float epsilon, element *y)
 {
     __m512 squares = _mm512_setzero_ps();
     for (int64_t at = 0; at < width; at += LANES) {
-        const __m512 each = load_bf16(x + at, (__mmask16)first_lanes(width - at));
+        const __m512 each = load_lanes(x + at, (__mmask16)first_lanes(width - at));
         squares = _mm512_fmadd_ps(each, each, squares);
     }
     const float mean = _mm512_reduce_add_ps(squares) / (float)width;
     const __m512 factor = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_sqrt_ps(_mm512_set1_ps(mean + epsilon)));
     for (int64_t at = 0; at < width; at += LANES) {
         const __mmask16 mask = (__mmask16)first_lanes(width - at);
-        const __m512 scaled = _mm512_mul_ps(load_bf16(x + at, mask), factor);
-        store_bf16(y + at, mask, _mm512_mul_ps(scaled, load_bf16(weight + at, mask)));
+        const __m512 scaled = _mm512_mul_ps(load_lanes(x + at, mask), factor);
+        store_lanes(y + at, mask, _mm512_mul_ps(scaled, load_lanes(weight + at, mask)));
     }
 }
 
 void
-rms_norm(const bf16 *x, int64_t rows, int64_t width, const bf16 *weight, float epsilon, bf16 *y, int32_t threads)
+rms_norm(const element *x, int64_t rows, int64_t width, const element *weight, float epsilon, element *y, int32_t threads)
 {
 #pragma omp parallel for num_threads(threads) if (rows > FEW)
     for (int64_t row = 0; row < rows; row++)
@@ -31,26 +31,26 @@ rms_norm(const bf16 *x, int64_t rows, int64_t width, const bf16 *weight, float e
 
 /* The first half of a head turned against the second one by the angles of the token's position. */
 static inline void
-rotate(const bf16 *x, const bf16 *cosine, const bf16 *sine, int64_t width, bf16 *y)
+rotate(const element *x, const element *cosine, const element *sine, int64_t width, element *y)
 {
     const int64_t half = width / 2;
     for (int64_t at = 0; at < half; at += LANES) {
         const __mmask16 mask = (__mmask16)first_lanes(half - at);
-        const __m512 c = load_bf16(cosine + at, mask), s = load_bf16(sine + at, mask);
-        const __m512 a = load_bf16(x + at, mask), b = load_bf16(x + half + at, mask);
-        store_bf16(y + at, mask, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
-        store_bf16(y + half + at, mask, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+        const __m512 c = load_lanes(cosine + at, mask), s = load_lanes(sine + at, mask);
+        const __m512 a = load_lanes(x + at, mask), b = load_lanes(x + half + at, mask);
+        store_lanes(y + at, mask, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+        store_lanes(y + half + at, mask, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
     }
 }
 
 typedef struct {
-    const bf16 *weight; /* [width]; NULL for none */
+    const element *weight; /* [width]; NULL for none */
     float epsilon;
 } norm_t;
 
 /* A head of the query or key, which `y` may be: normalised, if it is to be, and rotated. */
 static inline void
-turn_head(const bf16 *x, norm_t norm, const bf16 *cosine, const bf16 *sine, int64_t width, bf16 *y)
+turn_head(const element *x, norm_t norm, const element *cosine, const element *sine, int64_t width, element *y)
 {
     if (norm.weight) {
         normalise(x, norm.weight, width, norm.epsilon, y);
@@ -63,15 +63,15 @@ turn_head(const bf16 *x, norm_t norm, const bf16 *cosine, const bf16 *sine, int6
  * and values into the store, [segments, kv_heads, size, width], at each token's segment and slot. Angles: [tokens, width].
  */
 void
-rotate_and_store(const bf16 *qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, const bf16 *cosine,
-                 const bf16 *sine, const bf16 *query_norm, const bf16 *key_norm, float epsilon, bf16 *query, bf16 *keys,
-                 bf16 *values, int64_t size, const int64_t *segments, const int64_t *slots, int32_t threads)
+rotate_and_store(const element *qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, const element *cosine,
+                 const element *sine, const element *query_norm, const element *key_norm, float epsilon, element *query, element *keys,
+                 element *values, int64_t size, const int64_t *segments, const int64_t *slots, int32_t threads)
 {
     const norm_t of_query = {query_norm, epsilon}, of_key = {key_norm, epsilon};
 #pragma omp parallel for num_threads(threads) if (tokens > FEW)
     for (int64_t token = 0; token < tokens; token++) {
-        const bf16 *c = cosine + token * width, *s = sine + token * width;
-        const bf16 *from = qkv + token * (heads + 2 * kv_heads) * width;
+        const element *c = cosine + token * width, *s = sine + token * width;
+        const element *from = qkv + token * (heads + 2 * kv_heads) * width;
         for (int64_t head = 0; head < heads; head++, from += width)
             turn_head(from, of_query, c, s, width, query + (token * heads + head) * width);
         for (int64_t head = 0; head < kv_heads; head++, from += width) {
