@@ -53,9 +53,11 @@ def adapters(model: Path, name: str, args: dict[str, Any], prompt: list[int], ma
     return create_trtllm_adapters([chain], end_id=4)
 
 
-def without_seconds(engine_data: Any) -> Any:
+def comparable(engine_data: Any) -> Any:
+    """A receipt, less what only one of the engines says: who draws, and whether bits depend on the batch."""
     receipt = dict(engine_data["logits_processors"])
     receipt["processors"] = [each for each in receipt["processors"] if each["name"] != "seeded_draw"]
+    del receipt["numerics"]
     return receipt
 
 
@@ -76,7 +78,7 @@ async def test_every_built_in(
         theirs.error,
     )
     if theirs.finish_reason != "error":
-        assert without_seconds(ours.engine_data) == without_seconds(theirs.engine_data)
+        assert comparable(ours.engine_data) == comparable(theirs.engine_data)
 
 
 CONTROLS: list[dict[str, Any]] = [
