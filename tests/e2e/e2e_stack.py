@@ -173,9 +173,17 @@ class Stack:
         """Until the frontend lists the model and this worker serves its system port."""
         self.wait_for_frontend()
         wait_for(lambda: http(f"http://127.0.0.1:{worker.port}/metrics")[0] == 200 or not worker.running, "worker")
+        self.wait_endpoint(worker)
+        wait_for(lambda: f'"{MODEL}"' in http(f"{self.url}/v1/models")[1], "model in the frontend")
+
+    def wait_endpoint(self, worker: Worker) -> None:
+        """Until this worker is to be found, which does not yet make a model of it.
+
+        A frontend that finds prefill and decode within milliseconds may keep them apart for good ("P/D routing remains
+        disabled"), so that a pair is started one after the other.
+        """
         wait_for(lambda: "Registered endpoint" in worker.log or not worker.running, "registration")
         assert worker.running, worker.log
-        wait_for(lambda: f'"{MODEL}"' in http(f"{self.url}/v1/models")[1], "model in the frontend")
 
     def client(self) -> openai.OpenAI:
         self.wait_for_frontend()

@@ -27,6 +27,7 @@ def start_pair(
 ) -> tuple[Worker, Worker]:
     """A prefill and a decode worker; the model is listed once both are there."""
     prefill = stack.start_worker(*engine, *arguments, "--disaggregation-mode", "prefill", wait=False, **environ)
+    stack.wait_endpoint(prefill)
     decode = stack.start_worker(*engine, *arguments, "--disaggregation-mode", "decode", wait=False, **environ)
     for worker in (prefill, decode):
         stack.wait_registered(worker)

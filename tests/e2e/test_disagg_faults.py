@@ -73,7 +73,9 @@ class Asking:
 
 def start(stack: Stack, role: str, **environ: str) -> Worker:
     hold = ("--kv-hold-s", str(HOLD_S)) if role == "prefill" else ()
-    return stack.start_worker(*COMMON, *hold, "--disaggregation-mode", role, wait=False, **environ)
+    worker = stack.start_worker(*COMMON, *hold, "--disaggregation-mode", role, wait=False, **environ)
+    stack.wait_endpoint(worker)
+    return worker
 
 
 def await_ready(stack: Stack) -> None:
