@@ -79,17 +79,20 @@ def choose(mode: str, layers: Iterable[Linear], sizes: AttentionSizes, device: t
     may_cost = mode == "exact"
     tiles: dict[Shape, Tiles] = {}
     for shape, layer in distinct.items():
-        candidates = [Tiles()] if layer.is_exact else _tiles(may_cost)
-        found = next((one for one in candidates if _is_product_invariant(one, layer, sizes.dtype)), None)
+        found: Tiles | None = Tiles()
+        if not layer.is_exact:
+            found = next((one for one in _tiles(may_cost) if _is_product_invariant(one, layer, sizes.dtype)), None)
         if found is None:
             break
         tiles[shape] = found
     are_products = len(tiles) == len(distinct)
-    threads = torch.get_num_threads()
-    shapes = next(
-        (one for one in _shapes(sizes, may_cost) if are_products and _is_invariant(one, sizes, threads)), None
-    )
-    if shapes is not None:
+    shapes: Shapes | None = fast.shapes
+    if not sizes.is_native:
+        threads = torch.get_num_threads()
+        shapes = next(
+            (one for one in _shapes(sizes, may_cost) if are_products and _is_invariant(one, sizes, threads)), None
+        )
+    if are_products and shapes is not None:
         return Numerics("exact", tiles, shapes)
     if mode == "exact":
         what = "attention" if are_products else "matrix products"
@@ -103,8 +106,6 @@ def _tiles(may_cost: bool) -> list[Tiles]:
 
 
 def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:
-    if sizes.is_native:
-        return [Shapes(Kernel.NATIVE)]
     tile = max(1, _ENTRY_QUERIES * sizes.kv_heads // sizes.heads)
     # small products are computed by another kernel, so that those of a single token may need padding
     products = [
@@ -122,8 +123,6 @@ _known: dict[tuple[object, ...], bool] = {}
 
 
 def _is_product_invariant(tiles: Tiles, layer: Linear, dtype: torch.dtype) -> bool:
-    if layer.is_exact:
-        return True
     key = (layer.shape, dtype, tiles, torch.get_num_threads())
     if key not in _known:
         _known[key] = layer.is_invariant(tiles)
@@ -136,8 +135,6 @@ def _is_invariant(shapes: Shapes, sizes: AttentionSizes, num_threads: int) -> bo
 
     `num_threads` is what torch computes with.
     """
-    if shapes.kernel is Kernel.NATIVE:
-        return True
     if shapes.kernel is Kernel.PRODUCTS and not _are_products_invariant(shapes, sizes):
         return False
     count = sizes.segment_size + sizes.segment_size // 2 + 3

@@ -82,7 +82,8 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
     kind = _KINDS.get(dtype)
     if kind is None:
         raise RuntimeError(f"they compute bfloat16 and float32, not {dtype}")
-    missing = [flag for flag in kind.needs if flag not in _cpu_flags()]
+    flags = _cpu_flags()
+    missing = [flag for flag in kind.needs if flag not in flags]
     if missing:
         raise RuntimeError(f"this processor has no {', '.join(missing)}")
     names = (Path(__file__).with_name(kind.name + suffix) for suffix in EXTENSION_SUFFIXES)
