@@ -15,7 +15,10 @@ from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.linear import Linear, Tiles
 from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.numerics import Numerics
+from worker.engines.embedded.partial_softmax import Kernel, Shapes
 from worker.engines.embedded.plan import Chunk, Plan, Request, SegmentCopy
+from worker.engines.embedded.products import NativeProduct, OneDnnProduct
 from worker.sampling import SamplingParams
 
 SEGMENT = 32
@@ -207,6 +210,16 @@ def test_the_receipt_says_which_ran(checkpoints: dict[str, Path]) -> None:
     request = admit("one", 0, [1, 2], SamplingParams(repetition_penalty=1.5, max_tokens=3), model, 99)
     assert request.chain is not None
     assert request.chain.receipt.as_json()["numerics"] == "exact"
+
+
+def test_whose_bits_they_are() -> None:
+    def made_by(name: str, product: type, kernel: Kernel) -> str:
+        return Numerics(name, {(8, 8, product): Tiles()}, Shapes(kernel)).made_by
+
+    assert made_by("fast", NativeProduct, Kernel.NATIVE) == "fast"
+    assert made_by("exact", NativeProduct, Kernel.NATIVE) == "exact, native kernels"
+    assert made_by("exact", OneDnnProduct, Kernel.PRODUCTS) == "exact, torch kernels"
+    assert made_by("exact", NativeProduct, Kernel.PRODUCTS) == "exact, torch and native kernels"
 
 
 def test_fast_and_auto(checkpoints: dict[str, Path]) -> None:
