@@ -30,7 +30,18 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
 DTYPES = [dtype for dtype, kind in native._KINDS.items() if set(kind.needs) <= native._cpu_flags()]
 """Those that this processor has what is needed for."""
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(
+            dtype, marks=pytest.mark.skipif(dtype not in DTYPES, reason=f"needs {' '.join(kind.needs)} to run at all")
+        )
+        for dtype, kind in native._KINDS.items()
+    ],
+    ids=str,
+)
+"""What runs the kernels needs the processor's instructions. Elsewhere torch's kernels keep the same promises, which
+`test_embedded_numerics` tests on every processor; which of them are taken is tested here, with any."""
 
 
 def randn(dtype: torch.dtype, generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -257,20 +268,36 @@ def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.Mon
     assert "native" not in model.made_by
 
 
-@pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="for processors with AVX512-BF16")
-def test_where_there_is_amx_they_are_taken_only_if_asked_for(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("flags", "auto", "asked_for"),
+    [
+        ((*native._AVX512, "avx512_bf16"), True, True),
+        ((*native._AVX512, "avx512_bf16", "amx_bf16"), False, True),
+        (("avx2", "fma"), False, "--kernels native: this processor has no avx512f"),
+    ],
+    ids=["avx512", "amx", "avx2"],
+)
+def test_which_processors_they_are_taken_on(
+    flags: tuple[str, ...], auto: bool, asked_for: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def made_by(kernels: str) -> str:
-        config = EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", dtype="bfloat16", kernels=kernels)
-        model = load_model(config)
-        model.allocate_kv(4, 32)
-        return model.made_by
+    """AMX's tiles outrun them. Here only what is asked of the processor's flags, whatever this one has."""
+    monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset(flags))
+    if not isinstance(asked_for, str):
+        monkeypatch.setattr(native, "unavailable", lambda dtype: None)
+    else:
+        monkeypatch.setattr(native, "_library", native._library.__wrapped__)
+        monkeypatch.setattr(native, "unavailable", native.unavailable.__wrapped__)
 
-    assert made_by("auto") == "exact, native kernels"
-    monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset({"amx_bf16"}))
-    assert made_by("auto") != "exact, native kernels"
-    assert made_by("native") == "exact, native kernels"
+    def is_native(kernels: str) -> bool:
+        return _may_be_native(kernels, torch.device("cpu"), torch.bfloat16)
+
+    assert is_native("auto") is auto
+    assert is_native("torch") is False
+    if isinstance(asked_for, str):
+        with pytest.raises(StartupError, match=asked_for):
+            is_native("native")
+    else:
+        assert is_native("native") is asked_for
 
 
 class TestWhyThereAreNone:
