@@ -43,12 +43,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import decode_ours  # before torch, so that OpenMP's threads wait as they do in a worker
+
+# isort: split
 import torch
 from checkpoint import write_checkpoint
-from workload import LONGEST, MOST_ROWS, Reply, Stopwatch, Task
+from workload import LONGEST, MOST_ROWS, Reply, Task
 
 from worker.engines.embedded import Engine
-from worker.sampling import SamplingParams
 
 HERE = Path(__file__).resolve().parent
 KEPT, REPORT = HERE / "results" / "decode.json", HERE / "results" / "decode.md"
@@ -129,28 +131,18 @@ class Measured:
 def ours(path: Path, **settings: str) -> tuple[Answer, str]:
     """Our engine, and what it computes with."""
     engine = Engine(path, device="cpu", max_num_seqs=MOST_ROWS, context_length=LONGEST, **settings)
-
-    def answer(task: Task) -> Reply:
-        watch = Stopwatch(task.rows)
-        for row, prompt in enumerate(task.prompts()):
-            engine.add(prompt, SamplingParams(max_tokens=task.new, ignore_eos=True, **task.controls_of(row)))
-        tokens: dict[str, list[int]] = {name: [] for name in engine.unfinished}
-        while engine.unfinished:
-            events = engine.session.step()
-            if len(events) == task.rows:
-                watch.tick()
-            for event in events:
-                tokens[event.job.id].append(event.token_id if event.token_id is not None else -1)
-        return watch.fill(Reply(sum(map(len, tokens.values())), [row[0] for row in tokens.values()]))
-
-    return answer, engine.session.stepper.model.made_by
+    return lambda task: decode_ours.answer(engine, task), engine.session.stepper.model.made_by
 
 
 @contextlib.contextmanager
-def peer(python: Path, checkpoint: Path, threads: int, script: str, *arguments: str) -> Iterator[Answer]:
-    """A peer in a process of its own; see `workload`."""
+def peer(
+    python: Path, checkpoint: Path, threads: int, script: str, *arguments: str, **environ: str
+) -> Iterator[Answer]:
+    """A peer in a process of its own; see `workload`. Its OpenMP waits as it comes, unless `environ` says otherwise."""
     command = [str(python), str(HERE / script), str(checkpoint), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
+    environment.pop("GOMP_SPINCOUNT", None)  # which is what this process set for itself
+    environment |= environ
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     ) as process:

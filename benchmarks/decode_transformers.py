@@ -1,4 +1,4 @@
-"""transformers' side of `decode.py`: ``python decode_transformers.py CHECKPOINT static|continuous``.
+"""transformers' side of `decode.py`: ``python decode_transformers.py CHECKPOINT static|continuous [DTYPE]``.
 
 ``static`` is `generate` on one padded batch; ``continuous`` is its continuous batching, which knows temperature, top-k
 and top-p of each request, but no min-p.
@@ -104,9 +104,9 @@ class Continuous:
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    path, kind = sys.argv[1:]
+    path, kind, dtype = (*sys.argv[1:], "bfloat16")[:3]
     loader: Any = AutoModelForCausalLM
-    network = loader.from_pretrained(path, dtype=torch.bfloat16).eval()
+    network = loader.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
     if kind == "static":
         serve(lambda: lambda task: generate(network, task))
         return

@@ -1,0 +1,40 @@
+"""The embedded engine's side of `neighbours.py`: ``python decode_ours.py CHECKPOINT DTYPE``.
+
+A process of its own, since how OpenMP's threads wait is settled when torch is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from workload import LONGEST, MOST_ROWS, Reply, Stopwatch, Task, serve
+
+from worker.engines.embedded import Engine
+from worker.sampling import SamplingParams
+
+
+def answer(engine: Engine, task: Task) -> Reply:
+    """One reply, through the steps of the engine."""
+    watch = Stopwatch(task.rows)
+    for row, prompt in enumerate(task.prompts()):
+        engine.add(prompt, SamplingParams(max_tokens=task.new, ignore_eos=True, **task.controls_of(row)))
+    tokens: dict[str, list[int]] = {name: [] for name in engine.unfinished}
+    while engine.unfinished:
+        events = engine.session.step()
+        if len(events) == task.rows:
+            watch.tick()
+        for event in events:
+            tokens[event.job.id].append(event.token_id if event.token_id is not None else -1)
+    return watch.fill(Reply(sum(map(len, tokens.values())), [row[0] for row in tokens.values()]))
+
+
+def start() -> Callable[[Task], Reply]:
+    path, dtype = sys.argv[1:]
+    engine = Engine(path, device="cpu", dtype=dtype, max_num_seqs=MOST_ROWS, context_length=LONGEST)
+    print("decode_ours.py:", engine.session.stepper.model.made_by, file=sys.stderr)
+    return lambda task: answer(engine, task)
+
+
+if __name__ == "__main__":
+    serve(start)
