@@ -62,7 +62,9 @@ class ScriptedModel:
         spans = [(one, len(one.tokens) - 1, len(one.tokens)) for one in plan.decode]
         spans += [(chunk.request, chunk.start, chunk.stop) for chunk in plan.chunks]
         places = [(one.tokens[position], position) for one, start, stop in spans for position in range(start, stop)]
-        plan.show_scored(torch.tensor(places), lambda some: 2 * (self.by_token[some[:, 0]] + self.by_position[some[:, 1]]))
+        plan.show_scored(
+            torch.tensor(places), lambda some: 2 * (self.by_token[some[:, 0]] + self.by_position[some[:, 1]])
+        )
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """What a greedy answer of `count` tokens is, END included."""

@@ -620,7 +620,7 @@ def test_a_result_comes_once_where_several_answers_end_in_one_step() -> None:
     steps = []
     while engine.unfinished:
         steps.append([one.request_id for one in engine.step()])
-    assert sorted(sum(steps, [])) == ids
+    assert sorted(each for step in steps for each in step) == ids
     assert max(map(len, steps)) > 1
 
 

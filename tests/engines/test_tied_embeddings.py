@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,7 +118,7 @@ def test_onednns_layouts_are_known() -> None:
     assert result.returncode == 0, result.stderr
     for line in result.stdout.splitlines():
         packed, given = map(int, line.split())
-        assert given <= packed < 1.1 * given
+        assert given <= packed < 1.2 * given  # filled up
 
 
 def make(model_type: str, is_tied: bool) -> Any:
