@@ -8,17 +8,21 @@ import subprocess
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_checkpoints import COMMON, GEMMA, MIXTURE
+from random_checkpoints import COMMON, EVERY_TYPE, GEMMA, MIXTURE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker.engines.embedded import llama, products
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.linear import Linear, embed_with, linears
 from worker.engines.embedded.llama import LlamaNetwork
+from worker.engines.embedded.model import load_model
 from worker.engines.embedded.panels import Panels, lookup
 from worker.engines.embedded.products import NativeProduct, OneDnnProduct, TorchProduct
 from worker.engines.embedded.transformers_network import TransformersNetwork
@@ -67,7 +71,9 @@ def test_rows_are_found_in_every_layout_of_onednn(
     layouts = list(products.onednn_layouts(words, weight.shape, dtype))
     assert any(panels.words.shape[2] == columns and panels.hold(weight) for panels in layouts)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), max_size=9)), dtype=torch.int64)
-    assert torch.equal(lookup(weight, layouts)(ids), weight[ids])
+    found = lookup(weight, layouts)
+    assert found is not None
+    assert torch.equal(found(ids), weight[ids])
 
 
 @settings(max_examples=40, deadline=None)
@@ -84,8 +90,11 @@ def test_rows_are_found_in_native_panels(rows: int, words: int, dtype: torch.dty
 def test_rows_are_found_whatever_this_processor_makes_of_a_weight(shape: tuple[int, int]) -> None:
     weight = randn(*shape, torch.float32)
     ids = torch.tensor([0, shape[0] - 1, 3, 3])
-    for product in (OneDnnProduct(weight, None), TorchProduct(weight, None), products.make(weight, None, True)):
-        assert torch.equal(lookup(weight, product.layouts())(ids), weight[ids])
+    for may_be_native in (False, True):
+        layer = Linear(weight)
+        layer.pack(may_be_native)
+        for is_tied in (False, True):
+            assert torch.equal(embed_with(weight, layer, is_tied)(ids), weight[ids])
 
 
 def test_a_layout_that_holds_other_rows_is_not_taken() -> None:
@@ -97,8 +106,7 @@ def test_a_layout_that_holds_other_rows_is_not_taken() -> None:
     wrong = (replace(right, words=one_off), replace(right, words=words.view(4, 8, 16)))
     assert not any(panels.hold(weight) for panels in wrong)
     assert lookup(weight, [*wrong, right]) == right.rows
-    alone = lookup(weight, wrong)
-    assert torch.equal(alone(torch.tensor([63])), weight[63:])
+    assert lookup(weight, wrong) is None
 
 
 RECOGNISED = """
@@ -182,3 +190,15 @@ def test_logits_are_those_of_a_weight_held_twice(model_type: str, monkeypatch: p
     with torch.inference_mode():
         logits = [network.logits(hidden[0].clone()) for network in networks]
     assert torch.equal(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("model_type", EVERY_TYPE)
+def test_nothing_of_a_checkpoint_stays_mapped_that_was_packed(
+    model_type: str, every_checkpoint: dict[str, Path]
+) -> None:
+    path = every_checkpoint[model_type]
+    config = EmbeddedConfig(model_path=path, device="cpu", dtype="float32", kernels="torch", numerics="fast")
+    model = load_model(config)
+    gc.collect()
+    assert all(layer.is_packed for layer in linears(model._network))
+    assert str(path) not in Path("/proc/self/maps").read_text(encoding="utf-8")

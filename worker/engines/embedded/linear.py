@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from worker.engines.embedded import products
-from worker.engines.embedded.panels import Panels
+from worker.engines.embedded.panels import Lookup, Panels, lookup
 
 Shape = tuple[int, int, type]
 """Results and inputs per row, and what computes them."""
@@ -69,6 +70,11 @@ class Linear(torch.nn.Module):
     def layouts(self) -> Iterator[Panels]:
         """Layouts in which the packed weight may lie."""
         return self._product.layouts()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weight is held in another layout, and the one given is of no more use."""
+        return self._product.is_packed
 
     @property
     def is_exact(self) -> bool:
@@ -144,6 +150,16 @@ def has_tied_embeddings(network: Any) -> bool:
     """Whether the output layer of transformers' causal language model has the weight of its embedding."""
     embedding, head = network.model.embed_tokens.weight, network.lm_head.weight
     return bool(embedding.data_ptr() == head.data_ptr() and embedding.shape == head.shape)
+
+
+def embed_with(weight: torch.Tensor, head: Linear, is_tied: bool) -> Lookup:
+    """Looks up rows of an embedding's ``weight [N, K]``, held once with that of the packed `head` where it is tied.
+
+    Where all layers hold packed copies it keeps none of the memory of `weight`, which may be the whole checkpoint,
+    mapped into memory.
+    """
+    found = lookup(weight, head.layouts()) if is_tied else None
+    return found or partial(functional.embedding, weight=weight.clone() if head.is_packed else weight)
 
 
 def replace_linears(module: torch.nn.Module) -> None:

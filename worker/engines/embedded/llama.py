@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from worker.engines.embedded import native
 from worker.engines.embedded.attention import AttentionStep
-from worker.engines.embedded.linear import Linear, fuse, has_tied_embeddings, pack_all
-from worker.engines.embedded.panels import lookup
+from worker.engines.embedded.linear import Linear, embed_with, fuse, has_tied_embeddings, pack_all
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -43,7 +42,7 @@ class LlamaNetwork(torch.nn.Module):
             layers[index] = torch.nn.Identity()
             pack_all(self._layers[index], may_be_native)
         self._head.pack(may_be_native)
-        self._embed = lookup(embedding, self._head.layouts() if is_tied else ())
+        self._embed = embed_with(embedding, self._head, is_tied)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``."""
@@ -80,7 +79,7 @@ class _Angles:
 
 class _Norm:
     def __init__(self, norm: Any, may_be_native: bool) -> None:
-        self.weight = norm.weight.detach()
+        self.weight = norm.weight.detach().clone()  # it would keep the whole checkpoint mapped into memory
         self.epsilon = float(norm.variance_epsilon)
         self._shape = tuple(self.weight.shape)
         self._is_native = may_be_native

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch.nn import functional
 
 Lookup = Callable[[torch.Tensor], torch.Tensor]
 """Rows ``[..., K]`` of a weight ``[N, K]`` by their numbers, int64 ``[...]``."""
@@ -44,9 +42,6 @@ class Panels:
         return all(torch.equal(self.rows(part), weight[part]) for part in parts)
 
 
-def lookup(weight: torch.Tensor, layouts: Iterable[Panels]) -> Lookup:
-    """Looks rows of `weight` up in the first of `layouts` that holds all of them, in `weight` itself if none does."""
-    for panels in layouts:
-        if panels.hold(weight):
-            return panels.rows
-    return partial(functional.embedding, weight=weight)
+def lookup(weight: torch.Tensor, layouts: Iterable[Panels]) -> Lookup | None:
+    """Looks rows of `weight` up in the first of `layouts` that holds all of them; None if none does."""
+    return next((panels.rows for panels in layouts if panels.hold(weight)), None)

@@ -24,9 +24,11 @@ class Product(Protocol):
 
     Attributes:
         is_exact: Whether a row's result is the same, bit by bit, whatever rows are beside it.
+        is_packed: Whether the weight was copied into another layout, so that the one given is of no more use.
     """
 
     is_exact: bool
+    is_packed: bool
 
     def __call__(self, x: torch.Tensor, then: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
         """The product ``[n, N]``, and then nothing, ``silu``, or ``add`` or ``mul`` with ``other [n, N]``."""
@@ -39,6 +41,7 @@ class NativeProduct:
     """Our own kernels; everything is rounded once, at the end."""
 
     is_exact = True
+    is_packed = True
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._columns, self._inner = weight.shape
@@ -56,6 +59,7 @@ class TorchProduct:
     """Whatever torch takes for it."""
 
     is_exact = False
+    is_packed = False
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = weight
@@ -78,6 +82,8 @@ class TorchProduct:
 
 class OneDnnProduct(TorchProduct):
     """oneDNN, with a packed weight."""
+
+    is_packed = True
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS), bias)
