@@ -85,6 +85,13 @@ class ProcessorChain:
         return bool(self._scoped) or any(m.processor.reads is not Reads.NOTHING for m in self.members)
 
     @property
+    def is_too_short(self) -> bool:
+        """True if a minimum length is not reached: that of thinking counts inside it, every other one everywhere."""
+        is_thinking = self._tracker is not None and self._tracker.thinking
+        members = (member for member in self.members if member.scope != "thinking" or is_thinking)
+        return any(member.processor.is_too_short for member in members)
+
+    @property
     def position(self) -> int:
         """Absolute index of the token to be chosen next."""
         return len(self.tokens)

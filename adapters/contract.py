@@ -172,6 +172,11 @@ class Processor(ABC):
         return len(self._tokens) - self._prompt_length
 
     @property
+    def is_too_short(self) -> bool:
+        """Whether nothing may end the answer here, a stop string neither; for processors with a minimum length."""
+        return False
+
+    @property
     def prompt(self) -> Sequence[int]:
         """Token ids of the prompt (a copy)."""
         return self._tokens[: self._prompt_length]

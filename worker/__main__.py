@@ -119,7 +119,6 @@ def make_engine(arguments: Arguments) -> Engine:
         max_queue=arguments.max_queue,
         step_timeout_s=arguments.step_timeout_s,
         role=arguments.disaggregation_mode,
-        kv_events=arguments.publishes_kv_events,
         kv_hold_s=arguments.kv_hold_s,
         kv_devices=arguments.kv_transfer_devices,
     )

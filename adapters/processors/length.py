@@ -35,7 +35,7 @@ class MinTokens(SteeringProcessor):
     """Masks the end tokens until the answer has n tokens.
 
     Source: transformers' ``min_new_tokens``: every end token of the request is -inf while fewer than n tokens were
-    generated. The end token itself is not one of the n.
+    generated. The end token itself is not one of the n. Where the engine looks for stop strings, they wait, too.
     """
 
     name = "min_tokens"
@@ -51,8 +51,12 @@ class MinTokens(SteeringProcessor):
         self._n = args.n
         self._ban = Ban.of(context.end_token_ids) if context.end_token_ids else None
 
+    @property
+    def is_too_short(self) -> bool:
+        return self.num_generated < self._n
+
     def edit(self) -> Edit | None:
-        return self._ban if self.num_generated < self._n else None
+        return self._ban if self.is_too_short else None
 
 
 class GenLength(SteeringProcessor):

@@ -50,15 +50,21 @@ class ScriptedModel:
 
     def forward(self, plan: Plan) -> torch.Tensor:
         self.plans.append(plan)
-        for chunk in plan.scored:
-            assert chunk.request.tap is not None
-            seen = [self.row(chunk.request.tokens[: stop + 1]) for stop in range(chunk.start, chunk.stop)]
-            chunk.request.tap.see_prompt(chunk.start, torch.stack(seen))
+        if plan.scored:
+            self.show_scored(plan)
         rows = [self.row(request.tokens) for request in plan.sampled]
         logits = torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
         if self.hook is not None:
             self.hook(plan, logits)
         return logits
+
+    def show_scored(self, plan: Plan) -> None:
+        spans = [(one, len(one.tokens) - 1, len(one.tokens)) for one in plan.decode]
+        spans += [(chunk.request, chunk.start, chunk.stop) for chunk in plan.chunks]
+        places = [(one.tokens[position], position) for one, start, stop in spans for position in range(start, stop)]
+        plan.show_scored(
+            torch.tensor(places), lambda some: 2 * (self.by_token[some[:, 0]] + self.by_position[some[:, 1]])
+        )
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """What a greedy answer of `count` tokens is, END included."""

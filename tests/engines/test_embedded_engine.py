@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import pytest
 import torch
@@ -410,3 +410,42 @@ async def test_only_requests_of_one_salt_share_kv(start_engine: StartEngine) -> 
         deltas = [delta async for delta in engine.generate(str(number), prompt, params(2), cache_salt=salt)]
         cached.append(max(delta.num_cached_tokens for delta in deltas))
     assert cached == [0, 0, 48, 48, 0]
+
+
+class Router:
+    """What an event sink has heard, for the event loop."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, list[int]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._heard: asyncio.Queue[None] = asyncio.Queue()
+
+    def stored(self, parent_hash: int | None, block_hashes: Sequence[int], token_ids: Sequence[int]) -> None:
+        assert parent_hash is None or parent_hash in self.known
+        size = len(token_ids) // len(block_hashes)
+        for place, each in enumerate(block_hashes):
+            self.known[each] = list(token_ids[place * size : (place + 1) * size])
+        self._loop.call_soon_threadsafe(self._heard.put_nowait, None)
+
+    def removed(self, block_hashes: Sequence[int]) -> None:
+        raise AssertionError("nothing is removed here")
+
+    async def hears(self, count: int) -> None:
+        while len(self.known) < count:
+            await asyncio.wait_for(self._heard.get(), 60)
+
+
+async def test_a_router_that_comes_late_hears_what_is_known_and_nothing_is_kept_before(
+    start_engine: StartEngine,
+) -> None:
+    engine = await start_engine(ScriptedModel())
+    prompt = list(range(5, 5 + 50))
+    await collect(engine, "one", prompt, params(2))
+    assert kv_cache(engine)._events is None
+    router = Router()
+    engine.report_blocks(router)
+    await router.hears(3)  # at once, not with the next step: there is none
+    assert sorted(router.known.values()) == sorted(prompt[start : start + 16] for start in (0, 16, 32))
+    await collect(engine, "two", [*prompt, *range(60, 80)], params(2))
+    await router.hears(4)
+    assert len(router.known) == 4

@@ -19,7 +19,7 @@ MODEL = RecallModel(CONTEXT)
 
 
 def cache(num_segments: int = 8) -> KvCache:
-    return KvCache(num_segments, SEGMENT, BLOCK, records_events=True)
+    return KvCache(num_segments, SEGMENT, BLOCK)
 
 
 def request(tokens: list[int]) -> Request:
@@ -201,6 +201,7 @@ def test_too_few_segments_change_nothing() -> None:
 
 def test_a_router_can_follow() -> None:
     store = cache(num_segments=2)
+    store.record_events()
     one = hold(store, [10] * 18)
     first, second, third, fourth = one.block_hashes
     stored = BlocksStored(ROOT, (first, second, third, fourth), (10,) * 16)
@@ -215,10 +216,79 @@ def test_a_router_can_follow() -> None:
     assert third == hash_block(second, [10] * 4)
 
 
-def test_events_are_kept_only_where_somebody_drains_them() -> None:
+def test_a_router_that_comes_later_is_told_what_is_known_and_nothing_is_kept_for_it() -> None:
     store = KvCache(4, SEGMENT, BLOCK)
-    hold(store, [10] * 18)
+    for token in range(10, 30):
+        store.release(hold(store, [token] * 36))
+    assert store._events is None
     assert store.drain_events() == []
+    stays = hold(store, [50] * 18)
+    store.record_events()
+    known: dict[int, tuple[int, tuple[int, ...]]] = {ROOT: (ROOT, ())}
+    for event in store.drain_events():
+        assert isinstance(event, BlocksStored)
+        parent = event.parent_hash
+        for place, each in enumerate(event.block_hashes):
+            tokens = event.token_ids[place * BLOCK : (place + 1) * BLOCK]
+            assert parent in known
+            assert each == hash_block(parent, tokens)
+            known[each] = parent, tokens
+            parent = each
+    assert set(known) == {ROOT, *store._index}
+    assert set(stays.block_hashes) <= set(known)
+    assert store.drain_events() == []
+    store.clear()
+    removed = {each for event in store.drain_events() for each in event.block_hashes}
+    assert removed == set(known) - {ROOT} - set(stays.block_hashes)
+
+
+def test_a_prompt_that_waits_is_hashed_and_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps go by, and however much of it becomes known or is evicted in the meantime."""
+    hashed, compared = [], []
+    made_of = blocks.Block.is_made_of
+    monkeypatch.setattr(blocks, "hash_block", lambda parent, tokens: hashed.append(1) or hash_block(parent, tokens))
+    monkeypatch.setattr(blocks.Block, "is_made_of", lambda *arguments: compared.append(1) or made_of(*arguments))
+    store = cache(num_segments=17)
+    tokens = list(range(3, 63))
+    first = hold(store, tokens[:52])
+    others = [hold(store, [80 + place] * 60) for place in range(2)]
+    del hashed[:], compared[:]
+    waits = request(tokens)
+    for _ in range(100):
+        assert store.admit(waits, spare=8) is None
+    assert (len(hashed), len(compared)) == (15, 13)
+    grown = request(tokens[:60])
+    assert store.admit(grown) is not None
+    store.complete(grown, 60)
+    assert len(store.match(waits)) == 14  # one token is left to compute
+    for one in (first, grown):
+        store.release(one)
+    store.clear()
+    assert store.match(waits) == []
+    del hashed[:], compared[:]
+    for _ in range(100):
+        assert store.admit(waits, spare=8) is None
+    assert (hashed, compared) == ([], [])
+    store.check_integrity(others)
+    store.check_blocks()
+
+
+@pytest.mark.parametrize("modulus", [5, 50, 1000])
+def test_what_follows_a_known_block_is_found(modulus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever is known, all that is before it is known: also where hashes of different tokens are equal."""
+    monkeypatch.setattr(blocks, "hash_block", lambda parent, tokens: hash_block(parent, tokens) % modulus)
+    house = House(routes=False)
+    for seed in range(3):
+        operate(house, random.Random(seed), 500)
+        for block in house.cache._index.values():
+            tokens: list[int] = []
+            last: blocks.Block | None = block
+            while last is not None:
+                tokens[:0] = last.tokens
+                last = last.parent
+            follower = request([3])
+            follower.tokens[:] = [*tokens, 3]
+            assert house.cache.match(follower)[-1] is block
 
 
 def test_equal_hashes_of_different_tokens_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from engine_doubles import END, WIDTH, ScriptedModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapters import TemperatureProcessor, create_trtllm_adapters
@@ -501,6 +504,147 @@ def test_suspended_and_resumed_at_any_step_changes_nothing(engine: Engine, after
     assert len(found.prompt_logprobs or ()) == len(prompt)
     with pytest.raises(KeyError):
         engine.resume(request_id)
+
+
+def test_a_prompt_that_is_computed_again_behind_its_end() -> None:
+    """After a preemption a piece may begin beyond the prompt: nothing of it is wanted."""
+    engine = scripted(max_num_batched_tokens=32)
+    prompt = list(range(3, 23))
+    params = SamplingParams(max_tokens=80, ignore_eos=True, prompt_logprobs=1, return_context_logits=True)
+    (expected,) = engine.generate([prompt], params)
+    request_id = engine.add(prompt, params)
+    for _ in range(60):
+        engine.step()
+    engine.suspend(request_id)
+    engine.session.stepper.scheduler.cache.clear()
+    engine.resume(request_id)
+    (found,) = drain(engine)
+    assert same_results(found, expected)
+
+
+def same_results(one: Result, other: Result) -> bool:
+    """Whether all that depends on tokens and logits is the same, bit by bit."""
+
+    def parts(result: Result) -> list[object]:
+        answers = [(each.token_ids, each.logprobs, each.finish_reason, each.error) for each in result.outputs]
+        return [result.prompt_token_ids, answers, result.prompt_logprobs]
+
+    def logits(result: Result) -> list[torch.Tensor]:
+        kept = [result.context_logits, *(each.generation_logits for each in result.outputs)]
+        return [each for each in kept if each is not None]
+
+    pairs = zip(logits(one), logits(other), strict=True)
+    return parts(one) == parts(other) and all(torch.equal(*pair) for pair in pairs)
+
+
+def disturb(engine: Engine, source: random.Random) -> list[Result]:
+    """Step to the end, with preemptions, suspensions and forgotten KV in between."""
+    results: list[Result] = []
+    suspended: list[str] = []
+    scheduler = engine.session.stepper.scheduler
+    while engine.unfinished:
+        kind = source.choice(["preempt", "suspend", "resume", "forget", *["step"] * 12])
+        running = [*scheduler.decoding, *scheduler.prefilling]
+        awake = [one for one in engine.unfinished if one not in suspended]
+        if kind == "preempt" and running:
+            scheduler.preempt(source.choice(running))
+        elif kind == "suspend" and awake:
+            suspended.append(source.choice(awake))
+            engine.suspend(suspended[-1])
+        elif kind == "forget":
+            scheduler.cache.clear()
+        elif suspended and (kind == "resume" or not awake):
+            engine.resume(suspended.pop(source.randrange(len(suspended))))
+        results += engine.step()
+        scheduler.check_integrity()
+    return results
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3))
+def test_disturbances_at_any_step_change_no_result(seed: int, lengths: list[int]) -> None:
+    source = random.Random(seed)
+    engine = scripted(max_num_batched_tokens=source.choice([8, 24, 100]))
+    asked = []
+    for place, length in enumerate(lengths):
+        params = SamplingParams(
+            max_tokens=source.randrange(1, 90),
+            n=source.choice([1, 1, 3]),
+            temperature=1.0,
+            seed=seed + place,
+            prompt_logprobs=source.choice([None, 0, 2]),
+            return_context_logits=source.random() < 0.5,
+            return_generation_logits=source.random() < 0.5,
+            logprobs=source.choice([None, 1]),
+        )
+        asked.append(([source.randrange(3, 80) for _ in range(length)], params))
+    expected = [engine.generate([prompt], params)[0] for prompt, params in asked]
+    engine.session.stepper.scheduler.cache.clear()
+    ids = [engine.add(prompt, params) for prompt, params in asked]
+    found = {one.request_id: one for one in disturb(engine, source)}
+    assert set(found) == set(ids)
+    assert all(same_results(found[name], one) for name, one in zip(ids, expected, strict=True))
+
+
+@pytest.mark.parametrize("which", ["see_prompt", "see_generated"])
+def test_logits_that_cannot_be_kept_end_their_own_answer_alone(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted(max_num_batched_tokens=16)
+    params = SamplingParams(
+        max_tokens=30, n=2, seed=3, temperature=1.0, ignore_eos=True, prompt_logprobs=1, return_generation_logits=True
+    )
+    prompts = [[5] * 40, [6, 7] * 20]
+    expected = engine.generate(prompts, params)
+    see = getattr(LogitsCollector, which)
+
+    def fails(collector: LogitsCollector, position: int, logits: torch.Tensor) -> None:
+        if collector._prompt == prompts[0] and collector._top_n is not None and position >= 20:
+            raise MemoryError("no room for logits")
+        see(collector, position, logits)
+
+    monkeypatch.setattr(LogitsCollector, which, fails)
+    failed, fine = engine.generate(prompts, params)
+    assert same_results(fine, expected[1])
+    first, second = failed.outputs
+    assert first.finish_reason == "error"
+    assert first.error == "its logits could not be kept: MemoryError: no room for logits"
+    assert first.token_ids == []
+    assert second.token_ids == expected[0].outputs[1].token_ids
+    assert engine.session.is_idle
+    engine.session.stepper.scheduler.check_integrity()
+
+
+def test_a_result_comes_once_where_several_answers_end_in_one_step() -> None:
+    engine = scripted(max_num_seqs=8)
+    params = SamplingParams(max_tokens=6, n=3, temperature=1.0, seed=1, ignore_eos=True)
+    ids = [engine.add([3 + place], params) for place in range(3)]
+    steps = []
+    while engine.unfinished:
+        steps.append([one.request_id for one in engine.step()])
+    assert sorted(each for step in steps for each in step) == ids
+    assert max(map(len, steps)) > 1
+
+
+@pytest.mark.parametrize("how", ["field", "name", "callable"])
+def test_a_least_length_holds_for_stop_strings_however_it_is_asked_for(engine: Engine, how: str) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    (full,) = engine.generate(TEXTS[0], params)
+    assert full.text is not None
+    stop = full.text[5:9]
+    stopped = replace(params, stop=stop)
+    assert len(engine.generate(TEXTS[0], stopped)[0].token_ids) < 11
+    named = []
+    if how == "field":
+        stopped = replace(stopped, min_tokens=11)
+    elif how == "name":
+        named = [{"name": "min_tokens", "args": {"n": 11}}]
+    else:
+        context = Context(Vocabulary(engine.info.vocab_size), frozenset({5}))
+        chain = ProcessorChain([MinTokens(MinTokens.Args(n=11), context)], context)
+        stopped = replace(stopped, logits_processor=list(create_trtllm_adapters([chain])))
+    (result,) = engine.generate(TEXTS[0], stopped, processors=named)
+    again = full.text.find(stop, 9)
+    assert again < 0, "the text has the stop string twice; take another"
+    assert (result.text, result.finish_reason) == (full.text, "length")
 
 
 @pytest.mark.parametrize("what", ["suspend", "abort"])

@@ -33,7 +33,9 @@ class House:
         self.routes = routes
         self.model = RecallModel(CONTEXT)
         self.model.allocate_kv(num_segments, segment_size)
-        self.cache = KvCache(num_segments, segment_size, BLOCK, records_events=routes)
+        self.cache = KvCache(num_segments, segment_size, BLOCK)
+        if routes:
+            self.cache.record_events()
         self.scheduler = Scheduler(self.cache, max_num_seqs=5, max_num_batched_tokens=budget, max_mixed_chunk=mixed)
         self.spoil = random.Random(budget)
         self.live: dict[str, Request] = {}

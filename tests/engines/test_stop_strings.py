@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
-from worker.engines.embedded.stop_strings import AnswerText, IncrementalText
+from worker.engines.embedded.stop_strings import AnswerText, Decode, IncrementalText
 
 TEXTS = st.text(alphabet="ab é€\U0001f600", max_size=40)
 STOPS = st.lists(st.text(alphabet="ab é€", min_size=1, max_size=4), max_size=3)
@@ -123,7 +125,8 @@ def test_text_is_held_back_while_it_may_begin_a_stop_string() -> None:
 
 
 def test_a_stop_string_before_the_least_length_is_text() -> None:
-    answer = AnswerText(lambda ids: "".join("x."[one] for one in ids), ["."], min_tokens=3)
+    too_short = iter([True, True, False, False])
+    answer = AnswerText(lambda ids: "".join("x."[one] for one in ids), ["."], is_too_short=lambda: next(too_short))
     assert [answer.append(token_id) for token_id in (0, 1, 0, 1)] == [False, False, False, True]
     assert (answer.text, answer.num_tokens) == ("x.x", 3)
 
@@ -134,6 +137,110 @@ def test_the_tail_of_a_token_after_the_stop_string_goes(include: bool, text: str
     assert not answer.append(0)
     assert answer.append(1)
     assert (answer.text, answer.num_tokens) == (text, tokens)
+
+
+class Counted:
+    """A decoder that counts the tokens that it is given, in all and at a time."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self.total = 0
+        self.most = 0
+
+    def __call__(self, ids: list[int]) -> str:
+        self.total += len(ids)
+        self.most = max(self.most, len(ids))
+        return self._decode(ids)
+
+
+BYTES = range(256)
+SPECIAL = 256
+WORD = 257
+LEADING = 258
+
+
+def byte_level(ids: Sequence[int]) -> str:
+    """A token for each byte; one that stands for none; a word; and one of a word and a byte that begins a character."""
+    tokens = [*(bytes([one]) for one in BYTES), b"", b" word", b" w\xf0"]
+    return b"".join(tokens[one] for one in ids).decode("utf-8", "replace")
+
+
+def byte_fallback() -> Decode:
+    """As tokenizers made by SentencePiece decode: a run of bytes is text if all of it is, or U+FFFD for each byte."""
+    vocabulary = {f"<0x{one:02X}>": one for one in BYTES} | {"<s>": SPECIAL, "\u2581word": WORD, "\u2581w": LEADING}
+    tokenizer = Tokenizer(BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.add_special_tokens(["<s>"])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer.decode
+
+
+UNFINISHED = {
+    "stray bytes": [0x80],
+    "beginnings": [0xE2, 0x82],
+    "every byte": [0xFF, *range(0x80, 0x100)],
+    "special tokens inside a character": [0xF0, 0x9F, *[SPECIAL] * 60],
+    "a stray byte, then letters": [WORD, 0x80, *[0x41] * 5000],
+    "a stray byte, then whole characters": [WORD, 0x80, *[0xE2, 0x82, 0xAC] * 2000],
+    "words that end inside a character": [LEADING],
+}
+
+
+@pytest.mark.parametrize("kind", UNFINISHED)
+@pytest.mark.parametrize("decode", [byte_level, byte_fallback()], ids=["bytes", "fallback"])
+def test_text_that_never_ends_in_a_whole_character_takes_linear_time(decode: Decode, kind: str) -> None:
+    totals = []
+    for count in (1000, 4000):
+        ids = [*(UNFINISHED[kind] * count)[:count], 0x20, WORD]
+        counted = Counted(decode)
+        text = IncrementalText(counted)
+        pieces = [text.append(token_id) for token_id in ids]
+        assert "".join(pieces) + text.finish() == decode(ids)
+        assert counted.most <= 64
+        totals.append(counted.total / len(ids))
+    assert max(totals) < 120
+
+
+RUNS = st.lists(
+    st.one_of(
+        st.sampled_from([0x41, 0x80, 0xAC, 0xE2, 0x82, 0xF0, 0x9F, 0x98, 0xC3, 0xFF]),
+        st.sampled_from([SPECIAL, WORD, LEADING]),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(RUNS, st.integers(1, 40)), max_size=6), st.integers(1, 3))
+def test_any_bytes_give_the_whole_text(parts: list[tuple[list[int], int]], together: int) -> None:
+    ids = [token_id for run, count in parts for token_id in run * count][:600]
+    counted = Counted(byte_level)
+    text = IncrementalText(counted)
+    pieces = [text.append(*ids[start : start + together]) for start in range(0, len(ids), together)]
+    assert "".join(pieces) + text.finish() == byte_level(ids)
+    assert counted.most <= 64
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(RUNS, st.integers(1, 20)), max_size=5))
+def test_bytes_that_follow_a_stray_one_give_the_whole_text_with_byte_fallback(
+    parts: list[tuple[list[int], int]],
+) -> None:
+    """Runs that begin with a stray byte: of others, whole characters that were given out would be taken back."""
+    decode = byte_fallback()
+    ids: list[int] = []
+    for run, count in parts:
+        ids += [WORD, 0x80, *(token_id for token_id in run * count if token_id < SPECIAL)]
+    text = IncrementalText(decode)
+    pieces = [text.append(token_id) for token_id in ids]
+    assert "".join(pieces) + text.finish() == decode(ids)
+
+
+def test_a_stop_string_is_found_behind_stray_bytes() -> None:
+    answer = AnswerText(byte_level, ["A\ufffd", "BC"])
+    ids = [*[0x80] * 500, 0x41, 0x42, 0x43]
+    assert [answer.append(token_id) for token_id in ids] == [False] * 502 + [True]
+    assert (answer.text, answer.stopped_by, answer.num_tokens) == ("\ufffd" * 500 + "A", "BC", 501)
 
 
 def test_a_prompt_that_ends_inside_a_character_is_not_completed() -> None:

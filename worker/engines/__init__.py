@@ -152,7 +152,7 @@ class Engine(Protocol):
         """Prompts whose KV is held for other workers."""
 
     def report_blocks(self, sink: KvEventSink) -> None:
-        """Tell `sink` of all blocks that become known or forgotten since `start`; at most once."""
+        """Tell `sink` of the blocks that are known, and from then on of what becomes known or is forgotten; once."""
 
     def transfers(self) -> Mapping[str, float]:
         """Hand-offs of KV so far, by what became of them; empty for an engine that has none."""

@@ -60,6 +60,26 @@ def test_min_tokens_beyond_max_tokens_is_refused():
         make(MinTokens, facts, n=5)
 
 
+def test_the_least_length_of_a_chain_is_that_of_its_scopes():
+    think, answer = 10, 11
+    facts = Context(Vocabulary(V), frozenset(ENDS), think_start=(think,), think_end=(answer,))
+
+    def shortness(scope, tokens):
+        chain = ProcessorChain([make(MinTokens, facts, n=2)], facts, scopes=[scope])
+        chain.start([1])
+        seen = [chain.is_too_short]
+        for position, token in enumerate(tokens, start=1):
+            chain.accept(token, position)
+            seen.append(chain.is_too_short)
+        return seen
+
+    tokens = [think, 5, 5, 5, answer, 6, 6, 6]
+    assert shortness("all", tokens) == [True, True] + [False] * 7
+    assert shortness("thinking", tokens) == [False, True, True] + [False] * 6
+    assert shortness("answer", tokens) == [True] * 7 + [False] * 2
+    assert not ProcessorChain([], facts).is_too_short
+
+
 def test_min_tokens_without_end_tokens_asks_for_nothing():
     processor = make(MinTokens, Context(Vocabulary(V)), n=5)
     processor.start([1])

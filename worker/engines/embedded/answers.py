@@ -62,8 +62,9 @@ class Result:
         prompt_token_ids: Its ids.
         outputs: The answers, ``n`` of them.
         prompt_logprobs: Of each prompt token; None in place of the first one's, which nothing precedes. With
-            ``prompt_logprobs_simple_format`` one number each.
-        context_logits: float32 ``[len(prompt_token_ids), V]``, the model's own, if asked for.
+            ``prompt_logprobs_simple_format`` one number each. Shorter where the first answer was cancelled, or failed,
+            before the prompt had been computed.
+        context_logits: float32 ``[len(prompt_token_ids), V]``, the model's own, if asked for; shorter likewise.
     """
 
     request_id: str

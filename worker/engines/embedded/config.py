@@ -38,7 +38,6 @@ class EmbeddedConfig:
         kv_blocks: KV blocks to own; None means as many as `max_num_seqs` full contexts need, or as fit into memory.
         max_queue: Requests that may wait for a place; more are refused with `Overloaded`.
         role: ``aggregated``, or ``prefill`` or ``decode`` of disaggregated serving.
-        kv_events: Whether an event sink is going to be told of the blocks in the cache.
         kv_hold_s: How long a prefill worker holds a prompt's KV for a decode worker, seconds.
         kv_devices: Network devices over which KV is transferred, as in ``UCX_NET_DEVICES``.
         step_timeout_s: Seconds after which a step that has not ended counts as hung and ends the process.
@@ -57,7 +56,6 @@ class EmbeddedConfig:
     kv_blocks: int | None = None
     max_queue: int = 256
     role: str = "aggregated"
-    kv_events: bool = False
     kv_hold_s: float = 30.0
     kv_devices: str = "lo"
     step_timeout_s: float = 300.0

@@ -17,7 +17,7 @@ from worker.engines.embedded.memory import choose_kv_blocks
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Model, Output, Request
 from worker.engines.embedded.step import Stepper, make_stepper
-from worker.engines.embedded.step_thread import MIN_AHEAD, RUN_AHEAD, Abort, StepThread, Stop, Submit
+from worker.engines.embedded.step_thread import MIN_AHEAD, RUN_AHEAD, Abort, Listen, StepThread, Stop, Submit
 from worker.engines.embedded.stream import Stream
 from worker.engines.embedded.threads import limit_threads
 from worker.engines.embedded.transfer import KvHandle
@@ -55,8 +55,6 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
     stepper = make_stepper(config, model, num_kv_blocks)
-    if config.kv_events:
-        stepper.scheduler.cache.record_events()
     if config.role != "aggregated":
         if not isinstance(model, HfModel):
             raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to hand over")
@@ -146,9 +144,9 @@ class EmbeddedEngine:
         return 0 if self._exchange is None else self._exchange.num_held
 
     def report_blocks(self, sink: KvEventSink) -> None:
-        """Tell `sink` of the blocks in the cache; ``config.kv_events`` must be set."""
-        assert self.config.kv_events and self._thread is not None
-        self._thread.report_blocks(sink)
+        """Tell `sink` of the blocks in the cache, and from now on of what becomes of them."""
+        assert self._thread is not None
+        self._thread.tell(Listen(sink))
 
     def transfers(self) -> dict[str, float]:
         """Hand-offs so far by what became of them, the seconds that reads took, and the blocks in use now."""

@@ -198,12 +198,13 @@ class Desk:
             return None
         # what decode of transformers ends in, without the tenth of a millisecond around it
         decode = partial(self.tokenizer.backend_tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        chain = request.chain
         return AnswerText(
             decode,
             stops,
             include=params.include_stop_str_in_output,
             context=request.tokens,
-            min_tokens=params.min_tokens or 0,
+            is_too_short=lambda: chain is not None and chain.is_too_short,
         )
 
 

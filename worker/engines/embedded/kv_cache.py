@@ -49,25 +49,16 @@ class KvCache:
     """Segments with reference counts, found again by the blocks that they hold. Pure bookkeeping, one thread.
 
     A request's segments are released last one first, and held together: a segment is therefore never evicted before
-    those that follow it in a sequence.
+    those that follow it in a sequence. So a block is known only as long as the one before it is.
 
     Args:
         num_segments: Segments in the store.
         segment_size: Tokens per segment, a multiple of `block_size`.
         block_size: Tokens per block.
-        records_events: Whether what becomes known and forgotten is kept for `drain_events`.
         is_dense: Whether what is held is kept together by `compact`.
     """
 
-    def __init__(
-        self,
-        num_segments: int,
-        segment_size: int,
-        block_size: int,
-        *,
-        records_events: bool = False,
-        is_dense: bool = True,
-    ) -> None:
+    def __init__(self, num_segments: int, segment_size: int, block_size: int, *, is_dense: bool = True) -> None:
         assert segment_size % block_size == 0, f"a segment of {segment_size} tokens does not hold whole blocks"
         self.num_segments = num_segments
         self.segment_size = segment_size
@@ -79,7 +70,7 @@ class KvCache:
         self._is_dense = is_dense
         self._is_compact = True
         self._index: dict[int, Block] = {}
-        self._events: list[BlocksStored | BlocksRemoved] | None = [] if records_events else None
+        self._events: list[BlocksStored | BlocksRemoved] | None = None
 
     def __repr__(self) -> str:
         held = self.num_segments - self.num_available
@@ -100,13 +91,17 @@ class KvCache:
         return -(-num_tokens // self.segment_size)
 
     def match(self, request: Request) -> list[Block]:
-        """The longest chain of known blocks that a request's tokens begin with; it leaves one token to compute."""
-        chain: list[Block] = []
+        """The longest chain of known blocks that a request's tokens begin with; it leaves one token to compute.
+
+        What it found before is not looked at again: of a chain whose last block is known, all are.
+        """
         if request.tap is not None and request.tap.wants_prompt:
-            return chain
-        size, tokens = self.block_size, request.tokens
+            return []
+        size, tokens, chain = self.block_size, request.tokens, request.known_blocks
         hashes = hash_blocks(request, size)
-        for index in range((len(tokens) - 1) // size):
+        while chain and self._index.get(chain[-1].hash) is not chain[-1]:
+            chain.pop()
+        for index in range(len(chain), (len(tokens) - 1) // size):
             block = self._index.get(hashes[index])
             parent = chain[-1] if chain else None
             if block is None or not block.is_made_of(parent, tokens[index * size : (index + 1) * size]):
@@ -226,11 +221,16 @@ class KvCache:
             heapq.heappush(self._free, self._evict())
 
     def record_events(self) -> None:
-        """Keep what becomes known and forgotten from now on for `drain_events`."""
+        """Keep what becomes known and forgotten for `drain_events`, beginning with what is known already.
+
+        There must be somebody who drains them.
+        """
         self._events = []
+        for block in self._index.values():  # a block has become known after the one before it
+            _record(self._events, block)
 
     def drain_events(self) -> list[BlocksStored | BlocksRemoved]:
-        """What has become known and forgotten since the last call, oldest first."""
+        """What has become known and forgotten since the last call, oldest first; nothing before `record_events`."""
         events = self._events or []
         if self._events is not None:
             self._events = []
@@ -265,6 +265,7 @@ class KvCache:
                 assert sorted(block.holders) == sorted(set(block.holders)) and number in block.holders
         known = {id(block): block for block in self._index.values()}
         assert all(block.hash == key for key, block in self._index.items())
+        assert all(self._is_known(block.parent) for block in known.values()), "a block is known, the one before is not"
         assert all(sorted(block.holders) == holders.get(key) for key, block in known.items()), "a block has no segment"
 
     def _before(self, segment: Segment, index: int) -> Block | None:
@@ -342,8 +343,12 @@ class KvCache:
     def _block(self, request: Request, index: int) -> Block:
         return self._segments[request.segments[index // self._per_segment]].blocks[index % self._per_segment]
 
+    def _is_known(self, block: Block | None) -> bool:
+        return block is None or self._index.get(block.hash) is block
+
     def _attach(self, block: Block, number: int) -> None:
-        if not block.holders and block.hash not in self._index:  # another block of the same hash stays the known one
+        # another block of the same hash stays the known one, and what follows this one could not be found
+        if not block.holders and block.hash not in self._index and self._is_known(block.parent):
             self._index[block.hash] = block
             if self._events is not None:
                 _record(self._events, block)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from worker.engines.embedded import products
+from worker.engines.embedded.panels import Lookup, Panels, lookup
 
 Shape = tuple[int, int, type]
 """Results and inputs per row, and what computes them."""
@@ -63,6 +66,15 @@ class Linear(torch.nn.Module):
             raise RuntimeError("the layer is packed already")
         self._product = products.make(self._weight, self._bias, may_be_native)
         self._weight = None
+
+    def layouts(self) -> Iterator[Panels]:
+        """Layouts in which the packed weight may lie."""
+        return self._product.layouts()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weight is held in another layout, and the one given is of no more use."""
+        return self._product.is_packed
 
     @property
     def is_exact(self) -> bool:
@@ -132,6 +144,22 @@ def fuse(*layers: torch.nn.Linear) -> Linear:
         raise ValueError("all layers must have a bias, or none")
     weight = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight
     return Linear(weight, torch.cat(biases) if biases else None)
+
+
+def has_tied_embeddings(network: Any) -> bool:
+    """Whether the output layer of transformers' causal language model has the weight of its embedding."""
+    embedding, head = network.model.embed_tokens.weight, network.lm_head.weight
+    return bool(embedding.data_ptr() == head.data_ptr() and embedding.shape == head.shape)
+
+
+def embed_with(weight: torch.Tensor, head: Linear, is_tied: bool) -> Lookup:
+    """Looks up rows of an embedding's ``weight [N, K]``, held once with that of the packed `head` where it is tied.
+
+    Where all layers hold packed copies it keeps none of the memory of `weight`, which may be the whole checkpoint,
+    mapped into memory.
+    """
+    found = lookup(weight, head.layouts()) if is_tied else None
+    return found or partial(functional.embedding, weight=weight.clone() if head.is_packed else weight)
 
 
 def replace_linears(module: torch.nn.Module) -> None:

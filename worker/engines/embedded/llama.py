@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from worker.engines.embedded import native
 from worker.engines.embedded.attention import AttentionStep
-from worker.engines.embedded.linear import Linear, fuse, pack_all
+from worker.engines.embedded.linear import Linear, embed_with, fuse, has_tied_embeddings, pack_all
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -30,10 +30,9 @@ class LlamaNetwork(torch.nn.Module):
 
     def __init__(self, network: Any, may_be_native: bool) -> None:
         super().__init__()
-        self._embedding = network.model.embed_tokens.weight.detach()
+        embedding, is_tied = network.model.embed_tokens.weight.detach(), has_tied_embeddings(network)
         self._rotary = network.model.rotary_emb
         self._norm = _Norm(network.model.norm, may_be_native)
-        # with tied weights the packed copy stands beside the embedding, which is read row by row
         self._head = fuse(network.lm_head)
         network.lm_head = None
         layers = network.model.layers
@@ -43,10 +42,11 @@ class LlamaNetwork(torch.nn.Module):
             layers[index] = torch.nn.Identity()
             pack_all(self._layers[index], may_be_native)
         self._head.pack(may_be_native)
+        self._embed = embed_with(embedding, self._head, is_tied)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``."""
-        hidden = functional.embedding(ids, self._embedding)
+        hidden = self._embed(ids)
         cosine, sine = self._rotary(hidden, positions[None])
         angles = _Angles(cosine[0], sine[0])
         for layer in self._layers:
@@ -79,7 +79,7 @@ class _Angles:
 
 class _Norm:
     def __init__(self, norm: Any, may_be_native: bool) -> None:
-        self.weight = norm.weight.detach()
+        self.weight = norm.weight.detach().clone()  # it would keep the whole checkpoint mapped into memory
         self.epsilon = float(norm.variance_epsilon)
         self._shape = tuple(self.weight.shape)
         self._is_native = may_be_native

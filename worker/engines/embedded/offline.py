@@ -156,8 +156,8 @@ class Engine:
         return self.session.job_ids
 
     def _advance(self) -> list[Result]:
-        ended = [event.job for event in self.session.step() if event.job.is_done]
-        return [job.result() for job in ended]
+        ended = dict.fromkeys(event.job for event in self.session.step())  # several answers may end in one step
+        return [job.result() for job in ended if job.is_done]
 
 
 def _vocabulary(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:

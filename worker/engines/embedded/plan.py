@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,6 +15,11 @@ from adapters.chain import ProcessorChain
 from adapters.plan import ProcessorFailed
 from worker.engines import FinishReason, TokenLogprob
 from worker.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from worker.engines.embedded.blocks import Block
+
+logger = logging.getLogger(__name__)
 
 SCORED_AT_ONCE = 64
 """Prompt tokens whose logits are held at a time; those of a whole chunk of a large vocabulary take gigabytes."""
@@ -25,8 +31,11 @@ TILE = 32
 class LogitsTap(Protocol):
     """Is shown a request's logits as the model made them, before any control. It must not keep or change the tensors.
 
+    What it raises ends its own request with an error, and nothing else.
+
     Attributes:
-        wants_prompt: Whether it is shown the rows of prompt tokens; then none of them may come out of a cache.
+        wants_prompt: Whether rows of prompt tokens are still wanted; as long as they are, every row is computed, none
+            of its tokens comes out of a cache.
         wants_generated: Whether it is shown the row of each token that is sampled.
     """
 
@@ -34,7 +43,10 @@ class LogitsTap(Protocol):
     wants_generated: bool
 
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        """Rows ``[n, V]`` of the tokens from `start` on, few at a time; after a preemption once more, and beyond."""
+        """Rows ``[n, V]`` of the tokens from `start` on, few at a time; after a preemption from the first one again.
+
+        They go on beyond the prompt where the tokens of a step do.
+        """
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """The row ``[V]`` from which the token at `position` is sampled."""
@@ -56,6 +68,7 @@ class Request:
         chain: Its logits processors, in the order law's order, over its own history; None if it has none.
         choice: Which of several answers to one prompt this is; part of what its draws are made of.
         tap: Who is shown its logits, None if nobody is.
+        tap_error: What `tap` has failed with; the request then ends with the next token that it would get.
         keeps_kv: Whether its KV outlives it, for another worker to read; see `exchange`.
         cache_salt: It shares KV only with requests of the same salt.
         arrival: Place in the order of arrival, given by the scheduler.
@@ -64,6 +77,7 @@ class Request:
         num_computed: Tokens, from the first on, whose KV is in `segments`.
         num_cached_tokens: Prompt tokens whose KV was known when it was first admitted; None before.
         block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
+        known_blocks: Those that its tokens begin with, as `KvCache.match` found them last.
     """
 
     id: str
@@ -77,6 +91,7 @@ class Request:
     chain: ProcessorChain | None = None
     choice: int = 0
     tap: LogitsTap | None = None
+    tap_error: str | None = None
     keeps_kv: bool = False
     cache_salt: str | None = None
     arrival: int = -1
@@ -84,6 +99,26 @@ class Request:
     num_computed: int = 0
     num_cached_tokens: int | None = None
     block_hashes: list[int] = field(default_factory=list)
+    known_blocks: list[Block] = field(default_factory=list)
+
+    def show_prompt(self, start: int, logits: torch.Tensor) -> None:
+        """Show the tap rows of the prompt; see `LogitsTap.see_prompt`."""
+        if self.tap is not None and self.tap.wants_prompt:
+            self._show(self.tap.see_prompt, start, logits)
+
+    def show_generated(self, logits: torch.Tensor) -> None:
+        """Show the tap the row that the next token is sampled from; see `LogitsTap.see_generated`."""
+        if self.tap is not None and self.tap.wants_generated:
+            self._show(self.tap.see_generated, len(self.tokens), logits)
+
+    def _show(self, see: Callable[[int, torch.Tensor], None], position: int, logits: torch.Tensor) -> None:
+        if self.tap_error is not None:
+            return
+        try:
+            see(position, logits)
+        except Exception as error:  # the request's boundary: the rest of the step is other requests'
+            logger.exception("request %s: its logits from position %d on could not be kept", self.id, position)
+            self.tap_error = f"its logits could not be kept: {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +137,8 @@ class Chunk:
     @property
     def is_scored(self) -> bool:
         """Whether the logits of every token are wanted."""
-        return self.request.tap is not None and self.request.tap.wants_prompt
+        tap = self.request.tap
+        return tap is not None and tap.wants_prompt and self.request.tap_error is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +188,10 @@ class Plan:
         first = len(self.decode)
         for chunk in self.chunks:
             if chunk.is_scored:
-                assert chunk.request.tap is not None
                 for start in range(chunk.start, chunk.stop, SCORED_AT_ONCE):
                     stop = min(start + SCORED_AT_ONCE, chunk.stop)
                     some = rows[first + start - chunk.start : first + stop - chunk.start]
-                    chunk.request.tap.see_prompt(start, logits(some))
+                    chunk.request.show_prompt(start, logits(some))
             first += chunk.stop - chunk.start
 
     @property

@@ -33,7 +33,6 @@ class LogitsCollector:
         keep_prompt: bool = False,
         keep_generated: bool = False,
     ) -> None:
-        self.wants_prompt = keep_prompt or top_n is not None
         self.wants_generated = keep_generated
         self._prompt = list(prompt)
         self._top_n = top_n
@@ -44,12 +43,18 @@ class LogitsCollector:
         self._prompt_logits: list[torch.Tensor] = []
         self._generated: dict[int, torch.Tensor] = {}
 
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether the prompt is asked for and has not been seen to its end; what is computed again is not wanted."""
+        return (self._keep_prompt or self._top_n is not None) and self._num_seen < len(self._prompt)
+
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Rows ``[n, V]`` of the tokens from `start` on; what was seen before, or is no prompt, is passed over."""
-        assert start <= self._num_seen, f"logits of prompt tokens {self._num_seen} to {start} were never shown"
-        rows = logits[self._num_seen - start : len(self._prompt) - start]
-        if not len(rows):
+        rows = logits[: max(0, len(self._prompt) - start)]
+        if not len(rows) or start + len(rows) <= self._num_seen:
             return
+        assert start <= self._num_seen, f"logits of prompt tokens {self._num_seen} to {start} were never shown"
+        rows = rows[self._num_seen - start :]
         if self._top_n is not None:
             self._score(rows)
         if self._keep_prompt:

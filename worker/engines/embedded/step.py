@@ -92,6 +92,8 @@ class Stepper:
         self.scheduler.settle(plan)  # on CUDA, while the tokens are on their way
         self.sampler.prepare_next()
         samples = launched.collect()
+        if self._tapped:
+            samples.errors |= tap_errors(plan)
         outputs = self.scheduler.commit(plan, samples)
         if self.exchange is not None and self.scheduler.guests:
             self.exchange.hold(plan, outputs)
@@ -103,8 +105,12 @@ class Stepper:
 def show_logits(plan: Plan, logits: torch.Tensor) -> None:
     """Show every tap the row that its request's token is sampled from."""
     for row, request in enumerate(plan.sampled):
-        if request.tap is not None and request.tap.wants_generated:
-            request.tap.see_generated(len(request.tokens), logits[row])
+        request.show_generated(logits[row])
+
+
+def tap_errors(plan: Plan) -> dict[int, str]:
+    """Why requests of sampled rows end here, by row: those whose tap has failed."""
+    return {row: request.tap_error for row, request in enumerate(plan.sampled) if request.tap_error is not None}
 
 
 def plan_edits(plan: Plan) -> Edits:

@@ -59,6 +59,13 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Listen:
+    """To the step thread: who is told of the cache's blocks."""
+
+    sink: KvEventSink
+
+
+@dataclass(frozen=True, slots=True)
 class Go:
     """To the step thread: the consumers have caught up."""
 
@@ -68,7 +75,7 @@ class Stop:
     """To the step thread: leave."""
 
 
-Message = Submit | Abort | Go | Stop
+Message = Submit | Abort | Listen | Go | Stop
 
 
 class StepThread:
@@ -108,10 +115,6 @@ class StepThread:
         self._sink: KvEventSink | None = None
         self._thread = threading.Thread(target=self._run, name="embedded-step", daemon=True)
 
-    def report_blocks(self, sink: KvEventSink) -> None:
-        """Tell `sink` of the cache's blocks, from the next step on, with what was recorded until then."""
-        self._sink = sink
-
     def start(self) -> None:
         """Start the thread."""
         self._watchdog.start()
@@ -140,8 +143,7 @@ class StepThread:
                 self._has_arrivals = False
                 if not prompts_first:
                     self._last_decode_s = time.monotonic()
-                if self._sink is not None:
-                    report(self._stepper.scheduler.cache.drain_events(), self._sink)
+                self._report_blocks()
             self._stepper.close()
         except BaseException as error:  # the thread's outermost frame: whatever it was, the engine is broken
             logger.exception("the step thread died")
@@ -159,6 +161,10 @@ class StepThread:
                     cancelled = self._stepper.abort(request_id)
                     if cancelled is not None:
                         self._publish([cancelled])
+                case Listen(sink):
+                    self._sink = sink
+                    self._stepper.scheduler.cache.record_events()
+                    self._report_blocks()
                 case Go():
                     pass
                 case Stop():
@@ -202,6 +208,10 @@ class StepThread:
         """Whether requests are coming in one after the other."""
         now_s = time.monotonic()
         return now_s - self._last_arrival_s < self._quiet_s and now_s - self._gathering_since_s < MAX_GATHER_S
+
+    def _report_blocks(self) -> None:
+        if self._sink is not None:
+            report(self._stepper.scheduler.cache.drain_events(), self._sink)
 
     def _publish(self, outputs: list[Output]) -> None:
         if not outputs:

@@ -11,9 +11,21 @@ _UNFINISHED = "\ufffd"
 _CONTEXT = 6
 _WINDOW = 16
 
+_LONGEST = 32
+"""Tokens of a window that does not end in a whole character; a character has four bytes at most."""
+
+_KEPT = 8
+"""Newest tokens of such a window that stay, more than a character may lack."""
+
+_STRAY = 4
+"""Tokens of which some are no UTF-8 in any case, whatever follows."""
+
 
 class IncrementalText:
-    """Decodes a growing list of tokens, a few at a time.
+    """Decodes a growing list of tokens, a few at a time; all of its text is that of all tokens decoded at once.
+
+    What has been given out stays. Tokenizers with byte fallback take whole characters back where a stray byte follows
+    them without another token in between; here these stay, too.
 
     Args:
         decode: Of the tokenizer.
@@ -43,6 +55,8 @@ class IncrementalText:
         self._num_given = max(self._num_given, whole)
         if whole == len(self._text):
             self._move_window()
+        elif len(self._tokens) > _LONGEST:
+            piece += self._shorten_window()
         return piece
 
     def finish(self) -> str:
@@ -60,6 +74,37 @@ class IncrementalText:
         if not self._cut and len(self._tokens) >= _WINDOW // 2:
             self._cut = len(self._tokens)
 
+    def _shorten_window(self) -> str:
+        """Let go of the beginning of a window that never ended in a whole character; returns its text."""
+        tokens = self._shorter()
+        text = self._decode(tokens)
+        final = max(0, len(self._text) - len(text))
+        piece = self._text[self._num_given : final]
+        self._tokens, self._text, self._cut = tokens, text, 0
+        self._num_given = max(0, self._num_given - final)
+        return piece
+
+    def _shorter(self) -> list[int]:
+        """Tokens after which the next ones are decoded as they are after the whole window."""
+        tokens = [token_id for token_id in self._tokens if self._decode([token_id])]  # special ones have no text
+        if self._decode(tokens) != self._text:
+            tokens = self._tokens
+        elif len(tokens) <= _WINDOW:
+            return tokens
+        # whatever holds for the text without its last tokens does not depend on how its last character is completed
+        ends = [len(tokens) - count for count in range(_STRAY)]
+        whole = [self._decode(tokens[:end]) for end in ends]
+        for cut in range(len(tokens) - _KEPT, 0, -1):
+            before = self._decode(tokens[:cut])
+            if all(before + self._decode(tokens[cut:end]) == text for end, text in zip(ends, whole, strict=True)):
+                return tokens[cut:]
+        # with byte fallback one stray byte makes U+FFFD of every byte of a run, so it has to stay in front of the rest
+        for first in range(len(tokens) - _KEPT - _STRAY + 1):
+            kept = tokens[first : first + _STRAY] + tokens[-_KEPT:]
+            if not any(self._decode(kept[: len(kept) - count]).strip(_UNFINISHED) for count in range(_STRAY)):
+                return kept
+        return tokens[-_KEPT:]
+
 
 class AnswerText:
     """The text of one answer, up to the first stop string.
@@ -72,7 +117,7 @@ class AnswerText:
         stops: Not empty strings.
         include: Whether the stop string is part of the answer.
         context: Tokens of the prompt.
-        min_tokens: A stop string that is complete before so many tokens is text like any other.
+        is_too_short: Asked with every token: whether a stop string that is complete with it is text like any other.
 
     Attributes:
         stopped_by: The stop string, None while there is none.
@@ -87,13 +132,13 @@ class AnswerText:
         *,
         include: bool = False,
         context: Sequence[int] = (),
-        min_tokens: int = 0,
+        is_too_short: Callable[[], bool] = lambda: False,
     ) -> None:
         self._pieces = IncrementalText(decode, context)
         self._stops = list(stops)
         self._longest = max(map(len, self._stops), default=0)
         self._include = include
-        self._min_tokens = min_tokens
+        self._is_too_short = is_too_short
         self._floor = 0  # a stop string that ends at or before it does not count
         self._ends: list[int] = []  # of each token, the number of characters up to the last that it is a part of
         self._later: list[int] = []  # tokens that are decoded when the text is asked for, as no stop string waits
@@ -132,7 +177,7 @@ class AnswerText:
         if not self._stops:
             self._later.append(token_id)
             return False
-        self._add(self._pieces.append(token_id), self.num_tokens)
+        self._add(self._pieces.append(token_id))
         self._ends.append(len(self._text) + self._pieces.num_held_back)
         return self._stop()
 
@@ -140,7 +185,7 @@ class AnswerText:
         """No more tokens come: what was held back becomes text. Whether that completed a stop string."""
         if self.stopped_by is None:
             self._decode_later()
-            self._add(self._pieces.finish(), self.num_tokens)
+            self._add(self._pieces.finish())
             self._stop()
         return self.stopped_by is not None
 
@@ -150,9 +195,9 @@ class AnswerText:
             self._ends += [len(self._text) + self._pieces.num_held_back] * len(self._later)
             self._later = []
 
-    def _add(self, piece: str, num_tokens: int) -> None:
+    def _add(self, piece: str) -> None:
         self._text += piece
-        if num_tokens < self._min_tokens:
+        if self._is_too_short():
             self._floor = len(self._text)
 
     def _stop(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from worker.engines.embedded import attention
-from worker.engines.embedded.linear import fuse, pack_all, replace_linears
+from worker.engines.embedded.linear import Linear, embed_with, fuse, has_tied_embeddings, pack_all, replace_linears
 from worker.engines.embedded.moe import Experts, Router
 
 MODEL_TYPES = ("gemma2", "gemma3_text", "qwen3_moe")
@@ -26,11 +26,15 @@ class TransformersNetwork(torch.nn.Module):
         attention.register()
         network.set_attn_implementation(attention.IMPLEMENTATION)
         self._model = network.model
+        is_tied = has_tied_embeddings(network)
         self._head = fuse(network.lm_head)
         self._softcap = getattr(network.config, "final_logit_softcapping", None)  # only Gemma's configurations have it
         _replace_experts(self._model)
         replace_linears(self._model)
         pack_all(self, may_be_native)
+        self._model.embed_tokens = _Embedding(self._model.embed_tokens, self._head, is_tied)
+        for parameter in self._model.parameters() if self._head.is_packed else ():
+            parameter.data = parameter.data.clone()  # what is left would keep the whole checkpoint mapped into memory
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: attention.AttentionStep) -> torch.Tensor:
         """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``."""
@@ -48,6 +52,21 @@ class TransformersNetwork(torch.nn.Module):
         if self._softcap is None:
             return logits
         return logits.div_(self._softcap).tanh_().mul_(self._softcap)
+
+
+class _Embedding(torch.nn.Module):
+    """transformers' embedding, which may scale what it looks up; see `embed_with`."""
+
+    def __init__(self, embedding: Any, head: Linear, is_tied: bool) -> None:
+        super().__init__()
+        weight = embedding.weight.detach()
+        scale = getattr(embedding, "embed_scale", None)  # only Gemma's embeddings have it
+        self._scale: torch.Tensor | None = None if scale is None else scale.to(weight.dtype)
+        self._lookup = embed_with(weight, head, is_tied)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self._lookup(ids)
+        return rows if self._scale is None else rows * self._scale
 
 
 def _replace_experts(model: Any) -> None:

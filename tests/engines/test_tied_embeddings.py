@@ -1,0 +1,204 @@
+"""Tied embeddings are held once: rows come out of the packed output layer, bit by bit those of the checkpoint."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_checkpoints import COMMON, EVERY_TYPE, GEMMA, MIXTURE
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from worker.engines.embedded import llama, products
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.linear import Linear, embed_with, linears
+from worker.engines.embedded.llama import LlamaNetwork
+from worker.engines.embedded.model import load_model
+from worker.engines.embedded.panels import Panels, lookup
+from worker.engines.embedded.products import NativeProduct, OneDnnProduct, TorchProduct
+from worker.engines.embedded.transformers_network import TransformersNetwork
+
+DTYPES = [torch.float32, torch.bfloat16]
+TYPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma2": GEMMA,
+    "gemma3_text": {**GEMMA, "layer_types": ["full_attention"] * 3},
+    "qwen3_moe": MIXTURE,
+}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def randn(rows: int, inner: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(rows, inner, generator=torch.Generator().manual_seed(rows * inner)).to(dtype)
+
+
+def blocked(weight: torch.Tensor, columns: int, inner_block: int) -> torch.Tensor:
+    """``weight`` as oneDNN lays it out, ``OI{inner_block}i{columns}o``, in words of 32 bits; element by element."""
+    per_word = 4 // weight.itemsize
+    rows, inner = weight.shape
+    step = inner_block * per_word
+    padded = torch.zeros(-(-rows // columns) * columns, -(-inner // step) * step, dtype=weight.dtype)
+    padded[:rows, :inner] = weight
+    outer = padded.view(-1, columns, padded.shape[1] // step, inner_block, per_word)
+    return outer.permute(0, 2, 3, 1, 4).contiguous().view(torch.int32).flatten()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 200),
+    inner=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+    columns=st.sampled_from(products._ONEDNN_COLUMNS),
+    inner_block=st.sampled_from([1, 8, 16, 64]),
+    data=st.data(),
+)
+def test_rows_are_found_in_every_layout_of_onednn(
+    rows: int, inner: int, dtype: torch.dtype, columns: int, inner_block: int, data: st.DataObject
+) -> None:
+    weight = randn(rows, inner, dtype)
+    words = blocked(weight, columns, inner_block)
+    layouts = list(products.onednn_layouts(words, weight.shape, dtype))
+    assert any(panels.words.shape[2] == columns and panels.hold(weight) for panels in layouts)
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), max_size=9)), dtype=torch.int64)
+    found = lookup(weight, layouts)
+    assert found is not None
+    assert torch.equal(found(ids), weight[ids])
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 150), words=st.integers(1, 40), dtype=st.sampled_from(DTYPES))
+def test_rows_are_found_in_native_panels(rows: int, words: int, dtype: torch.dtype) -> None:
+    weight = randn(rows, words * 4 // dtype.itemsize, dtype)
+    [panels] = NativeProduct(weight, None).layouts()
+    ids = torch.arange(rows).flip(0)
+    assert torch.equal(panels.rows(ids), weight[ids])
+    assert torch.equal(panels.rows(ids[None]), weight[ids][None])
+
+
+@pytest.mark.parametrize("shape", [(320, 64), (1000, 100), (49, 7), (4099, 33)])
+def test_rows_are_found_whatever_this_processor_makes_of_a_weight(shape: tuple[int, int]) -> None:
+    weight = randn(*shape, torch.float32)
+    ids = torch.tensor([0, shape[0] - 1, 3, 3])
+    for may_be_native in (False, True):
+        layer = Linear(weight)
+        layer.pack(may_be_native)
+        for is_tied in (False, True):
+            assert torch.equal(embed_with(weight, layer, is_tied)(ids), weight[ids])
+
+
+def test_a_layout_that_holds_other_rows_is_not_taken() -> None:
+    weight = randn(64, 8, torch.float32)
+    words = blocked(weight, 32, 1).view(2, 8, 32)
+    right = Panels(words, 8, torch.float32)
+    one_off = words.clone()
+    one_off[1, 7, 31] ^= 1
+    wrong = (replace(right, words=one_off), replace(right, words=words.view(4, 8, 16)))
+    assert not any(panels.hold(weight) for panels in wrong)
+    assert lookup(weight, [*wrong, right]) == right.rows
+    assert lookup(weight, wrong) is None
+
+
+RECOGNISED = """
+import torch
+from worker.engines.embedded.products import OneDnnProduct
+for shape in ((320, 64), (49152, 576), (1000, 100)):
+    weight = torch.randn(shape)
+    [found] = [panels for panels in OneDnnProduct(weight, None).layouts() if panels.hold(weight)]
+    print(found.words.nbytes, weight.nbytes)
+"""
+
+
+def test_onednns_layouts_are_known() -> None:
+    """Of the instructions that all processors have which these kernels are made for."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, "-c", RECOGNISED], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for line in result.stdout.splitlines():
+        packed, given = map(int, line.split())
+        assert given <= packed < 1.2 * given  # filled up
+
+
+def make(model_type: str, is_tied: bool) -> Any:
+    maker: Any = AutoModelForCausalLM
+    options = {**COMMON, **TYPES[model_type], "tie_word_embeddings": is_tied, "vocab_size": 4096}
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return maker.from_config(AutoConfig.for_model(model_type, **options), dtype=torch.float32).eval()
+
+
+def large_bytes(network: Any, least: int) -> int:
+    """Bytes of all memory of at least `least` that tensors hold which `network` keeps alive, each counted once."""
+    passed_over = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+    sizes: dict[int, int] = {}
+    seen: set[int] = set()
+    pending = [network]
+    while pending:
+        one = pending.pop()
+        if id(one) in seen or isinstance(one, passed_over):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            storage = one.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        else:
+            pending += gc.get_referents(one)
+    return sum(size for size in sizes.values() if size >= least)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_tied_embeddings_are_held_once(model_type: str) -> None:
+    """In panels as native kernels take them; these are not run, for not every processor could."""
+    kind = LlamaNetwork if model_type in llama.MODEL_TYPES else TransformersNetwork
+    for is_tied in (True, False):
+        network = make(model_type, is_tied)
+        weight = network.model.embed_tokens.weight.detach().clone()
+        scale = getattr(network.model.embed_tokens, "embed_scale", torch.tensor(1.0))
+        packed = kind(network, may_be_native=True)
+        del network
+        gc.collect()
+        assert large_bytes(packed, weight.nbytes) == weight.nbytes * (1 if is_tied else 2)
+        ids = torch.tensor([0, 4095, 77])
+        embed = packed._embed if kind is LlamaNetwork else packed._model.embed_tokens
+        assert torch.equal(embed(ids), weight[ids] * scale)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_logits_are_those_of_a_weight_held_twice(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = LlamaNetwork if model_type in llama.MODEL_TYPES else TransformersNetwork
+    networks = []
+    for keeps_layouts in (True, False):
+        if not keeps_layouts:
+            monkeypatch.setattr(OneDnnProduct, "layouts", TorchProduct.layouts)
+        networks.append(kind(make(model_type, True), may_be_native=False))
+    ids = torch.arange(0, 4096, 61)
+    hidden = [
+        network._embed(ids) if kind is LlamaNetwork else network._model.embed_tokens(ids[None])[0]
+        for network in networks
+    ]
+    assert torch.equal(hidden[0], hidden[1])
+    with torch.inference_mode():
+        logits = [network.logits(hidden[0].clone()) for network in networks]
+    assert torch.equal(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("model_type", EVERY_TYPE)
+def test_nothing_of_a_checkpoint_stays_mapped_that_was_packed(
+    model_type: str, every_checkpoint: dict[str, Path]
+) -> None:
+    path = every_checkpoint[model_type]
+    config = EmbeddedConfig(model_path=path, device="cpu", dtype="float32", kernels="torch", numerics="fast")
+    model = load_model(config)
+    gc.collect()
+    assert all(layer.is_packed for layer in linears(model._network))
+    assert str(path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
