@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from adapters.trtllm import Step
 from worker.arguments import parse_arguments
-from worker.engines.trtllm import TrtllmEngine, config_from, reports
+from worker.engines.trtllm import TrtllmEngine, config_from, reports, verify
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.health import Watch, described, submission_error
 from worker.engines.trtllm.probes import NUM_TOKENS, Calls, ProbeRefused, find_honoured, judge_calls
 from worker.engines.trtllm.settings import EVENT_BUFFER, REFUSED, TrtllmConfig
-from worker.errors import ConfigurationError, InvalidRequest, StartupError
+from worker.errors import ConfigurationError, InvalidRequest, RequestFailed, StartupError
 
 # Settings
 
@@ -553,3 +553,29 @@ async def test_a_verdict_does_not_outlive_the_watch() -> None:
     task.cancel()
     assert await asyncio.gather(*asking) == ["nobody looks after TensorRT-LLM any more"] * 3
     assert executor.reasons == []
+
+
+# The checklist
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), IndexError("x"), RequestFailed("x")])
+async def test_a_check_that_raises_has_failed_and_the_report_goes_on(error: Exception) -> None:
+    async def broken() -> verify.Check:
+        raise error
+
+    unused: Any = None
+    found = await verify.Checklist(unused, unused)._guarded(broken)
+    assert (found.name, found.ok) == ("broken", False)
+    assert type(error).__name__ in found.found
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [([], "must be a file"), (["--model-path"], "must be a file"), (["/no/r.md"], "can be written")],
+)
+def test_a_report_that_cannot_be_written_is_said_before_the_model_is_loaded(
+    argv: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["verify", *argv])
+    assert verify.main() == 2
+    assert problem in capsys.readouterr().err
