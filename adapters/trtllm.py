@@ -259,6 +259,7 @@ class ChainAdapter(TrtllmAdapter):
         self.lagged = lagged
         self.watch: Watch | None = None
         self.num_logprobs: int | None = None
+        self.handed_over = 0  # tokens behind the prompt that another engine has sampled
         self._called = False
 
     @property
@@ -303,8 +304,9 @@ class ChainAdapter(TrtllmAdapter):
                 message = f"were not called for position {position + 1}: the engine went on without them"
                 raise self.chain.fail(self._names(), "skipped", message)
             self.chain.sync(token_ids)
-        elif self._called:
-            self.chain.accept(_UNSEEN, self.chain.position)
+        else:
+            for _ in range(1 if self._called else self.handed_over):
+                self.chain.accept(_UNSEEN, self.chain.position)
         self._called = True
 
     def _check(self, row: torch.Tensor) -> None:

@@ -13,12 +13,15 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERSIONS = {"1.2": "1.2.0", "1.3": "1.3.0rc29"}
 
+# answers have a descriptor of their own: TensorRT-LLM prints to standard output when it is imported
 SERVER = """
-import json, sys
+import json, os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
 for line in sys.stdin:
     space = {}
     exec(json.loads(line), space)
-    print(json.dumps(space["answer"]), flush=True)
+    print(json.dumps(space["answer"]), file=answers, flush=True)
 """
 
 

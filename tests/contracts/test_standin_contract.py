@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 Ask = Callable[[str], Any]
 
@@ -198,3 +201,81 @@ def test_llm_args(contract: Any, version: str, ask: Ask) -> None:
     assert found[1] == contract["kv_cache_config"]
     assert found[2] == contract["cache_transceiver_config"]
     assert found[3] == "refused"
+
+
+# What the library does, beyond its names: one row per fact in the contract's ``behaviour``.
+
+FED = """
+import asyncio
+from tensorrt_llm import DisaggregatedParams
+from tensorrt_llm.executor.result import RequestOutput
+
+def response(index=0, tokens=(), reason=None, *, last=False, cut=0, logprobs=None):
+    return {"index": index, "token_ids": list(tokens), "finish_reason": reason, "stop_reason": None, "cut": cut,
+            "logprobs": logprobs, "disaggregated_params": None, "last": last}
+
+async def _fed(n, kind, responses):
+    given = None if kind is None else DisaggregatedParams(request_type=kind)
+    output = RequestOutput(1, [1], n, print, given)
+    for each in responses:
+        output._queue.put_nowait(each)
+    seen = []
+    try:
+        async for _ in output:
+            seen.append([[list(each.token_ids), each.finish_reason] for each in output.outputs])
+    except Exception as error:
+        seen.append(f"{type(error).__name__}: {error}")
+    return seen
+
+def fed(n, *responses, kind=None):
+    return asyncio.run(_fed(n, kind, responses))
+"""
+
+
+def test_every_fact_has_a_test(contract: Any) -> None:
+    tests = Path(__file__).resolve().parents[1]
+    text = "".join(path.read_text() for folder in ("contracts", "tensorrt") for path in (tests / folder).glob("*.py"))
+    for fact, read_in, test in contract["behaviour"]:
+        assert f"def {test}(" in text, fact
+        assert re.search(r"@[0-9a-f]{8}|pull requests? \d{5}|ai-dynamo \d|Dynamo \d", read_in), fact
+
+
+def test_when_a_sequence_is_told_why_it_ended(ask: Ask) -> None:
+    last = "response(1, [7], 'stop', last=True, cut=1)"
+    seen = ask(f"{FED}\nanswer = fed(2, response(0, [5], 'length'), response(1, [6]), {last})")
+    assert seen == [
+        [[[5], None], [[], None]],
+        [[[5], None], [[6], None]],
+        [[[5], None], [[6], "stop"]],
+    ]
+    cancelled = ask(f"{FED}\nanswer = fed(2, response(0, [5], 'cancelled'), response(1, [], 'cancelled', last=True))")
+    assert [[reason for _, reason in step] for step in cancelled] == [["cancelled", None], ["cancelled"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("response", "kind", "problem"),
+    [
+        ("response(0, [5, 6], logprobs=[[(5, -1.0, 1)]])", None, "AssertionError"),
+        ("response(0, [5], 'timed out', last=True)", None, "ValueError: Unknown finish reason: timed out"),
+        ("response(0, [5], 'not_finished', last=True)", None, "ValueError: Unknown finish reason: not_finished"),
+        ("response(0, [5], 'not_finished', last=True)", "context_only", None),
+        ("response(0, [5], 'cancelled', last=True, logprobs=[])", None, None),
+    ],
+)
+def test_what_the_clients_side_raises(response: str, kind: str | None, problem: str | None, ask: Ask) -> None:
+    (seen,) = ask(f"{FED}\nanswer = fed(1, {response}, kind={kind!r})")
+    assert isinstance(seen, list) if problem is None else seen.startswith(problem)
+
+
+def test_how_many_log_probabilities_may_be_asked_for(version: str, ask: Ask) -> None:
+    for limit in (20, 100):
+        found = ask(
+            "import dataclasses\nfrom tensorrt_llm import SamplingParams, sampling_params\n"
+            f"sampling_params.SWITCHES = dataclasses.replace(sampling_params.SWITCHES, max_logprobs={limit})\n"
+            "answer = []\n"
+            f"for count in ({limit}, {limit + 1}):\n"
+            "    try:\n        SamplingParams(logprobs=count); answer.append(None)\n"
+            "    except ValueError as error:\n        answer.append(str(error))\n"
+        )
+        assert found[0] is None
+        assert (found[1] is None) if version == "1.2" else "logprobs" in found[1]

@@ -206,6 +206,11 @@ def test_the_checklist_passes_on_the_stand_in(tmp_path: Path) -> None:
         timeout=110,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = report.read_text().splitlines()
+    text = report.read_text()
+    assert text.startswith("# TensorRT-LLM checklist\n")  # and not with what TensorRT-LLM prints when it is imported
+    assert text in done.stdout
+    assert "[TensorRT-LLM]" not in done.stdout
+    assert "[TensorRT-LLM] TensorRT LLM version" in done.stderr
+    lines = text.splitlines()
     assert "| TensorRT-LLM | 1.3.0rc29 |" in lines
-    assert sum("| pass |" in line for line in lines) == 12
+    assert sum("| pass |" in line for line in lines) == 13

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 from stand_in import collect, engine, stand_in
 
-from worker.engines import ReadKv, TokenDelta
+from adapters import create_trtllm_adapters
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.processors.forcing import ForcedPrefix
+from adapters.vocabulary import Vocabulary
+from worker.engines import KeepKv, ReadKv, TokenDelta
 from worker.engines.trtllm import TrtllmEngine, handoff
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.flight import Flight
@@ -98,8 +105,8 @@ def test_a_malformed_hand_off_is_refused(change: dict[str, Any]) -> None:
         handoff.decode({**GOOD, **change}, Params, Logprob)
 
 
-def in_role(model: Path, role: Role) -> TrtllmEngine:
-    config = engine(model).config
+def in_role(model: Path, role: Role, *argv: str) -> TrtllmEngine:
+    config = engine(model, *argv).config
     options = {**config.options, "cache_transceiver_config": {"backend": "DEFAULT"}}
     return TrtllmEngine(dataclasses.replace(config, role=role, options=options, kv_hold_s=0.001))
 
@@ -117,19 +124,45 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-async def test_prefill_and_decode_make_the_aggregated_answer(model: Path) -> None:
+# What the sources of different versions do where their documents say nothing.
+VERSIONS: list[dict[str, Any]] = [
+    {},
+    {"context_only_ends": "not_finished", "checks_transferred": True},
+    {"passes_on": False},
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def aggregated(model: Path) -> AsyncIterator[list[TokenDelta]]:
+    """What one worker answers."""
     with stand_in():
-        engines = [in_role(model, role) for role in ("prefill", "decode", "aggregated")]
-        prefill, decode, whole = engines
+        whole = in_role(model, "aggregated")
+        try:
+            await whole.start()
+            yield [await collect(whole, PROMPT, SamplingParams(**{"max_tokens": 10, **asked})) for asked in ASKED]
+            for kv in (KeepKv(), ReadKv(GOOD)):
+                with pytest.raises(InvalidRequest, match="serves aggregated"):
+                    await collect(whole, PROMPT, SamplingParams(), kv=kv)
+        finally:
+            await whole.stop()
+
+
+@pytest.mark.parametrize("switches", VERSIONS, ids=str)
+async def test_prefill_and_decode_make_the_aggregated_answer(
+    model: Path, aggregated: list[TokenDelta], switches: dict[str, Any]
+) -> None:
+    with stand_in(**switches):
+        engines = [in_role(model, role) for role in ("prefill", "decode")]
+        prefill, decode = engines
         try:
             for each in engines:
                 await each.start()
-            for asked in ASKED:
+            for asked, expected in zip(ASKED, aggregated, strict=True):
                 params = {"max_tokens": 10, **asked}
-                expected = await collect(whole, PROMPT, SamplingParams(**params))
-                first = await collect(prefill, PROMPT, SamplingParams(**params))
+                first = await collect(prefill, PROMPT, SamplingParams(**params), kv=KeepKv())
                 if first.finish_reason == "stop":
                     assert (expected.token_ids, first.token_ids, expected.finish_reason) == ([], [], "stop")
+                    assert first.kv is None
                     continue
                 assert first.token_ids == expected.token_ids[:1]
                 assert first.finish_reason == "length"
@@ -141,33 +174,97 @@ async def test_prefill_and_decode_make_the_aggregated_answer(model: Path) -> Non
                     expected.finish_reason,
                     expected.stop_reason,
                 )
-                assert [[(e.token_id, e.rank) for e in each] for each in rest.logprobs or ()] == [
-                    [(e.token_id, e.rank) for e in each] for each in expected.logprobs or ()
-                ]
-            with pytest.raises(InvalidRequest, match="needs the hand-off"):
-                await collect(decode, PROMPT, SamplingParams())
-            with pytest.raises(InvalidRequest, match="serves aggregated"):
-                await collect(whole, PROMPT, SamplingParams(), kv=ReadKv(GOOD))
-            stolen = await collect(decode, [1, 2], SamplingParams(), kv=ReadKv(data))
-            assert stolen.error == "the KV of another prompt was handed over"
+                assert ranks(rest) == ranks(expected)
+            if switches.get("passes_on", True):
+                stolen = await collect(decode, [1, 2], SamplingParams(), kv=ReadKv(data))
+                assert stolen.error == "the KV of another prompt was handed over"
+            for each, kv in ((prefill, ReadKv(data)), (decode, KeepKv())):
+                with pytest.raises(InvalidRequest, match=f"serves {each.config.role}"):
+                    await collect(each, PROMPT, SamplingParams(), kv=kv)
+                own: Any = KeepKv() if each is prefill else ReadKv(data)
+                with pytest.raises(InvalidRequest, match="n: must be 1 in disaggregated"):
+                    await collect(each, PROMPT, SamplingParams(n=2, temperature=1.0), kv=own)
+                probe = await collect(each, PROMPT, SamplingParams(max_tokens=2))  # by nobody but this worker
+                assert (len(probe.token_ids), probe.finish_reason, probe.kv) == (2, "length", None)
         finally:
             for each in engines:
                 await each.stop()
+
+
+async def test_a_lagged_decode_worker_goes_on_behind_the_token_handed_over(model: Path) -> None:
+    lagged = ("--history", "lagged", "--max-num-batched-tokens", "64")
+    with stand_in():
+        engines = [in_role(model, role, *lagged) for role in ("prefill", "decode")]
+        try:
+            for each in engines:
+                await each.start()
+            first = await collect(engines[0], PROMPT, forced([40, 41, 42]), kv=KeepKv())
+            assert first.kv is not None
+            rest = await collect(engines[1], PROMPT, forced([40, 41, 42]), kv=ReadKv(first.kv))
+            assert (first.token_ids, rest.token_ids[:3], rest.error) == ([40], [40, 41, 42], None)
+            assert rest.finish_reason == "length"
+        finally:
+            for each in engines:
+                await each.stop()
+
+
+def forced(token_ids: list[int]) -> SamplingParams:
+    context = Context(Vocabulary(1024), frozenset({1, 4}))
+    made = ProcessorChain(ForcedPrefix.build(ForcedPrefix.Args(token_ids=token_ids), context), context)
+    made.start(PROMPT)
+    return SamplingParams(max_tokens=6, logits_processor=create_trtllm_adapters([made], end_id=4))
+
+
+def ranks(answer: TokenDelta) -> list[list[tuple[int, int]]]:
+    return [[(entry.token_id, entry.rank) for entry in each] for each in answer.logprobs or ()]
+
+
+@dataclasses.dataclass
+class Output:
+    """As TensorRT-LLM's ``CompletionOutput``, as far as a hand-off needs it."""
+
+    token_ids: list[int]
+    disaggregated_params: Any = None
+    logprobs: Any = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+
+GIVEN = Params(request_type="context_only", disagg_request_id=7)
+OWN = Params(request_type="context_only", first_gen_tokens=[6], opaque_state=b"x", disagg_request_id=8)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (Output([5], OWN), OWN),
+        (Output([5], dataclasses.replace(OWN, disagg_request_id=None)), dataclasses.replace(OWN, disagg_request_id=7)),
+        (Output([5]), dataclasses.replace(GIVEN, first_gen_tokens=[5])),
+        (Output([5], GIVEN), dataclasses.replace(GIVEN, first_gen_tokens=[5])),
+        (
+            Output([5], None, [{5: Logprob(-0.5, 1)}]),
+            dataclasses.replace(GIVEN, first_gen_tokens=[5], first_gen_log_probs=[{5: Logprob(-0.5, 1)}]),
+        ),
+    ],
+    ids=["of the output", "but the id", "of the input", "of the input, at the output", "with log probabilities"],
+)
+def test_what_the_output_lacks_is_taken_from_the_input(output: Output, expected: Params) -> None:
+    assert handoff.complete(output, GIVEN) == expected
+
+
+def test_a_hand_off_needs_a_token() -> None:
+    with pytest.raises(RequestFailed, match="no token"):
+        handoff.complete(Output([]), GIVEN)
 
 
 def test_an_abort_waits_until_the_kv_is_here() -> None:
     aborted: list[bool] = []
 
     class Result:
+        finished = False
+
         def abort(self) -> None:
             aborted.append(True)
-
-    @dataclasses.dataclass
-    class Output:
-        token_ids: list[int]
-        logprobs: Any = None
-        finish_reason: str | None = None
-        stop_reason: int | None = None
 
     flight = Flight("r", [Cursor(0, frozenset())], must_not_abort=True, result=Result())
     flight.abort()

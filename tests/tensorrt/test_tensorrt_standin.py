@@ -84,33 +84,64 @@ async def test_processors_are_called_once_per_chunk(model: Path) -> None:
             api.close()
 
 
+def test_the_import_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    with stand_in():
+        importlib.import_module("tensorrt_llm")
+    assert capfd.readouterr().out == "[TensorRT-LLM] TensorRT LLM version: 1.3.0rc29\n"
+
+
+@pytest.mark.parametrize("reason", ["length", "not_finished"])
+async def test_a_context_only_request_ends_by_its_length(model: Path, reason: str) -> None:
+    with stand_in(context_only_ends=reason):
+        api = Api(model, cache_transceiver_config={"backend": "DEFAULT"})
+        try:
+            kind = importlib.import_module("tensorrt_llm").DisaggregatedParams
+            asked = api.params(max_tokens=9, ignore_eos=True)
+            result = await api.llm.generate_async(PROMPT, asked, disaggregated_params=kind(request_type="context_only"))
+            assert (asked.max_tokens, result.outputs[0].finish_reason) == (1, reason)
+            assert result.outputs[0].disaggregated_params.first_gen_tokens == result.outputs[0].token_ids
+            ends = api.params(max_tokens=9, stop_token_ids=list(range(1024)))
+            result = await api.llm.generate_async(PROMPT, ends, disaggregated_params=kind(request_type="context_only"))
+            assert result.outputs[0].finish_reason == "stop"
+            assert result.outputs[0].disaggregated_params.first_gen_tokens is None  # its own input
+        finally:
+            api.close()
+
+
 class Sink:
     """Hears of blocks."""
 
     def __init__(self) -> None:
-        self.heard: asyncio.Queue[tuple[int | None, list[int], list[int]]] = asyncio.Queue()
+        self.heard: asyncio.Queue[tuple[int | None, list[int], list[int], str | None]] = asyncio.Queue()
 
-    def stored(self, parent_hash: int | None, block_hashes: Sequence[int], token_ids: Sequence[int]) -> None:
-        self.heard.put_nowait((parent_hash, list(block_hashes), list(token_ids)))
+    def stored(
+        self,
+        parent_hash: int | None,
+        block_hashes: Sequence[int],
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+    ) -> None:
+        self.heard.put_nowait((parent_hash, list(block_hashes), list(token_ids), cache_salt))
 
     def removed(self, block_hashes: Sequence[int]) -> None:
         raise AssertionError("nothing is removed here")
 
 
 async def test_load_and_kv_events_reach_the_runtime(model: Path) -> None:
-    async with running(model, "--kv-block-size", "16") as served:
+    async with running(model, "--kv-block-size", "16", windows=[128, 4096]) as served:
         loads: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         served.tell_load(lambda used, total: loads.put_nowait((used, total)))
         sink = Sink()
         assert served.has_events
         served.report_blocks(sink)
-        prompt = list(range(20, 60))
-        async for _ in served.generate("r", prompt, SamplingParams(max_tokens=2)):
-            pass
-        tokens: list[int] = []
-        while tokens != prompt[:32]:  # the last block is not full
-            parent, hashes, tokens = await asyncio.wait_for(sink.heard.get(), 30)
-        assert (parent, len(set(hashes))) == (None, 2)
+        prompts = [list(range(start, start + 40)) for start in (20, 120)]
+        for prompt, salt in zip(prompts, (None, "tenant"), strict=True):
+            async for _ in served.generate("r", prompt, SamplingParams(max_tokens=2), cache_salt=salt):
+                pass
+        found = [await asyncio.wait_for(sink.heard.get(), 30) for _ in prompts]
+        assert sink.heard.empty()  # nothing of the smaller window
+        for prompt, salt, (parent, hashes, tokens, told) in zip(prompts, (None, "tenant"), found, strict=True):
+            assert (parent, len(set(hashes)), tokens, told) == (None, 2, prompt[:32], salt)  # the last is not full
         used, total = await asyncio.wait_for(loads.get(), 30)
         assert served._info is not None
         assert 0 <= used <= total == served._info.total_kv_blocks

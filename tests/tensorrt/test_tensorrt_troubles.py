@@ -160,17 +160,98 @@ async def test_a_version_that_hides_the_end_token(model: Path) -> None:
             assert (ours.token_ids, ours.stop_reason) == (theirs.token_ids, theirs.stop_reason)
 
 
+async def several(served: TrtllmEngine, asked: SamplingParams) -> list[TokenDelta]:
+    """Each choice as one delta."""
+    found = [TokenDelta(index=index) for index in range(asked.n)]
+    async for delta in served.generate("n", PROMPT, asked):
+        whole = found[delta.index]
+        assert whole.finish_reason is None
+        whole.token_ids += delta.token_ids
+        whole.finish_reason, whole.stop_reason, whole.error = delta.finish_reason, delta.stop_reason, delta.error
+    return found
+
+
 async def test_several_choices(model: Path) -> None:
+    stops = list(range(0, 1000, 9))
     async with running(model) as served:
-        found: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        ends = 0
-        async for delta in served.generate("n", PROMPT, params(n=3, temperature=1.0)):
-            found[delta.index] += delta.token_ids
-            ends += delta.finish_reason is not None
-        assert ends == 3
-        assert all(len(tokens) == 12 for tokens in found.values())
+        for each in await several(served, params(n=3, temperature=1.0)):
+            assert (len(each.token_ids), each.finish_reason) == (12, "length")
+        found = await several(served, params(n=8, temperature=1.0, stop_token_ids=stops))
+        assert {each.finish_reason for each in found} == {"stop", "length"}
+        assert len({len(each.token_ids) for each in found}) > 2
+        for each in found:
+            assert (each.stop_reason in stops) is (each.finish_reason == "stop")
+            assert not set(each.token_ids) & set(stops)
         with pytest.raises(InvalidRequest, match="n: must be 1"):
             await collect(served, PROMPT, params(n=2, temperature=1.0, seed=4))
+
+
+async def test_several_choices_of_a_version_that_hides_the_end_token(model: Path) -> None:
+    bias = [0.0] * 1024
+    bias[4] = 5.0
+    async with running(model, hides_end_token=True) as served:
+        found = await several(served, params(n=8, temperature=1.0, embedding_bias=bias))
+    assert {each.finish_reason for each in found} == {"stop", "length"}
+    for each in found:
+        assert each.stop_reason == (4 if each.finish_reason == "stop" else None)
+        assert (len(each.token_ids) == 12) is (each.finish_reason == "length")
+        assert 4 not in each.token_ids
+
+
+async def test_the_context_ends_an_answer(model: Path) -> None:
+    async with running(model, "--context-length", "32") as served:
+        for each in await several(served, params(n=3, temperature=1.0, max_tokens=100)):
+            assert (len(each.token_ids), each.finish_reason) == (28, "length")
+
+
+async def test_more_log_probabilities_than_the_version_takes(model: Path) -> None:
+    async with running(model, max_logprobs=20) as served:
+        reasons: list[str] = []
+        served.tell_broken(reasons.append)
+        for _ in range(9):
+            with pytest.raises(InvalidRequest, match="invalid logprobs: 25") as refused:
+                await collect(served, PROMPT, params(logprobs=25))
+            assert refused.value.field == "sampling_params.logprobs"
+        assert (served.num_unfinished(), reasons) == (0, [])
+        answer = await collect(served, PROMPT, params(chain(BannedTokens, token_ids=[50]), logprobs=25))
+        assert [len(each) for each in answer.logprobs or ()] == [26] * 12
+
+
+CLIENT_SIDE: list[tuple[dict[str, Any], str]] = [
+    ({"loses_logprobs": True}, "AssertionError"),
+    ({"odd_reason": "unheard_of"}, "ValueError: Unknown finish reason: unheard_of"),
+    ({"loses_logprobs": True, "version": "1.2.0"}, "AssertionError"),
+]
+
+
+@pytest.mark.parametrize(("switches", "problem"), CLIENT_SIDE, ids=str)
+async def test_an_exception_on_the_clients_side_ends_one_request(
+    model: Path, switches: dict[str, Any], problem: str
+) -> None:
+    """Of the library's two sides; the executor answers a canary, so it lives."""
+    async with running(model, **switches) as served:
+        reasons: list[str] = []
+        served.tell_broken(reasons.append)
+        stranger = served.generate("stranger", PROMPT, params(max_tokens=1500, ignore_eos=True))
+        await anext(stranger)
+        answers = await asyncio.gather(
+            *(collect(served, PROMPT, params(logprobs=1), f"guilty{number}") for number in range(9))
+        )
+        for answer in answers:
+            assert answer.finish_reason == "error"
+            assert problem in str(answer.error)
+        assert reasons == []
+        assert served.num_unfinished() == 1
+        assert (await anext(stranger)).finish_reason is None
+        await stranger.aclose()
+
+
+async def test_a_version_that_does_not_tell_how_much_kv_there_is(model: Path) -> None:
+    async with running(model, "--kv-block-size", "16", tells_capacity=False) as served:
+        info = served._info
+        assert info is not None
+        assert info.kv_block_size == 16
+        assert info.total_kv_blocks > 0
 
 
 async def test_the_executor_dies_under_a_processor(model: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from adapters.trtllm import Step
 from worker.arguments import parse_arguments
-from worker.engines.trtllm import TrtllmEngine, config_from
+from worker.engines.trtllm import TrtllmEngine, config_from, reports, verify
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor
-from worker.engines.trtllm.health import Watch, result_error, submission_error
+from worker.engines.trtllm.health import Watch, described, submission_error
 from worker.engines.trtllm.probes import NUM_TOKENS, Calls, ProbeRefused, find_honoured, judge_calls
 from worker.engines.trtllm.settings import EVENT_BUFFER, REFUSED, TrtllmConfig
-from worker.errors import ConfigurationError, EngineBroken, InvalidRequest, RequestFailed, ServingError, StartupError
+from worker.errors import ConfigurationError, InvalidRequest, RequestFailed, StartupError
 
 # Settings
 
@@ -73,6 +73,13 @@ def test_settings_from_flags_and_file(tmp_path: Path) -> None:
         "enable_iter_perf_stats": True,
     }
     assert (config.max_num_seqs, config.history, config.fails_open) == (8, "lagged", True)
+
+
+def test_a_prefill_worker_does_not_overlap_steps(tmp_path: Path) -> None:
+    for role, overlaps in (("prefill", False), ("decode", True)):
+        config = configured(tmp_path, "", "--disaggregation-mode", role, "--history", "lagged")
+        assert config.options["disable_overlap_scheduler"] is not overlaps
+        assert config.history == "lagged"
 
 
 async def test_a_prefill_worker_stays_for_its_readers(tmp_path: Path) -> None:
@@ -259,6 +266,38 @@ def test_ids_that_shrink_at_the_end() -> None:
     assert (first.token_ids, last.token_ids, last.finish_reason, last.stop_reason) == ([1, 2, 3], [], "stop", None)
 
 
+@pytest.mark.parametrize("finish", [None, "length", "cancelled", "timeout"])
+def test_the_length_limit_holds_whatever_is_generated(finish: str | None) -> None:
+    """TensorRT-LLM may not count the token that a prefill worker handed over (its pull request 16691)."""
+    cursor = Cursor(0, frozenset({4}), 4, max_tokens=3)
+    first, last = cursor.advance(output([5, 6])), cursor.advance(output([5, 6, 7, 8], finish))
+    assert first is not None
+    assert last is not None
+    assert (first.token_ids, first.finish_reason) == ([5, 6], None)
+    assert (last.token_ids, last.finish_reason, last.error) == ([7], "length", None)
+    assert cursor.advance(output([5, 6, 7, 8, 9], finish)) is None
+
+
+def test_an_end_token_at_the_limit_ends_and_one_behind_it_does_not() -> None:
+    at = Cursor(0, frozenset({4}), 4, max_tokens=2).advance(output([5, 4]))
+    behind = Cursor(0, frozenset({4}), 4, max_tokens=2).advance(output([5, 6, 4], "stop"))
+    assert at is not None
+    assert behind is not None
+    assert (at.token_ids, at.finish_reason, at.stop_reason) == ([5], "stop", 4)
+    assert (behind.token_ids, behind.finish_reason, behind.stop_reason) == ([5, 6], "length", None)
+
+
+@pytest.mark.parametrize(
+    ("default_end", "finish", "stop"), [(4, "stop", 4), (None, "error", None)], ids=["end hidden", "no end"]
+)
+def test_a_sequence_that_is_told_no_reason(default_end: int | None, finish: str, stop: int | None) -> None:
+    cursor = Cursor(0, frozenset(), default_end, max_tokens=9)
+    assert cursor.advance(output([5, 6])) is not None
+    last = cursor.advance(output([5, 6]), is_last=True)
+    assert last is not None
+    assert (last.token_ids, last.finish_reason, last.stop_reason) == ([], finish, stop)
+
+
 def test_an_end_that_is_no_end_is_an_error() -> None:
     delta = Cursor(0, frozenset()).advance(output([1], "timeout"))
     assert delta is not None
@@ -302,10 +341,94 @@ def test_kv_events() -> None:
     relay.take({"event_id": 4, "data": {"type": "removed", "block_hashes": [high, 6]}})
     relay.take({"event_id": 5, "data": {"type": "updated", "block_hash": 5}})
     assert sink.calls == [
-        ("stored", 2**63, [high, 5], [1, 2, 3, 4]),
+        ("stored", 2**63, [high, 5], [1, 2, 3, 4], None),
         ("removed", [high, 6]),
     ]
     assert relay.num_gaps == 1
+
+
+def stored(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "stored", "parent_hash": None, "blocks": list(blocks)}
+
+
+def test_kv_events_of_smaller_attention_windows_are_left_out() -> None:
+    sink = Sink()
+    relay = EventRelay(sink, 2)
+    events = [
+        (128, {"type": "created"}),
+        (4096, {"type": "created"}),
+        (128, stored(block(1, [1, 2]))),
+        (4096, stored(block(2, [1, 2]))),
+        (128, {"type": "removed", "block_hashes": [1]}),
+        (4096, {"type": "removed", "block_hashes": [2]}),
+    ]
+    for number, (window, data) in enumerate(events):
+        relay.take({"event_id": number, "data": data, "window_size": window})
+    assert sink.calls == [("stored", None, [2], [1, 2], None), ("removed", [2])]
+    assert relay.num_gaps == 0
+
+
+def test_salts_of_kv_events() -> None:
+    sink = Sink()
+    relay = EventRelay(sink, 2)
+    tenant = [{**block(number, [number, 2]), "cache_salt": "tenant"} for number in (1, 3)]
+    relay.take({"data": stored(*tenant)})
+    with pytest.raises(ValueError, match="several salts"):
+        relay.take({"data": stored(tenant[0], {**block(5, [5, 6]), "cache_salt": "other"})})
+    assert sink.calls == [("stored", None, [1, 3], [1, 2, 3, 2], "tenant")]
+
+
+class Reporting:
+    """An ``LLM`` whose questions are answered by a list: records, or an exception."""
+
+    def __init__(self, *answers: list[Any] | Exception) -> None:
+        self.answers = list(answers)
+        self.exhausted = asyncio.Event()
+
+    async def get_kv_cache_events_async(self, timeout: float) -> AsyncIterator[Any]:
+        if not self.answers:
+            self.exhausted.set()
+            return
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        for record in answer:
+            yield record
+
+    get_stats_async = get_kv_cache_events_async
+
+
+async def poll(monkeypatch: pytest.MonkeyPatch, start: str, *answers: list[Any] | Exception) -> list[Any]:
+    """What reaches the runtime of what the executor answers."""
+    monkeypatch.setattr(reports, "PAUSE_S", 0.0)
+    runtime, llm, sink = reports.RuntimeReports(TrtllmConfig(model_path="/m")), Reporting(*answers), Sink()
+    runtime._llm = llm
+    runtime.tell_load(lambda *load: sink.calls.append(load))
+    relay = EventRelay(sink, 2)
+    task = asyncio.create_task(runtime._relay(relay) if start == "relay" else runtime._report_load())
+    await asyncio.wait_for(llm.exhausted.wait(), 30)
+    assert not task.done()
+    task.cancel()
+    return sink.calls
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), TypeError("x"), AssertionError("not yet"), RuntimeError("x")])
+async def test_kv_events_go_on_after_an_error(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = {"event_id": 0, "data": stored(block(1, [1, 2]))}
+    malformed = {"event_id": 1, "data": stored({"block_hash": 2})}
+    two = {"event_id": 2, "data": stored(block(3, [3, 4]))}
+    calls = await poll(monkeypatch, "relay", [one], error, error, [malformed, two])
+    assert [hashes for _, _, hashes, _, _ in calls] == [[1], [3]]
+    told = [record.getMessage() for record in caplog.records]
+    assert sum(f"KV events: {type(error).__name__}: " in line for line in told) == 1
+    assert sum("a record was left out: KeyError: 'tokens'" in line for line in told) == 1
+
+
+async def test_statistics_go_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"kvCacheStats": {"usedNumBlocks": 3, "maxNumBlocks": 9}}
+    assert await poll(monkeypatch, "load", [None], AssertionError("off"), [record]) == [(3, 9)]
 
 
 def test_statistics() -> None:
@@ -318,22 +441,25 @@ def test_statistics() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"),
+    ("error", "field"),
     [
-        (_RequestError("too long"), InvalidRequest),
-        (ValueError("bad"), InvalidRequest),
-        (AssertionError("no transceiver"), InvalidRequest),
-        (AttributeError("Can't pickle local object"), InvalidRequest),
-        (RuntimeError("LLM is shutting down"), EngineBroken),
+        (_RequestError("too long"), "request"),
+        (ValueError("bad"), "request"),
+        (ValueError("logprobs (25) exceeds 20"), "sampling_params.logprobs"),
+        (ValueError("best_of (1) cannot be less than n (2)"), "sampling_params.best_of"),
+        (AssertionError("no transceiver"), "request"),
+        (AttributeError("Can't pickle local object"), "sampling_params.logits_processor"),
     ],
 )
-def test_what_is_refused_at_submission(error: Exception, kind: type[ServingError]) -> None:
-    assert isinstance(submission_error(error, package()), kind)
+def test_what_is_refused_at_submission(error: Exception, field: str) -> None:
+    refusal = submission_error(error, package(), ["n", "best_of", "logprobs"])
+    assert isinstance(refusal, InvalidRequest)
+    assert refusal.field == field
 
 
-def test_what_ends_a_result() -> None:
-    assert isinstance(result_error(_RequestError("x"), package()), RequestFailed)
-    assert isinstance(result_error(RuntimeError("CUDA error"), package()), EngineBroken)
+def test_what_is_no_refusal() -> None:
+    assert submission_error(RuntimeError("LLM is shutting down"), package()) is None
+    assert described(RuntimeError("CUDA\nerror")) == "TensorRT-LLM: RuntimeError: CUDA error"
 
 
 class Executor:
@@ -356,9 +482,9 @@ class Executor:
             raise RuntimeError("gone")
         return self.is_healthy
 
-    def watch(self, *, has_check: bool = True, interval_s: float = 0.001) -> Watch:
+    def watch(self, *, has_check: bool = True, interval_s: float = 0.001, timeout_s: float = 0.05) -> Watch:
         check = self.check if has_check else None
-        return Watch(check, self.canary, package(), interval_s, 0.05, self.reasons.append)
+        return Watch(check, self.canary, package(), interval_s, timeout_s, self.reasons.append)
 
 
 @pytest.mark.parametrize(
@@ -397,3 +523,59 @@ async def test_a_failed_request_is_a_reason_to_look_and_no_more() -> None:
         await asyncio.sleep(0)
     task.cancel()
     assert executor.reasons == []
+
+
+async def test_a_verdict_is_asked_for_once_by_all() -> None:
+    executor = Executor()
+    watch = executor.watch(interval_s=1000, timeout_s=1000)
+    task = asyncio.create_task(watch.run())
+    watch.heard()
+    assert await asyncio.gather(*(watch.verdict() for _ in range(5))) == [None] * 5
+    assert executor.num_canaries == 1
+    executor.answer = RuntimeError("CUDA error")
+    asked = [watch.verdict() for _ in range(3)]
+    problems = await asyncio.gather(*asked, watch.verdict())
+    assert problems == ["TensorRT-LLM: RuntimeError: CUDA error"] * 4
+    assert await watch.verdict() == problems[0]
+    await task
+    assert executor.reasons == problems[:1]
+
+
+async def test_a_verdict_does_not_outlive_the_watch() -> None:
+    executor = Executor("hangs")
+    watch = executor.watch(interval_s=1000, timeout_s=1000)
+    task = asyncio.create_task(watch.run())
+    asking = [asyncio.create_task(watch.verdict()) for _ in range(2)]
+    while not executor.num_canaries:
+        await asyncio.sleep(0)
+    asking.append(asyncio.create_task(watch.verdict()))
+    await asyncio.sleep(0)
+    task.cancel()
+    assert await asyncio.gather(*asking) == ["nobody looks after TensorRT-LLM any more"] * 3
+    assert executor.reasons == []
+
+
+# The checklist
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), IndexError("x"), RequestFailed("x")])
+async def test_a_check_that_raises_has_failed_and_the_report_goes_on(error: Exception) -> None:
+    async def broken() -> verify.Check:
+        raise error
+
+    unused: Any = None
+    found = await verify.Checklist(unused, unused)._guarded(broken)
+    assert (found.name, found.ok) == ("broken", False)
+    assert type(error).__name__ in found.found
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [([], "must be a file"), (["--model-path"], "must be a file"), (["/no/r.md"], "can be written")],
+)
+def test_a_report_that_cannot_be_written_is_said_before_the_model_is_loaded(
+    argv: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["verify", *argv])
+    assert verify.main() == 2
+    assert problem in capsys.readouterr().err

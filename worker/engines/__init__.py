@@ -101,13 +101,20 @@ class TokenDelta:
 class KvEventSink(Protocol):
     """Hears which blocks of KV an engine has, for a router. Called by the engine's own thread; must not block."""
 
-    def stored(self, parent_hash: int | None, block_hashes: Sequence[int], token_ids: Sequence[int]) -> None:
+    def stored(
+        self,
+        parent_hash: int | None,
+        block_hashes: Sequence[int],
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+    ) -> None:
         """Blocks have become known, one after the other.
 
         Args:
             parent_hash: Of the block before the first one, None if it begins a sequence.
             block_hashes: 64 bits each, unsigned, made of the block's tokens and of all before them.
             token_ids: Of all these blocks.
+            cache_salt: Of the request that they come from, None if they have none or the engine does not say.
         """
 
     def removed(self, block_hashes: Sequence[int]) -> None:

@@ -157,10 +157,17 @@ class RouterEvents:
         self._publisher = publisher
         self._block_size = block_size
 
-    def stored(self, parent_hash: int | None, block_hashes: Sequence[int], token_ids: Sequence[int]) -> None:
+    def stored(
+        self,
+        parent_hash: int | None,
+        block_hashes: Sequence[int],
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+    ) -> None:
         parent = None if parent_hash is None else _signed(parent_hash)
         sizes = [self._block_size] * len(block_hashes)
-        self._publisher.publish_stored(list(token_ids), sizes, [_signed(each) for each in block_hashes], parent)
+        hashes = [_signed(each) for each in block_hashes]
+        self._publisher.publish_stored(list(token_ids), sizes, hashes, parent, cache_salt=cache_salt)
 
     def removed(self, block_hashes: Sequence[int]) -> None:
         self._publisher.publish_removed([_signed(each) for each in block_hashes])

@@ -14,8 +14,6 @@ from pydantic import BaseModel
 
 from tensorrt_llm.standin_switches import SWITCHES
 
-MAX_LOGPROBS = 100
-
 
 class LogprobMode(str, Enum):
     RAW = "raw"
@@ -127,7 +125,7 @@ class _Rules:
             require(value is None or value >= 0, name)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            require(value is None or 0 <= value <= MAX_LOGPROBS, name)
+            require(value is None or 0 <= value <= SWITCHES.max_logprobs, name)
         require(self.logprobs_mode in ("raw", "processed"), "logprobs_mode")
         require(
             not self.logprobs_simple_format or (self.logprobs == 0 and not self.use_beam_search),

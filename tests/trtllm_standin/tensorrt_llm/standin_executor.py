@@ -36,14 +36,16 @@ class Row:
 
     failure = None
 
-    def __init__(self, number: int, params: Any, prompt_length: int, settings: dict[str, Any], first: int) -> None:
+    def __init__(
+        self, number: int, choice: int, params: Any, prompt_length: int, settings: dict[str, Any], first: int
+    ) -> None:
         self.number = number
         self.params = params
         self.prompt_length = prompt_length
         self.settings = settings
         self.first = first  # position of the first token that this executor generates
         self.logprobs: list[list[tuple[int, float, int]]] = []
-        self.generator = torch.Generator().manual_seed(params.seed if _seeded(params) else 0)
+        self.generator = torch.Generator().manual_seed((params.seed if _seeded(params) else 0) + choice)
         processors = params.logits_processor
         self.processors = processors if isinstance(processors, list) else [] if processors is None else [processors]
         self.raised: str | None = None
@@ -185,6 +187,7 @@ class Executor:
         self.rows: dict[int, list[Row]] = {}
         self.names: dict[int, list[str]] = {}
         self.unfinished: dict[int, int] = {}
+        self.salts: dict[int, str | None] = {}
         self.events = itertools.count()
 
     async def run(self) -> None:
@@ -194,6 +197,10 @@ class Executor:
             self.connection.send(str(error))
             return
         self.connection.send("ready")
+        if self.settings["events"]:
+            for window in SWITCHES.windows:
+                data = {"type": "created", "num_blocks_per_cache_level": [self.settings["total_blocks"], 0]}
+                self._publish(data, window)
         inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop, inbox), daemon=True).start()
@@ -222,6 +229,7 @@ class Executor:
         self.names[client_id] = [f"{client_id}-{choice}" for choice in range(params.n)]
         self.rows[client_id] = []
         self.unfinished[client_id] = params.n
+        self.salts[client_id] = body["cache_salt"]
         self.tasks[client_id] = [
             asyncio.create_task(self._decode(client_id, choice, prompt, params, hand_off)) for choice in range(params.n)
         ]
@@ -235,7 +243,7 @@ class Executor:
                 if self._hand_over(client_id, choice, first, params, hand_off):
                     return
             tokens = [*prompt, *first]
-            row = Row(next(self.numbers), params, len(prompt), self.settings, len(tokens))
+            row = Row(next(self.numbers), choice, params, len(prompt), self.settings, len(tokens))
             self.rows[client_id].append(row)
             await self._stream(client_id, choice, row, tokens, params, kind, len(first))
         except ServingError as error:
@@ -244,25 +252,25 @@ class Executor:
             self._ended(client_id, prompt)
 
     def _hand_over(self, client_id: int, choice: int, first: list[int], params: Any, hand_off: Any) -> bool:
-        """The transferred tokens come out first, under the same stop criteria; whether they end the answer."""
-        ends = first[-1] in _ends(params)
-        reason = "stop" if ends else "length" if len(first) >= params.max_tokens else None
-        entries = (
-            []
-            if hand_off.first_gen_log_probs is None
-            else [
-                [(token, each.logprob, each.rank) for token, each in position.items()]
-                for position in hand_off.first_gen_log_probs
-            ]
-        )
-        cut = int(ends and SWITCHES.hides_end_token)
-        self._respond(client_id, _response(choice, first, entries, reason, None, cut=cut, last=reason is not None))
+        """The transferred tokens come out first; whether they end the answer, where the version looks at that."""
+        ends = SWITCHES.checks_transferred and first[-1] in _ends(params)
+        is_spent = SWITCHES.checks_transferred and len(first) >= params.max_tokens
+        reason = "stop" if ends else "length" if is_spent else None
+        entries = [
+            [(token, each.logprob, each.rank) for token, each in position.items()]
+            for position in hand_off.first_gen_log_probs or ()
+        ]
+        if ends and SWITCHES.hides_end_token:
+            first, entries = first[:-1], entries[:-1]
+        shown = entries if _wants_logprobs(params) else None
+        self._respond(client_id, _response(choice, first, shown, reason, None, last=reason is not None))
         return reason is not None
 
     async def _stream(
         self, client_id: int, choice: int, row: Row, tokens: list[int], params: Any, kind: str, num_first: int
     ) -> None:
-        limit = 1 if kind == "context_only" else params.max_tokens - num_first
+        room = self.settings["max_seq_len"] - row.prompt_length
+        limit = max(min(params.max_tokens, room) - num_first, 1)  # one step at least, whatever was transferred
         ends = _ends(params)
         wanted = EmbeddedParams(
             max_tokens=limit,
@@ -287,21 +295,19 @@ class Executor:
             entries = row.logprobs[sent : sent + len(delta.token_ids)]
             sent += len(delta.token_ids)
             reason, stop_reason, cut = _finish(delta, params)
-            passed = None
+            if SWITCHES.odd_reason is not None and row.prompt_length > 2 and reason is not None:
+                reason = SWITCHES.odd_reason
+            passed, new = None, list(delta.token_ids)
             if kind == "context_only" and reason == "length":
-                reason, passed = "not_finished", _passed_on(client_id, tokens, delta.token_ids, entries)
+                reason, passed = SWITCHES.context_only_ends, _passed_on(client_id, tokens, new, entries)
+            if reason == "stop" and stop_reason is None and SWITCHES.hides_end_token:
+                new, entries = new[:-1], entries[:-1]
+            if SWITCHES.loses_logprobs and row.prompt_length > 2 and sent > 1:
+                entries = []
+            shown = entries if _wants_logprobs(params) else None
+            last = reason is not None
             self._respond(
-                client_id,
-                _response(
-                    choice,
-                    delta.token_ids,
-                    entries,
-                    reason,
-                    stop_reason,
-                    cut=cut,
-                    passed=passed,
-                    last=reason is not None,
-                ),
+                client_id, _response(choice, new, shown, reason, stop_reason, cut=cut, passed=passed, last=last)
             )
 
     def _fail_all(self, message: str) -> None:
@@ -323,22 +329,24 @@ class Executor:
             used = sum(math.ceil(row.prompt_length / block) for rows in self.rows.values() for row in rows)
             self.connection.send(("stats", 0, {"kvCacheStats": {"usedNumBlocks": used, "maxNumBlocks": total}}))
         if self.settings["events"]:
-            self.connection.send(("event", 0, self._stored(prompt, block)))
+            for window in SWITCHES.windows:
+                self._publish(self._stored(prompt, block, window, self.salts.get(client_id)), window)
         if all(task.done() or task is asyncio.current_task() for task in self.tasks.get(client_id, ())):
-            for table in (self.tasks, self.rows, self.names, self.unfinished):
+            for table in (self.tasks, self.rows, self.names, self.unfinished, self.salts):
                 table.pop(client_id, None)
 
-    def _stored(self, prompt: list[int], block: int) -> dict[str, Any]:
-        blocks, parent = [], 0
+    def _publish(self, data: dict[str, Any], window: int) -> None:
+        self.connection.send(("event", 0, {"event_id": next(self.events), "data": data, "window_size": window}))
+
+    def _stored(self, prompt: list[int], block: int, window: int, salt: str | None) -> dict[str, Any]:
+        blocks, parent = [], window
         for start in range(0, len(prompt), block):
             part = prompt[start : start + block]
             parent = int.from_bytes(hashlib.blake2b(f"{parent}:{part}".encode(), digest_size=8).digest(), "big")
             tokens = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in part]
-            blocks.append(
-                {"type": "stored_block", "block_hash": parent, "tokens": tokens, "cache_level": 0, "priority": 35}
-            )
-        data = {"type": "stored", "parent_hash": None, "blocks": blocks}
-        return {"event_id": next(self.events), "data": data, "window_size": 4096}
+            one = {"type": "stored_block", "block_hash": parent, "tokens": tokens, "cache_level": 0, "priority": 35}
+            blocks.append(one if salt is None else {**one, "cache_salt": salt})
+        return {"type": "stored", "parent_hash": None, "blocks": blocks}
 
 
 def _ends(params: Any) -> frozenset[int]:
@@ -348,19 +356,19 @@ def _ends(params: Any) -> frozenset[int]:
 
 
 def _finish(delta: Any, params: Any) -> tuple[str | None, int | None, int]:
-    """Finish reason, stop reason, and how many tokens are taken back."""
+    """Finish reason, stop reason, and how many tokens of a stop word are taken back."""
     if delta.finish_reason != "stop":
         return delta.finish_reason, None, 0
     token = delta.stop_reason
     if token == params.end_id:
-        return "stop", None, int(SWITCHES.hides_end_token)
+        return "stop", None, 0
     return "stop", token, int(not params.include_stop_str_in_output)
 
 
 def _response(
     choice: int,
     tokens: list[int],
-    entries: list[Any],
+    entries: list[Any] | None,
     reason: str | None,
     stop_reason: int | None,
     *,
@@ -398,6 +406,9 @@ def _passed_on(client_id: int, prompt: list[int], tokens: list[int], entries: li
 
 
 def _first_tokens(hand_off: Any, prompt: list[int]) -> list[int]:
+    """A hand-off without state is found by its id, as that of the transceiver in Python."""
+    if hand_off.opaque_state is None and hand_off.disagg_request_id is not None:
+        return list(hand_off.first_gen_tokens)
     if hand_off.opaque_state != b"\x00\xff" + _digest(prompt).encode():
         raise ServingError("the KV of another prompt was handed over")
     return list(hand_off.first_gen_tokens)

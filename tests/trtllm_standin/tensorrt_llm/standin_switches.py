@@ -32,6 +32,15 @@ class Switches:
         dies_on_prompt: The executor's process ends at the second token of a prompt of more than two tokens; the
             worker's probes are shorter.
         lagging: Processors see an old history although the overlap scheduler is off.
+        context_only_ends: Finish reason of a context-only request, whose length limit is always 1.
+        passes_on: What a context-only request leaves for the generation phase is with its output; else nothing is.
+        checks_transferred: The transferred token of a generation-only request counts for the length limit, and ends
+            the answer if it is an end token.
+        max_logprobs: Most likeliest tokens that may be asked for; versions of spring 2026 take 20.
+        loses_logprobs: Log probabilities of the second token of a prompt of more than two tokens get lost on the way.
+        odd_reason: A finish reason that the client's side does not know, for prompts of more than two tokens.
+        tells_capacity: `LLM.get_kv_cache_capacity` says something.
+        windows: Attention windows of the model's layers, in tokens; each has KV blocks and events of its own.
     """
 
     version: str = NEW
@@ -40,6 +49,14 @@ class Switches:
     skips: list[int] = field(default_factory=list)
     dies_on_prompt: bool = False
     lagging: bool = False
+    context_only_ends: str = "length"
+    passes_on: bool = True
+    checks_transferred: bool = False
+    max_logprobs: int = 100
+    loses_logprobs: bool = False
+    odd_reason: str | None = None
+    tells_capacity: bool = True
+    windows: list[int] = field(default_factory=lambda: [4096])
 
     @property
     def is_old(self) -> bool:

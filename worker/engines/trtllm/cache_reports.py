@@ -20,17 +20,28 @@ class EventRelay:
         sink: Hears of them.
         block_size: Tokens per full block; a shorter one, the last of a prompt, is left out, and so is what follows it.
         num_gaps: How often event ids were not consecutive: the buffer had overflowed.
+
+    A model whose layers have several attention windows has KV blocks, and events, for each of them; the router hears of
+    those of the largest window alone. The pools of all windows are announced (``created``) before anything is stored.
     """
 
     sink: KvEventSink
     block_size: int
     num_gaps: int = 0
+    _window: int | None = None
     _partial: set[int] = field(default_factory=set)
     _last_id: int | None = None
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Pass one event on."""
+        """Pass one event on.
+
+        Raises:
+            ValueError: its blocks have several salts.
+            LookupError, TypeError, AttributeError: it is not of the form that is known. Nothing of it is passed on.
+        """
         self._check_order(event.get("event_id"))
+        if not self._is_of_largest_window(event.get("window_size")):
+            return
         data = event.get("data") or {}
         kind = data.get("type")
         if kind == "stored":
@@ -47,9 +58,17 @@ class EventRelay:
             logger.warning("KV events %d to %d were lost", self._last_id + 1, event_id - 1)
         self._last_id = event_id
 
+    def _is_of_largest_window(self, window: int | None) -> bool:
+        """Old versions do not say of which window an event is: they have one."""
+        if window is None:
+            return True
+        self._window = window if self._window is None else max(self._window, window)
+        return window == self._window
+
     def _stored(self, data: Mapping[str, Any]) -> None:
         token_ids: list[int] = []
         hashes: list[int] = []
+        salt = _salt_of(data)
         for block in data.get("blocks") or ():
             tokens = [int(token["token_id"]) for token in block["tokens"]]
             block_hash = int(block["block_hash"])
@@ -60,7 +79,7 @@ class EventRelay:
             hashes.append(block_hash)
         if hashes:
             parent = data.get("parent_hash")
-            self.sink.stored(None if parent is None else int(parent), hashes, token_ids)
+            self.sink.stored(None if parent is None else int(parent), hashes, token_ids, salt)
 
     def _removed(self, block_hashes: Iterable[int]) -> None:
         gone = [int(each) for each in block_hashes]
@@ -68,6 +87,14 @@ class EventRelay:
         self._partial.difference_update(gone)
         if published:
             self.sink.removed(published)
+
+
+def _salt_of(data: Mapping[str, Any]) -> str | None:
+    """The salt of the stored blocks, None for blocks that every request may share. Each block says it for itself."""
+    salts = {block.get("cache_salt") for block in data.get("blocks") or ()}
+    if len(salts) > 1:
+        raise ValueError("a KV event has blocks of several salts")
+    return next(iter(salts), None)
 
 
 def kv_blocks(stats: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -1,7 +1,9 @@
 """TensorRT-LLM's cumulative outputs cut into deltas.
 
 Its ids may shrink at the end, because a stop word is taken back, and whether the token that ended an answer is among
-them depends on which list it was in, and on the version. Here it is shown exactly if the request asked for it.
+them depends on which list it was in, and on the version. Here it is shown exactly if the request asked for it. Of
+several sequences only the last one to end is given a finish reason, and the token that a prefill worker handed over may
+not count for the length limit: so end tokens and the limit are looked for here, whatever TensorRT-LLM says.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Cursor:
         default_end: The id that TensorRT-LLM's own tokenizer ends answers with, None if it must not.
         shows_end: Whether the id that ended the answer is part of it.
         num_logprobs: Likeliest tokens to report with each, None for no log probabilities.
+        max_tokens: Longest answer, None for whatever TensorRT-LLM generates.
         num_sent: Tokens told so far.
         finished: Whether the last delta has been made.
     """
@@ -39,17 +42,21 @@ class Cursor:
     default_end: int | None = None
     shows_end: bool = False
     num_logprobs: int | None = None
+    max_tokens: int | None = None
     num_sent: int = 0
     finished: bool = field(default=False)
 
-    def advance(self, output: Any) -> TokenDelta | None:
-        """What is new in a ``CompletionOutput``, None if nothing is."""
+    def advance(self, output: Any, *, is_last: bool = False) -> TokenDelta | None:
+        """What is new in a ``CompletionOutput``, None if nothing is. ``is_last``: there will be no further one."""
         if self.finished:
             return None
         tokens = list(output.token_ids or ())
         delta = TokenDelta(tokens[self.num_sent :], self.index)
         if output.finish_reason is not None:
             _finish(delta, str(output.finish_reason), output.stop_reason)
+        elif is_last:
+            self._finish_unsaid(delta)
+        self._end_at_limit(delta)
         self._end_at_first(delta)
         if self.num_logprobs is not None and output.logprobs:
             shown = output.logprobs[self.num_sent : self.num_sent + len(delta.token_ids)]
@@ -58,6 +65,19 @@ class Cursor:
         self.num_sent += len(delta.token_ids)
         self.finished = delta.finish_reason is not None
         return delta if delta.token_ids or self.finished else None
+
+    def _finish_unsaid(self, delta: TokenDelta) -> None:
+        """A sequence that ended without a reason, an end token or its last token: the version hides the end token."""
+        if self.default_end is None:
+            delta.finish_reason, delta.error = "error", "TensorRT-LLM ended the request without a reason"
+        else:
+            delta.finish_reason = "stop"
+
+    def _end_at_limit(self, delta: TokenDelta) -> None:
+        if self.max_tokens is None or self.num_sent + len(delta.token_ids) < self.max_tokens:
+            return
+        del delta.token_ids[self.max_tokens - self.num_sent :]
+        delta.finish_reason, delta.stop_reason, delta.error = "length", None, None
 
     def _end_at_first(self, delta: TokenDelta) -> None:
         """The first end token ends the answer, whether TensorRT-LLM stops there or not."""

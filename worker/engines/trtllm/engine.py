@@ -20,7 +20,7 @@ from worker.engines.trtllm.cache_reports import kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor, entries_of
 from worker.engines.trtllm.flight import Flight
-from worker.engines.trtllm.health import Watch, result_error, submission_error
+from worker.engines.trtllm.health import Watch, described, submission_error
 from worker.engines.trtllm.params import Lowered, Served, callable_of, lower
 from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefused, find_honoured, judge_calls
 from worker.engines.trtllm.reports import RuntimeReports
@@ -104,6 +104,8 @@ class TrtllmEngine(RuntimeReports):
         )
         self._info = await self._describe(package, calls.vocab_size, context_length, eos_token_ids)
         self._start_watching(package)
+        if self.config.role != "aggregated":
+            logger.warning("NVIDIA does not support logits processors with disaggregated serving: docs/tensorrt-llm.md")
         return self._info
 
     async def stop(self) -> None:
@@ -191,7 +193,8 @@ class TrtllmEngine(RuntimeReports):
         """Tokens per KV block, and blocks; (…, 0) where the version does not tell."""
         if hasattr(self._llm, "get_kv_cache_capacity"):
             capacity = self._llm.get_kv_cache_capacity()
-            return int(capacity["tokensPerBlock"]), int(capacity["maxNumBlocks"])
+            if capacity:  # empty where the version finds no KV cache, or no count of its blocks
+                return int(capacity["tokensPerBlock"]), int(capacity["maxNumBlocks"])
         cache = getattr(args, "kv_cache_config", None)
         block = int(getattr(cache, "tokens_per_block", 32))
         with contextlib.suppress(AssertionError, RuntimeError):
@@ -226,7 +229,7 @@ class TrtllmEngine(RuntimeReports):
         cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.Engine.generate`."""
-        flight = self._submit(request_id, list(prompt_token_ids), sampling_params, kv, cache_salt)
+        flight = await self._submit(request_id, list(prompt_token_ids), sampling_params, kv, cache_salt)
         try:
             while True:
                 yield await flight.take()
@@ -249,7 +252,7 @@ class TrtllmEngine(RuntimeReports):
         """End every unfinished request with `Draining`, and refuse new ones; returns how many were ended."""
         return self._end_all(Draining("the worker is shutting down"))
 
-    def _submit(
+    async def _submit(
         self,
         request_id: str,
         prompt: list[int],
@@ -271,33 +274,39 @@ class TrtllmEngine(RuntimeReports):
         places = self.config.max_num_seqs + self.config.max_queue
         if len(self._flights) >= places:
             raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
-        flight = self._flight(request_id, lowered, params)
+        flight = self._flight(request_id, lowered, params, self._info.context_length - len(prompt))
         flight.number = str(number)
         adapter = self._adapter(flight, lowered, params)
-        arguments = self._disaggregated(flight, kv.handle if isinstance(kv, ReadKv) else None, params)
+        arguments = self._disaggregated(flight, kv, params)
+        if adapter is not None:
+            adapter.handed_over = flight.handed_over
         if cache_salt is not None:
             arguments["cache_salt"] = cache_salt
-        native = self._package.sampling_params(**lowered.fields)
-        if adapter is not None:
-            native.logits_processor = [adapter]
-        streaming = self.config.role != "prefill"
+        streaming = not isinstance(kv, KeepKv)
         try:
+            native = self._package.sampling_params(**lowered.fields)
+            if adapter is not None:
+                native.logits_processor = [adapter]
             flight.result = self._llm.generate_async(prompt, native, streaming=streaming, **arguments)
         except Exception as error:  # the engine's boundary: classified, never the worker's end by itself
-            raise self._settled(submission_error(error, self._package)) from error
+            refusal = submission_error(error, self._package, lowered.fields)
+            raise refusal or await self._blame(error) from error
         self._flights[request_id] = self._by_number[flight.number] = flight
-        flight.pump = asyncio.create_task(self._pump(flight, params))
+        flight.pump = asyncio.create_task(self._pump(flight, params, kv))
         return flight
 
-    def _flight(self, request_id: str, lowered: Lowered, params: SamplingParams) -> Flight:
+    def _flight(self, request_id: str, lowered: Lowered, params: SamplingParams, room: int) -> Flight:
+        """``room``: tokens that fit into the context after the prompt; TensorRT-LLM ends there too."""
         assert self._served is not None
+        max_tokens = min(params.max_tokens, room)
         eos = self._served.eos_token_ids
         default_end = None if params.ignore_eos or not eos else eos[0]
         native_logprobs = params.logprobs if lowered.chain is None else None
+        shows_end = params.include_stop_str_in_output
         return Flight(
             request_id,
             [
-                Cursor(index, lowered.end_token_ids, default_end, params.include_stop_str_in_output, native_logprobs)
+                Cursor(index, lowered.end_token_ids, default_end, shows_end, native_logprobs, max_tokens)
                 for index in range(params.n)
             ],
             lowered.chain,
@@ -320,35 +329,37 @@ class TrtllmEngine(RuntimeReports):
             flight.step_budget_s, adapter.chain.step_budget_s = adapter.chain.step_budget_s, math.inf
         return adapter
 
-    def _disaggregated(
-        self, flight: Flight, hand_off: Mapping[str, Any] | None, params: SamplingParams
-    ) -> dict[str, Any]:
-        """Arguments of ``generate_async`` that say which half of the work this is."""
+    def _disaggregated(self, flight: Flight, kv: KeepKv | ReadKv | None, params: SamplingParams) -> dict[str, Any]:
+        """Arguments of ``generate_async`` that say which part of the work this is: both for a health probe."""
         assert self._package is not None
-        role, cls = self.config.role, self._package.disaggregated_params
-        if role == "aggregated":
-            if hand_off is not None:
-                raise InvalidRequest(handoff.FIELD, "this worker serves aggregated")
+        if kv is None:
             return {}
-        if role == "prefill":
-            return {"disaggregated_params": _context_only(cls)}
-        if hand_off is None:
-            raise InvalidRequest(handoff.FIELD, "a decode worker needs the hand-off of a prefill worker")
+        if params.n > 1:
+            raise InvalidRequest("sampling_params.n", "must be 1 in disaggregated serving: one sequence is handed over")
+        if self.config.role != ("prefill" if isinstance(kv, KeepKv) else "decode"):
+            raise InvalidRequest(handoff.FIELD, f"this worker serves {self.config.role}")
+        given = _context_only(self._package) if isinstance(kv, KeepKv) else self._handed_over(flight, kv.handle)
+        flight.disaggregated_params = given
+        return {"disaggregated_params": given}
+
+    def _handed_over(self, flight: Flight, hand_off: Mapping[str, Any]) -> Any:
+        """The ``DisaggregatedParams`` of a hand-off, and a flight that knows of its token."""
+        assert self._package is not None
         from tensorrt_llm.executor.result import Logprob
 
-        given = handoff.decode(hand_off, cls, Logprob)
+        given = handoff.decode(hand_off, self._package.disaggregated_params, Logprob)
         flight.handed_over = len(given.first_gen_tokens)
         flight.handed_logprobs = _logprobs_of(hand_off)
         flight.must_not_abort = True
         if flight.chain is not None:
             flight.chain.receipt.mode = "hand-off"
-        return {"disaggregated_params": given}
+        return given
 
-    async def _pump(self, flight: Flight, params: SamplingParams) -> None:
+    async def _pump(self, flight: Flight, params: SamplingParams, kv: KeepKv | ReadKv | None) -> None:
         """Turn the engine's outputs into the flight's deltas until it ends."""
         assert self._package is not None
         try:
-            if self.config.role == "prefill":
+            if isinstance(kv, KeepKv):
                 await self._finish_prefill(flight, await flight.result, params)
             else:
                 await self._follow(flight)
@@ -359,9 +370,28 @@ class TrtllmEngine(RuntimeReports):
                 self._watch.suspect()
         except RequestFailed as error:
             flight.fail_alone(str(error))
-        except Exception as error:  # the engine's boundary: not a request's error, so the executor's
-            logger.exception("TensorRT-LLM failed")
-            self._break(str(result_error(error, self._package)))
+        except Exception as error:  # the engine's boundary: not what it calls a request's error
+            failure = await self._blame(error)
+            if isinstance(failure, RequestFailed):  # the others have ended every stream
+                flight.abandon(str(failure))
+
+    async def _blame(self, error: Exception) -> ServingError:
+        """Whose fault an exception is that TensorRT-LLM does not call a request's: the engine's if that is dead.
+
+        A dead executor is reported through whichever request listens first. But most of a request runs on the client's
+        side of the library, in this process, and what is raised there (an assertion on the length of the log
+        probabilities, an unknown finish reason) says nothing of the executor.
+        """
+        assert self._watch is not None
+        logger.error("TensorRT-LLM raised %s", type(error).__name__, exc_info=error)
+        problem = await self._watch.verdict()
+        if self._refusal is not None:
+            return self._refusal
+        cause = described(error)
+        if problem is None:
+            return RequestFailed(cause)
+        self._break(f"{cause}; {problem}")
+        return EngineBroken(f"{cause}; {problem}")
 
     async def _follow(self, flight: Flight) -> None:
         async for output in flight.result:
@@ -376,12 +406,10 @@ class TrtllmEngine(RuntimeReports):
         self._heard()
         self._last_prefill = asyncio.get_running_loop().time()
         (choice,) = output.outputs
-        if choice.finish_reason == "not_finished":
-            if choice.disaggregated_params is None:
-                raise RequestFailed("TensorRT-LLM handed nothing over")
+        if choice.finish_reason in handoff.GOES_ON:
             chain_logprobs = flight.first_logprobs() if flight.chain_logprobs else None
-            data = handoff.encode(choice.disaggregated_params, seed=params.seed, logprobs=chain_logprobs)
-            flight.hand_off = data
+            passed_on = handoff.complete(choice, flight.disaggregated_params)
+            flight.hand_off = handoff.encode(passed_on, seed=params.seed, logprobs=chain_logprobs)
         flight.advance(output.outputs)
 
     def _heard(self) -> None:
@@ -408,11 +436,6 @@ class TrtllmEngine(RuntimeReports):
                 flight.abort()
             flight.fail(failure)
         return len(flights)
-
-    def _settled(self, error: ServingError) -> ServingError:
-        if isinstance(error, EngineBroken):
-            self._break(str(error))
-        return error
 
     def _break(self, cause: str) -> None:
         self._end_all(EngineBroken(cause))
@@ -449,8 +472,8 @@ def _check_prompt(prompt: list[int], info: EngineInfo) -> None:
             raise InvalidRequest("prompt_token_ids", problem)
 
 
-def _context_only(cls: Any) -> Any:
-    params = cls(request_type="context_only")
+def _context_only(package: Package) -> Any:
+    params = package.disaggregated_params(request_type="context_only")
     if hasattr(params, "disagg_request_id"):
         params.disagg_request_id = _MIN_DISAGG_ID + secrets.randbelow(2**63 - _MIN_DISAGG_ID)
     return params

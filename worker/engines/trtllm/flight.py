@@ -30,6 +30,7 @@ class Flight:
         must_not_abort: The KV of a prefill worker is still being fetched; an abort waits for the first token.
         number: What processors in the engine's process report under; never used again.
         result: The engine's ``RequestOutput``.
+        disaggregated_params: What the engine was given; where a prefill's result has none, it stands in for it.
         hand_off: What a prefill worker hands over, sent with its one delta.
     """
 
@@ -44,6 +45,7 @@ class Flight:
     must_not_abort: bool = False
     number: str = ""
     result: Any = None
+    disaggregated_params: Any = None
     hand_off: dict[str, Any] | None = None
     pump: asyncio.Task[None] | None = None
     done: bool = False
@@ -81,6 +83,12 @@ class Flight:
         elif self.result is not None:
             self.result.abort()
 
+    def abandon(self, message: str) -> None:
+        """End the stream with an error of this request, and the request with it: nobody reads its result any more."""
+        self.fail_alone(message)
+        self.must_not_abort = False
+        self.abort()
+
     def noted(self, failure: Failure) -> None:
         """A processor failed in the engine's process."""
         if self._failure is None:
@@ -104,13 +112,16 @@ class Flight:
             self.must_not_abort = False
             if self._abort_wanted:
                 self.abort()
+        is_last = bool(self.result.finished)
+        unsaid = is_last and len(self.cursors) > 1  # of several only the last one to end is told why
         for output, cursor in zip(outputs, self.cursors, strict=True):
-            delta = cursor.advance(output)
+            delta = cursor.advance(output, is_last=unsaid)
             if delta is not None and not self.done:
-                delta.kv = self.hand_off
+                if delta.finish_reason == "length":
+                    delta.kv = self.hand_off
                 delta.num_cached_tokens = int(getattr(self.result, "cached_tokens", 0) or 0)
                 self._put(self._confirmed(delta))
-        if self.done and not all(output.finish_reason for output in outputs):
+        if self.done and not is_last:
             self.abort()  # ended here, by a token or a failure that the engine does not know of
 
     def _put(self, delta: TokenDelta) -> None:

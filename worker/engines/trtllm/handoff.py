@@ -30,9 +30,37 @@ _PLAIN = (
     "ctx_usage",
     "conversation_id",
 )
+GOES_ON = ("length", "not_finished")
+"""Finish reasons of a context-only request that the generation phase continues.
+
+TensorRT-LLM sets its length limit to one token, so that the sampler ends it with ``length``; one whose KV is still
+being sent may end as ``not_finished``.
+"""
+
 _BYTES = "opaque_state"
 _LOGPROBS = "first_gen_log_probs"
 _INTEGERS = frozenset({"ctx_request_id", "disagg_request_id", "ctx_dp_rank"})
+
+
+def complete(output: Any, given: Any) -> Any:
+    """What the generation phase needs of a finished context-only ``CompletionOutput``.
+
+    It may have no parameters, or those that it was `given`. What they lack is taken from the ones that were given, such
+    as the request's id, and from the output: the token that was sampled, and its log probabilities.
+
+    Raises:
+        RequestFailed: there is no token.
+    """
+    found = given if output.disaggregated_params is None else output.disaggregated_params
+    names = [field.name for field in dataclasses.fields(found)]
+    lacking = {name: getattr(given, name) for name in names if getattr(found, name) is None}
+    if not found.first_gen_tokens:
+        if not output.token_ids:
+            raise RequestFailed("TensorRT-LLM handed no token over")
+        lacking["first_gen_tokens"] = list(output.token_ids)
+        if output.logprobs and _LOGPROBS in names:
+            lacking[_LOGPROBS] = list(output.logprobs)
+    return dataclasses.replace(found, **lacking)
 
 
 def encode(params: Any, **extra: Any) -> dict[str, Any]:

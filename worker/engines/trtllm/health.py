@@ -1,7 +1,8 @@
 """Whether TensorRT-LLM's executor lives: its own health check, and a canary where nothing else is heard of it.
 
 A failed request says nothing: one processor that raises fails every request of its batch with the same error. What is
-not a request's error shuts the executor down, and a dead one may leave requests waiting for ever.
+not a request's error may come from a dead executor, which may leave requests waiting for ever, or from the library's
+part in this process: `Watch.verdict` tells them apart.
 """
 
 from __future__ import annotations
@@ -9,33 +10,48 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from worker.engines.trtllm.capabilities import Package
-from worker.errors import EngineBroken, InvalidRequest, RequestFailed, ServingError
+from worker.errors import InvalidRequest, ServingError
 
 logger = logging.getLogger(__name__)
 
 
-def submission_error(error: Exception, package: Package) -> ServingError:
-    """What an exception out of ``generate_async`` means. Nothing was queued: only this request is concerned."""
-    text = " ".join(str(error).split()) or type(error).__name__
+def described(error: Exception) -> str:
+    """An exception of TensorRT-LLM in one line."""
+    return f"TensorRT-LLM: {type(error).__name__}: {_text(error)}"
+
+
+def submission_error(error: Exception, package: Package, fields: Iterable[str] = ()) -> ServingError | None:
+    """What an exception out of ``SamplingParams`` or ``generate_async`` means; None if it is no refusal.
+
+    Nothing was queued: only this request is concerned.
+
+    Args:
+        error: The exception.
+        package: For the class of its errors.
+        fields: Those that were given, of which the refusal names one.
+    """
+    text = _text(error)
     if isinstance(error, (AttributeError, pickle.PicklingError)) or "pickle" in text:
         return InvalidRequest("sampling_params.logits_processor", f"cannot be sent to the engine's process: {text}")
-    if isinstance(error, package.request_error):
-        return InvalidRequest("request", text)
-    if isinstance(error, (ValueError, TypeError, NotImplementedError, AssertionError)):
-        return InvalidRequest("request", text)
-    return EngineBroken(f"TensorRT-LLM takes no requests: {text}")
+    if isinstance(error, (package.request_error, ValueError, TypeError, NotImplementedError, AssertionError)):
+        return InvalidRequest(_named_in(text, fields), text)
+    return None
 
 
-def result_error(error: Exception, package: Package) -> ServingError:
-    """What an exception out of a result means. Anything but a request's own error ends the executor."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, package.request_error):
-        return RequestFailed(text)
-    return EngineBroken(f"TensorRT-LLM: {type(error).__name__}: {text}")
+def _named_in(text: str, fields: Iterable[str]) -> str:
+    """The field that a refusal is about, as far as its text tells."""
+    words = re.findall(r"\w+", text)
+    places = {field: words.index(field) for field in fields if field in words}
+    return f"sampling_params.{min(places, key=places.__getitem__)}" if places else "request"
+
+
+def _text(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class Watch:
@@ -67,6 +83,8 @@ class Watch:
         self._broken = broken
         self._heard = False
         self._suspicious = asyncio.Event()
+        self._asking: list[asyncio.Future[str | None]] = []
+        self._problem: str | None = None
 
     def heard(self) -> None:
         """The executor answered something."""
@@ -76,20 +94,37 @@ class Watch:
         """A request failed in the executor: look now."""
         self._suspicious.set()
 
+    async def verdict(self) -> str | None:
+        """Look now, once for all who ask meanwhile; what is wrong with the executor, None if it lives."""
+        if self._problem is not None:
+            return self._problem
+        asking: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._asking.append(asking)
+        self.suspect()
+        return await asking
+
     async def run(self) -> None:
         """Look until the executor is found dead, or this task is cancelled."""
-        while True:
-            try:
-                await asyncio.wait_for(self._suspicious.wait(), self._interval_s)
-            except asyncio.TimeoutError:
-                pass
-            else:
-                self._heard = False
-            self._suspicious.clear()
-            problem = await self._look()
-            if problem is not None:
-                self._broken(problem)
-                return
+        try:
+            while self._problem is None:
+                await self._wait()
+                num_asking = len(self._asking)
+                self._problem = await self._look()
+                asking, self._asking = self._asking[:num_asking], self._asking[num_asking:]
+                _answer(asking, self._problem)
+            self._broken(self._problem)
+        finally:
+            self._problem = self._problem or "nobody looks after TensorRT-LLM any more"
+            _answer(self._asking, self._problem)
+
+    async def _wait(self) -> None:
+        try:
+            await asyncio.wait_for(self._suspicious.wait(), self._interval_s)
+        except asyncio.TimeoutError:
+            pass
+        else:
+            self._heard = False
+        self._suspicious.clear()
 
     def _is_healthy(self) -> bool:
         if self._healthy is None:
@@ -113,5 +148,11 @@ class Watch:
         except self._package.request_error as error:
             logger.warning("the canary was refused: %s", error)  # it was answered
         except Exception as error:  # whatever else it is, it is not a request's
-            return str(result_error(error, self._package))
+            return described(error)
         return None
+
+
+def _answer(asking: Iterable[asyncio.Future[str | None]], problem: str | None) -> None:
+    for each in asking:
+        if not each.done():
+            each.set_result(problem)

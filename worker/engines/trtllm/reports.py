@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from worker.engines import EngineInfo, KvEventSink
@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
 """Between two questions to the executor that bring nothing."""
+
+MAX_PAUSE_S = 5.0
+"""Longest pause between questions that the executor does not answer."""
 
 
 class RuntimeReports:
@@ -64,23 +67,46 @@ class RuntimeReports:
         return int(cache.get("event_buffer_max_size") or 0) > 0
 
     async def _report_load(self) -> None:
-        while True:
-            try:
-                async for record in self._llm.get_stats_async(timeout=1):
-                    found = kv_blocks(record)
-                    if found is not None and self._on_load is not None:
-                        self._on_load(*found)
-            except (AssertionError, RuntimeError) as error:
-                logger.warning("TensorRT-LLM gives no statistics: %s", error)
-                return
-            await asyncio.sleep(PAUSE_S)
+        def take(record: Mapping[str, Any]) -> None:
+            found = kv_blocks(record)
+            if found is not None and self._on_load is not None:
+                self._on_load(*found)
+
+        await self._poll("statistics", lambda: self._llm.get_stats_async(timeout=1), take)
 
     async def _relay(self, relay: EventRelay) -> None:
+        await self._poll("KV events", lambda: self._llm.get_kv_cache_events_async(timeout=1), relay.take)
+
+    async def _poll(
+        self,
+        what: str,
+        ask: Callable[[], AsyncIterator[Mapping[str, Any]]],
+        take: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """Pass on what the executor reports until this task is cancelled.
+
+        A record that cannot be read is left out, and an executor that does not answer is asked again: whether it lives
+        is `health.Watch`'s to find out. The log says each problem once.
+        """
+        pause, told = PAUSE_S, ""
         while True:
+            problem = ""
             try:
-                async for event in self._llm.get_kv_cache_events_async(timeout=1):
-                    relay.take(event)
-            except (AssertionError, RuntimeError) as error:
-                logger.warning("TensorRT-LLM gives no KV events: %s", error)
-                return
-            await asyncio.sleep(PAUSE_S)
+                async for record in ask():
+                    problem = _taken(take, record) or problem
+                pause = PAUSE_S
+            except Exception as error:  # the engine's boundary
+                problem, pause = f"{type(error).__name__}: {error}", min(2 * pause, MAX_PAUSE_S)
+            if problem and problem != told:
+                told = problem
+                logger.warning("TensorRT-LLM's %s: %s", what, problem)
+            await asyncio.sleep(pause)
+
+
+def _taken(take: Callable[[Mapping[str, Any]], None], record: Mapping[str, Any]) -> str:
+    """Pass one record on; why that was impossible, or nothing."""
+    try:
+        take(record)
+    except Exception as error:  # the engine's boundary: a form of records that this worker does not know
+        return f"a record was left out: {type(error).__name__}: {error}"
+    return ""

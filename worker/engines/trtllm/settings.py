@@ -13,8 +13,8 @@ from worker.errors import ConfigurationError, StartupError
 
 Role = Literal["aggregated", "prefill", "decode"]
 
-EVENT_BUFFER = 4096
-"""KV events that TensorRT-LLM keeps until they are taken."""
+EVENT_BUFFER = 100_000
+"""KV events that TensorRT-LLM keeps until they are taken, as many as for Dynamo's own worker; older ones get lost."""
 
 _PROCESSORS = "logits processors and it do not work together"
 
@@ -99,7 +99,9 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
     role: Role = arguments.disaggregation_mode  # type: ignore[assignment]  # one of its choices
     if role != "aggregated":
         options.default("cache_transceiver_config", {"backend": "DEFAULT"})
-    options.default("disable_overlap_scheduler", arguments.history == "exact", needed=True)
+    # a context-only request takes one step, so there is nothing to overlap; versions of 2025 refuse it otherwise
+    overlaps = arguments.history == "lagged" and role != "prefill"
+    options.default("disable_overlap_scheduler", not overlaps, needed=True)
     options.default("enable_chunked_prefill", arguments.history == "exact")
     if arguments.history == "lagged" and options.values["enable_chunked_prefill"]:
         problem = "with --history lagged a prompt must be prefilled at once"

@@ -1,6 +1,7 @@
-"""``python -m worker.engines.trtllm.verify``: the checklist of `docs/tensorrt-llm.md` on the installed TensorRT-LLM.
+"""``python -m worker.engines.trtllm.verify REPORT``: the checklist of `docs/tensorrt-llm.md` on the installed version.
 
-Takes the worker's own options, writes a report in Markdown to standard output, and exits with 1 if a check fails.
+Takes a file for the report, in Markdown, and the worker's own options; exits with 1 if a check fails. The report is no
+standard output because TensorRT-LLM, its executor and MPI print there, from the import on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from worker.engines import EngineInfo, TokenDelta
 from worker.engines.trtllm.capabilities import read_package
 from worker.engines.trtllm.engine import TrtllmEngine
 from worker.engines.trtllm.settings import config_from
-from worker.errors import InvalidRequest, ServingError
+from worker.errors import ConfigurationError, InvalidRequest, ServingError
 from worker.sampling import SamplingParams
 
 PROMPT = [9, 30, 41, 77, 12]
@@ -77,6 +79,7 @@ class Checklist:
             self.chunked,
             self.faulty,
             self.logprobs,
+            self.several,
             self.aborted,
             self.speed,
         )
@@ -85,7 +88,7 @@ class Checklist:
     async def _guarded(self, check: Callable[[], Awaitable[Check]]) -> Check:
         try:
             return await asyncio.wait_for(check(), 300)
-        except (ServingError, AssertionError, asyncio.TimeoutError) as error:
+        except Exception as error:  # the check's boundary: whatever it met belongs into the report
             return Check(check.__name__, False, f"{type(error).__name__}: {error}")
 
     async def repeatable(self) -> Check:
@@ -162,6 +165,16 @@ class Checklist:
         return Check(
             "log probabilities with and without processors", ok, f"they differ by {max(off, default=0):.2g} at most"
         )
+
+    async def several(self) -> Check:
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=2, temperature=1.0)
+        answers: dict[int, TokenDelta] = {}
+        async for delta in self.engine.generate("several", PROMPT, params):
+            whole = answers.setdefault(delta.index, TokenDelta())
+            whole.token_ids += delta.token_ids
+            whole.finish_reason = delta.finish_reason
+        found = [(len(each.token_ids), each.finish_reason) for each in answers.values()]
+        return Check("two answers of one prompt both end", found == [(NUM_TOKENS, "length")] * 2, str(found))
 
     async def aborted(self) -> Check:
         stream = self.engine.generate("abort", PROMPT, SamplingParams(max_tokens=1000, ignore_eos=True))
@@ -240,11 +253,11 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-async def verify(argv: Sequence[str]) -> tuple[str, bool]:
-    """The report, and whether every check passed.
+async def verify(argv: Sequence[str], write: Callable[[str], object]) -> bool:
+    """Have the report written; whether every check passed.
 
     Raises:
-        ServingError: the engine does not start.
+        ServingError: the engine does not start. There is no report then.
     """
     engine = TrtllmEngine(config_from(parse_arguments(["--engine", "trtllm", *argv])))
     began = time.perf_counter()
@@ -252,20 +265,31 @@ async def verify(argv: Sequence[str]) -> tuple[str, bool]:
         info = await engine.start()
         start_s = time.perf_counter() - began
         checks = await Checklist(engine, info).run()
-        return report(engine, info, checks, start_s), all(check.ok for check in checks)
+        write(report(engine, info, checks, start_s) + "\n")
+        return all(check.ok for check in checks)
     finally:
         await engine.stop()
 
 
+def _check_writable(path: Path) -> None:
+    """Better now than when the report is made. Raises `ConfigurationError`."""
+    try:
+        path.write_text("")
+    except OSError as error:
+        raise ConfigurationError(f"no report can be written: {error}") from error
+
+
 def main() -> int:
     """Exit status."""
+    path, *options = sys.argv[1:] or [""]
     try:
-        text, passed = asyncio.run(verify(sys.argv[1:]))
+        if not path or path.startswith("-"):
+            raise ConfigurationError("the first argument must be a file for the report")
+        _check_writable(Path(path))
+        return 0 if asyncio.run(verify(options, Path(path).write_text)) else 1
     except ServingError as error:
         sys.stderr.write(f"verify: error: {error}\n")
         return 2
-    sys.stdout.write(text + "\n")
-    return 0 if passed else 1
 
 
 if __name__ == "__main__":

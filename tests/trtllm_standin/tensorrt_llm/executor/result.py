@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, List, Literal, Optional
 
 from tensorrt_llm.executor.utils import RequestError
+from tensorrt_llm.standin_switches import SWITCHES
+
+FINISH_REASONS = ("stop", "length", "timeout", "cancelled")
 
 
 @dataclass(slots=True)
@@ -53,14 +56,21 @@ class CompletionOutput:
 class RequestOutput:
     """Awaitable, and iterable in a running loop; each iteration yields this same object."""
 
-    def __init__(self, request_id: int, prompt_token_ids: list[int], n: int, abort: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: list[int],
+        n: int,
+        abort: Callable[[int], None],
+        disaggregated_params: Any = None,
+    ) -> None:
         self.request_id = request_id
         self.prompt: str | None = None
         self.prompt_token_ids = prompt_token_ids
         self.outputs = [CompletionOutput(i) for i in range(n)]
         self.finished = False
         self.context_logits: Any = None
-        self.disaggregated_params: Any = None
+        self.disaggregated_params = disaggregated_params
         self.cached_tokens = 0
         self.decoding_iter = 0
         self.avg_decoded_tokens_per_iter: float | None = None
@@ -124,21 +134,39 @@ class RequestOutput:
         if "error" in response:
             self.finished = True
             raise RequestError(response["error"])
-        output = self.outputs[response["index"]]
+        self.finished = response["last"]
+        self.disaggregated_params = response["disaggregated_params"] or self.disaggregated_params
+        self.decoding_iter += 1
+        self._take(self.outputs[response["index"]], response)
+
+    def _take(self, output: CompletionOutput, response: dict[str, Any]) -> None:
+        output.disaggregated_params = self.disaggregated_params if SWITCHES.passes_on else None
         output._last_token_ids_len = len(output.token_ids)
         output.token_ids = output.token_ids + response["token_ids"]
-        for entries in response["logprobs"]:
+        reason = response["finish_reason"]
+        if response["logprobs"] is not None:
+            self._take_logprobs(output, response["logprobs"], reason)
+        if reason == "cancelled":
+            output.finish_reason = reason
+        if self.finished:  # of several sequences only the last one to end is told why
+            if reason not in FINISH_REASONS and not (reason == "not_finished" and self._is_context_only()):
+                raise ValueError(f"Unknown finish reason: {reason}")
+            output.finish_reason, output.stop_reason = reason, response["stop_reason"]
+            if response["cut"]:
+                del output.token_ids[len(output.token_ids) - response["cut"] :]
+                del output.logprobs[len(output.token_ids) :]
+
+    def _take_logprobs(self, output: CompletionOutput, new: list[Any], reason: str | None) -> None:
+        for entries in new:
             row = {token: Logprob(logprob, rank) for token, logprob, rank in entries}
             output.logprobs = [*output.logprobs, row]
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + next(iter(row.values())).logprob
-        if response["cut"]:
-            del output.token_ids[len(output.token_ids) - response["cut"] :]
-            del output.logprobs[len(output.token_ids) :]
-        output.finish_reason = response["finish_reason"]
-        output.stop_reason = response["stop_reason"]
-        output.disaggregated_params = response["disaggregated_params"]
-        self.decoding_iter += 1
-        self.finished = all(each.finish_reason is not None for each in self.outputs)
+        if reason != "cancelled":
+            del output.logprobs[output.length :]
+            assert len(output.logprobs) == output.length
+
+    def _is_context_only(self) -> bool:
+        return self.disaggregated_params is not None and self.disaggregated_params.request_type == "context_only"
 
 
 TokenLogprobs = list[dict[int, Logprob]]

@@ -80,10 +80,11 @@ class _NewLLM:
                     "params": params,
                     "streaming": streaming,
                     "disaggregated_params": disaggregated_params,
+                    "cache_salt": cache_salt,
                 },
             )
         )
-        result = RequestOutput(client_id, prompt, params.n, self._abort)
+        result = RequestOutput(client_id, prompt, params.n, self._abort, disaggregated_params)
         with self._lock:
             self._results[client_id] = result
         self._send(payload)
@@ -146,6 +147,8 @@ class _NewLLM:
         return taken
 
     def get_kv_cache_capacity(self) -> dict[str, int]:
+        if not SWITCHES.tells_capacity:
+            return {}
         block = self.args.kv_cache_config.tokens_per_block
         tokens = self._capacity_tokens()
         return {"maxNumBlocks": tokens // block, "tokensPerBlock": block, "maxNumTokens": tokens}
@@ -283,7 +286,11 @@ class _OldLLM(_NewLLM):
         cache_salt: str | None = None,
     ) -> RequestOutput:
         return super().generate_async(
-            inputs, sampling_params, streaming=streaming, disaggregated_params=disaggregated_params
+            inputs,
+            sampling_params,
+            streaming=streaming,
+            disaggregated_params=disaggregated_params,
+            cache_salt=cache_salt,
         )
 
 
