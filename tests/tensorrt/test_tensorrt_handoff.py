@@ -144,8 +144,11 @@ async def test_prefill_and_decode_make_the_aggregated_answer(model: Path) -> Non
                 assert [[(e.token_id, e.rank) for e in each] for each in rest.logprobs or ()] == [
                     [(e.token_id, e.rank) for e in each] for each in expected.logprobs or ()
                 ]
-            with pytest.raises(InvalidRequest, match="needs the hand-off"):
-                await collect(decode, PROMPT, SamplingParams())
+            for asked in ASKED:  # nobody handed anything over: the decode worker's executor does both
+                params = {"max_tokens": 10, **asked}
+                expected = await collect(whole, PROMPT, SamplingParams(**params))
+                alone = await collect(decode, PROMPT, SamplingParams(**params))
+                assert (alone.token_ids, alone.finish_reason) == (expected.token_ids, expected.finish_reason)
             with pytest.raises(InvalidRequest, match="serves aggregated"):
                 await collect(whole, PROMPT, SamplingParams(), kv=ReadKv(GOOD))
             stolen = await collect(decode, [1, 2], SamplingParams(), kv=ReadKv(data))

@@ -332,8 +332,10 @@ class TrtllmEngine(RuntimeReports):
             return {}
         if role == "prefill":
             return {"disaggregated_params": _context_only(cls)}
-        if hand_off is None:
-            raise InvalidRequest(handoff.FIELD, "a decode worker needs the hand-off of a prefill worker")
+        if hand_off is None:  # this executor computes the prompt itself
+            if flight.chain is not None:
+                flight.chain.receipt.mode = "local prefill"
+            return {}
         from tensorrt_llm.executor.result import Logprob
 
         given = handoff.decode(hand_off, cls, Logprob)
