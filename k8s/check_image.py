@@ -31,10 +31,18 @@ def problems(extras: Iterable[str], modules: Iterable[str]) -> Iterator[str]:
         if not requirement.specifier.contains(found, prereleases=True):
             yield f"{requirement.name} is {found}, need {requirement}"
     for name in modules:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # whatever an import runs into
-            yield f"import {name}: {type(error).__name__}: {error}"
+        problem = import_problem(name)
+        if problem is not None:
+            yield f"import {name}: {problem}"
+
+
+def import_problem(name: str) -> str | None:
+    """Why a module cannot be imported; None if it can."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # whatever an import runs into
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import re
 import sys
 import venv
@@ -27,7 +28,7 @@ def stage(name: str) -> list[str]:
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     starts = [index for index, line in enumerate(lines) if line.startswith("FROM ")] + [len(lines)]
     ((first, end),) = (
-        (start, end) for start, end in zip(starts, starts[1:], strict=False) if lines[start].endswith(f" AS {name}")
+        (start, end) for start, end in itertools.pairwise(starts) if lines[start].endswith(f" AS {name}")
     )
     return [" ".join(line.split()) for line in lines[first:end]]
 
