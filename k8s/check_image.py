@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     found = list(problems(arguments.extra, arguments.modules))
     for line in found:
-        print(f"check_image: {line}", file=sys.stderr)
+        sys.stderr.write(f"check_image: {line}\n")
     return 1 if found else 0
 
 

@@ -1,7 +1,7 @@
 """Asks an endpoint without a frontend, as whoever reaches a worker's port can: ``ask_worker.py ENDPOINT``.
 
-Requests come as lines of JSON on standard input, as a frontend would send them; for each a line of JSON goes to standard
-output: its chunks, or the error.
+Requests come as lines of JSON on standard input, as a frontend would send them. For each a line of JSON goes to
+standard output: its chunks, or the error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ async def main(endpoint: str) -> None:
     client = await runtime.endpoint(endpoint).client()
     await client.wait_for_instances()
     for line in sys.stdin:
-        print(json.dumps(await ask(client, json.loads(line))), flush=True)
-    sys.stdout.flush()
+        sys.stdout.write(json.dumps(await ask(client, json.loads(line))) + "\n")
+        sys.stdout.flush()
     os._exit(0)  # the runtime's threads have no end of their own
 
 

@@ -416,8 +416,9 @@ async def test_a_prompt_without_a_hand_off_gives_its_place_back_once(ending: str
             await stream.aclose()
     assert worker.hand_offs.num_local == 0
     go_on.set()
-    assert await collect(worker, request(), "third")
+    await asyncio.wait([first])
     await stream.aclose()
+    assert await collect(worker, request(), "third")
 
 
 async def test_the_health_probe_is_a_request_like_any_other() -> None:
