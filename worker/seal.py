@@ -82,7 +82,7 @@ class Seal:
             body: JSON data.
             lifetime_s: Seconds for which it is worth coming for what it describes.
         """
-        text = json.dumps(body, separators=(",", ":"), allow_nan=False)
+        text = json.dumps(body, separators=(",", ":"))
         expires = math.ceil(self._clock() + lifetime_s)
         mac = self._mac(expires, text)
         return {"format": FORMAT, "version": VERSION, "expires": expires, "body": text, "mac": mac}
