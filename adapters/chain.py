@@ -19,7 +19,7 @@ from adapters.vocabulary import Vocabulary
 DEFAULT_STEP_BUDGET_S = 0.1
 """Longest that one processor may take for one step, seconds."""
 
-Mode = Literal["aggregated", "hand-off", "migrated"]
+Mode = Literal["aggregated", "hand-off", "local prefill", "migrated"]
 
 
 class ProcessorChain:

@@ -20,6 +20,7 @@ where no stranger can connect.
   HTTP_HOST          address to serve on (default: 127.0.0.1)
   HTTP_PORT          port to serve on (default: 8000)
   UCX_NET_DEVICES    network devices over which KV goes from worker to worker (default: lo)
+  DLW_POOL_SECRET    signs what prefill hands to decode, 32 characters or more (default: made up for this run)
   DYN_LOG            log filter of frontend and workers (default: warnings)
   DLW_VENV           an environment to use as it is instead of .venv; it needs nixl
 

@@ -13,9 +13,16 @@ worker_arguments=()
 [[ -z ${SERVED_MODEL_NAME:-} ]] || worker_arguments+=(--served-model-name "$SERVED_MODEL_NAME")
 [[ -z ${ENGINE:-} ]] || worker_arguments+=(--engine "$ENGINE")
 
+# Ends a process with this script, even if it is killed.
+lifeline=()
+if command -v setpriv > /dev/null; then
+    lifeline=(setpriv --pdeathsig TERM --)
+fi
+
 launch_name=$(basename "$0" .sh)
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 scratch=
+probe= # waits for the model
 declare -a process_names=() # in the order they were started
 declare -A process_pids=()
 
@@ -79,10 +86,6 @@ prepare_model() {
 start() {
     local name=$1
     shift
-    local lifeline=()
-    if command -v setpriv > /dev/null; then
-        lifeline=(setpriv --pdeathsig TERM --)
-    fi
     setsid "${lifeline[@]}" "$@" < /dev/null &
     process_names+=("$name")
     process_pids[$name]=$!
@@ -124,14 +127,11 @@ await_model() {
     [[ $host != *:* ]] || host="[$host]"
     base_url=http://$host:$HTTP_PORT
     say "loading the model ..."
-    "$python" "$repository/launch/await_model.py" "$base_url" > "$scratch/model" &
+    "${lifeline[@]}" "$python" "$repository/launch/await_model.py" "$base_url" > "$scratch/model" &
     probe=$!
     while kill -0 "$probe" 2> /dev/null; do
         dead=$(first_dead)
-        if [[ -n $dead ]]; then
-            kill "$probe" 2> /dev/null || true
-            report_death "$dead"
-        fi
+        [[ -z $dead ]] || report_death "$dead"
         sleep 0.1
         if ((SECONDS - started >= 10)); then
             say "still loading the model ..."
@@ -139,6 +139,7 @@ await_model() {
         fi
     done
     wait "$probe" || status=$?
+    probe=
     ((status == 0)) || fail "the model does not answer"
     served_model=$(< "$scratch/model")
 }
@@ -191,6 +192,10 @@ stop() {
 clean_up() {
     local status=$? index name stopped
     trap 'forced=yes' INT TERM HUP
+    if [[ -n $probe ]]; then # it ignores Ctrl-C, as background commands of scripts do
+        kill "$probe" 2> /dev/null || true
+        wait "$probe" 2> /dev/null || true
+    fi
     for ((index = ${#process_names[@]} - 1; index >= 0; index--)); do
         name=${process_names[index]} stopped=0
         stop "$name" || stopped=$?

@@ -7,6 +7,7 @@ PREFILL_WORKERS=${PREFILL_WORKERS:-1} DECODE_WORKERS=${DECODE_WORKERS:-1} WORKER
 # Everything before the first process.
 prepare_several() {
     local name
+    prepare_pool_secret
     for name in PREFILL_WORKERS DECODE_WORKERS WORKERS; do
         [[ ${!name} =~ ^[1-9][0-9]?$ ]] || fail "$name must be a number from 1 to 99, got '${!name}'"
     done
@@ -18,11 +19,21 @@ prepare_several() {
     prepare_model
 }
 
+# Sets pool_secret, with which workers sign what they hand over; one of this run's own, unless one is given. It is in
+# the environment of the workers alone, and on nobody's command line.
+prepare_pool_secret() {
+    pool_secret=${DLW_POOL_SECRET:-}
+    unset DLW_POOL_SECRET
+    if [[ -z $pool_secret && -z ${DLW_POOL_SECRET_FILE:-} ]]; then
+        pool_secret=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \n')
+    fi
+}
+
 # start_workers NAME COUNT ARGUMENT...: workers NAME 1 to NAME COUNT.
 start_workers() {
     local name=$1 count=$2 number
     shift 2
     for ((number = 1; number <= count; number++)); do
-        start "$name $number" "$python" -m worker --model-path "$MODEL_PATH" "$@"
+        DLW_POOL_SECRET=$pool_secret start "$name $number" "$python" -m worker --model-path "$MODEL_PATH" "$@"
     done
 }

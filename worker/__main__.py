@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from worker.arguments import Arguments, parse_arguments
 from worker.errors import ConfigurationError, ServingError, StartupError
 from worker.runtimes import dynamo as runtime
+from worker.seal import take_seal
 from worker.smoke import smoke_enabled
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build(argv: Sequence[str] | None = None) -> tuple[WorkerEngine, Any]:
     """The engine, not started, and the runtime's settings. Everything cheap is checked before anything is loaded."""
     arguments = parse_arguments(argv)
+    seal = take_seal(arguments.disaggregation_mode, os.environ)
     smoke = smoke_enabled(os.environ)
     check_adapters_package()
     runtime.check_installed()
@@ -55,7 +57,7 @@ def build(argv: Sequence[str] | None = None) -> tuple[WorkerEngine, Any]:
     from worker.llm_engine import WorkerEngine
 
     config = runtime.worker_config(arguments)
-    return WorkerEngine(engine, arguments, smoke=smoke), config
+    return WorkerEngine(engine, arguments, seal=seal, smoke=smoke), config
 
 
 def check_adapters_package() -> None:

@@ -235,6 +235,12 @@ class Arguments:
         "Seconds that a prefill worker holds the KV of a prompt for a decode worker; later ones compute it themselves.",
         parse=_positive_seconds,
     )
+    max_local_prefills: int = _option(
+        16,
+        "Prompts without a usable hand-off that a decode worker computes itself at a time; one more is refused as "
+        "overloaded, and 0 refuses all.",
+        parse=_not_negative,
+    )
     kv_transfer_devices: str = _option(
         "lo",
         "Network devices over which KV is read by other workers, as UCX names them; all for every one.",

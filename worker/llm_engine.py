@@ -23,7 +23,7 @@ from adapters.selection import Selection
 from worker import __version__
 from worker.arguments import Arguments
 from worker.deadline import until
-from worker.disaggregation import TransferMetrics, hand_over, part_of
+from worker.disaggregation import HandOffs, TransferMetrics
 from worker.drain import Flight, Gate, drain
 from worker.engines import Engine, EngineInfo, SelfReporting, TokenDelta
 from worker.errors import (
@@ -44,6 +44,7 @@ from worker.request import GenerationRequest, RequestLimits, parse_request
 from worker.response import ResponseBuilder
 from worker.runtimes import dynamo as runtime
 from worker.sampling import SamplingParams
+from worker.seal import Seal
 from worker.smoke import SmokeTest
 
 logger = logging.getLogger(__name__)
@@ -84,11 +85,14 @@ class WorkerEngine(LLMEngine):
         engine: Engine,
         arguments: Arguments,
         *,
+        seal: Seal | None = None,
         smoke: bool = False,
         leave: Callable[[], None] = runtime.leave,
         open_desk: Callable[[Arguments, EngineInfo, CollectorRegistry], ProcessorDesk] = make_desk,
     ) -> None:
-        """``leave`` asks the runtime to shut this process down; it is called at most once, when the engine broke.
+        """``seal`` signs hand-offs; prefill and decode workers need one.
+
+        ``leave`` asks the runtime to shut this process down; it is called at most once, when the engine broke.
 
         ``open_desk`` makes the desk that turns selections into chains, in a thread, once the model is loaded.
         """
@@ -96,6 +100,9 @@ class WorkerEngine(LLMEngine):
         self.arguments = arguments
         self.gate = Gate()
         self.metrics = WorkerMetrics(self.gate)
+        self.hand_offs = HandOffs(
+            arguments.disaggregation_mode, seal, arguments.kv_hold_s, arguments.max_local_prefills
+        )
         self.startup_error: str | None = None
         self.broken: str | None = None
         self._open_desk = open_desk
@@ -142,7 +149,7 @@ class WorkerEngine(LLMEngine):
             self.engine.tell_load(self._take_load)
         self.metrics.describe_engine(info)
         if self.arguments.disaggregation_mode != "aggregated":
-            TransferMetrics(self.engine, self.metrics.registry)
+            TransferMetrics(self.engine, self.hand_offs, self.metrics.registry)
         return runtime.engine_config(info, self.arguments)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
@@ -178,24 +185,28 @@ class WorkerEngine(LLMEngine):
         request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size))
         prompt = request.prompt_token_ids
         selection = desk.select(request, metadata)
-        kv, num_cached_tokens = part_of(self.arguments.disaggregation_mode, request, selection)
+        part = self.hand_offs.part_of(request, selection)
         params = await self._parameters(request, desk, selection, info)
         builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
-        builder.num_cached_tokens = num_cached_tokens
-        deltas = self.engine.generate(request_id, prompt, params, kv, request.cache_salt)
+        builder.num_cached_tokens = part.num_cached_tokens
+        deltas = self.engine.generate(request_id, prompt, params, part.kv, request.cache_salt)
         if selection.deadline is not None:
             deltas = until(selection.deadline, deltas)
+        self.hand_offs.check_room(part)
         flight = self.gate.enter(request_id, len(prompt))  # last: nothing after it may raise
+        self.hand_offs.enter(flight, part)
         self._publish_load()
         return _Serving(flight, builder, deltas, request, selection)
 
     def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
         self._count_processors(delta)
+        self.hand_offs.leave(serving.flight)
         chunk = serving.builder.chunk(delta)
         self.gate.grow(serving.flight, len(delta.token_ids))
         self._publish_load()
         if delta.kv is not None:
-            chunk["disaggregated_params"] = hand_over(serving.request.prompt_token_ids, serving.selection, delta)
+            prompt = serving.request.prompt_token_ids
+            chunk["disaggregated_params"] = self.hand_offs.hand_over(prompt, serving.selection, delta)
         if delta.finish_reason is not None:
             self.metrics.count_outcome(delta.finish_reason)
         elif not chunk["token_ids"] and "engine_data" not in chunk:
@@ -247,6 +258,7 @@ class WorkerEngine(LLMEngine):
 
     def _leave_gate(self, serving: _Serving) -> None:
         self.gate.leave(serving.flight)
+        self.hand_offs.leave(serving.flight)
         self._publish_load()
         builder = serving.builder
         self.metrics.count_tokens(builder.num_prompt_tokens, builder.num_cached_tokens, builder.num_generated_tokens)
@@ -274,6 +286,7 @@ class WorkerEngine(LLMEngine):
         """Free everything that the request holds. Called by the runtime when the client is gone."""
         request_id = context.id()
         self.engine.abort(request_id)
+        self.hand_offs.evict(request_id)
         if self.gate.evict(request_id):
             self._publish_load()
 

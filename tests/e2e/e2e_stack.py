@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -125,6 +126,7 @@ class Stack:
         self._coming_up: Process | None = None  # a frontend of which nobody has heard yet
         self.environ = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "DYNAMO_", "WORKER_"))},
+            "DLW_POOL_SECRET": secrets.token_hex(32),
             "DYN_DISCOVERY_BACKEND": "file",
             "DYN_FILE_KV": str(directory / "discovery"),
             "DYN_REQUEST_PLANE": "tcp",

@@ -65,6 +65,10 @@ class Asking:
     def _ask(self, stack: Stack, prompt: list[int], num_tokens: int) -> None:
         self._reply = ask(stack, prompt, num_tokens)
 
+    def wait(self, timeout_s: float) -> None:
+        """Until it is answered, at most so long."""
+        self._thread.join(timeout_s)
+
     def reply(self) -> Reply:
         self._thread.join()
         assert self._reply is not None
@@ -311,6 +315,52 @@ def test_decode_dies_before_or_while_it_reads(mortals: Mortals, reference: Refer
     settled(mortals.stack)
     mortals.connected_pair(reference)
     settled(mortals.stack)
+
+
+@pytest.mark.parametrize("migrates", [False, True])
+def test_a_prefill_worker_is_killed_and_nobody_who_asks_afterwards_fails(
+    stack: Stack, reference: Reference, migrates: bool
+) -> None:
+    """It stays listed for a lease of 10 s; a frontend that is set as docs/disaggregation.md says leaves it alone."""
+    stack.environ["DYN_RUNTIME_INHIBITED_DURATION_SECS"] = "600"
+    frontend = stack.start_frontend(*(["--migration-limit", "3"] if migrates else []))
+    for role in ("prefill", "decode", "prefill"):
+        start(stack, role)
+    await_ready(stack)
+    victim, _, survivor = stack.workers
+    prompts = iter(prompt_of(number) for number in range(3000, 4000))
+    for worker in (victim, survivor):  # the frontend knows both
+        wait_for(lambda worker=worker: ask(stack, next(prompts), 1) and handed(worker) > 0, "a prompt of each")
+    in_flight: list[tuple[list[int], Asking]] = []
+    with stopped(victim):
+        while unread(victim, frontend) == 0:
+            in_flight.append((prompt := next(prompts), Asking(stack, prompt)))
+            in_flight[-1][1].wait(0.5)  # until it is answered, or at the worker that does not
+        victim.end()
+    failed = [asking.reply() for prompt, asking in in_flight if not is_right(asking.reply(), reference, prompt)]
+    assert bool(failed) is not migrates, [reply.text for reply in failed]
+    assert len(stack.registered()) == 3  # nobody knows yet
+    num_asked = 0
+    while len(stack.registered()) > 2:
+        asked = [next(prompts) for _ in range(4)]
+        replies = [asking.reply() for asking in [Asking(stack, prompt) for prompt in asked]]
+        for prompt, reply in zip(asked, replies, strict=True):
+            assert is_right(reply, reference, prompt), (num_asked, reply.text)
+        num_asked += len(asked)
+    assert num_asked >= 4
+    settled(stack)
+
+
+def handed(prefill: Worker) -> float:
+    return prefill.metric("dlw_kv_handoffs_total", outcome="held")
+
+
+def is_right(reply: Reply, reference: Reference, prompt: list[int]) -> bool:
+    """Whether a request was answered, and if so with the tokens of a worker of its own."""
+    if reply.status != 200:
+        return False
+    assert reply.token_ids == reference.answer(prompt)
+    return True
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import yaml
 from dynamo.frontend.main import parse_args as parse_frontend_arguments
 from kubernetes_fields import problems
-from manifest_files import FOLDER, GRAPHS, REPOSITORY, WORKERS, Component, components, load_graph
+from manifest_files import FOLDER, GRAPHS, REPOSITORY, SECRETS, WORKERS, Component, components, load_graph
 
 from worker.arguments import Arguments, parse_arguments
 from worker.runtimes.dynamo import SHUTDOWN_LIMIT, allow_drain
+from worker.seal import SECRET, take_seal
 
 RUNTIME_GRACE_PERIOD_S = 5  # of ai-dynamo, where DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS is not set
 HIGHEST_SYSTEM_PORT = 32767  # of ai-dynamo 1.4.2
@@ -185,4 +187,25 @@ def test_the_dockerfile_copies_what_exists_and_what_is_sent() -> None:
     copied = {name for names in copies if not names[0].startswith("--from=") for name in names}
     assert copied == sent
     assert [name for name in copied if not (REPOSITORY / name).exists()] == []
-    assert any("-c /src/constraints.txt" in line for line in lines)
+
+
+@each_worker
+def test_prefill_and_decode_share_a_secret_that_no_manifest_holds(component: Component) -> None:
+    given = [entry for entry in component.main.get("env", []) if entry["name"] == SECRET]
+    if component.type == "worker":
+        assert given == []
+        return
+    assert [set(entry) for entry in given] == [{"name", "valueFrom"}]
+    assert take_seal(worker_arguments(component).disaggregation_mode, component.environ) is not None
+
+
+def test_the_readme_makes_the_secret_of_the_manifests() -> None:
+    """It is made where nobody else sees it: not on a command line, and not in a file that stays."""
+    lines = (FOLDER / "README.md").read_text().splitlines()
+    (made,) = (line for line in lines if "create secret generic" in line)
+    ((name, key),) = SECRETS
+    assert f"create secret generic {name} " in made
+    assert made.endswith(f"--from-file={key}=/dev/stdin")
+    source = lines[lines.index(made) - 1].strip().removesuffix("|")
+    done = subprocess.run(["bash", "-c", source], capture_output=True, check=True)
+    assert re.fullmatch(rb"[0-9a-f]{64}", done.stdout)

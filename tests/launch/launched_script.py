@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,14 @@ class LaunchedScript:
         """The child that runs ``python -m module``."""
         (found,) = (child for child in self.children() if f"-m {module} " in _command_line(child))
         return found
+
+    def probe(self) -> psutil.Process:
+        """What waits for the model, once it does."""
+        while True:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                if "await_model.py" in _command_line(child):
+                    return child
+            time.sleep(0.02)
 
     def children(self) -> list[psutil.Process]:
         """The frontend and the worker, and not the ``sleep`` that the script is in."""

@@ -102,6 +102,22 @@ def test_nothing_outlives_a_killed_script(tmp_path: Path) -> None:
         assert alive == []
 
 
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
+def test_nothing_outlives_a_script_that_ends_while_the_model_loads(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    with launched(tmp_path) as script:
+        processes = [script.probe(), *script.children()]
+        script.process.send_signal(number)
+        assert script.finish() == status, script.output
+        _, alive = psutil.wait_procs(processes, timeout=60)
+        assert alive == []
+        if status > 0:
+            script.assert_nothing_left(processes)
+
+
 @pytest.mark.parametrize("variable", ["DYNAMO_ENABLE_TEST_LOGITS_PROCESSOR", "DYN_ENABLE_TEST_LOGITS_PROCESSOR"])
 def test_smoke(tmp_path: Path, variable: str) -> None:
     with launched(tmp_path, variables={variable: "1"}) as script:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from launched_script import REPOSITORY, LaunchedScript, is_loopback, launched
 
+SECRET = "DLW_POOL_SECRET"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -26,6 +28,34 @@ def test_disagg_answers_on_loopback_and_ctrl_c_leaves_nothing(tmp_path: Path) ->
         script.press_ctrl_c()
         assert script.finish() == 0, script.output
         script.assert_nothing_left(children)
+
+
+def test_every_run_has_a_secret_of_its_own_that_workers_alone_know(tmp_path: Path) -> None:
+    found = set()
+    for number in range(2):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        with launched(directory, "--device", "cpu", script="disagg.sh") as script:
+            script.probe()
+            children = script.children()
+            secrets = {name: child.environ().get(SECRET) for child in children for name in [" ".join(child.cmdline())]}
+            workers = {secret for name, secret in secrets.items() if " -m worker " in name}
+            (secret,) = workers
+            assert secret is not None
+            assert re.fullmatch("[0-9a-f]{64}", secret)
+            assert [given for name, given in secrets.items() if "dynamo.frontend" in name] == [None]
+            assert not any(secret in name for name in secrets)
+            found.add(secret)
+            script.press_ctrl_c()
+            script.finish()
+            assert secret not in script.output
+    assert len(found) == 2
+
+
+def test_a_secret_may_be_given(tmp_path: Path) -> None:
+    with launched(tmp_path, "--device", "cpu", variables={SECRET: "short"}, script="disagg.sh") as script:
+        assert script.finish() == 1
+        assert f"worker: error: {SECRET} must be at least 32 characters, got 5" in script.output.splitlines()
 
 
 @pytest.mark.parametrize(("script_name", "count"), [("agg_router.sh", 3), ("disagg_router.sh", 3)])

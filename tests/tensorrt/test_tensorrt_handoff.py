@@ -186,6 +186,9 @@ async def test_prefill_and_decode_make_the_aggregated_answer(
                     await collect(each, PROMPT, SamplingParams(n=2, temperature=1.0), kv=own)
                 probe = await collect(each, PROMPT, SamplingParams(max_tokens=2))  # by nobody but this worker
                 assert (len(probe.token_ids), probe.finish_reason, probe.kv) == (2, "length", None)
+            for asked, expected in zip(ASKED, aggregated, strict=True):  # nobody handed over: decode does both
+                alone = await collect(decode, PROMPT, SamplingParams(**{"max_tokens": 10, **asked}))
+                assert (alone.token_ids, alone.finish_reason) == (expected.token_ids, expected.finish_reason)
         finally:
             for each in engines:
                 await each.stop()

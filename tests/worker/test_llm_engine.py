@@ -23,8 +23,10 @@ from worker.llm_engine import WorkerEngine
 from worker.metrics import OUTCOMES
 from worker.processors import Facts, ProcessorDesk
 from worker.sampling import SamplingParams
+from worker.seal import Seal
 
 ARGUMENTS = parse_arguments(["--model-path", "/models/tiny", "--drain-timeout-s", "0.01"], {})
+SEAL = Seal("a secret of this pool, and of no other")
 INFO = EngineInfo(
     name="fake",
     version="0",
@@ -94,6 +96,12 @@ class FakeEngine:
 
     def num_unfinished(self) -> int:
         return 0
+
+    def num_held(self) -> int:
+        return 0
+
+    def transfers(self) -> dict[str, float]:
+        return {}
 
     def hand_off(self) -> int:
         self.given_away.set()
@@ -353,21 +361,64 @@ async def test_cleanup_after_a_failed_start() -> None:
 @pytest.mark.parametrize("role", ["aggregated", "prefill"])
 async def test_only_decode_workers_take_hand_offs(role: str) -> None:
     arguments = parse_arguments(["--model-path", "/m", "--disaggregation-mode", role], {})
-    worker = WorkerEngine(FakeEngine(two_tokens), arguments, open_desk=desk)
+    worker = WorkerEngine(FakeEngine(two_tokens), arguments, seal=SEAL, open_desk=desk)
     await worker.start(1)
     with pytest.raises(exceptions.InvalidArgument, match=f"prefill_result: this is no decode worker, it is {role}"):
         await collect(worker, request(prefill_result={"disaggregated_params": {}}))
 
 
-async def test_decode_workers_want_a_hand_off_except_for_the_probe() -> None:
-    arguments = parse_arguments(["--model-path", "/m", "--disaggregation-mode", "decode"], {})
-    worker = WorkerEngine(FakeEngine(two_tokens), arguments, open_desk=desk)
+async def test_a_decode_worker_computes_prompts_that_nobody_handed_over_unless_told_not_to() -> None:
+    for most in ("1", "0"):
+        given = ["--model-path", "/m", "--disaggregation-mode", "decode", "--max-local-prefills", most]
+        worker = WorkerEngine(FakeEngine(two_tokens), parse_arguments(given, {}), seal=SEAL, open_desk=desk)
+        await worker.start(1)
+        if most == "0":
+            with pytest.raises(exceptions.InvalidArgument, match=r"prefill_result\.disaggregated_params: is missing"):
+                await collect(worker, request())
+        else:
+            for _ in range(3):  # one after the other: each gives its place back
+                assert await collect(worker, request())
+            assert worker.metrics.registry.get_sample_value("dlw_local_prefills_total", {"reason": "missing"}) == 3
+        with pytest.raises(exceptions.InvalidArgument, match=r"disaggregated_params: must be of format"):
+            await collect(worker, request(prefill_result={"disaggregated_params": {"sample_handle": "b917"}}))
+        assert await collect(worker, request(_HEALTH_CHECK=True))
+
+
+@pytest.mark.parametrize("ending", ["first token", "abort", "dropped stream"])
+async def test_a_prompt_without_a_hand_off_gives_its_place_back_once(ending: str) -> None:
+    given = ["--model-path", "/m", "--disaggregation-mode", "decode", "--max-local-prefills", "1"]
+    go_on = asyncio.Event()
+
+    async def script(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        if ending != "first token":
+            await go_on.wait()
+        yield TokenDelta([5])
+        await go_on.wait()
+        yield TokenDelta([6], finish_reason="length")
+
+    worker = WorkerEngine(FakeEngine(script), parse_arguments(given, {}), seal=SEAL, open_desk=desk)
     await worker.start(1)
-    with pytest.raises(exceptions.InvalidArgument, match=r"prefill_result\.disaggregated_params: is missing"):
-        await collect(worker, request())
-    with pytest.raises(exceptions.InvalidArgument, match=r"disaggregated_params: must be of format"):
-        await collect(worker, request(prefill_result={"disaggregated_params": {"sample_handle": "b917"}}))
-    assert await collect(worker, request(_HEALTH_CHECK=True))
+    context = Context("first")
+    stream = worker.generate(request(), context)
+    first = asyncio.ensure_future(anext(stream))
+    while worker.hand_offs.num_local == 0 and not first.done():
+        await asyncio.sleep(0)
+    if ending == "first token":
+        await first
+    else:
+        with pytest.raises(exceptions.HttpError, match="1 prompts without a hand-off are being computed here already"):
+            await collect(worker, request(), "second")
+        if ending == "abort":
+            await worker.abort(context)
+        else:
+            first.cancel()
+            await asyncio.wait([first])
+            await stream.aclose()
+    assert worker.hand_offs.num_local == 0
+    go_on.set()
+    await asyncio.wait([first])
+    await stream.aclose()
+    assert await collect(worker, request(), "third")
 
 
 async def test_the_health_probe_is_a_request_like_any_other() -> None:

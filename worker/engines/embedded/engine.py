@@ -11,7 +11,7 @@ import torch
 from worker.engines import EngineInfo, KeepKv, KvEventSink, ReadKv, TokenDelta
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.exchange import Exchange, open_exchange
+from worker.engines.embedded.exchange import Exchange, note_mode, open_exchange
 from worker.engines.embedded.handoff import fingerprint, handle_from_json
 from worker.engines.embedded.memory import choose_kv_blocks
 from worker.engines.embedded.model import HfModel, load_model
@@ -196,6 +196,8 @@ class EmbeddedEngine:
     def _part(self, request: Request, kv: KeepKv | ReadKv | None) -> KvHandle | None:
         """Make `request` this worker's part of what was asked; where its prompt's KV is, if elsewhere."""
         if kv is None:
+            if self.config.role == "decode":
+                note_mode(request, "local prefill")
             return None
         assert self._exchange is not None, f"an {self.config.role} engine exchanges no KV"
         if isinstance(kv, ReadKv):

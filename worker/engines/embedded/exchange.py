@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from adapters.chain import Mode
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.handoff import handle_as_json
 from worker.engines.embedded.kv_layout import KvLayout
@@ -186,6 +187,7 @@ class Exchange:
 
     def receive(self, request: Request, handle: KvHandle) -> None:
         """Take in a request whose prompt's KV another worker holds."""
+        self._scheduler.arrive(request)
         self._waiting.append(Receipt(request, handle))
 
     def abort(self, request_id: str) -> Output | None:
@@ -254,10 +256,16 @@ class Exchange:
         self.counts[outcome] += 1
 
     def _begin_reads(self) -> None:
-        while self._waiting and len(self._reading) + len(self._ready) < self._scheduler.max_num_seqs:
+        """In order of arrival, with those who wait in the scheduler's queue: preempted, or without a hand-off."""
+        scheduler = self._scheduler
+        scheduler.waits_outside = None
+        while self._waiting and len(self._reading) + len(self._ready) < scheduler.max_num_seqs:
             receipt = self._waiting[0]
-            copies = self._scheduler.invite(receipt.request)
+            if scheduler.waiting and scheduler.waiting[0].arrival < receipt.request.arrival:
+                return
+            copies = scheduler.invite(receipt.request)
             if copies is None:
+                scheduler.waits_outside = receipt.request.arrival
                 return
             self._waiting.popleft()
             self._prepare(receipt.request, copies)
@@ -284,6 +292,7 @@ class Exchange:
         if stop - start < self.layout.block_size:  # less than a block: sooner computed than fetched
             self.port.let_go(receipt.handle)
             self.counts["known"] += 1
+            note_mode(request, "hand-off")
             self._ready.append(request)
             return
         receipt.read = self.port.read(receipt.handle, request.segments, start, stop)
@@ -310,11 +319,13 @@ class Exchange:
             self.counts["received"] += 1
             self.counts["bytes"] += read.num_bytes
             self.seconds += read.seconds
+            note_mode(request, "hand-off")
             self._ready.append(request)
             return
         self.counts[state] += 1
         logger.warning("the KV of request %s is %s: its prompt is computed here", request.id, state)
         self._give_back(request, read if not clean else None)
+        note_mode(request, "local prefill")
         self._scheduler.add(request)
 
     def _cancel(self, receipt: Receipt) -> None:
@@ -343,3 +354,9 @@ class Exchange:
         if over:
             self._scheduler.dismiss(stand_in)
         return over
+
+
+def note_mode(request: Request, mode: Mode) -> None:
+    """Say in a request's receipt where its prompt was computed."""
+    if request.chain is not None:
+        request.chain.receipt.mode = mode

@@ -20,10 +20,10 @@ from adapters.selection import Selection, shown
 from worker.engines.embedded.kv_layout import KvLayout
 from worker.engines.embedded.transfer import KvHandle
 from worker.errors import InvalidRequest, StartupError
+from worker.seal import FIELD
 
 FORMAT = "dynamo-logits-worker/kv"
 VERSION = 1
-FIELD = "prefill_result.disaggregated_params"
 
 MAX_METADATA_BYTES = 2**20
 MAX_LIST = 2**20
@@ -61,7 +61,7 @@ class HandOff:
     version: int = VERSION
 
     def as_json(self) -> dict[str, Any]:
-        """What the first and only chunk of a prefill worker carries as ``disaggregated_params``."""
+        """What the first and only chunk of a prefill worker carries as ``disaggregated_params``, sealed."""
         return {"format": FORMAT, **{field.name: getattr(self, field.name) for field in fields(self)}}
 
 
@@ -74,10 +74,8 @@ def read(data: object, prompt: Sequence[int], selection: Selection) -> HandOff:
     """Check a hand-off that came with a request.
 
     Raises:
-        InvalidRequest: there is none, it is malformed, or it was made for another prompt or other processors.
+        InvalidRequest: it is malformed, or it was made for another prompt or other processors.
     """
-    if data is None:
-        raise InvalidRequest(FIELD, "is missing: a decode worker serves what a prefill worker has computed")
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, Mapping) else data
         raise InvalidRequest(FIELD, f"must be of format {FORMAT}, got {shown(found)}")

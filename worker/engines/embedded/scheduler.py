@@ -47,6 +47,10 @@ class Scheduler:
             It bounds the time between two tokens of those who decode, except where as many others wait to. Behind
             `LONG_CONTEXT` tokens it is half as large. Of fewer than `FEW_ROWS`, half of it is the bound, and they
             count; it becomes a third smaller. Where it is `TILE` or more, the step is whole tiles.
+
+    Attributes:
+        waits_outside: Place in the order of arrival of a request that waits for segments before it can become a guest,
+            None if none does. Nobody who came after it is admitted.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Scheduler:
         self.prefilling: list[Request] = []
         self.decoding: tuple[Request, ...] = ()
         self.guests: list[Request] = []
+        self.waits_outside: int | None = None
         self._num_arrived = 0
 
     def __repr__(self) -> str:
@@ -80,12 +85,17 @@ class Scheduler:
         return bool(self.prefilling or self.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request; the store must have room for the longest answer to it."""
+        """Queue a request in order of arrival; the store must have room for the longest answer to it."""
         longest = self.cache.count_segments(request.limit)
         assert longest <= self.cache.num_segments, f"{request.id} may take {longest} segments: {self!r}"
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
-        self.waiting.append(request)
+        self.arrive(request)
+        self._enqueue(request)
+
+    def arrive(self, request: Request) -> None:
+        """Give a request its place in the order of arrival, unless it has one."""
+        if request.arrival < 0:
+            request.arrival = self._num_arrived
+            self._num_arrived += 1
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request and free what it holds, between steps; None if it is not here any more."""
@@ -99,7 +109,12 @@ class Scheduler:
         """Send a running request back to the queue, between steps; its KV is computed again when its turn comes."""
         self._release([request])
         self.num_preemptions += 1
-        place = sum(one.arrival < request.arrival for one in self.waiting)
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].arrival > request.arrival:
+            place -= 1
         self.waiting.insert(place, request)
 
     @property
@@ -120,11 +135,9 @@ class Scheduler:
         return copies
 
     def resume(self, request: Request) -> None:
-        """Let a guest run, after whatever came before it; there must be a slot."""
+        """Let a guest run; there must be a slot."""
         self.guests.remove(request)
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
-        self.prefilling.append(request)
+        self._join(request)
 
     def dismiss(self, request: Request) -> None:
         """Free what a guest holds."""
@@ -213,6 +226,8 @@ class Scheduler:
         copies: list[SegmentCopy] = []
         pending = self._pending(self.prefilling)
         for request in list(islice(self.waiting, slots)):  # one that is passed over keeps its slot free
+            if self.waits_outside is not None and request.arrival > self.waits_outside:
+                break
             if pending and self._awaits(request, pending):
                 continue
             copied = self.cache.admit(request, self._spare())
@@ -234,10 +249,13 @@ class Scheduler:
 
     def _begin(self, request: Request) -> None:
         self.waiting.remove(request)
-        self.prefilling.append(request)
-        self.prefilling.sort(key=_arrival)
+        self._join(request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
+
+    def _join(self, request: Request) -> None:
+        self.prefilling.append(request)
+        self.prefilling.sort(key=_arrival)
 
     def _pending(self, requests: Iterable[Request]) -> set[int]:
         """Hashes of the blocks that are being computed."""

@@ -333,6 +333,8 @@ class TrtllmEngine(RuntimeReports):
         """Arguments of ``generate_async`` that say which part of the work this is: both for a health probe."""
         assert self._package is not None
         if kv is None:
+            if self.config.role == "decode" and flight.chain is not None:  # this executor computes the prompt itself
+                flight.chain.receipt.mode = "local prefill"
             return {}
         if params.n > 1:
             raise InvalidRequest("sampling_params.n", "must be 1 in disaggregated serving: one sequence is handed over")

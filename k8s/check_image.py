@@ -1,0 +1,60 @@
+"""Fails the build of an image that the worker could not run in: ``check_image.py [--extra NAME] MODULE...``.
+
+Every requirement of the installed worker must be met, also those of its extras that are named, and every module must be
+importable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from packaging.requirements import Requirement
+
+DISTRIBUTION = "dynamo-logits-worker"
+
+
+def problems(extras: Iterable[str], modules: Iterable[str]) -> Iterator[str]:
+    """What is missing, too old or too new, and what cannot be imported, one line each."""
+    for text in importlib.metadata.requires(DISTRIBUTION) or ():
+        requirement = Requirement(text)
+        if not any(requirement.marker is None or requirement.marker.evaluate({"extra": one}) for one in ("", *extras)):
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield f"{requirement.name} is not installed, need {requirement}"
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            yield f"{requirement.name} is {found}, need {requirement}"
+    for name in modules:
+        problem = import_problem(name)
+        if problem is not None:
+            yield f"import {name}: {problem}"
+
+
+def import_problem(name: str) -> str | None:
+    """Why a module cannot be imported; None if it can."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # whatever an import runs into
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--extra", action="append", default=[], help="an extra of the worker whose requirements count")
+    parser.add_argument("modules", nargs="+", metavar="MODULE", help="what must be importable")
+    arguments = parser.parse_args(argv)
+    found = list(problems(arguments.extra, arguments.modules))
+    for line in found:
+        sys.stderr.write(f"check_image: {line}\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""First come, first served, in every role: whoever waits is not passed by those who came later, whatever they bring.
+
+The exchange, the scheduler and the cache are real, and the model checks every KV that it reads; only the wire between
+two workers is a double, so that what arrives when is part of the example.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import pytest
+from exchange_doubles import BLOCK, CONTEXT, TensorRecallModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_doubles import WIDTH, answer, mix, recall_request
+
+from worker.engines.embedded import Request
+from worker.engines.embedded.exchange import Exchange
+from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.kv_layout import KvLayout
+from worker.engines.embedded.scheduler import Scheduler
+from worker.engines.embedded.step import Stepper
+from worker.engines.embedded.transfer import KvHandle
+
+ROLES = ("aggregated", "prefill", "decode")
+MAX_NUM_SEQS = 4
+SEGMENT = 8
+LONGEST = 60
+"""Tokens of a prompt at most, and of an answer."""
+
+
+class Wire:
+    """In place of `KvPort`. The ticket of a handle is the number of its prompt in `prompts`."""
+
+    is_lingering = False
+
+    def __init__(self, model: TensorRecallModel, prompts: Sequence[Sequence[int]], chance: random.Random) -> None:
+        self.tensors = model.kv_tensors()
+        self.layout = KvLayout("recall", "int64", 1, 1, 1, BLOCK, model.size)
+        self.chance = chance
+        self.prompts = prompts
+        self._held: deque[int] = deque()
+        self._next_ticket = 0
+
+    def publish(self, segments: Sequence[int]) -> KvHandle:
+        self._next_ticket += 1
+        self._held.append(self._next_ticket)
+        return self.handle(self._next_ticket)
+
+    def handle(self, ticket: int) -> KvHandle:
+        return KvHandle("holder", b"", "DRAM", 0, (0, 0), self.layout, (), 0, ticket)
+
+    def withdraw(self, handle: KvHandle) -> None:
+        """Nobody reads from here."""
+
+    def notes(self) -> list[int]:
+        """Readers come for what is held in any order, some of them late."""
+        if not self._held or self.chance.random() < 0.7:
+            return []
+        self._held.rotate(self.chance.randrange(len(self._held)))
+        return [self._held.popleft()]
+
+    def read(self, handle: KvHandle, segments: Sequence[int], start: int, stop: int) -> Reading:
+        return Reading(self, handle.ticket, segments, start, stop)
+
+    def let_go(self, handle: KvHandle) -> None:
+        """Nobody holds anything here."""
+
+
+class Reading:
+    """In place of `KvRead`: after a few looks the KV is there, or lost."""
+
+    num_bytes = 0
+    seconds = 0.0
+
+    def __init__(self, wire: Wire, prompt: int, segments: Sequence[int], start: int, stop: int) -> None:
+        self._wire, self._segments, self._span = wire, segments, (start, stop)
+        self._prompt = wire.prompts[prompt]
+        self._looks = wire.chance.randrange(4)
+
+    def poll(self, budget_s: float) -> str:
+        self._looks -= 1
+        if self._looks >= 0:
+            return "busy"
+        if self._wire.chance.random() < 0.05:
+            return "lost"
+        kv, size = 1, self._wire.layout.segment_size
+        for position, token in enumerate(self._prompt[: self._span[1]]):
+            kv = mix(kv, token)
+            if position >= self._span[0]:
+                for tensor in self._wire.tensors:
+                    tensor[self._segments[position // size], 0, position % size, 0] = kv
+        return "done"
+
+    def release(self) -> bool:
+        return True
+
+
+class Station:
+    """One worker under a load, and who was passed by whom."""
+
+    def __init__(self, role: str, seed: int, num_segments: int, local: float) -> None:
+        self.role = role
+        self.chance = random.Random(seed)
+        self.local = local
+        self.model = TensorRecallModel(CONTEXT)
+        self.model.allocate_kv(num_segments, SEGMENT)
+        cache = KvCache(num_segments, SEGMENT, BLOCK, is_dense=True)
+        self.stepper = Stepper(self.model, Scheduler(cache, MAX_NUM_SEQS, max_num_batched_tokens=48, max_mixed_chunk=8))
+        self.prompts: list[list[int]] = []
+        self.requests: dict[str, Request] = {}  # by order of arrival
+        self.served: set[str] = set()  # who has had segments
+        self.passed: Counter[str] = Counter()  # how many younger ones got segments while it had none
+        self.said: dict[str, list[int]] = {}
+        self.num_finished = 0
+        if role != "aggregated":
+            self.wire = Wire(self.model, self.prompts, self.chance)
+            hold_s = 60.0 if role == "prefill" else None
+            self.stepper.exchange = Exchange(self.wire, self.stepper.scheduler, hold_s)  # type: ignore[arg-type]
+
+    def arrive(self) -> None:
+        """A request; on a decode worker some come without a hand-off."""
+        prompt = self.chance.choices(range(6, WIDTH), k=self.chance.randrange(1, LONGEST))
+        self.prompts.append(prompt)
+        name = str(len(self.prompts))
+        count = 1 if self.role == "prefill" else self.chance.randrange(1, LONGEST)
+        request = self.requests[name] = recall_request(self.model, name, prompt, count)
+        self.said[name] = []
+        if self.role == "prefill":
+            request.keeps_kv, request.end_ids = True, frozenset()
+        if self.role == "decode" and self.chance.random() >= self.local:
+            self.stepper.add(request, self.wire.handle(len(self.prompts) - 1))
+        else:
+            self.stepper.add(request)
+
+    def step(self) -> None:
+        outputs = self.stepper.step()
+        self.stepper.scheduler.check_integrity()
+        for output in outputs:
+            token = output.token_id if output.stop_reason is None else output.stop_reason
+            if token is not None:
+                self.said[output.request_id].append(token)
+            if output.finish_reason is not None:
+                self.finish(self.requests.pop(output.request_id))
+        self.watch({output.request_id for output in outputs})
+
+    def finish(self, request: Request) -> None:
+        self.num_finished += 1
+        if self.role != "prefill":
+            prompt = request.tokens[: request.prompt_length]
+            limit = request.limit - request.prompt_length
+            assert self.said.pop(request.id) == answer(prompt, limit)
+
+    def watch(self, answered: set[str]) -> None:
+        has_kv = {name for name, request in self.requests.items() if request.segments} | answered
+        new = sorted(map(int, has_kv - self.served))
+        self.served |= has_kv
+        for name in self.requests.keys() - has_kv:
+            self.passed[name] += sum(number > int(name) for number in new)
+
+    def run(self, num_steps: int, per_step: float) -> None:
+        """A load of `per_step` requests per step, then everybody gets an answer."""
+        for _ in range(num_steps):
+            if self.chance.random() < per_step:
+                self.arrive()
+            self.step()
+        for _ in range(60 * len(self.prompts) + 1000):
+            if not self.requests:
+                return
+            self.step()
+        raise AssertionError(f"{len(self.requests)} of {len(self.prompts)} starve: {self.stepper.scheduler!r}")
+
+
+@pytest.mark.parametrize("role", ROLES)
+@given(
+    seed=st.integers(0, 2**32),
+    num_segments=st.integers(2 * LONGEST // SEGMENT, 5 * LONGEST // SEGMENT),
+    local=st.sampled_from([0.0, 0.1, 0.5]),
+    per_step=st.sampled_from([0.03, 0.1, 0.3]),
+)
+@settings(max_examples=8, deadline=None)
+def test_nobody_is_passed_by_more_than_a_batch(
+    role: str, seed: int, num_segments: int, local: float, per_step: float
+) -> None:
+    station = Station(role, seed, num_segments, local)
+    station.run(250, per_step)
+    assert station.num_finished == len(station.prompts)
+    assert max(station.passed.values(), default=0) <= MAX_NUM_SEQS
+
+
+def test_the_preempted_do_not_starve_behind_hand_offs() -> None:
+    """A steady load, somewhat more than a decode worker with little memory can serve."""
+    station = Station("decode", seed=5, num_segments=2 * LONGEST // SEGMENT, local=0.0)
+    station.run(1500, per_step=0.15)
+    assert station.stepper.scheduler.num_preemptions > 20
+    assert max(station.passed.values()) <= MAX_NUM_SEQS

@@ -1,0 +1,132 @@
+"""The images have what the manifests' command lines need: that set of packages serves, here, in their processes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from e2e_stack import Process, Stack, free_port, running_stack, wait_for
+from image_files import closure, commands, environment_of, extras, install_command, pins, requirements
+from manifest_files import FOLDER, REPOSITORY, Component, components
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from worker.tiny_model import write_tiny_model
+
+CHECK = str(FOLDER / "check_image.py")
+WORKER = "dynamo-logits-worker"
+
+TRTLLM_BASE: dict[str, str | None] = {
+    "ai-dynamo": "1.4.2",
+    "ai-dynamo-runtime": "1.4.2",
+    "llguidance": "0.7.29",
+    "numpy": "1.26.4",
+    "prometheus-client": None,
+    "pydantic": None,
+    "pyyaml": None,
+    "regex": None,
+    "safetensors": None,
+    "tokenizers": "0.22.1",
+    "torch": "2.9.0",
+    "tqdm": None,
+    "transformers": "4.57.1",
+    "uvloop": None,
+}
+"""What the base image of the TensorRT-LLM stage has, with the version where TensorRT-LLM's requirements.txt or one that
+it names fixes it; uvloop is added by Dynamo's own build of that image."""
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has what the embedded image has."""
+    return environment_of(closure(requirements(extras("embedded"))), tmp_path_factory.mktemp("image"))
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    write_tiny_model(tmp_path / "models" / "tiny-model")
+    with running_stack(tmp_path, tmp_path / "models" / "tiny-model") as stack:
+        yield stack
+
+
+def start(stack: Stack, python: Path, part: Component, log: Path) -> Process:
+    """As a pod would, with the image's packages; ports, paths, network and discovery are this machine's."""
+    port = str(free_port())
+    here = {"8000": str(stack.http_port), "9090": port, "eth0": "lo"}
+    words = [here.get(word, word).replace("/models/", f"{stack.directory}/models/") for word in part.main["args"]]
+    given = {name: here.get(value, value) for name, value in part.environ.items()}
+    own = {"HOME": str(stack.directory), "DYN_NAMESPACE_WORKER_SUFFIX": "", "DYN_SYSTEM_PORT": port}
+    command = [str(python), *part.main["command"][1:], *words]
+    return Process(command, {**given, **stack.environ, **own, "DLW_POOL_SECRET": given.get("DLW_POOL_SECRET", "")}, log)
+
+
+@pytest.mark.parametrize("graph", ["agg", "disagg"])
+def test_the_embedded_image_serves_its_manifests(stack: Stack, image: Path, graph: str) -> None:
+    parts = [part for part in components("frontend", "prefill", "decode", "worker") if part.graph == graph]
+    processes: list[Process] = []
+    try:
+        for number, part in enumerate(parts):
+            process = start(stack, image, part, stack.directory / f"part{number}.log")
+            processes.append(process)
+            if part.type != "frontend":
+                wait_for(lambda p=process: "Registered endpoint" in p.log or not p.running, f"{part} to register")
+            assert process.running, process.log
+
+        def answer() -> str | None:
+            assert all(process.running for process in processes), [process.log for process in processes]
+            status, text = stack.post("completions", model="tiny-model", prompt="hello " * 20, max_tokens=4)
+            return text if status == 200 else None
+
+        assert '"completion_tokens":4' in wait_for(answer, "an answer")
+    finally:
+        for process in reversed(processes):
+            process.end()
+
+
+def test_the_embedded_image_has_the_versions_that_were_tested() -> None:
+    assert "-c /src/constraints.txt" in install_command("embedded")
+    needed = closure(requirements(extras("embedded"))) - {"setuptools"}  # torch's; pip's list of a set leaves it out
+    assert sorted(needed - pins().keys()) == []
+
+
+def test_what_an_image_lacks_fails_its_build(tmp_path: Path) -> None:
+    assert any(command.startswith(f"python3 /src/{Path(CHECK).name} ") for command in commands("embedded"))
+    command = [sys.executable, CHECK, "--extra", "disagg", "worker", "nixl"]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    bare = environment_of({*closure(requirements(())), WORKER}, tmp_path / "bare")
+    done = subprocess.run([bare, *command[1:]], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert any(line.startswith("check_image: nixl is not installed, need nixl>=") for line in lines)
+    assert any(line.startswith("check_image: import nixl: ModuleNotFoundError") for line in lines)
+
+
+def test_tensorrt_llm_keeps_its_own_set() -> None:
+    """What it has is left alone, what it lacks or has too old for us comes in a tested version, and nothing else."""
+    command = install_command("trtllm")
+    assert command.startswith("uv pip install ")  # the virtual environment of the base image may be without pip
+    assert "--no-deps" in command
+    assert "--constraint /src/constraints.txt" in command
+    named = {canonicalize_name(word) for word in command.split() if canonicalize_name(word) in pins()}
+    assert named == {canonicalize_name(one.name) for one in requirements(()) if not has(one)}
+
+
+def has(requirement: Requirement) -> bool:
+    """Whether the base image meets a requirement of ours."""
+    name = canonicalize_name(requirement.name)
+    if name not in TRTLLM_BASE:
+        return False
+    version = TRTLLM_BASE[name]
+    return version is None or requirement.specifier.contains(version)
+
+
+def test_an_image_without_tensorrt_llm_or_the_worker_fails_its_build() -> None:
+    found = commands("trtllm")
+    assert "cd /tmp" in found
+    assert 'python3 -c "import tensorrt_llm, worker"' in found
+    assert not any(re.search(r"\|\||;|\btrue$", command) for command in found)
+    assert (REPOSITORY / "worker" / "engines" / "trtllm" / "__init__.py").is_file()

@@ -1,0 +1,158 @@
+"""Sealed hand-offs: a decode worker connects only where a prefill worker that shares its pool secret told it to.
+
+A hand-off travels through the frontend, and says to which address a decode worker connects and what it reads there. So
+whoever reaches the decode worker's port could send it anywhere, were hand-offs not signed:
+
+==============  ========================================================================
+``format``      ``dynamo-logits-worker/sealed``
+``version``     1
+``expires``     seconds since 1970, after which nobody should come for what is handed over
+``body``        the hand-off, as JSON text: what was signed is what is read, byte for byte
+``mac``         HMAC-SHA256 over format, version, ``expires`` and ``body``, as hexadecimal digits
+==============  ========================================================================
+
+The body names the prompt and the processors that it was made for, so that a seal is worth nothing with another request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worker.errors import ConfigurationError, InvalidRequest
+
+FORMAT = "dynamo-logits-worker/sealed"
+VERSION = 1
+FIELD = "prefill_result.disaggregated_params"
+
+SECRET = "DLW_POOL_SECRET"
+SECRET_FILE = "DLW_POOL_SECRET_FILE"
+MIN_SECRET = 32
+"""Characters of a pool secret at least: 128 bits as hexadecimal digits."""
+
+MAX_BODY = 2**24
+"""Characters of a hand-off at most; those of the longest prompts and of NIXL's metadata take a few percent of it."""
+
+CLOCK_SKEW_S = 60.0
+"""How far the clocks of two workers may be apart. Who comes late is told so by the holder, at the price of a visit."""
+
+_NAMES = ("format", "version", "expires", "body", "mac")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A hand-off whose seal is genuine.
+
+    Attributes:
+        body: What a prefill worker of this pool handed over.
+        is_late: Whether it has given it up by now.
+    """
+
+    body: Mapping[str, Any]
+    is_late: bool
+
+
+class Seal:
+    """Signs and checks hand-offs with a pool's secret.
+
+    Args:
+        secret: Shared by the prefill and decode workers of a pool, at least `MIN_SECRET` characters.
+        clock: Seconds since 1970.
+    """
+
+    def __init__(self, secret: str, clock: Callable[[], float] = time.time) -> None:
+        assert len(secret) >= MIN_SECRET
+        self._key = secret.encode("utf-8", "surrogateescape")
+        self._clock = clock
+
+    def __repr__(self) -> str:
+        return "Seal(...)"
+
+    def close(self, body: Mapping[str, Any], lifetime_s: float) -> dict[str, Any]:
+        """Sign a hand-off.
+
+        Args:
+            body: JSON data.
+            lifetime_s: Seconds for which it is worth coming for what it describes.
+        """
+        text = json.dumps(body, separators=(",", ":"))
+        expires = math.ceil(self._clock() + lifetime_s)
+        mac = self._mac(expires, text)
+        return {"format": FORMAT, "version": VERSION, "expires": expires, "body": text, "mac": mac}
+
+    def open(self, data: object) -> Opened:
+        """Check a hand-off that came with a request; nothing in it is looked at before its seal is.
+
+        Raises:
+            InvalidRequest: it is not sealed, or not with this secret.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, Mapping) else data
+            raise InvalidRequest(FIELD, f"must be of format {FORMAT}, got {_shown(found)}")
+        if data.get("version") != VERSION:
+            raise InvalidRequest(f"{FIELD}.version", f"must be {VERSION}, got {_shown(data.get('version'))}")
+        for unknown in sorted(map(str, set(data) - set(_NAMES))):
+            raise InvalidRequest(f"{FIELD}.{_shown(unknown)}", "unknown field")
+        expires, text, mac = data.get("expires"), data.get("body"), data.get("mac")
+        if type(expires) is not int or not 0 <= expires < 2**53:
+            raise InvalidRequest(f"{FIELD}.expires", f"must be seconds since 1970, got {_shown(expires)}")
+        if not isinstance(text, str) or len(text) > MAX_BODY:
+            raise InvalidRequest(f"{FIELD}.body", f"must be a text of up to {MAX_BODY} characters")
+        if not isinstance(mac, str) or not hmac.compare_digest(_bytes(mac), _bytes(self._mac(expires, text))):
+            raise InvalidRequest(
+                f"{FIELD}.mac",
+                f"is not of this pool: the prefill worker has another {SECRET}, or the hand-off was made by a stranger",
+            )
+        return Opened(json.loads(text), self._clock() > expires + CLOCK_SKEW_S)
+
+    def _mac(self, expires: int, text: str) -> str:
+        signed = f"{FORMAT}\n{VERSION}\n{expires}\n{text}"
+        return hmac.new(self._key, _bytes(signed), hashlib.sha256).hexdigest()
+
+
+def _shown(value: object) -> str:
+    """`value` for an error message. Nothing heavy is imported for it: the secret is read before torch is."""
+    return repr(value)[:60] if isinstance(value, (str, int, float)) else type(value).__name__
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def take_seal(role: str, environ: MutableMapping[str, str]) -> Seal | None:
+    """The seal of a worker; None for an aggregated one, which hands nothing over.
+
+    The secret is taken out of `environ`, so that no child process inherits it.
+
+    Raises:
+        ConfigurationError: a prefill or decode worker has no secret, or one that cannot be used.
+    """
+    secret, path = environ.pop(SECRET, None) or None, environ.pop(SECRET_FILE, None) or None
+    if role == "aggregated":
+        return None
+    if secret is not None and path is not None:
+        raise ConfigurationError(f"{SECRET} and {SECRET_FILE} are both set; give the secret in one place")
+    if secret is None and path is None:
+        raise ConfigurationError(
+            f"--disaggregation-mode {role} needs {SECRET} or {SECRET_FILE}: a secret that prefill and decode workers "
+            f"share, {MIN_SECRET} characters at least, to sign hand-offs with"
+        )
+    name = SECRET
+    if path is not None:
+        name = f"{SECRET_FILE} {path}"
+        try:
+            secret = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "is no text"
+            raise ConfigurationError(f"{name}: {reason}") from None
+    assert secret is not None
+    if len(secret) < MIN_SECRET:
+        raise ConfigurationError(f"{name} must be at least {MIN_SECRET} characters, got {len(secret)}")
+    return Seal(secret)
