@@ -378,9 +378,9 @@ class ProcessorChain:
             self.receipt.attribute(self.position, token_id, record, kind)
         self.tokens.append(token_id)
 
-    def report(self) -> dict[str, Any]:
-        """The receipt so far, as JSON data."""
-        return self.receipt.as_json()
+    def report(self, *, attribution: bool = True) -> dict[str, Any]:
+        """The receipt so far, as JSON data; the ``attribution``, if it is kept, belongs to the last one only."""
+        return self.receipt.as_json(attribution=attribution)
 
 
 def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Member:
