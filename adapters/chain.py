@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
@@ -342,10 +342,26 @@ class ProcessorChain:
         elif not plan.leaves_a_token():
             raise self.no_token_left(["masked"])
 
-    def no_token_left(self, kinds: Sequence[str] = ("masked", "shaped", "biased")) -> ProcessorFailed:
-        """Record that nothing is left to sample at the position last planned; to blame is who did one of ``kinds``."""
-        names = dict.fromkeys(member.name for member, kind, _ in self._pending if kind in kinds)
-        return self.fail(", ".join(names), "unsatisfiable", f"no token is left at position {self.position}")
+    def no_token_left(
+        self, kinds: Sequence[str] = ("masked", "shaped", "biased"), *, before: Member | None = None
+    ) -> ProcessorFailed:
+        """Record that nothing is left to sample at the position last planned; to blame is who did one of ``kinds``.
+
+        Args:
+            kinds: Of edits.
+            before: The member to which the row came empty; what acts after it is not to blame.
+        """
+        acted = self._pending if before is None else list(self._acted_before(before))
+        names = dict.fromkeys(member.name for member, kind, _ in acted if kind in kinds)
+        return self.fail(", ".join(names) or "model", "unsatisfiable", f"no token is left at position {self.position}")
+
+    def _acted_before(self, member: Member) -> Iterator[tuple[Member, str, int]]:
+        """What was asked for at the position last planned, and is applied before ``member``'s turn."""
+        is_late, is_before = member.processor.stage >= Stage.MASK, True
+        for asked in self._pending:  # in the order of the law; but masks come before all that shapes at their stage
+            is_before = is_before and asked[0] is not member
+            if is_before or (is_late and asked[1] == "masked"):
+                yield asked
 
     def fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
         """Record that ``member`` raised ``error``; returns the failure for the caller to raise or report."""

@@ -448,6 +448,97 @@ def test_a_processor_that_raises_is_named_without_its_message():
     assert "private" not in str(caught.value)
 
 
+# Rows in which nothing is left
+
+
+class Watches(ShapingProcessor):
+    """Keeps what it is shown, row by row; needs a finite logit, as a softmax does."""
+
+    name, stage, reads = "watches", Stage.TRUNCATION, Reads.NOTHING
+
+    def __init__(self, stage=Stage.TRUNCATION):
+        self.stage = stage
+        self.shown = []
+
+    def shape(self, logits):
+        self.shown.append(logits.clone())
+        logits[logits.nan_to_num(neginf=torch.nan).nanquantile(0.5).long()] += 1
+
+
+class WatchesTogether(Watches):
+    name = "watches_together"
+
+    @classmethod
+    def shape_rows(cls, processors, logits):
+        for processor, row in zip(processors, logits, strict=True):
+            processor.shape(row)
+
+
+def one_finite(token_id):
+    logits = torch.full((1, VOCAB), -torch.inf)
+    logits[0, token_id] = 1.0
+    return logits
+
+
+@pytest.mark.parametrize("kind", [Watches, WatchesTogether])
+@pytest.mark.parametrize("stage", [Stage.SOFT, Stage.MASK, Stage.SAMPLING])
+def test_a_row_in_which_nothing_is_left_is_shown_to_nobody(kind, stage):
+    watch = kind(stage)
+    before = [Bans(7)] if stage > Stage.SOFT else []
+    logits = one_finite(7) if before else torch.full((1, VOCAB), -torch.inf)
+    made = chain(watch, *before)
+    with pytest.raises(ProcessorFailed, match=r"no token is left at position 3") as caught:
+        run(made, logits)
+    assert (caught.value.reason, caught.value.processor) == ("unsatisfiable", "bans" if before else "model")
+    assert made.failure is caught.value
+    assert watch.shown == []
+
+
+def test_who_emptied_a_row_is_named_and_not_who_comes_after():
+    class Empties(ShapingProcessor):
+        name, stage, reads = "empties", Stage.TEMPERATURE, Reads.NOTHING
+
+        def __init__(self):
+            pass
+
+        def shape(self, logits):
+            self.shape_rows([self], logits)
+
+        @classmethod
+        def shape_rows(cls, processors, logits):
+            logits.fill_(-torch.inf)
+
+    watch = Watches()
+    with pytest.raises(ProcessorFailed, match="no token is left") as caught:
+        run(chain(watch, Halves(), Empties(), Bans(3)))
+    assert caught.value.processor == "bans, empties, halves"
+    assert watch.shown == []
+
+
+@pytest.mark.parametrize("kind", [Watches, WatchesTogether])
+def test_batch_mates_of_an_empty_row_are_shaped_as_ever(kind):
+    rows = torch.arange(3 * VOCAB, dtype=torch.float32).view(3, VOCAB)
+    rows[1] = one_finite(7)
+    chains = [chain(kind()), chain(kind(), Bans(7)), chain(kind())]
+    planned, _ = plan_rows(list(enumerate(chains)))
+    assert not apply_edits(rows, planned)
+    failures = apply_late(rows, planned)
+    assert {row: failure.processor for row, failure in failures.items()} == {1: "bans"}
+    alone = torch.arange(3 * VOCAB, dtype=torch.float32).view(3, VOCAB)
+    for row in (0, 2):
+        assert torch.equal(rows[row], run(chain(kind()), alone[row : row + 1]))
+
+
+def test_the_callable_ends_such_a_row_too():
+    watch, reports = Watches(), []
+    (adapter,) = create_trtllm_adapters([chain(watch, Bans(7))], end_id=0, report=reports.append)
+    logits = one_finite(7)[None]
+    adapter(1, logits, [[1, 2, 3]])
+    assert [(report.processor, report.reason) for report in reports] == [("bans", "unsatisfiable")]
+    assert logits[0, 0].argmax() == 0
+    assert watch.shown == []
+
+
 # Receipts
 
 
