@@ -183,24 +183,26 @@ class ProcessorChain:
         del self.tokens[position:]
         self._count_outside()
 
-    def sync(self, tokens: Sequence[int]) -> None:
-        """Make the history equal to ``tokens`` (prompt + generated), whatever was known before.
+    def sync(self, tokens: Sequence[int], *, unchanged: int = 0) -> None:
+        """Make the history equal to ``tokens`` (prompt + generated), wherever they differ from what was known.
 
-        Costs the new tokens only: of the known ones the last 32 are compared.
+        Args:
+            tokens: The whole history.
+            unchanged: So many at its beginning are known to be those of the chain's own history; only what is behind
+                them is looked at. By default all are, which costs a pass over them: for an engine's every step the
+                caller must know better (`adapters.trtllm.ChainAdapter`).
 
         Raises:
-            ValueError: ``tokens`` is shorter than the prompt.
+            ValueError: ``tokens`` is shorter than the prompt, or differs from it: this chain is another request's.
         """
         if len(tokens) < self.prompt_length:
             raise ValueError(f"history of {len(tokens)} tokens is shorter than the prompt of {self.prompt_length}")
-        own, length = self.tokens, len(self.tokens)
-        first = max(self.prompt_length, length - 32)
-        if tokens[first:length] != own[first:length]:  # also when `tokens` is the shorter one
-            length = max(self.prompt_length, min(first, len(tokens) - 32))
-            while length < min(len(tokens), len(own)) and tokens[length] == own[length]:
-                length += 1
-            self.rewind(length)
-        for position in range(length, len(tokens)):
+        same = _num_equal(tokens, self.tokens, unchanged)
+        if same < self.prompt_length:
+            raise ValueError(f"history differs from the prompt at position {same}")
+        if same < len(self.tokens):
+            self.rewind(same)
+        for position in range(same, len(tokens)):
             self.accept(tokens[position], position)
 
     def _append(self, token_id: int) -> None:
@@ -397,6 +399,17 @@ class ProcessorChain:
     def report(self, *, attribution: bool = True) -> dict[str, Any]:
         """The receipt so far, as JSON data; the ``attribution``, if it is kept, belongs to the last one only."""
         return self.receipt.as_json(attribution=attribution)
+
+
+def _num_equal(tokens: Sequence[int], known: list[int], start: int) -> int:
+    """How many tokens the two begin with in common, at least ``start``."""
+    end = min(len(tokens), len(known))
+    while start < end:
+        stop = min(start + 1024, end)
+        if list(tokens[start:stop]) != known[start:stop]:
+            return next(i for i in range(start, stop) if tokens[i] != known[i])
+        start = stop
+    return end
 
 
 def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Member:
