@@ -216,6 +216,7 @@ class Catalog:
         """
         processors: list[Processor] = []
         scopes: list[Scope] = []
+        self._check_once(selection)
         for requested in selection.processors:
             built = self.build(requested, context)
             processors += built
@@ -262,6 +263,14 @@ class Catalog:
             return entry.processor.Args.model_validate_json(data)
         except ValidationError as error:
             raise _selection_error(error, path, entry.processor.Args) from None
+
+    def _check_once(self, selection: Selection) -> None:
+        known: dict[tuple[str, Scope], str] = {}
+        for requested in selection.processors:
+            path = known.setdefault((requested.name, requested.scope), requested.path)
+            if path != requested.path and self._find(requested).processor.once:
+                problem = f"{requested.name} may be named once with scope {requested.scope}, and is at {path}"
+                raise SelectionError(requested.path, problem)
 
     def _find(self, requested: Requested) -> Entry:
         entry = self._entries.get(requested.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
@@ -63,6 +63,7 @@ class ProcessorChain:
         self.wants_receipt = False
         self.has_shaping = _any_shapes(self.members)
         self._pending: list[tuple[Member, str, int]] = []
+        self._derived: dict[Hashable, Any] = {}
         self._scoped = [member for member in self.members if member.scope != "all"]
         self._tracker = ThinkingTracker(context.think_start, context.think_end) if self._scoped else None
         self._scoped_counts: list[list[int]] = [[] for _ in self._scoped]
@@ -119,6 +120,7 @@ class ProcessorChain:
             raise ValueError(f"{names} can be rebuilt only by replaying on logits")
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
+        self._derived = {}
         self.failure = None
         if self._tracker is not None:
             self._tracker.reset(prompt)
@@ -132,7 +134,8 @@ class ProcessorChain:
     def _begin(self, member: Member) -> None:
         prompt = self.tokens[: self.prompt_length]
         try:
-            member.processor.start(prompt, shared=self.tokens if member.scope == "all" else None)
+            shared = self.tokens if member.scope == "all" else None
+            member.processor.start(prompt, shared=shared, derived=self._derived)
         except Exception as error:  # the processor boundary: third-party code
             raise self.fail_from(member, error) from error
 

@@ -8,10 +8,10 @@ shorter or different it resets the processor and replays.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -20,6 +20,8 @@ from typing_extensions import Self
 from adapters.edits import Edit
 from adapters.scope import Scope
 from adapters.vocabulary import Vocabulary
+
+T = TypeVar("T")
 
 
 class Stage(IntEnum):
@@ -113,6 +115,7 @@ class Processor(ABC):
         Args: Its arguments.
         observes_logits: State depends on logits (mirostat's mu): it can only be rebuilt by replaying on logits.
         scopes: The scopes that a request may give it.
+        once: A request may name it only once with the same scope.
     """
 
     name: ClassVar[str]
@@ -121,6 +124,7 @@ class Processor(ABC):
     reads: ClassVar[Reads]
     observes_logits: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "thinking", "answer")
+    once: ClassVar[bool] = False
     Args: ClassVar[type[ProcessorArgs]]
 
     num_outside: int
@@ -130,9 +134,12 @@ class Processor(ABC):
     _prompt_length: int
     _consumed: int
 
+    _derived: dict[Hashable, Any]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         self._tokens, self._prompt_length, self._consumed = [], 0, -1
+        self._derived = {}
         self.num_outside = 0
         return self
 
@@ -186,9 +193,32 @@ class Processor(ABC):
         """The newest token of prompt + generated, None if there is none."""
         return self._tokens[-1] if self._tokens else None
 
-    def start(self, prompt: Sequence[int], *, shared: list[int] | None = None) -> None:
-        """Begin after ``prompt``. With ``shared``, a list that starts with the prompt and that its owner extends."""
+    def from_prompt(self, key: Hashable, make: Callable[[], T]) -> T:
+        """``make()``, once per prompt and key: what the processors of a chain derive from their prompt and share.
+
+        It must depend on the prompt and the key only, and is not to be changed. Begin the key with your class.
+        """
+        if key not in self._derived:
+            self._derived[key] = make()
+        value: T = self._derived[key]
+        return value
+
+    def start(
+        self,
+        prompt: Sequence[int],
+        *,
+        shared: list[int] | None = None,
+        derived: dict[Hashable, Any] | None = None,
+    ) -> None:
+        """Begin after ``prompt``.
+
+        Args:
+            prompt: Token ids.
+            shared: A list that starts with the prompt and that its owner extends.
+            derived: What `from_prompt` has made for others of the same prompt.
+        """
         self._tokens = list(prompt) if shared is None else shared
+        self._derived = {} if derived is None else derived
         self._prompt_length = len(prompt)
         self._consumed = -1
         self.num_outside = 0

@@ -269,14 +269,15 @@ def wrap_foreign(
         given = {field: getattr(args, field) for field in args.model_fields_set}
         given = {field: value for field, value in given.items() if field not in END_TOKENS or value is not None}
         options: dict[str, Any] = {"name": name, "stage": stage, "version": version, "stateful": stateful}
-        known = from_context(target, context) if isinstance(target, type) else {}
-        arguments, tokenizer = known | fixed | given, context.vocabulary.tokenizer
+        given = fixed | given
+        arguments = given | (from_context(target, context, given) if isinstance(target, type) else {})
+        tokenizer = context.vocabulary.tokenizer
         try:
             return [foreign_processor(target, protocol=protocol, arguments=arguments, tokenizer=tokenizer, **options)]
         except ValueError as error:
-            if not given:
+            if not args.model_fields_set:
                 raise
-            raise ArgumentError(", ".join(given), str(error)[:_MAX_MESSAGE]) from error
+            raise ArgumentError(", ".join(sorted(args.model_fields_set)), str(error)[:_MAX_MESSAGE]) from error
 
     summary = (inspect.getdoc(target) or "").strip().partition("\n")[0] or f"Runs {name_of(target)} unchanged."
     members = {

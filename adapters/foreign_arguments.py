@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Union
 
 from pydantic import Field, create_model
@@ -67,13 +67,14 @@ def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
     return create_model(f"{target.__name__}Args", __base__=ProcessorArgs, **fields)
 
 
-def from_context(target: type, context: Context) -> dict[str, Any]:
-    """What ``target``'s constructor is given of the model and the request, by the names of its parameters.
+def from_context(target: type, context: Context, given: Collection[str]) -> dict[str, Any]:
+    """What ``target``'s constructor is told of model and request, by names of parameters, but for the ``given`` ones.
 
     Raises:
         ArgumentError: it needs an end token, and this request has none.
     """
     parameters, hints = constructor_parameters(target), _hints(target)
+    parameters = {name: parameter for name, parameter in parameters.items() if name not in given}
     known: dict[str, Any] = {}
     if "vocab_size" in parameters:
         known["vocab_size"] = context.vocabulary.size
