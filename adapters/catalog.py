@@ -293,7 +293,7 @@ def _check_entry(entry: Entry) -> None:
         raise CatalogError(f"{entry.source}: {entry.name!r} is not a name; expected {NAME.pattern}")
     if inspect.isabstract(processor) or not issubclass(processor, SteeringProcessor | ShapingProcessor):
         raise CatalogError(f"{entry.source}: {processor.__name__} is neither a steering nor a shaping processor")
-    missing = [name for name in ("name", "stage", "reads", "Args") if not hasattr(processor, name)]
+    missing = [name for name in ("name", "stage") if not hasattr(processor, name)]
     if missing:
         raise CatalogError(f"{entry.source}: {processor.__name__} lacks {', '.join(missing)}")
     if processor.name != entry.name:

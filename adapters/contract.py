@@ -1,5 +1,7 @@
 """The contract of a logits processor: steering or shaping, its stage in the order law, what it reads, its arguments.
 
+All that an author needs is imported from here: the edits and the bounded types of arguments too.
+
 One instance serves one choice of one request. It is a function of token history, never of how often it was
 called: the base class feeds it each generated token once, by absolute position, and when the history turns out
 shorter or different it resets the processor and replays.
@@ -17,9 +19,33 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
 
-from adapters.edits import Edit
+from adapters.argument_types import Count, PositiveCount, Text, TokenId, TokenIds
+from adapters.edits import Allow, Ban, Bias, Edit, Force, Scale
 from adapters.scope import Scope
 from adapters.vocabulary import Vocabulary
+
+__all__ = [
+    "Allow",
+    "ArgumentError",
+    "Ban",
+    "Bias",
+    "Context",
+    "Count",
+    "Edit",
+    "Force",
+    "PositiveCount",
+    "Processor",
+    "ProcessorArgs",
+    "Reads",
+    "Scale",
+    "ShapingProcessor",
+    "Stage",
+    "SteeringProcessor",
+    "Text",
+    "TokenId",
+    "TokenIds",
+    "Unsatisfiable",
+]
 
 T = TypeVar("T")
 
@@ -111,8 +137,8 @@ class Processor(ABC):
         name: Name in the catalogue.
         version: Raised when the same arguments give other tokens than before.
         stage: Place in the order law.
-        reads: What it looks at.
-        Args: Its arguments.
+        reads: What it looks at; by default everything.
+        Args: Its arguments; by default there are none.
         observes_logits: State depends on logits (mirostat's mu): it can only be rebuilt by replaying on logits.
         scopes: The scopes that a request may give it.
         once: A request may name it only once with the same scope.
@@ -121,11 +147,11 @@ class Processor(ABC):
     name: ClassVar[str]
     version: ClassVar[int] = 1
     stage: ClassVar[Stage]
-    reads: ClassVar[Reads]
+    reads: ClassVar[Reads] = Reads.PROMPT_AND_GENERATED
     observes_logits: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "thinking", "answer")
     once: ClassVar[bool] = False
-    Args: ClassVar[type[ProcessorArgs]]
+    Args: ClassVar[type[ProcessorArgs]] = ProcessorArgs
 
     num_outside: int
     """Generated tokens that are not in `generated`, because the processor's scope leaves them out; its chain counts."""

@@ -75,12 +75,15 @@ class PromptNgrams:
 
     def find(self, window: int) -> tuple[int, list[int]] | None:
         """Where ``length`` tokens of this hash first stand, and which distinct tokens follow, by first occurrence."""
-        low = int(np.searchsorted(self._hashes, np.uint64(window)))
-        if low == len(self._hashes) or int(self._hashes[low]) != window:
+        hashes, tokens, key = self._hashes, self._tokens, np.uint64(window)
+        low = int(hashes.searchsorted(key))
+        if low == len(hashes) or hashes[low] != key:
             return None
-        high = int(np.searchsorted(self._hashes, np.uint64(window), side="right"))
-        places = np.sort(self._places[low:high])
-        return int(places[0]), list(dict.fromkeys(self._tokens[places + self._length].tolist()))
+        if low + 1 == len(hashes) or hashes[low + 1] != key:
+            place = int(self._places[low])
+            return place, [int(tokens[place + self._length])]
+        places = np.sort(self._places[low : hashes.searchsorted(key, side="right")])
+        return int(places[0]), list(dict.fromkeys(tokens[places + self._length].tolist()))
 
 
 def prefix_hashes(tokens: Ids, base: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
