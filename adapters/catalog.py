@@ -335,6 +335,8 @@ def load_class(target: str, source: str) -> type:
     module, separator, attribute = target.partition(":")
     if not separator or not module or not attribute:
         raise CatalogError(f"{source}: expected module:Class, got {target!r}")
+    if "/" in module or module.endswith(".py"):
+        raise CatalogError(f"{source}: expected the module as import names it, not a path, got {module!r}")
     try:
         loaded: object = importlib.import_module(module)
         for part in attribute.split("."):

@@ -187,6 +187,8 @@ def test_foreign_class_is_wrapped_and_runs(catalog: Catalog):
         ("=third_party:Loud", "expected NAME=module:Class"),
         ("acme/loud=", "expected NAME=module:Class"),
         ("acme/loud=third_party", "expected module:Class"),
+        ("acme/loud=./third_party:Loud", "expected the module as import names it, not a path, got './third_party'"),
+        ("acme/loud=third_party.py:Loud", "expected the module as import names it, not a path, got 'third_party.py'"),
         ("acme/loud=no_such_module_here:Loud", "No module named"),
         ("acme/loud=third_party:Missing", "Missing"),
         ("acme/loud=third_party:number", "not a class"),

@@ -32,6 +32,7 @@ def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
     """Python files of the page by name, which its first line gives; also written to a directory on the path."""
     blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
     files = {re.match(r'"""(\w+\.py)"""', block)[1]: block for block in blocks}
+    files["try_it.py"] = files["try_it.py"].replace('"/tmp/tiny-model"', repr(str(tmp_path / "model")))
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -66,9 +67,19 @@ def test_the_wrapped_class_of_the_page_is_taken_by_the_command_line_that_the_pag
     assert bool(row.isfinite().all())
 
 
+def test_trying_it_as_the_page_does(page_files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module("try_it")
+    out = capsys.readouterr().out
+    assert "'name': 'acme/sentence_limit'" in out
+    assert " stop [" in out or " length [" in out
+    option = "acme/sentence_limit=sentence_limit:SentenceLimit"
+    assert main(["show", "acme/sentence_limit", "--logits-processor", option]) == 0
+    assert "Most sentences of the answer." in capsys.readouterr().out
+
+
 def test_everything_that_an_author_needs_is_in_one_place() -> None:
     imported = re.findall(r"from (adapters\.[\w.]+) import", _PAGE.read_text(encoding="utf-8"))
-    assert set(imported) == {"adapters.contract", "adapters.foreign"}
+    assert set(imported) == {"adapters.contract", "adapters.foreign", "adapters.catalog"}  # the last for trying only
     for edit in get_args(edits.Edit):
         assert getattr(contract, edit.__name__) is edit
 
