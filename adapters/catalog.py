@@ -265,11 +265,11 @@ class Catalog:
             raise _selection_error(error, path, entry.processor.Args) from None
 
     def _check_once(self, selection: Selection) -> None:
-        known: dict[tuple[str, Scope], str] = {}
+        known: dict[tuple[str, Scope], Requested] = {}
         for requested in selection.processors:
-            path = known.setdefault((requested.name, requested.scope), requested.path)
-            if path != requested.path and self._find(requested).processor.once:
-                problem = f"{requested.name} may be named once with scope {requested.scope}, and is at {path}"
+            first = known.setdefault((requested.name, requested.scope), requested)
+            if first is not requested and self._find(requested).processor.once:
+                problem = f"{requested.name} may be named once with scope {requested.scope}, and is at {first.path}"
                 raise SelectionError(requested.path, problem)
 
     def _find(self, requested: Requested) -> Entry:
