@@ -196,7 +196,7 @@ def test_foreign_class_is_wrapped_and_runs(catalog: Catalog):
         ("Loud=third_party:Half", "is not a name"),
         ("top_k=third_party:Shadow", "the name top_k is taken"),
         ("top_k=third_party:Half", "the name top_k is taken"),
-        ("no_stage=third_party:NoStage", "NoStage lacks stage, reads, Args"),
+        ("no_stage=third_party:NoStage", "NoStage lacks stage"),
         ("scoped=third_party:Scoped", "scope"),
         ("nothing=third_party:Nothing", "cannot be called"),
         ("steering=adapters.contract:SteeringProcessor", "neither"),
