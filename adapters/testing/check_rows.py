@@ -69,6 +69,7 @@ def edits(subject: Subject) -> str | None:
             processor = member.processor
             if not isinstance(processor, SteeringProcessor) or member.scope != "all":
                 continue
+            processor.catch_up()  # as a chain does before it asks
             try:
                 edit = processor.edit()
             except Unsatisfiable:
