@@ -211,10 +211,22 @@ def _shape_group(
     group: list[tuple[int, ProcessorChain, Member]],
     failures: dict[int, ProcessorFailed],
 ) -> None:
+    """One class on its rows. A row in which no token is left ends here; no processor is shown one."""
     processors = [member.processor for _, _, member in group if isinstance(member.processor, ShapingProcessor)]
     rows = [row for row, _, _ in group]
     index = upload_ids(rows, logits.device)
     values = logits.index_select(0, index)  # a copy: if one of them raises, the batch is as it was
+    is_empty = values.amax(-1, keepdim=True) == -torch.inf
+    if logits.device.type == "cpu" or not _is_batched(kind):
+        empty = [one for one, is_so in zip(group, is_empty[:, 0].tolist(), strict=True) if is_so]
+        if empty:
+            failures.update((row, chain.no_token_left(before=member)) for row, chain, member in empty)
+            alive = [one for one in group if one[0] not in failures]
+            if alive:
+                _shape_group(kind, logits, alive, failures)
+            return
+    else:  # nothing is read from a device here: such a row is shown as another, and stays for the sampler to see
+        values.masked_fill_(is_empty, 0.0)
     began = perf_counter()
     try:
         kind.shape_rows(processors, values)
@@ -227,6 +239,8 @@ def _shape_group(
         for single in group:  # one of them is to blame; its batch-mates must not notice
             _shape_group(kind, logits, [single], failures)
         return
+    if logits.device.type != "cpu":
+        values.masked_fill_(is_empty, -torch.inf)
     logits.index_copy_(0, index, values)
     seconds = (perf_counter() - began) / len(group)
     for row, chain, member in group:
@@ -237,7 +251,7 @@ def _shape_group(
 
 
 def _check_shaped(before: torch.Tensor, after: torch.Tensor, chain: ProcessorChain, member: Member) -> None:
-    """Blames a row that nothing can be drawn from on the processor that made it so, and not on the model."""
+    """Blames a row that nothing can be drawn from on the processor that made it so, and not on the model (NaN)."""
     problem = row_problem(after)
     if problem is not None and row_problem(before) is None:
         reason = "unsatisfiable" if problem == "empty" else problem

@@ -216,6 +216,7 @@ class Catalog:
         """
         processors: list[Processor] = []
         scopes: list[Scope] = []
+        self._check_once(selection)
         for requested in selection.processors:
             built = self.build(requested, context)
             processors += built
@@ -263,6 +264,14 @@ class Catalog:
         except ValidationError as error:
             raise _selection_error(error, path, entry.processor.Args) from None
 
+    def _check_once(self, selection: Selection) -> None:
+        known: dict[tuple[str, Scope], Requested] = {}
+        for requested in selection.processors:
+            first = known.setdefault((requested.name, requested.scope), requested)
+            if first is not requested and self._find(requested).processor.once:
+                problem = f"{requested.name} may be named once with scope {requested.scope}, and is at {first.path}"
+                raise SelectionError(requested.path, problem)
+
     def _find(self, requested: Requested) -> Entry:
         entry = self._entries.get(requested.name)
         if entry is None:
@@ -284,7 +293,7 @@ def _check_entry(entry: Entry) -> None:
         raise CatalogError(f"{entry.source}: {entry.name!r} is not a name; expected {NAME.pattern}")
     if inspect.isabstract(processor) or not issubclass(processor, SteeringProcessor | ShapingProcessor):
         raise CatalogError(f"{entry.source}: {processor.__name__} is neither a steering nor a shaping processor")
-    missing = [name for name in ("name", "stage", "reads", "Args") if not hasattr(processor, name)]
+    missing = [name for name in ("name", "stage") if not hasattr(processor, name)]
     if missing:
         raise CatalogError(f"{entry.source}: {processor.__name__} lacks {', '.join(missing)}")
     if processor.name != entry.name:
@@ -326,6 +335,8 @@ def load_class(target: str, source: str) -> type:
     module, separator, attribute = target.partition(":")
     if not separator or not module or not attribute:
         raise CatalogError(f"{source}: expected module:Class, got {target!r}")
+    if "/" in module or module.endswith(".py"):
+        raise CatalogError(f"{source}: expected the module as import names it, not a path, got {module!r}")
     try:
         loaded: object = importlib.import_module(module)
         for part in attribute.split("."):

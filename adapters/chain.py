@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
@@ -63,6 +63,7 @@ class ProcessorChain:
         self.wants_receipt = False
         self.has_shaping = _any_shapes(self.members)
         self._pending: list[tuple[Member, str, int]] = []
+        self._derived: dict[Hashable, Any] = {}
         self._scoped = [member for member in self.members if member.scope != "all"]
         self._tracker = ThinkingTracker(context.think_start, context.think_end) if self._scoped else None
         self._scoped_counts: list[list[int]] = [[] for _ in self._scoped]
@@ -126,6 +127,7 @@ class ProcessorChain:
             raise ValueError(f"{names} can be rebuilt only by replaying on logits")
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
+        self._derived = {}
         self.failure = None
         if self._tracker is not None:
             self._tracker.reset(prompt)
@@ -139,7 +141,8 @@ class ProcessorChain:
     def _begin(self, member: Member) -> None:
         prompt = self.tokens[: self.prompt_length]
         try:
-            member.processor.start(prompt, shared=self.tokens if member.scope == "all" else None)
+            shared = self.tokens if member.scope == "all" else None
+            member.processor.start(prompt, shared=shared, derived=self._derived)
         except Exception as error:  # the processor boundary: third-party code
             raise self.fail_from(member, error) from error
 
@@ -190,24 +193,26 @@ class ProcessorChain:
         del self.tokens[position:]
         self._count_outside()
 
-    def sync(self, tokens: Sequence[int]) -> None:
-        """Make the history equal to ``tokens`` (prompt + generated), whatever was known before.
+    def sync(self, tokens: Sequence[int], *, unchanged: int = 0) -> None:
+        """Make the history equal to ``tokens`` (prompt + generated), wherever they differ from what was known.
 
-        Costs the new tokens only: of the known ones the last 32 are compared.
+        Args:
+            tokens: The whole history.
+            unchanged: So many at its beginning are known to be those of the chain's own history; only what is behind
+                them is looked at. By default all are, which costs a pass over them: for an engine's every step the
+                caller must know better (`adapters.trtllm.ChainAdapter`).
 
         Raises:
-            ValueError: ``tokens`` is shorter than the prompt.
+            ValueError: ``tokens`` is shorter than the prompt, or differs from it: this chain is another request's.
         """
         if len(tokens) < self.prompt_length:
             raise ValueError(f"history of {len(tokens)} tokens is shorter than the prompt of {self.prompt_length}")
-        own, length = self.tokens, len(self.tokens)
-        first = max(self.prompt_length, length - 32)
-        if tokens[first:length] != own[first:length]:  # also when `tokens` is the shorter one
-            length = max(self.prompt_length, min(first, len(tokens) - 32))
-            while length < min(len(tokens), len(own)) and tokens[length] == own[length]:
-                length += 1
-            self.rewind(length)
-        for position in range(length, len(tokens)):
+        same = _num_equal(tokens, self.tokens, unchanged)
+        if same < self.prompt_length:
+            raise ValueError(f"history differs from the prompt at position {same}")
+        if same < len(self.tokens):
+            self.rewind(same)
+        for position in range(same, len(tokens)):
             self.accept(tokens[position], position)
 
     def _append(self, token_id: int) -> None:
@@ -349,10 +354,26 @@ class ProcessorChain:
         elif not plan.leaves_a_token():
             raise self.no_token_left(["masked"])
 
-    def no_token_left(self, kinds: Sequence[str] = ("masked", "shaped", "biased")) -> ProcessorFailed:
-        """Record that nothing is left to sample at the position last planned; to blame is who did one of ``kinds``."""
-        names = dict.fromkeys(member.name for member, kind, _ in self._pending if kind in kinds)
-        return self.fail(", ".join(names), "unsatisfiable", f"no token is left at position {self.position}")
+    def no_token_left(
+        self, kinds: Sequence[str] = ("masked", "shaped", "biased"), *, before: Member | None = None
+    ) -> ProcessorFailed:
+        """Record that nothing is left to sample at the position last planned; to blame is who did one of ``kinds``.
+
+        Args:
+            kinds: Of edits.
+            before: The member to which the row came empty; what acts after it is not to blame.
+        """
+        acted = self._pending if before is None else list(self._acted_before(before))
+        names = dict.fromkeys(member.name for member, kind, _ in acted if kind in kinds)
+        return self.fail(", ".join(names) or "model", "unsatisfiable", f"no token is left at position {self.position}")
+
+    def _acted_before(self, member: Member) -> Iterator[tuple[Member, str, int]]:
+        """What was asked for at the position last planned, and is applied before ``member``'s turn."""
+        is_late, is_before = member.processor.stage >= Stage.MASK, True
+        for asked in self._pending:  # in the order of the law; but masks come before all that shapes at their stage
+            is_before = is_before and asked[0] is not member
+            if is_before or (is_late and asked[1] == "masked"):
+                yield asked
 
     def fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
         """Record that ``member`` raised ``error``; returns the failure for the caller to raise or report."""
@@ -385,9 +406,20 @@ class ProcessorChain:
             self.receipt.attribute(self.position, token_id, record, kind)
         self.tokens.append(token_id)
 
-    def report(self) -> dict[str, Any]:
-        """The receipt so far, as JSON data."""
-        return self.receipt.as_json()
+    def report(self, *, attribution: bool = True) -> dict[str, Any]:
+        """The receipt so far, as JSON data; the ``attribution``, if it is kept, belongs to the last one only."""
+        return self.receipt.as_json(attribution=attribution)
+
+
+def _num_equal(tokens: Sequence[int], known: list[int], start: int) -> int:
+    """How many tokens the two begin with in common, at least ``start``."""
+    end = min(len(tokens), len(known))
+    while start < end:
+        stop = min(start + 1024, end)
+        if list(tokens[start:stop]) != known[start:stop]:
+            return next(i for i in range(start, stop) if tokens[i] != known[i])
+        start = stop
+    return end
 
 
 def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Member:

@@ -66,7 +66,8 @@ def logits_processors(
 
     Args:
         processors: From `processor` and `from_openai_logit_bias`.
-        receipt: Ask for the receipt, in ``nvext.engine_data`` of the reply; "debug" tells what was done to each token.
+        receipt: Ask for the receipt, in ``nvext.engine_data`` of the reply; "debug" adds, at the end of
+            the answer, what was done to each token.
         deadline: When the answer ends at the latest, wherever it has got to; seconds since 1970.
         nvext: Further fields of ``nvext``; annotations and extra fields are kept.
 

@@ -1,5 +1,7 @@
 """The contract of a logits processor: steering or shaping, its stage in the order law, what it reads, its arguments.
 
+All that an author needs is imported from here: the edits and the bounded types of arguments too.
+
 One instance serves one choice of one request. It is a function of token history, never of how often it was
 called: the base class feeds it each generated token once, by absolute position, and when the history turns out
 shorter or different it resets the processor and replays.
@@ -8,18 +10,44 @@ shorter or different it resets the processor and replays.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
 
-from adapters.edits import Edit
+from adapters.argument_types import Count, PositiveCount, Text, TokenId, TokenIds
+from adapters.edits import Allow, Ban, Bias, Edit, Force, Scale
 from adapters.scope import Scope
 from adapters.vocabulary import Vocabulary
+
+__all__ = [
+    "Allow",
+    "ArgumentError",
+    "Ban",
+    "Bias",
+    "Context",
+    "Count",
+    "Edit",
+    "Force",
+    "PositiveCount",
+    "Processor",
+    "ProcessorArgs",
+    "Reads",
+    "Scale",
+    "ShapingProcessor",
+    "Stage",
+    "SteeringProcessor",
+    "Text",
+    "TokenId",
+    "TokenIds",
+    "Unsatisfiable",
+]
+
+T = TypeVar("T")
 
 
 class Stage(IntEnum):
@@ -109,19 +137,21 @@ class Processor(ABC):
         name: Name in the catalogue.
         version: Raised when the same arguments give other tokens than before.
         stage: Place in the order law.
-        reads: What it looks at.
-        Args: Its arguments.
+        reads: What it looks at; by default everything.
+        Args: Its arguments; by default there are none.
         observes_logits: State depends on logits (mirostat's mu): it can only be rebuilt by replaying on logits.
         scopes: The scopes that a request may give it.
+        once: A request may name it only once with the same scope.
     """
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
     stage: ClassVar[Stage]
-    reads: ClassVar[Reads]
+    reads: ClassVar[Reads] = Reads.PROMPT_AND_GENERATED
     observes_logits: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "thinking", "answer")
-    Args: ClassVar[type[ProcessorArgs]]
+    once: ClassVar[bool] = False
+    Args: ClassVar[type[ProcessorArgs]] = ProcessorArgs
 
     num_outside: int
     """Generated tokens that are not in `generated`, because the processor's scope leaves them out; its chain counts."""
@@ -130,9 +160,12 @@ class Processor(ABC):
     _prompt_length: int
     _consumed: int
 
+    _derived: dict[Hashable, Any]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         self._tokens, self._prompt_length, self._consumed = [], 0, -1
+        self._derived = {}
         self.num_outside = 0
         return self
 
@@ -191,9 +224,32 @@ class Processor(ABC):
         """The newest token of prompt + generated, None if there is none."""
         return self._tokens[-1] if self._tokens else None
 
-    def start(self, prompt: Sequence[int], *, shared: list[int] | None = None) -> None:
-        """Begin after ``prompt``. With ``shared``, a list that starts with the prompt and that its owner extends."""
+    def from_prompt(self, key: Hashable, make: Callable[[], T]) -> T:
+        """``make()``, once per prompt and key: what the processors of a chain derive from their prompt and share.
+
+        It must depend on the prompt and the key only, and is not to be changed. Begin the key with your class.
+        """
+        if key not in self._derived:
+            self._derived[key] = make()
+        value: T = self._derived[key]
+        return value
+
+    def start(
+        self,
+        prompt: Sequence[int],
+        *,
+        shared: list[int] | None = None,
+        derived: dict[Hashable, Any] | None = None,
+    ) -> None:
+        """Begin after ``prompt``.
+
+        Args:
+            prompt: Token ids.
+            shared: A list that starts with the prompt and that its owner extends.
+            derived: What `from_prompt` has made for others of the same prompt.
+        """
         self._tokens = list(prompt) if shared is None else shared
+        self._derived = {} if derived is None else derived
         self._prompt_length = len(prompt)
         self._consumed = -1
         self.num_outside = 0

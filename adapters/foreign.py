@@ -23,7 +23,7 @@ from typing import Any, Literal, cast
 import torch
 
 from adapters.contract import ArgumentError, Context, Processor, ProcessorArgs, Reads, ShapingProcessor, Stage
-from adapters.foreign_arguments import args_model, constructor_parameters
+from adapters.foreign_arguments import END_TOKENS, args_model, constructor_parameters, from_context
 
 ForeignProtocol = Literal["dynamo", "huggingface", "trtllm"]
 
@@ -37,7 +37,37 @@ class StateLost(RuntimeError):
     """A stateful foreign processor was rewound further than its states are kept."""
 
 
-class ForeignProcessor(ShapingProcessor):
+class ThirdPartyShape(ShapingProcessor):
+    """Shows a third party one list of ids, prompt + generated, the same at every call; it grows and shrinks at its end.
+
+    A copy at every step would cost a step in proportion to the history. The list is the third party's alone: whoever
+    keeps it sees it grow, and whoever writes to it misleads nobody else.
+    """
+
+    reads = Reads.PROMPT_AND_GENERATED
+    Args = ProcessorArgs
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+
+    def reset(self) -> None:
+        self._ids = list(self.prompt)
+
+    def advance(self, token_id: int, index: int) -> None:
+        self._ids.append(token_id)
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        del self._ids[len(self._ids) - len(token_ids) :]
+        return True
+
+    def shown_ids(self) -> list[int]:
+        """The list; a new one where the third party has added to the last one or taken from it."""
+        if len(self._ids) != len(self._tokens):
+            self._ids = list(self._tokens)
+        return self._ids
+
+
+class ForeignProcessor(ThirdPartyShape):
     """A foreign processor of one choice.
 
     Args:
@@ -46,28 +76,29 @@ class ForeignProcessor(ShapingProcessor):
         stage: Place in the order law.
         version: Of the foreign processor.
         stateful: False promises that a call depends on its arguments only: nothing is kept then, nothing replayed.
+        takes_device: ``make`` is called with ``device``, that of the logits; on the CPU before the first of them.
 
     Raises:
         TypeError: ``make`` makes something that cannot be called or, if it has a state, copied.
     """
 
     stage = Stage.SOFT
-    reads = Reads.PROMPT_AND_GENERATED
     observes_logits = True
-    Args = ProcessorArgs
 
     def __init__(
         self,
-        make: Callable[[], Any],
+        make: Callable[..., Any],
         *,
         name: str | None = None,
         stage: Stage = Stage.SOFT,
         version: int = 1,
         stateful: bool = True,
+        takes_device: bool = False,
     ) -> None:
+        super().__init__()
         self._make = make
-        self._foreign = _checked(make(), stateful)
-        self._ids: list[int] = []
+        self._device = torch.device("cpu") if takes_device else None
+        self._foreign = _checked(self._fresh(), stateful)
         self._before: dict[int, Any] = {}  # generated tokens at a call -> state before it, ascending
         self._forgotten = -1  # newest call whose state is no longer kept
         name = name or name_of(self._foreign)
@@ -83,25 +114,24 @@ class ForeignProcessor(ShapingProcessor):
             ValueError: it returned another shape or dtype.
         """
 
+    def _fresh(self) -> Any:
+        return self._make() if self._device is None else self._make(device=self._device)
+
     def reset(self) -> None:
-        self._foreign = self._make()
-        self._ids = list(self.prompt)
+        super().reset()
+        self._foreign = self._fresh()
         self._before.clear()
         self._forgotten = -1
 
-    def advance(self, token_id: int, index: int) -> None:
-        self._ids.append(token_id)
-
-    def retract(self, token_ids: Sequence[int]) -> bool:
-        del self._ids[len(self._ids) - len(token_ids) :]
-        return True
-
     def shape(self, logits: torch.Tensor) -> None:
+        if self._device is not None and self._device != logits.device:
+            self._device = logits.device  # known by the first row only: requests are admitted in another process
+            self._foreign = self._fresh()
         if self.observes_logits:
             self._return_to(self.num_generated)
-        length = len(self._ids)
+        ids = self.shown_ids()
         self.call(self._foreign, logits)
-        if len(self._ids) != length:
+        if len(ids) != len(self._tokens):
             raise ValueError("the processor changed its list of input ids")
 
     def _return_to(self, index: int) -> None:
@@ -110,10 +140,14 @@ class ForeignProcessor(ShapingProcessor):
             raise StateLost(f"the state at generated token {index} is no longer kept")
         undone = [called for called in self._before if called >= index]
         if undone:
-            self._foreign = self._before[undone[0]]
+            kept = self._before[undone[0]]
             for called in undone:
                 del self._before[called]
-        self._before[index] = _copied(self._foreign)
+            self._foreign = _copied(kept)
+        else:
+            newest = next(reversed(self._before.values()), None)
+            kept = _copied(self._foreign, like=newest)
+        self._before[index] = kept
         if len(self._before) > NUM_KEPT_STATES:
             self._forgotten = next(iter(self._before))
             del self._before[self._forgotten]
@@ -209,7 +243,9 @@ def wrap_foreign(
     """A class for the catalogue that runs a foreign processor.
 
     Requests may set those arguments of a foreign class's constructor that are JSON data (numbers, texts, booleans,
-    lists of them), within general bounds; ``tokenizer`` is the model's.
+    lists of them), within general bounds. By their names, ``tokenizer``, ``vocab_size`` (the width of a row) and
+    ``device`` (of the logits) are the model's and never the request's; ``eos_token_id`` and ``eos_token_ids`` are the
+    request's end tokens unless it sets others: all of them where the annotation has a list, else the model's own.
 
     Args:
         target: A foreign class, an instance (each choice gets a copy of it), or a function.
@@ -231,16 +267,17 @@ def wrap_foreign(
 
     def build(cls: type[ForeignProcessor], args: ProcessorArgs, context: Context) -> list[Processor]:
         given = {field: getattr(args, field) for field in args.model_fields_set}
+        given = {field: value for field, value in given.items() if field not in END_TOKENS or value is not None}
         options: dict[str, Any] = {"name": name, "stage": stage, "version": version, "stateful": stateful}
+        given = fixed | given
+        arguments = given | (from_context(target, context, given) if isinstance(target, type) else {})
         tokenizer = context.vocabulary.tokenizer
         try:
-            return [
-                foreign_processor(target, protocol=protocol, arguments=fixed | given, tokenizer=tokenizer, **options)
-            ]
+            return [foreign_processor(target, protocol=protocol, arguments=arguments, tokenizer=tokenizer, **options)]
         except ValueError as error:
-            if not given:
+            if not args.model_fields_set:
                 raise
-            raise ArgumentError(", ".join(given), str(error)[:_MAX_MESSAGE]) from error
+            raise ArgumentError(", ".join(sorted(args.model_fields_set)), str(error)[:_MAX_MESSAGE]) from error
 
     summary = (inspect.getdoc(target) or "").strip().partition("\n")[0] or f"Runs {name_of(target)} unchanged."
     members = {
@@ -276,9 +313,12 @@ def foreign_processor(
         TypeError: the target speaks none of the protocols, cannot be copied, or needs a tokenizer and there is none.
     """
     wrapper = _WRAPPERS[protocol or protocol_of(target)]
-    make = _factory(target, dict(arguments or {}), tokenizer)
+    arguments = dict(arguments or {})
+    makes_on = isinstance(target, type) and "device" in constructor_parameters(target) and "device" not in arguments
+    make = _factory(target, arguments, tokenizer)
     stateful = _is_stateful(target) if stateful is None else stateful
-    return wrapper(make, name=name or name_of(target), stage=stage, version=version, stateful=stateful)
+    name = name or name_of(target)
+    return wrapper(make, name=name, stage=stage, version=version, stateful=stateful, takes_device=makes_on)
 
 
 def protocol_of(target: Any) -> ForeignProtocol:
@@ -362,11 +402,34 @@ def _checked(foreign: Any, stateful: bool) -> Any:
     return foreign
 
 
-def _copied(foreign: Any) -> Any:
-    """A copy with a state of its own, which shares the tokenizer: copying one takes longer than a step."""
-    attributes = getattr(foreign, "__dict__", {}).values()
-    shared = {id(value): value for value in attributes if hasattr(value, "encode") and hasattr(value, "decode")}
+def _copied(foreign: Any, like: Any = None) -> Any:
+    """A copy with a state of its own, which shares the tokenizer: copying one takes longer than a step.
+
+    Args:
+        foreign: What to copy.
+        like: An earlier copy, which will not be called again. Its large tensors are shared where they are still
+            equal: tables of megabytes would otherwise be kept once for every position.
+    """
+    attributes, known = getattr(foreign, "__dict__", {}), getattr(like, "__dict__", {})
+    shared: dict[int, Any] = {}
+    for name, value in attributes.items():
+        if hasattr(value, "encode") and hasattr(value, "decode"):
+            shared[id(value)] = value
+        elif isinstance(value, torch.Generator):
+            shared[id(value)] = value.clone_state()
+        elif _is_same_table(value, known.get(name)):
+            shared[id(value)] = known[name]
     return copy.deepcopy(foreign, shared)
+
+
+_LARGE_BYTES = 65536
+
+
+def _is_same_table(value: Any, other: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    alike = value.dtype == other.dtype and value.device == other.device and value.shape == other.shape
+    return alike and value.numel() * value.element_size() >= _LARGE_BYTES and torch.equal(value, other)
 
 
 def _check_in_place(result: Any, row: torch.Tensor) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Union
 
 from pydantic import Field, create_model
 
-from adapters.contract import ProcessorArgs
+from adapters.contract import ArgumentError, Context, ProcessorArgs
 from adapters.processors.arguments import MAX_INT, MAX_LIST, MAX_TEXT
 
 _MAX_FLOAT = 1e9
@@ -19,11 +19,14 @@ _Int = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]
 _Float = Annotated[float, Field(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]
 _Str = Annotated[str, Field(max_length=MAX_TEXT)]
 _SCALARS: dict[Any, Any] = {bool: bool, int: _Int, float: _Float, str: _Str}
-_LISTS: dict[Any, Any] = {
-    int: Annotated[list[_Int], Field(max_length=MAX_LIST)],
-    float: Annotated[list[_Float], Field(max_length=MAX_LIST)],
-    str: Annotated[list[_Str], Field(max_length=MAX_LIST)],
-}
+
+_ANNOTATED: Any = Annotated  # for types that are made at run time
+_LIST: Any = list
+_UNION: Any = Union
+
+_MODELS_OWN = ("tokenizer", "device", "vocab_size")
+END_TOKENS = ("eos_token_id", "eos_token_ids")
+"""Parameters that are the request's end tokens unless it says otherwise."""
 
 
 def constructor_parameters(target: type) -> dict[str, inspect.Parameter]:
@@ -41,7 +44,7 @@ def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
     """The arguments that a request may give to ``target``'s constructor.
 
     Parameters whose annotation, or else default, is JSON data become fields with general bounds; the others, those in
-    ``fixed`` and ``tokenizer`` are not the request's.
+    ``fixed``, and the model's own (`adapters.foreign.wrap_foreign`) are not the request's.
 
     Raises:
         TypeError: ``fixed`` names a parameter that there is not, or a parameter without default can be given by nobody.
@@ -52,17 +55,45 @@ def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
         raise TypeError(f"{target.__name__} has no parameter {', '.join(sorted(unknown))}")
     fields: dict[str, Any] = {}
     for name, parameter in parameters.items():
-        if name in fixed or name == "tokenizer":
+        if name in fixed or name in _MODELS_OWN:
             continue
         needed = parameter.default is inspect.Parameter.empty
         kind = _json_type(hints.get(name, Any if needed else type(parameter.default)))
-        if kind is not None and not name.startswith("_"):
-            description = f"Parameter {name} of {target.__name__}."
+        description = f"Parameter {name} of {target.__name__}."
+        if name in END_TOKENS:
+            if kind is not None:
+                fields[name] = (kind | None, Field(default=None, description=f"{description} The end tokens, if null."))
+        elif kind is not None and not name.startswith("_"):
             fields[name] = (kind, Field(default=... if needed else parameter.default, description=description))
         elif needed:
             message = f"{target.__name__} needs {name}, which is not JSON data"
             raise TypeError(f"{message}; fix its value, requests cannot give it")
     return create_model(f"{target.__name__}Args", __base__=ProcessorArgs, **fields)
+
+
+def from_context(target: type, context: Context, given: Collection[str]) -> dict[str, Any]:
+    """What ``target``'s constructor is told of model and request, by names of parameters, but for the ``given`` ones.
+
+    Raises:
+        ArgumentError: it needs an end token, and this request has none.
+    """
+    parameters, hints = constructor_parameters(target), _hints(target)
+    parameters = {name: parameter for name, parameter in parameters.items() if name not in given}
+    known: dict[str, Any] = {}
+    if "vocab_size" in parameters:
+        known["vocab_size"] = context.vocabulary.size
+    for name in END_TOKENS:
+        if name not in parameters:
+            continue
+        ends = sorted(context.end_token_ids)
+        own = sorted(context.end_token_ids & context.vocabulary.eos_token_ids)
+        if "list" in str(hints.get(name, parameters[name].annotation)).lower() or name == "eos_token_ids":
+            known[name] = ends
+        elif ends:
+            known[name] = (own or ends)[0]
+        elif parameters[name].default is inspect.Parameter.empty:
+            raise ArgumentError(name, "this request has no end token")
+    return known
 
 
 def _hints(target: type) -> dict[str, Any]:
@@ -74,18 +105,17 @@ def _hints(target: type) -> dict[str, Any]:
 
 def _json_type(annotation: Any) -> Any:
     """The bounded type for ``annotation``, None if it is not JSON data."""
-    if annotation in (list, dict, Any, None):
-        return None
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
-        return _optional(parts)
+        return _union(parts)
     if origin in (list, Sequence):
-        return _LISTS.get(parts[0])
-    return _SCALARS.get(annotation)
+        kind = _json_type(parts[0])
+        return None if kind is None else _ANNOTATED[_LIST[kind], Field(max_length=MAX_LIST)]
+    return _SCALARS.get(annotation) if isinstance(annotation, type) else None
 
 
-def _optional(parts: tuple[Any, ...]) -> Any:
-    kinds = [_json_type(part) for part in parts if part is not type(None)]
-    if any(kind is None for kind in kinds) or len(kinds) != 1 or len(parts) != 2:
+def _union(parts: tuple[Any, ...]) -> Any:
+    kinds = [None if part is type(None) else _json_type(part) for part in parts]
+    if any(kind is None and part is not type(None) for kind, part in zip(kinds, parts, strict=True)):
         return None
-    return kinds[0] | None
+    return _UNION[tuple(kinds)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from adapters.contract import ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.foreign import ThirdPartyShape
 from adapters.plan import ProcessorFailed
 from adapters.trtllm import Failure
 
@@ -30,10 +31,12 @@ class EmbeddingBias(ShapingProcessor):
         logits.add_(self._bias)
 
 
-class ForeignCallable(ShapingProcessor):
+class ForeignCallable(ThirdPartyShape):
     """A TensorRT-LLM logits-processor callable, called under its contract: ``(req_id, [1, 1, V], [ids], None, None)``.
 
-    It is called once per sampled token. One that carries an attribute ``failure`` reports through it.
+    It is called once per sampled token. One that carries an attribute ``failure`` reports through it. The list of ids
+    is the same one at every call, grown by the new tokens, where TensorRT-LLM makes a new one each time: copy what is
+    to be kept. Where the callable has made it longer or shorter, the next call gets a new one.
 
     Args:
         processor: The callable.
@@ -42,16 +45,15 @@ class ForeignCallable(ShapingProcessor):
 
     name = "callable"
     stage = Stage.SOFT
-    reads = Reads.PROMPT_AND_GENERATED
-    Args = ProcessorArgs
 
     def __init__(self, processor: Callable[..., None], request_number: int) -> None:
+        super().__init__()
         self.name = _name_of(processor)  # type: ignore[misc]  # each instance stands for its own callable
         self._processor = processor
         self._request_number = request_number
 
     def shape(self, logits: torch.Tensor) -> None:
-        self._processor(self._request_number, logits.view(1, 1, -1), [self._tokens.copy()], None, None)
+        self._processor(self._request_number, logits.view(1, 1, -1), [self.shown_ids()], None, None)
         failure = getattr(self._processor, "failure", None)
         if isinstance(failure, Failure):
             raise ProcessorFailed(failure.processor, failure.reason, failure.message)

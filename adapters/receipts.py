@@ -66,9 +66,19 @@ class ProcessorRecord:
         }
 
 
+MAX_ATTRIBUTED = 65_536
+"""Most entries of an attribution: about 6 MB of JSON, which is one message to the frontend (32 MiB at most)."""
+
+
 @dataclass(slots=True)
 class Receipt:
-    """The receipt of one choice, cumulative over its chunks."""
+    """The receipt of one choice, cumulative over its chunks.
+
+    Attributes:
+        attribution: Keep what each processor did to each token, in `tokens`.
+        tokens: ``(position, token id, processor, what it did)``, in the order of the positions, the first
+            `MAX_ATTRIBUTED` of them.
+    """
 
     records: list[ProcessorRecord]
     attribution: bool = False
@@ -76,7 +86,7 @@ class Receipt:
     prompt_length: int = 0
     replayed: int = 0
     numerics: str = "fast"
-    tokens: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[tuple[int, int, str, str]] = field(default_factory=list)
 
     def begin(self, mode: str, prompt_length: int, replayed: int) -> None:
         """Start after a prompt; ``replayed`` tokens come from an earlier run, which migrated after them."""
@@ -89,16 +99,21 @@ class Receipt:
         """Take back what was counted from ``position`` on."""
         for record in self.records:
             record.forget_from(position)
-        while self.tokens and self.tokens[-1]["position"] >= position:
+        while self.tokens and self.tokens[-1][0] >= position:
             self.tokens.pop()
 
     def attribute(self, position: int, token_id: int, record: ProcessorRecord, kind: str) -> None:
         """With attribution on, note what a processor did to the token at ``position``."""
-        if self.attribution:
-            self.tokens.append({"position": position, "token_id": token_id, "processor": record.name, "did": kind})
+        if self.attribution and len(self.tokens) < MAX_ATTRIBUTED:
+            self.tokens.append((position, token_id, record.name, kind))
 
-    def as_json(self) -> dict[str, Any]:
-        """JSON data; the key order is stable."""
+    def as_json(self, *, attribution: bool = True) -> dict[str, Any]:
+        """JSON data, which does not change afterwards; the key order is stable.
+
+        Args:
+            attribution: Include the attribution, if it is kept: all of it, so that only one of an answer's chunks,
+                the last one, can have it without sending its beginning again and again.
+        """
         data: dict[str, Any] = {
             "version": 1,
             "mode": self.mode,
@@ -107,6 +122,10 @@ class Receipt:
             "replayed_tokens": self.replayed,
             "processors": [record.as_json() for record in self.records],
         }
-        if self.attribution:
-            data["tokens"] = self.tokens
+        if self.attribution and attribution:
+            names = ("position", "token_id", "processor", "did")
+            data["tokens"] = [dict(zip(names, each, strict=True)) for each in self.tokens]
+            left_out = sum(record.steps_active for record in self.records) - len(self.tokens)
+            if left_out:
+                data["tokens_left_out"] = left_out
         return data

@@ -228,6 +228,9 @@ class ChainAdapter(TrtllmAdapter):
 
     It may be called again for a position it has seen (chunked prefill), or after tokens were dropped. A position
     that it was not called for (an engine that preempted the request) is a failure: its token was sampled without it.
+    So a history that is one token longer than at the last call, for the same request, is the last one and that token,
+    and only its newest tokens are compared; any other is compared as a whole. One that differs in the prompt is a
+    failure: a callable serves one choice of one request.
 
     Attributes:
         watch: Told of every step, None for nobody. Must pickle like ``report``.
@@ -260,7 +263,7 @@ class ChainAdapter(TrtllmAdapter):
         self.watch: Watch | None = None
         self.num_logprobs: int | None = None
         self.handed_over = 0  # tokens behind the prompt that another engine has sampled
-        self._called = False
+        self._called_for: int | str | None = None
 
     @property
     def name(self) -> str:
@@ -269,7 +272,7 @@ class ChainAdapter(TrtllmAdapter):
     def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
         chain, row, before = self.chain, None, None
         try:
-            self._move_to(token_ids)
+            self._move_to(req_id, token_ids)
             plan = chain.plan()
             if not plan.is_empty:
                 row = logits[0, 0]
@@ -297,17 +300,22 @@ class ChainAdapter(TrtllmAdapter):
         seconds = tuple(member.record.seconds for member in chain.members)
         watch(Step(chain.position, tuple(chain.asked()), seconds, logprobs))
 
-    def _move_to(self, token_ids: Sequence[int]) -> None:
+    def _move_to(self, req_id: int | str, token_ids: Sequence[int]) -> None:
+        chain, known = self.chain, self._called_for is not None
         if not self.lagged:
-            position = self.chain.position
-            if self._called and len(token_ids) > position + 1:
-                message = f"were not called for position {position + 1}: the engine went on without them"
-                raise self.chain.fail(self._names(), "skipped", message)
-            self.chain.sync(token_ids)
+            length = chain.position
+            if known and len(token_ids) > length + 1:
+                message = f"were not called for position {length + 1}: the engine went on without them"
+                raise chain.fail(self._names(), "skipped", message)
+            goes_on = self._called_for == req_id and len(token_ids) == length + 1
+            try:
+                chain.sync(token_ids, unchanged=max(0, length - _NEWEST) if goes_on else 0)
+            except ValueError as error:
+                raise chain.fail(self._names(), "skipped", f"were called for another request: {error}") from error
         else:
-            for _ in range(1 if self._called else self.handed_over):
-                self.chain.accept(_UNSEEN, self.chain.position)
-        self._called = True
+            for _ in range(1 if known else self.handed_over):
+                chain.accept(_UNSEEN, chain.position)
+        self._called_for = req_id
 
     def _check(self, row: torch.Tensor) -> None:
         problem = row_problem(row)
@@ -328,6 +336,9 @@ def _logprobs(row: torch.Tensor, token_id: int, count: int) -> tuple[tuple[int, 
     likeliest = [(each, value, place) for place, (each, value) in enumerate(top, 1) if value > -torch.inf]
     return ((token_id, float(logprobs[token_id]), rank), *likeliest)
 
+
+_NEWEST = 32
+"""Known tokens that are compared at a step that goes on by one: what an engine is likeliest to have changed."""
 
 _UNSEEN = -1
 """Stands for a sampled token that the engine has not shown yet; no processor of a lagged chain looks at it."""

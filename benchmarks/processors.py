@@ -10,7 +10,9 @@ The figures (32 rows, V = 151,936, float32, CPU) and what each is compared with:
 * a typical chain (bias, penalties, minimum length, thinking budget, JSON Schema) on every row, in passes over the
   logits: one pass is ``logits.copy_(other)``. Planning is shown apart, because it needs no logits;
 * an idle TensorRT-LLM callable, against a bare Python call of the same shape;
-* the work that history makes per step, at 128 to 32,768 tokens.
+* the work that history makes per step, at 128 to 32,768 tokens;
+* admitting a prompt of 32,768 tokens: time, and memory at its peak, of the processors that look at it, for a prompt of
+  text-like frequencies and for one that repeats itself, whichever is slower.
 
 Results go to ``benchmarks/results/processors.md``.
 """
@@ -21,8 +23,10 @@ import argparse
 import datetime
 import gc
 import platform
+import random
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +70,17 @@ HISTORY = (
     Requested("dry", {"multiplier": 0.8}),
     Requested("loop_stop", {"max_period": 20, "copies": 4}),
     Requested("thinking_budget", {"tokens": 100_000, "start": "<think>", "end": "</think>"}),
+)
+
+ADMITTED = (
+    ("no_repeat_ngram, n = 256", (Requested("no_repeat_ngram", {"n": 256}),), "<= 50 ms, <= 10 MB"),
+    ("the same 16 times", (Requested("no_repeat_ngram", {"n": 256}),) * 16, "<= 50 ms, <= 10 MB"),
+    ("no_repeat_ngram, n = 1 to 16", tuple(Requested("no_repeat_ngram", {"n": n}) for n in range(1, 17)), ""),
+    ("dry", (Requested("dry", path="0"),), ""),
+    ("dry with a range", (Requested("dry", {"range": 20_000, "base": 1.1, "allowed_length": 512}, path="0"),), ""),
+    ("cite_from_prompt", (Requested("cite_from_prompt", {"conditional_boost": 1.0}),), ""),
+    ("repetition_penalty", (Requested("repetition_penalty", {"penalty": 1.1}),), ""),
+    ("multiple_choice", (Requested("multiple_choice", {"choices": ["yes", "no"], "boost": 1.0}, path="0"),), ""),
 )
 
 
@@ -221,6 +236,24 @@ def history(context: Context, lengths: Sequence[int]) -> list[tuple[int, float]]
     return found
 
 
+def admission(context: Context, chosen: Sequence[Requested], length: int) -> tuple[float, float]:
+    """(milliseconds, MB at the peak) of building and starting a chain, for the prompt that takes longer."""
+    random_numbers = random.Random(1)
+    prompts = (
+        [300 + int(random_numbers.paretovariate(0.8)) % 100_000 for _ in range(length)],
+        [300 + i % 255 for i in range(length)],
+        [777] * length,
+    )
+    found = []
+    for prompt in prompts:
+        ms = median_ms(lambda prompt=prompt: chain_of(context, chosen, prompt), repeats=7)
+        tracemalloc.start()
+        chain_of(context, chosen, prompt)
+        found.append((ms, tracemalloc.get_traced_memory()[1] / 1e6))
+        tracemalloc.stop()
+    return max(found)
+
+
 def main() -> None:
     """Run, print, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -261,6 +294,9 @@ def main() -> None:
     first = measured[0][1]
     for length, us in measured:
         row(f"history, {length:,} tokens; 128 tokens", f"{us:.0f} us", f"{first:.0f} us", f"{us / first:.2f}x", "1x")
+    for what, chosen, target in ADMITTED:
+        ms, megabytes = admission(context, chosen, 32_768)
+        row(f"admission of 32,768 tokens, {what}", f"{ms:.1f} ms", f"{megabytes:.1f} MB", "", target)
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
     when = datetime.date.today().isoformat()
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"

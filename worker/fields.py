@@ -245,7 +245,7 @@ _U64 = 2**64
 _ROUTER = "for the router, which has acted on it"
 _PICTURES = "this worker serves text only"
 _HAND_OFF = "hand-offs of this kind are not supported: prefill answers before decode begins"
-_ALLOWED = "Runs as the processor allowed_tokens: only these, and the end tokens."
+_ALLOWED = "Runs as the processor allowed_tokens: only these. An end token, too, must be listed, as in vLLM."
 _BAD_WORDS = "Runs as the processor bad_words: sequences of token ids that the answer must not have."
 
 FIELDS: tuple[Field, ...] = (

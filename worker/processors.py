@@ -190,7 +190,8 @@ def field_processors(request: GenerationRequest, can_think: bool) -> list[Reques
 
     options = "extra_args.sampling_options"
     if request.allowed_token_ids is not None:
-        add(f"{options}.allowed_token_ids", "allowed_tokens", token_ids=sorted(request.allowed_token_ids))
+        ids = sorted(request.allowed_token_ids)
+        add(f"{options}.allowed_token_ids", "allowed_tokens", token_ids=ids, allow_end=False)
     if request.bad_words_token_ids:
         add(f"{options}.bad_words_token_ids", "bad_words", token_ids=[list(ids) for ids in request.bad_words_token_ids])
     if request.max_thinking_tokens is not None:

@@ -44,7 +44,7 @@ class GenerationRequest:
         seed: Of the draws, in 0 … 2^64 - 1; a negative seed of the client is taken modulo 2^64.
         top_k: 0 means off.
         logprobs: Alternatives to report per token, 0 for the chosen token alone, None for no log probabilities.
-        allowed_token_ids: The only ids that may be sampled, besides the end tokens; None for all.
+        allowed_token_ids: The only ids that may be sampled, end tokens too; None for all.
         bad_words_token_ids: Sequences of ids that the answer must not have.
         max_thinking_tokens: Most tokens of thinking, None for no limit.
         guided_decoding: One of ``json``, ``regex``, ``choice``, ``grammar`` and its guide, None for no grammar.

@@ -26,10 +26,11 @@ WordIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_WORD_TOKEN
 
 
 class AllowedTokens(SteeringProcessor):
-    """Masks every token but the listed ones and the end tokens.
+    """Masks every token but the listed ones and, with ``allow_end``, the end tokens.
 
-    Source: Dynamo's and vLLM's ``allowed_token_ids``. The end tokens of the request stay allowed, so that an answer
-    can end; hold them back with ``min_tokens``, or ban them with ``banned_tokens``.
+    Source: vLLM's ``allowed_token_ids``, which is ``allow_end`` false: an end token that is not listed is masked like
+    any other, and an answer without one runs to its length limit. With ``allow_end``, the default here, the request's
+    end tokens stay as they are, so that an answer can end; ``min_tokens`` holds them back.
     """
 
     name = "allowed_tokens"
@@ -37,12 +38,13 @@ class AllowedTokens(SteeringProcessor):
     reads = Reads.NOTHING
 
     class Args(ProcessorArgs):
-        token_ids: TokenIds = Field(description="Ids that may be sampled, besides the end tokens.")
+        token_ids: TokenIds = Field(description="Ids that may be sampled.")
+        allow_end: bool = Field(default=True, description="The request's end tokens may be sampled too.")
 
     def __init__(self, args: Args, context: Context) -> None:
         check_tokens(context, "token_ids", args.token_ids)
         size = context.vocabulary.size
-        ends = (token_id for token_id in context.end_token_ids if token_id < size)
+        ends = (token_id for token_id in context.end_token_ids if args.allow_end and token_id < size)
         self._edit = Allow.of({*args.token_ids, *ends}, size)
 
     def edit(self) -> Edit | None:

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from adapters.contract import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.edits import Bias, Edit, Scale
+from adapters.processors.ngrams import Ids
 
 
 class Occurrences:
@@ -37,6 +38,13 @@ class Occurrences:
                 self._grow()
             self._ids[slot], self._counts[slot] = token_id, 0
         self._counts[slot] += 1
+
+    def add_distinct(self, token_ids: Ids) -> None:
+        """Count one occurrence of each of some distinct ids (int64 ``[n]``); nothing has been counted before."""
+        self._slots = dict(zip(token_ids.tolist(), range(len(token_ids)), strict=True))
+        spare = np.zeros(64, dtype=np.int64)
+        self._ids = np.concatenate([token_ids, spare])
+        self._counts = (np.arange(len(self._ids)) < len(token_ids)).astype(np.float32)
 
     def remove(self, token_id: int) -> None:
         """Take back the newest occurrence, which was of ``token_id``."""
@@ -119,8 +127,11 @@ class RepetitionPenalty(_Counting):
 
     def reset(self) -> None:
         super().reset()
-        for token_id in dict.fromkeys(self.prompt):
-            self._add(token_id)
+        self._seen.add_distinct(self.from_prompt((RepetitionPenalty, self._vocab_size), self._distinct))
+
+    def _distinct(self) -> Ids:
+        token_ids = np.array(list(dict.fromkeys(self.prompt)), dtype=np.int64)
+        return token_ids[(token_ids >= 0) & (token_ids < self._vocab_size)]
 
     def _make(self) -> Edit:
         return Scale(self._seen.ids(), self._factor.expand(len(self._seen)))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Annotated, NamedTuple
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -203,6 +204,7 @@ class MultipleChoice(SteeringProcessor):
 
     name = "multiple_choice"
     version = 1
+    once = True
     stage = Stage.MASK
     reads = Reads.GENERATED
 
@@ -262,7 +264,9 @@ class ChoiceBoost(ShapingProcessor):
 
     def reset(self) -> None:
         self._choices.restart()
-        words = _first_words(self._labels, self.prompt, self._bytes)
+        prompt = self.prompt
+        known = self.from_prompt((ChoiceBoost,), lambda: _PromptText(prompt, self._bytes))
+        words = _first_words(self._labels, prompt, known)
         targets: dict[int, list[tuple[int, int]]] = {}
         for sequence, word in zip(self._choices.sequences, words, strict=True):
             if word is None:
@@ -288,17 +292,45 @@ class ChoiceBoost(ShapingProcessor):
         logits[targets] += torch.where(torch.isfinite(z), self._boost * z, 0.0)
 
 
-def _first_words(labels: Sequence[bytes], prompt: Sequence[int], pieces: ByteIndex) -> list[int | None]:
+class _PromptText:
+    """The bytes of a prompt, and where each of its tokens ends in them."""
+
+    def __init__(self, prompt: Sequence[int], pieces: ByteIndex) -> None:
+        # A special token begins a line: it stands between the turns of a conversation.
+        parts = [pieces[token_id] or b"\n" for token_id in prompt]
+        self.text, self.ends = b"".join(parts), list(accumulate(map(len, parts)))
+
+
+def _first_words(labels: Sequence[bytes], prompt: Sequence[int], known: _PromptText) -> list[int | None]:
     """For each label the token in which the text behind it begins, None if the prompt does not have it."""
-    # A special token begins a line: it stands between the turns of a conversation.
-    parts = [pieces[token_id] or b"\n" for token_id in prompt]
-    text, ends = b"".join(parts), list(accumulate(map(len, parts)))
-    any_label = b"|".join(re.escape(label) for label in labels if label)
-    begins = {match[1]: match.end() for match in re.finditer(_LABELS % any_label, text, re.MULTILINE)}
-    return [prompt[bisect_right(ends, begins[label])] if label in begins else None for label in labels]
+    begins = _behind_labels({label for label in labels if label}, known.text)
+    return [prompt[bisect_right(known.ends, begins[label])] if label in begins else None for label in labels]
 
 
-_LABELS = rb"^[ \t]*[(\[]?(%b)[.:)\]]+[ \t]*(?=\S)"
+def _behind_labels(labels: set[bytes], text: bytes) -> dict[bytes, int]:
+    """Where the text behind each label begins, in the last line that begins with it.
+
+    A line is looked at once for each length that labels have and the line still holds, so that the time is bounded by
+    the size of the text, however many labels there are.
+    """
+    lengths = sorted({len(label) for label in labels})
+    first_bytes = b"".join(sorted({re.escape(label[:1]) for label in labels}))
+    begins: dict[bytes, int] = {}
+    for head in re.finditer(_HEAD % first_bytes, text, re.MULTILINE) if labels else ():
+        line_end = text.find(b"\n", head.end())
+        line_end = len(text) if line_end < 0 else line_end
+        for begin in range(head.start(1), head.end() + 1):  # with the bracket, which may be the label's, and behind it
+            for length in lengths:
+                if begin + length >= line_end:
+                    break
+                label = text[begin : begin + length]
+                if label in labels and (behind := _CLOSING.match(text, begin + length)):
+                    begins[label] = behind.end()
+    return begins
+
+
+_HEAD = rb"^[ \t]*([(\[]?)(?=[%b])"
+_CLOSING = re.compile(rb"[.:)\]]+[ \t]*(?=\S)")
 
 
 class CiteFromPrompt(SteeringProcessor):
@@ -326,27 +358,17 @@ class CiteFromPrompt(SteeringProcessor):
         self.reset()
 
     def reset(self) -> None:
-        prompt = self.prompt
-        ids = sorted({token_id for token_id in prompt if token_id < self._num_tokens} | self._ends)
-        self._base = Bias.of(ids, [self._boost] * len(ids))
-        self._followers: dict[int, torch.Tensor] = {}
-        if self._conditional == 0:
-            return
-        following: dict[int, set[int]] = {}
-        for token_id, follower in pairwise(prompt):
-            if follower < self._num_tokens:
-                following.setdefault(token_id, set()).add(follower)
-        place = {token_id: i for i, token_id in enumerate(ids)}
-        self._followers = {
-            token_id: torch.tensor([place[follower] for follower in sorted(followers)])
-            for token_id, followers in following.items()
-        }
+        key = (CiteFromPrompt, self._num_tokens, self._ends)
+        self._prompt_tokens = self.from_prompt(key, lambda: _Cited(self.prompt, self._num_tokens, self._ends))
+        ids = self._prompt_tokens.token_ids
+        self._base = Bias(ids, torch.full(ids.shape, self._boost, dtype=torch.float32))
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         return True  # nothing but the newest token is looked at
 
     def edit(self) -> Edit | None:
-        places = self._followers.get(self._tokens[-1]) if self.num_generated else None
+        follows = self.num_generated and self._conditional
+        places = self._prompt_tokens.followers(self._tokens[-1]) if follows else None
         if self._boost == 0:
             if places is None:
                 return None
@@ -356,3 +378,29 @@ class CiteFromPrompt(SteeringProcessor):
         values = self._base.values.clone()
         values[places] += self._conditional
         return Bias(self._base.token_ids, values)
+
+
+class _Cited:
+    """The distinct tokens of a prompt, and which of them follow which. Never changes.
+
+    Attributes:
+        token_ids: int64 ``[n]``, rising: the prompt's, below ``num_tokens``, and the end tokens.
+    """
+
+    def __init__(self, prompt: Sequence[int], num_tokens: int, ends: Iterable[int]) -> None:
+        tokens = np.array(prompt, dtype=np.int64)
+        ids = np.union1d(tokens[tokens < num_tokens], np.array(sorted(ends), dtype=np.int64))
+        self.token_ids = torch.from_numpy(ids)
+        is_known = tokens[1:] < num_tokens
+        before, behind = tokens[:-1][is_known], tokens[1:][is_known]
+        order = np.lexsort((behind, before))
+        before, behind = before[order], behind[order]
+        is_first = np.ones(len(order), dtype=np.bool_)
+        is_first[1:] = (before[1:] != before[:-1]) | (behind[1:] != behind[:-1])
+        self._before = before[is_first]
+        self._places = torch.from_numpy(np.searchsorted(ids, behind[is_first]))
+
+    def followers(self, token_id: int) -> torch.Tensor | None:
+        """Places in `token_ids` (int64 ``[m]``, rising) of what follows ``token_id`` in the prompt; None if nothing."""
+        low, high = np.searchsorted(self._before, [token_id, token_id + 1]).tolist()
+        return self._places[low:high] if low < high else None

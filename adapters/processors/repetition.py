@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -22,14 +22,13 @@ from adapters.contract import (
 )
 from adapters.edits import Ban, Bias, Edit, Force
 from adapters.processors.arguments import Count
+from adapters.processors.ngrams import PromptNgrams
 from adapters.processors.suffixes import SuffixAutomaton
 from adapters.token_bytes import byte_index
 
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 _LN_FLOAT32_MAX = 88.72
 """Natural logarithm of the largest float32, rounded down: a larger exponent would overflow."""
-
-_Gram: TypeAlias = tuple[int, ...]
 
 
 class NoRepeatNgram(SteeringProcessor):
@@ -40,7 +39,8 @@ class NoRepeatNgram(SteeringProcessor):
     n = 1 every token of the history is banned. No token is exempt, end tokens included: an n-gram that ended an
     earlier turn may not come again either.
 
-    Cost per step: one look-up, plus the ids that are banned.
+    Cost: the prompt is indexed in a few passes (`adapters.processors.ngrams`), 12 bytes per token; a step takes one
+    or two look-ups and the ids that are banned, whatever n is.
     """
 
     name = "no_repeat_ngram"
@@ -63,52 +63,106 @@ class NoRepeatNgram(SteeringProcessor):
 
     def reset(self) -> None:
         self._begin = 0 if self._over_prompt else self._prompt_length
-        self._seen: set[_Gram] = set()
-        self._followers: dict[_Gram, list[int]] = {}
+        self._prompt_grams = self.from_prompt((NoRepeatNgram, self._n, self._begin), self._index)
+        # Hashes of the history's beginnings, the first of them that of the tokens before `_first_head`.
+        self._heads = list(self._prompt_grams.heads)
+        self._first_head = self._prompt_length + 1 - len(self._heads)
+        # By the hash of n - 1 tokens: those of that hash which the answer has come across.
+        self._grams: dict[int, list[_Gram]] = {}
         # For each generated token, whether it completed an n-gram for the first time: what retracting removes.
         self._added: list[bool] = []
-        self._shown: dict[_Gram, _ShownIds] = {}
-        for end in range(self._begin, self._prompt_length):
-            self._count(self._tokens, end)
+
+    def _index(self) -> PromptNgrams:
+        prompt = self._tokens[self._begin : self._prompt_length]
+        return PromptNgrams(np.array(prompt, dtype=np.int64), self._n - 1)
 
     def advance(self, token_id: int, index: int) -> None:
-        self._added.append(self._count(self._tokens, self._prompt_length + index))
+        self._heads.append(self._prompt_grams.head(self._heads[-1], token_id))
+        self._added.append(self._count(token_id, self._prompt_length + index))
 
-    def _count(self, tokens: Sequence[int], last: int) -> bool:
-        """Take the n-gram whose last token has index ``last``."""
+    def _count(self, token_id: int, last: int) -> bool:
+        """Take the n-gram that ends with the token at ``last``."""
         first = last - self._n + 1
-        if first < self._begin or not 0 <= tokens[last] < self._size:
+        if first < self._begin or not 0 <= token_id < self._size:
             return False
-        gram = tuple(tokens[first : last + 1])
-        if gram in self._seen:
-            return False
-        self._seen.add(gram)
-        self._followers.setdefault(gram[:-1], []).append(gram[-1])
-        return True
+        gram = self._find(first)
+        if gram is None:
+            gram = _Gram(first)
+            self._grams.setdefault(self._hash(first), []).append(gram)
+        return gram.add(token_id)
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         end = self._prompt_length + len(self._added)
         for last in range(end - 1, end - 1 - len(token_ids), -1):
             if self._added.pop():
-                gram = tuple(self._tokens[last - self._n + 1 : last + 1])
-                self._seen.remove(gram)
-                self._followers[gram[:-1]].pop()
-        self._shown.clear()
+                self._remove_newest(last - self._n + 1)
+            self._heads.pop()
         return True
 
+    def _remove_newest(self, first: int) -> None:
+        gram = self._find(first)
+        assert gram is not None
+        gram.remove_newest()
+        if not gram.followers:  # the place that it stands for is being taken back
+            self._grams[self._hash(first)].remove(gram)
+
     def edit(self) -> Edit | None:
-        begin = len(self._tokens) - self._n + 1
-        if begin < self._begin:
+        first = len(self._tokens) - self._n + 1
+        gram = self._find(first) if first >= self._begin else None
+        if gram is None or not gram.followers:
             return None
-        gram = tuple(self._tokens[begin:])
-        followers = self._followers.get(gram)
-        if not followers:
-            return None
-        if len(followers) >= self._num_tokens:
+        if len(gram.followers) >= self._num_tokens:
             raise Unsatisfiable("every token would repeat an n-gram")
-        if gram not in self._shown:
-            self._shown[gram] = _ShownIds(followers)
-        return self._shown[gram].ban()
+        return gram.ban()
+
+    def _hash(self, first: int) -> int:
+        """Of the n - 1 tokens from ``first`` on."""
+        begin = first - self._first_head
+        return self._prompt_grams.window(self._heads[begin], self._heads[begin + self._n - 1])
+
+    def _find(self, first: int) -> _Gram | None:
+        """What is known of the n - 1 tokens from ``first`` on; equal hashes are not taken for equal tokens."""
+        key = self._hash(first)
+        tokens = self._tokens[first : first + self._n - 1]
+        for gram in self._grams.get(key, ()):
+            if self._tokens[gram.first : gram.first + self._n - 1] == tokens:
+                return gram
+        found = self._prompt_grams.find(key)
+        if found is None:
+            return None
+        place = self._begin + found[0]
+        if self._tokens[place : place + self._n - 1] != tokens:
+            return None
+        gram = _Gram(place, [token_id for token_id in found[1] if 0 <= token_id < self._size])
+        self._grams.setdefault(key, []).append(gram)
+        return gram
+
+
+class _Gram:
+    """The first n - 1 tokens of an n-gram: where they first stand, and the distinct tokens that have followed."""
+
+    def __init__(self, first: int, followers: Sequence[int] = ()) -> None:
+        self.first = first
+        self.followers = list(followers)
+        self._known = set(followers)
+        self._shown: _ShownIds | None = None
+
+    def add(self, token_id: int) -> bool:
+        """Whether the token follows for the first time."""
+        if token_id in self._known:
+            return False
+        self._known.add(token_id)
+        self.followers.append(token_id)
+        return True
+
+    def remove_newest(self) -> None:
+        self._known.remove(self.followers.pop())
+        self._shown = None
+
+    def ban(self) -> Ban:
+        if self._shown is None:
+            self._shown = _ShownIds(self.followers)
+        return self._shown.ban()
 
 
 class _ShownIds:
@@ -150,12 +204,13 @@ class Dry(SteeringProcessor):
     fall, and a token that holds a whole breaker is never penalised.
 
     Cost: each token O(1) amortised (suffix automaton); each edit visits at most ``max_exponent + 1`` lengths and the
-    tokens that are penalised. Neither grows with the history. With ``range`` a token also costs one update for each
-    distinct repeat that ends at it, at most ``allowed_length + max_exponent + 1``.
+    tokens that are penalised. Neither grows with the history. With ``range`` a generated token also costs one update
+    for each distinct repeat that ends at it, at most ``allowed_length + max_exponent + 1``.
     """
 
     name = "dry"
     version = 1
+    once = True  # the automaton of a prompt takes the most time and memory of all that processors make at admission
     stage = Stage.PENALTY
     reads = Reads.PROMPT_AND_GENERATED
 
@@ -188,7 +243,8 @@ class Dry(SteeringProcessor):
         self._limits: list[tuple[int, bytes]] = []
         prompt = self.prompt[-self._range :]
         self._automaton.extend(prompt)
-        for token_id in prompt:
+        # A limit counts up to the depth, and as many tokens as a breaker has bytes decide the tail before it.
+        for token_id in prompt[-(depth + self._breakers.longest) :]:
             self._take(token_id)
 
     def advance(self, token_id: int, index: int) -> None:
@@ -239,6 +295,7 @@ class _Breakers:
 
     Attributes:
         token_ids: Tokens that hold a whole breaker: by their bytes, special tokens by their name.
+        longest: Bytes of the longest breaker.
     """
 
     def __init__(self, texts: Sequence[str], context: Context) -> None:
@@ -246,6 +303,7 @@ class _Breakers:
         self._pieces: dict[int, bytes] = {}
         self.token_ids: frozenset[int] = frozenset()
         self._special: frozenset[int] = frozenset()
+        self.longest = max(map(len, self._texts), default=1)
         if not texts:
             return
         try:
@@ -257,7 +315,6 @@ class _Breakers:
         whole = {token_id for token_id, piece in self._pieces.items() if any(text in piece for text in self._texts)}
         self._special = _special_tokens_holding(texts, context)
         self.token_ids = frozenset(whole) | self._special
-        self._longest = max(map(len, self._texts))
 
     def take(self, tail: bytes, token_id: int) -> tuple[bool, bytes]:
         """Whether a breaker ends in this token, and the new tail; ``tail`` is what `take` gave before."""
@@ -266,7 +323,7 @@ class _Breakers:
             return token_id in self._special, b""
         held = tail + piece
         broken = any(held.find(text, max(0, len(tail) - len(text) + 1)) >= 0 for text in self._texts)
-        return broken, held[len(held) - min(len(held), self._longest - 1) :]
+        return broken, held[len(held) - min(len(held), self.longest - 1) :]
 
 
 def _special_tokens_holding(texts: Sequence[str], context: Context) -> frozenset[int]:

@@ -11,6 +11,8 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 _NONE = -1
 _ROOT = 0
 
@@ -39,7 +41,7 @@ class SuffixAutomaton:
     def __init__(self, depth: int, *, track_ends: bool = False, num_undoable: int = 256) -> None:
         self.size = 0
         self._depth = depth
-        self._track_ends = track_ends
+        self._track_ends = self._marks_ends = track_ends
         # State i: its longest substring, its link, its first transition; further transitions lie in `_more`.
         self._length, self._link = array("q", [0]), array("q", [_NONE])
         self._token, self._target = array("q", [_NONE]), array("q", [_NONE])
@@ -59,8 +61,12 @@ class SuffixAutomaton:
     def extend(self, token_ids: Iterable[int]) -> None:
         """Add many tokens, which cannot be taken back."""
         self._undo.clear()
+        self._marks_ends = False  # it is done for all of them at once: a token may have many repeats to mark
         for token_id in token_ids:
             self._append(token_id, None)
+        self._marks_ends = self._track_ends
+        if self._track_ends:
+            self._find_ends()
 
     def take_back(self, count: int) -> bool:
         """Remove the newest ``count`` tokens; False, and nothing done, if that many cannot be taken back."""
@@ -137,7 +143,7 @@ class SuffixAutomaton:
         while self._active != _ROOT and self._length[self._link[self._active]] >= self._matched:
             self._active = self._link[self._active]
         self.size += 1
-        if self._track_ends:
+        if self._marks_ends:
             self._mark_ends(undo)
 
     def _follow(self, token_id: int) -> None:
@@ -211,6 +217,14 @@ class SuffixAutomaton:
                 undo.seen.append((state, self._end[state]))
             self._end[state] = self.size
             state = self._link[state]
+
+    def _find_ends(self) -> None:
+        """The newest place of every state at once: its own, or the newest of those whose link it is."""
+        ends, links = self._end, self._link
+        lengths = np.frombuffer(self._length, dtype=np.int64)
+        for state in np.argsort(-lengths).tolist():
+            if links[state] > _ROOT and ends[links[state]] < ends[state]:
+                ends[links[state]] = ends[state]
 
     # Taking back
 

@@ -69,6 +69,7 @@ def edits(subject: Subject) -> str | None:
             processor = member.processor
             if not isinstance(processor, SteeringProcessor) or member.scope != "all":
                 continue
+            processor.catch_up()  # as a chain does before it asks
             try:
                 edit = processor.edit()
             except Unsatisfiable:
@@ -206,7 +207,10 @@ def masked_rows(subject: Subject) -> None:
         row, size = story.logits[index], subject.context.vocabulary.size
         for kept in (0.5, 0.05, 0.0):
             hidden = torch.rand(size, generator=generator) >= kept
+            hidden[index % size] = False  # a chain ends a row in which nothing is left before anybody sees it
             outcome = step(chain, row.masked_fill(hidden, -torch.inf))
+            if outcome.failure is not None and outcome.failure.reason == "nan":
+                raise CheckFailed(f"left NaN in a row with {int(hidden.sum())} masked entries ({story.at(index)})")
             if outcome.row is None or outcome.forced is not None:
                 continue
             if bool(outcome.row.isnan().any()):

@@ -320,6 +320,52 @@ def test_sync_to_a_much_shorter_history(kept):
         made.sync([1, 2])
 
 
+class Remembers(SteeringProcessor):
+    """Bans a token that tells the whole history it has been told, so that one stale token anywhere shows."""
+
+    name, stage, reads = "remembers", Stage.MASK, Reads.GENERATED
+
+    def reset(self):
+        self.digests = [sum(self.prompt) % VOCAB]
+
+    def advance(self, token_id, index):
+        self.digests.append((self.digests[-1] * 31 + token_id + index) % 8191)
+
+    def retract(self, token_ids):
+        del self.digests[-len(token_ids) :]
+        return True
+
+    def edit(self):
+        return Ban.of([self.digests[-1] % VOCAB])
+
+
+long_ago = st.tuples(st.integers(0, 300), st.integers(0, 3), st.integers(0, 300))
+"""Where the history changes, by what, and how long it is then."""
+
+
+@settings(max_examples=150, deadline=None)
+@given(start=st.integers(0, 300), changes=st.lists(long_ago, max_size=6))
+def test_sync_to_a_history_that_differs_anywhere_is_a_fresh_chain(start, changes):
+    generated = [i * i % VOCAB for i in range(start)]
+    made = chain(Remembers(None, CONTEXT), NoRepeat(), scopes=["all", "answer"])
+    made.sync([1, 2, 3, *generated])
+    for place, difference, length in changes:
+        generated = [(token + difference * (i == place)) % VOCAB for i, token in enumerate(generated)]
+        generated = [*generated, *(i % VOCAB for i in range(300))][:length]
+        made.sync([1, 2, 3, *generated])
+        assert made.tokens == [1, 2, 3, *generated]
+        fresh = chain(Remembers(None, CONTEXT), NoRepeat(), scopes=["all", "answer"], generated=generated)
+        assert plan_facts(made) == plan_facts(fresh)
+
+
+@pytest.mark.parametrize("tokens", [[1, 9, 3], [1, 2, 9, 4, 4], (9, *range(2, 80))])
+def test_a_history_that_differs_in_the_prompt_is_another_requests(tokens):
+    made = chain(NoRepeat())
+    made.sync([1, 2, 3, *range(4, 80)])
+    with pytest.raises(ValueError, match=r"differs from the prompt at position [012]$"):
+        made.sync(tokens)
+
+
 def test_history_work_is_done_once_per_token():
     processor = NoRepeat()
     made = chain(processor)
@@ -448,6 +494,97 @@ def test_a_processor_that_raises_is_named_without_its_message():
     assert "private" not in str(caught.value)
 
 
+# Rows in which nothing is left
+
+
+class Watches(ShapingProcessor):
+    """Keeps what it is shown, row by row."""
+
+    name, stage, reads = "watches", Stage.TRUNCATION, Reads.NOTHING
+
+    def __init__(self, stage=Stage.TRUNCATION):
+        self.stage = stage
+        self.shown = []
+
+    def shape(self, logits):
+        self.shown.append(logits.clone())
+        logits[int(logits.argmax())] += 1
+
+
+class WatchesTogether(Watches):
+    name = "watches_together"
+
+    @classmethod
+    def shape_rows(cls, processors, logits):
+        for processor, row in zip(processors, logits, strict=True):
+            processor.shape(row)
+
+
+def one_finite(token_id):
+    logits = torch.full((1, VOCAB), -torch.inf)
+    logits[0, token_id] = 1.0
+    return logits
+
+
+@pytest.mark.parametrize("kind", [Watches, WatchesTogether])
+@pytest.mark.parametrize("stage", [Stage.SOFT, Stage.MASK, Stage.SAMPLING])
+def test_a_row_in_which_nothing_is_left_is_shown_to_nobody(kind, stage):
+    watch = kind(stage)
+    before = [Bans(7)] if stage > Stage.SOFT else []
+    logits = one_finite(7) if before else torch.full((1, VOCAB), -torch.inf)
+    made = chain(watch, *before)
+    with pytest.raises(ProcessorFailed, match=r"no token is left at position 3") as caught:
+        run(made, logits)
+    assert (caught.value.reason, caught.value.processor) == ("unsatisfiable", "bans" if before else "model")
+    assert made.failure is caught.value
+    assert watch.shown == []
+
+
+def test_who_emptied_a_row_is_named_and_not_who_comes_after():
+    class Empties(ShapingProcessor):
+        name, stage, reads = "empties", Stage.TEMPERATURE, Reads.NOTHING
+
+        def __init__(self):
+            pass
+
+        def shape(self, logits):
+            self.shape_rows([self], logits)
+
+        @classmethod
+        def shape_rows(cls, processors, logits):
+            logits.fill_(-torch.inf)
+
+    watch = Watches()
+    with pytest.raises(ProcessorFailed, match="no token is left") as caught:
+        run(chain(watch, Halves(), Empties(), Bans(3)))
+    assert caught.value.processor == "bans, halves, empties"
+    assert watch.shown == []
+
+
+@pytest.mark.parametrize("kind", [Watches, WatchesTogether])
+def test_batch_mates_of_an_empty_row_are_shaped_as_ever(kind):
+    rows = torch.arange(3 * VOCAB, dtype=torch.float32).view(3, VOCAB)
+    rows[1] = one_finite(7)
+    chains = [chain(kind()), chain(kind(), Bans(7)), chain(kind())]
+    planned, _ = plan_rows(list(enumerate(chains)))
+    assert not apply_edits(rows, planned)
+    failures = apply_late(rows, planned)
+    assert {row: failure.processor for row, failure in failures.items()} == {1: "bans"}
+    alone = torch.arange(3 * VOCAB, dtype=torch.float32).view(3, VOCAB)
+    for row in (0, 2):
+        assert torch.equal(rows[row], run(chain(kind()), alone[row : row + 1]))
+
+
+def test_the_callable_ends_such_a_row_too():
+    watch, reports = Watches(), []
+    (adapter,) = create_trtllm_adapters([chain(watch, Bans(7))], end_id=0, report=reports.append)
+    logits = one_finite(7)[None]
+    adapter(1, logits, [[1, 2, 3]])
+    assert [(report.processor, report.reason) for report in reports] == [("bans", "unsatisfiable")]
+    assert logits[0, 0].argmax() == 0
+    assert watch.shown == []
+
+
 # Receipts
 
 
@@ -505,6 +642,74 @@ def test_the_callable_equals_the_batched_path_on_chunks_repeats_and_rollback():
     assert decode(adapter, [1, 2, 3], 4) == [1, 2, 3, 9, 8, 0, 1]
     assert decode(adapter, [1, 2, 3, 9], 3) == [1, 2, 3, 9, 8, 0, 1]
     assert adapter.failure is None
+
+
+steps_of_an_engine = st.lists(st.tuples(st.sampled_from("grrcd"), st.integers(0, 90), st.integers(0, 38)), max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=steps_of_an_engine, begun=st.integers(0, 120))
+def test_the_callable_follows_an_engine_that_drops_tokens_and_samples_others(steps, begun):
+    (adapter,) = create_trtllm_adapters([chain(Remembers(None, CONTEXT))])
+
+    def masked(adapter, tokens):
+        logits = torch.zeros(1, 1, VOCAB)
+        adapter(1, logits, [list(tokens)], None, None)
+        return logits.isinf().nonzero()[:, 2].tolist()
+
+    def sample(token_id):
+        assert masked(adapter, tokens) == masked(create_trtllm_adapters([chain(Remembers(None, CONTEXT))])[0], tokens)
+        tokens.append(token_id)
+
+    tokens = [1, 2, 3]
+    for i in range(begun):
+        sample(i % VOCAB)
+    for kind, count, token_id in steps:
+        if kind == "d":  # dropped
+            del tokens[max(3, len(tokens) - count) :]
+        elif kind == "c":  # called again
+            masked(adapter, tokens)
+        for i in range(count if kind == "g" else 1):  # grows
+            sample((token_id + i) % VOCAB)
+    assert adapter.failure is None
+
+
+class CountedTokens(list):
+    """Counts how many of its items are read."""
+
+    num_read = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.num_read += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("length", [100, 10_000])
+def test_a_step_of_the_callable_reads_few_tokens_however_long_the_history(length):
+    (adapter,) = create_trtllm_adapters([chain(Forces(), NoRepeat())])
+    tokens = [1, 2, 3]
+    adapter(1, torch.zeros(1, 1, VOCAB), [tokens])
+    adapter.chain.sync([*tokens, *(i % 9 for i in range(length))])
+    tokens = list(adapter.chain.tokens)
+    for _ in range(5):
+        tokens.append(4)
+        shown = CountedTokens(tokens)
+        adapter(1, torch.zeros(1, 1, VOCAB), [shown])
+        assert shown.num_read < 40
+    assert adapter.chain.tokens == tokens
+
+
+def test_a_callable_that_is_called_for_another_request_fails():
+    failures = []
+    prompt = list(range(3)) + [4] * 60
+    (adapter,) = create_trtllm_adapters([chain(NoRepeat(), prompt=prompt)], end_id=0, report=failures.append)
+    adapter(1, torch.zeros(1, 1, VOCAB), [prompt])
+    assert not failures
+    other = [9, *prompt[1:], 5]  # as long as the next step of the first, and alike in its newest tokens
+    adapter(2, torch.zeros(1, 1, VOCAB), [other])
+    assert [failure.reason for failure in failures] == ["skipped"]
+    assert "called for another request: history differs from the prompt at position 0" in failures[0].message
 
 
 def test_the_callable_is_exact_where_the_engine_shows_tokens_one_step_late():

@@ -483,10 +483,10 @@ def test_every_chunk_has_the_receipt_so_far(served: Shared, level: Any) -> None:
     reply = chat(served[0], *processors, receipt=level, stream=True, ignore_eos=True)
     assert len(reply.receipts) >= 2
     previous: dict[str, Any] | None = None
-    for receipt in reply.receipts:
+    for number, receipt in enumerate(reply.receipts, 1):
         assert receipt is not None
         assert [one["name"] for one in receipt["processors"]] == ["banned_tokens", "forced_prefix"]
-        assert ("tokens" in receipt) == (level == "debug")
+        assert ("tokens" in receipt) == (level == "debug" and number == len(reply.receipts))
         if previous is not None:
             check_grows(previous, receipt)
         previous = receipt
@@ -502,8 +502,6 @@ def check_grows(before: dict[str, Any], after: dict[str, Any]) -> None:
         assert old["tokens_masked"] <= new["tokens_masked"]
         assert old["tokens_forced"] <= new["tokens_forced"]
         assert old["first_position"] == new["first_position"]
-    tokens = before.get("tokens", [])
-    assert after.get("tokens", [])[: len(tokens)] == tokens
 
 
 def check_receipt(receipt: dict[str, Any], reply: Reply) -> None:

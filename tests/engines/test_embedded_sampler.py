@@ -340,6 +340,35 @@ def test_processors_are_called_once_per_token_with_the_whole_history(model: Scri
     assert calls == [(0, (1, 1, WIDTH), torch.float32, [history], None, None) for history in histories]
 
 
+def test_the_list_of_ids_that_a_callable_sees_is_one_that_grows(model: ScriptedModel) -> None:
+    shown: list[list[int]] = []
+    lengths: list[int] = []
+
+    def keep(req_id: int, logits: Any, token_ids: list[list[int]], stream: None, client: None) -> None:
+        shown.append(token_ids[0])
+        lengths.append(len(token_ids[0]))
+
+    prompt = list(range(3, 80))
+    answer = run_alone(model, prompt, greedy(max_tokens=6, logits_processor=keep))
+    assert lengths == [len(prompt) + count for count in range(6)]
+    assert all(ids is shown[0] for ids in shown)
+    assert shown[0] == prompt + answer.token_ids[:5]
+
+
+def test_writing_to_the_list_of_ids_misleads_nobody_else(model: ScriptedModel) -> None:
+    seen: list[list[int]] = []
+
+    def overwrites(req_id: int, logits: Any, token_ids: list[list[int]], stream: None, client: None) -> None:
+        token_ids[0][:] = [7] * len(token_ids[0])
+
+    def reads(req_id: int, logits: Any, token_ids: list[list[int]], stream: None, client: None) -> None:
+        seen.append(list(token_ids[0]))
+
+    answer = run_alone(model, PROMPT, greedy(max_tokens=4, logits_processor=[overwrites, reads]))
+    assert answer.token_ids == model.greedy(PROMPT, 4)
+    assert seen == [PROMPT + answer.token_ids[:count] for count in range(4)]
+
+
 def test_processors_edit_in_place_in_order(model: ScriptedModel) -> None:
     to_forty = edit(lambda row: row[40:41].fill_(100.0))
     negate = edit(lambda row: row[:USABLE].mul_(-1))

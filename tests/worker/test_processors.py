@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from adapters.catalog import Catalog
+from adapters.edits import is_allowed
 from adapters.plan import ProcessorFailed
 from adapters.policy import Policy, PolicyError
 from adapters.receipts import ProcessorRecord, Receipt
@@ -83,6 +84,13 @@ async def test_fields_become_processors(facts: Facts) -> None:
         "choice",
         "thinking_budget",
     ]
+
+
+async def test_the_field_allows_what_is_listed_and_no_end_token_besides(facts: Facts) -> None:
+    chain = await build(make(facts), request(allowed_token_ids=frozenset({9, 10})))
+    (allow,) = chain.plan().allows
+    assert [token_id for token_id in range(facts.vocabulary.size) if is_allowed(allow, token_id)] == [9, 10]
+    assert chain.context.end_token_ids == END
 
 
 @pytest.mark.parametrize(

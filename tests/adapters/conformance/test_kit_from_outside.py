@@ -6,12 +6,20 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from typing import get_args
 
 import broken_processors
 import pytest
+import torch
 
+from adapters import contract, edits
 from adapters.__main__ import main
+from adapters.batch import apply_chain
+from adapters.catalog import Catalog, Entry
+from adapters.contract import Ban, Edit, Stage, SteeringProcessor
+from adapters.selection import Requested, Selection, SelectionError
 from adapters.testing import CHECKS, CheckFailed, Subject, check_processor
+from adapters.testing.house import house_context
 
 pytest_plugins = ["pytester"]
 
@@ -24,6 +32,7 @@ def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
     """Python files of the page by name, which its first line gives; also written to a directory on the path."""
     blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
     files = {re.match(r'"""(\w+\.py)"""', block)[1]: block for block in blocks}
+    files["try_it.py"] = files["try_it.py"].replace('"/tmp/tiny-model"', repr(str(tmp_path / "model")))
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -35,9 +44,64 @@ def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
 def test_the_processors_of_the_page_conform(page_files: dict[str, str]) -> None:
     limit = importlib.import_module("sentence_limit").SentenceLimit
     cap = importlib.import_module("soft_cap").SoftCap
-    for processor, example in ((limit, {"sentences": 2}), (cap, {"cap": 5.0})):
+    use_up = importlib.import_module("use_up").UseUp
+    examples = {limit: {"sentences": 2}, cap: {"cap": 5.0}, use_up: {"token_ids": [40, 41], "amounts": [1, 2.5]}}
+    for processor, example in examples.items():
         report = check_processor(processor, [example])
         assert report.passed, str(report)
+
+
+def test_the_wrapped_class_of_the_page_is_taken_by_the_command_line_that_the_page_shows(
+    page_files: dict[str, str],
+) -> None:
+    options = re.findall(r"`?--logits-processor ([\w/]+=[\w:]+)`?", _PAGE.read_text(encoding="utf-8"))
+    catalog = Catalog.load(options=sorted(set(options)))
+    assert {"acme/sentence_limit", "hf/sequence_bias", "house/synthid"} <= set(catalog.names)
+    synthid = catalog["house/synthid"].processor
+    assert set(synthid.Args.model_fields) == {"skip_first_ngram_calls", "debug_mode"}
+    assert synthid.stage is Stage.SAMPLING
+    chain = catalog.build_chain(Selection((Requested("house/synthid"),)), house_context())
+    chain.start([40, 41])
+    row = torch.linspace(-1, 1, chain.context.vocabulary.size)
+    assert apply_chain(chain, row)
+    assert bool(row.isfinite().all())
+
+
+def test_trying_it_as_the_page_does(page_files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module("try_it")
+    out = capsys.readouterr().out
+    assert "'name': 'acme/sentence_limit'" in out
+    assert " stop [" in out or " length [" in out
+    option = "acme/sentence_limit=sentence_limit:SentenceLimit"
+    assert main(["show", "acme/sentence_limit", "--logits-processor", option]) == 0
+    assert "Most sentences of the answer." in capsys.readouterr().out
+
+
+def test_everything_that_an_author_needs_is_in_one_place() -> None:
+    imported = re.findall(r"from (adapters\.[\w.]+) import", _PAGE.read_text(encoding="utf-8"))
+    assert set(imported) == {"adapters.contract", "adapters.foreign", "adapters.catalog"}  # the last for trying only
+    for edit in get_args(edits.Edit):
+        assert getattr(contract, edit.__name__) is edit
+
+
+class Least(SteeringProcessor):
+    """The least that a processor can be."""
+
+    name = "least"
+    stage = Stage.MASK
+
+    def edit(self) -> Edit | None:
+        return Ban.of([self.last_token]) if self.num_generated else None
+
+
+def test_a_processor_without_arguments_declares_a_name_and_a_stage() -> None:
+    report = check_processor(Least, [{}])
+    assert report.passed, str(report)
+    chain = Catalog([Entry("least", Least)]).build_chain(Selection((Requested("least"),)), house_context())
+    chain.start([40], [41])
+    assert chain.plan().bans[0].token_ids.tolist() == [41]
+    with pytest.raises(SelectionError, match="unknown argument"):
+        Catalog([Entry("least", Least)]).parse_args(Requested("least", {"n": 1}))
 
 
 def test_the_pitfall_that_the_page_tells_is_caught(page_files: dict[str, str]) -> None:

@@ -38,8 +38,8 @@ words = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1
 generations = st.lists(st.integers(0, 3), max_size=12)
 
 
-def allowed(token_ids, facts=CONTEXT):
-    return AllowedTokens(AllowedTokens.Args(token_ids=token_ids), facts)
+def allowed(token_ids, facts=CONTEXT, **options):
+    return AllowedTokens(AllowedTokens.Args(token_ids=token_ids, **options), facts)
 
 
 def banned(token_ids, facts=CONTEXT):
@@ -71,6 +71,14 @@ def test_allowed_tokens_and_end_tokens_stay_as_they_are(token_ids, row, generate
         wanted[token_id] = row[token_id]
     processors = [allowed(token_ids)]
     assert_rows_equal(step_by_step(processors, CONTEXT, [1], generated, row), [wanted] * (len(generated) + 1))
+
+
+@few
+@given(ids, st.sets(st.integers(0, V - 1), max_size=3))
+def test_end_tokens_are_allowed_by_allow_end_or_by_being_listed(token_ids, ends):
+    facts = Context(Vocabulary(V), frozenset(ends))
+    assert kept(after(allowed(token_ids, facts, allow_end=False), facts=facts)) == set(token_ids)
+    assert kept(after(allowed(token_ids, facts), facts=facts)) == {*token_ids, *ends}
 
 
 def test_without_end_tokens_only_the_listed_ones_are_left():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import re
 from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from vocab_for_tests import END, assert_rows_equal, context, replayed, run_row, step_by_step, vocabulary
@@ -16,7 +17,7 @@ from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context, Stage
 from adapters.edits import Force
 from adapters.plan import ProcessorFailed
-from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase
+from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase, _behind_labels
 from adapters.vocabulary import Vocabulary
 
 few = settings(max_examples=50, deadline=None)
@@ -241,6 +242,22 @@ def test_boost_reads_special_tokens_as_line_ends_and_survives_replay():
         chain.accept(token, chain.position)
         chain.rewind(chain.position - 1)
         chain.accept(token, chain.position)
+
+
+@given(
+    lines=st.lists(st.text("(A. a)[:] \t", max_size=9), max_size=8),
+    labels=st.lists(st.sampled_from(["A", "a", "(A)", "A.", "A. a", ".", "A a"]), min_size=1, max_size=5, unique=True),
+)
+@example(lines=["(A) a", "A.. a", " [A. a: a"], labels=["A", "(A)", "A.", "A. a"])
+@settings(max_examples=300, deadline=None)
+def test_each_label_is_looked_up_as_if_it_were_the_only_one(lines, labels):
+    text = "\n".join(lines).encode()
+    expected = {}
+    for label in (label.encode() for label in labels):
+        pattern = rb"^[ \t]*(?:[(\[]?)" + re.escape(label) + rb"[.:)\]]+[ \t]*(?=\S)"
+        for match in re.finditer(pattern, text, re.MULTILINE):
+            expected[label] = match.end()
+    assert _behind_labels({label.encode() for label in labels}, text) == expected
 
 
 def test_boost_rows_do_not_depend_on_each_other():

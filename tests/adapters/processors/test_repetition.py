@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -17,6 +20,8 @@ from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context
 from adapters.edits import Bias, Force
 from adapters.plan import ProcessorFailed
+from adapters.processors import repetition
+from adapters.processors.ngrams import PromptNgrams, draw_base
 from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
 from adapters.processors.suffixes import SuffixAutomaton
 from adapters.vocabulary import Vocabulary
@@ -43,6 +48,56 @@ def test_no_repeat_ngram_is_that_of_transformers(prompt, generated, n, over):
         expected.append(reference(torch.tensor([history], dtype=torch.int64), ROW.unsqueeze(0).clone())[0])
     assert_rows_equal(replayed([processor], PLAIN, prompt, generated, ROW), expected)
     assert_rows_equal(step_by_step([processor], PLAIN, prompt, generated, ROW), expected)
+
+
+@given(prompt=tokens, generated=tokens, n=st.integers(1, 5), base=st.sampled_from([1, 2**32 + 1, 2**63 + 1]))
+@example(prompt=[1, 2, 3, 0], generated=[2, 1], n=3, base=1)  # the hash of 1, 2 is that of 2, 1
+@few
+def test_no_repeat_ngram_does_not_take_equal_hashes_for_equal_ngrams(prompt, generated, n, base):
+    """To these bases most n-grams of small ids have the same hash as others."""
+    with mock.patch.object(repetition, "PromptNgrams", functools.partial(PromptNgrams, base=base)):
+        processor = NoRepeatNgram(NoRepeatNgram.Args(n=n), PLAIN)
+        reference, expected = NoRepeatNGramLogitsProcessor(n), []
+        for k in range(len(generated) + 1):
+            history = torch.tensor([prompt + generated[:k]], dtype=torch.int64)
+            expected.append(reference(history, ROW.unsqueeze(0).clone())[0])
+        assert_rows_equal(step_by_step([processor], PLAIN, prompt, generated, ROW), expected)
+
+
+@given(prompt=tokens, length=st.integers(0, 4), base=st.sampled_from([1, 3, draw_base()]))
+@few
+def test_an_index_of_ngrams_finds_what_a_search_finds(prompt, length, base):
+    index = PromptNgrams(np.array(prompt, dtype=np.int64), length, base)
+    places = range(max(0, len(prompt) - length))
+    for place in places:
+        gram, behind, before = prompt[place : place + length], 0, 0
+        for i, token in enumerate(prompt[: place + length]):
+            before = behind if i == place else before
+            behind = index.head(behind, token)
+        before = behind if not length else before
+        same = [i for i in places if prompt[i : i + length] == gram]
+        followers = list(dict.fromkeys(prompt[i + length] for i in same))
+        assert index.find(index.window(before, behind)) == (same[0], followers)
+
+
+@given(moves=st.lists(st.tuples(st.integers(0, 1), st.integers(-8, 8)), max_size=12), n=st.integers(1, 4))
+@few
+def test_no_repeat_ngram_forgets_what_is_taken_back(moves, n):
+    processor, history = NoRepeatNgram(NoRepeatNgram.Args(n=n), PLAIN), [0, 1, 0, 1]
+    processor.start(history)
+    for token, count in moves:
+        if count < 0:
+            del history[max(4, len(history) + count) :]
+            processor.rewind(len(history))
+        for i in range(count):
+            history.append((token + i // 2) % 3)
+            processor.accept(history[-1], len(history) - 1)
+        fresh = NoRepeatNgram(NoRepeatNgram.Args(n=n), PLAIN)
+        fresh.start(history)
+        banned, expected = (
+            [] if (edit := one.edit()) is None else edit.token_ids.tolist() for one in (processor, fresh)
+        )
+        assert sorted(banned) == sorted(expected)
 
 
 def test_no_repeat_ngram_prepares_the_ids_once():
@@ -116,6 +171,19 @@ def test_automaton_takes_back_as_if_it_had_never_been(actions, track_ends):
             fresh.append(token)
         assert sorted(automaton.followers(1)) == sorted(fresh.followers(1))
         assert automaton.size == len(history)
+
+
+@given(prompt=st.lists(st.integers(0, 2), max_size=60), rest=st.lists(st.integers(0, 2), max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_automaton_made_from_a_prompt_at_once_is_the_one_made_token_by_token(prompt, rest):
+    at_once, one_by_one = (SuffixAutomaton(5, track_ends=True) for _ in range(2))
+    at_once.extend(prompt)
+    for token in prompt:
+        one_by_one.append(token)
+    for token in [*rest, 0]:
+        assert list(at_once.followers(1)) == list(one_by_one.followers(1))
+        at_once.append(token)
+        one_by_one.append(token)
 
 
 def test_automaton_takes_back_no_more_than_it_was_told_to_keep():

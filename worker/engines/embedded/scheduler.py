@@ -324,7 +324,8 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     token = samples.token_ids[row]
     logprobs = samples.logprobs.get(row) if samples.logprobs else None
     request.tokens.append(token)
-    data = _accept(chain, token, len(request.tokens) - 1) if chain is not None else None
+    ends = token in request.end_ids or len(request.tokens) >= request.limit
+    data = _accept(chain, token, len(request.tokens) - 1, ends) if chain is not None else None
     if token in request.end_ids:
         if not request.params.include_stop_str_in_output:
             return Output(request.id, finish_reason="stop", stop_reason=token, engine_data=data, chain=chain)
@@ -334,7 +335,7 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     return Output(request.id, token, logprobs, engine_data=data)
 
 
-def _accept(chain: ProcessorChain, token_id: int, position: int) -> dict[str, object] | None:
-    """Tell the chain; its receipt so far, if the request wants one."""
+def _accept(chain: ProcessorChain, token_id: int, position: int, ends: bool) -> dict[str, object] | None:
+    """Tell the chain; its receipt so far, if the request wants one, with the attribution where the answer ``ends``."""
     chain.accept(token_id, position)
-    return {"logits_processors": chain.report()} if chain.wants_receipt else None
+    return {"logits_processors": chain.report(attribution=ends)} if chain.wants_receipt else None

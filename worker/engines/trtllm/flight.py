@@ -145,7 +145,8 @@ class Flight:
         if self.chain_logprobs:
             delta.logprobs = logprobs[: len(delta.token_ids)]
         if chain.wants_receipt:
-            delta.engine_data = {"logits_processors": chain.report()}
+            ends = delta.finish_reason is not None
+            delta.engine_data = {"logits_processors": chain.report(attribution=ends)}
         if delta.finish_reason is not None:
             delta.receipt, delta.failure = chain.receipt, self._processor_failure()
         return delta
