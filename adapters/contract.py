@@ -112,6 +112,7 @@ class Processor(ABC):
         reads: What it looks at.
         Args: Its arguments.
         observes_logits: State depends on logits (mirostat's mu): it can only be rebuilt by replaying on logits.
+        wraps_foreign: Runs another system's processor (`adapters.foreign`, `adapters.lowered`).
         scopes: The scopes that a request may give it.
     """
 
@@ -120,6 +121,7 @@ class Processor(ABC):
     stage: ClassVar[Stage]
     reads: ClassVar[Reads]
     observes_logits: ClassVar[bool] = False
+    wraps_foreign: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "thinking", "answer")
     Args: ClassVar[type[ProcessorArgs]]
 

@@ -54,6 +54,7 @@ class ForeignProcessor(ShapingProcessor):
     stage = Stage.SOFT
     reads = Reads.PROMPT_AND_GENERATED
     observes_logits = True
+    wraps_foreign = True
     Args = ProcessorArgs
 
     def __init__(

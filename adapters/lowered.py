@@ -43,6 +43,7 @@ class ForeignCallable(ShapingProcessor):
     name = "callable"
     stage = Stage.SOFT
     reads = Reads.PROMPT_AND_GENERATED
+    wraps_foreign = True
     Args = ProcessorArgs
 
     def __init__(self, processor: Callable[..., None], request_number: int) -> None:

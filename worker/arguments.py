@@ -224,7 +224,7 @@ class Arguments:
     )
     processor_step_budget_s: float = _option(
         0.1,
-        "Longest that one logits processor may take for one step, seconds; over it, its request fails.",
+        "Most CPU time that a third-party logits processor may take for one step, seconds; over it, its request fails.",
         parse=_positive_seconds,
     )
     disaggregation_mode: str = _option(
