@@ -270,7 +270,9 @@ class Arguments:
         parse=_truth,
     )
     dyn_tool_call_parser: str | None = _option(
-        None, "Tool-call parser that the frontend applies.", env="DYN_TOOL_CALL_PARSER"
+        None,
+        "Tool-call parser that the frontend applies, to every chat that is not streamed (docs/request.md).",
+        env="DYN_TOOL_CALL_PARSER",
     )
     dyn_reasoning_parser: str | None = _option(
         None, "Reasoning parser that the frontend applies.", env="DYN_REASONING_PARSER"

@@ -214,7 +214,7 @@ def test_the_policy_goes_by_fields_too(stack: Stack, served: Shared) -> None:
     check_refused(chat(stack, guided_json=schema), refused)
     named = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     check_refused(chat(stack, response_format=named), refused)
-    assert chat(stack, guided_regex="abc").content == "abc"
+    assert set(chat(stack, guided_regex="[abc]+").content) <= set("abc")
     changed = "stop_conditions.min_tokens: the logits processor min_tokens is set by the operator and cannot be changed"
     check_refused(chat(stack, min_tokens=0), changed)
     assert worker.metric("dlw_refused_fields_total", field="stop_conditions.min_tokens") == 1
