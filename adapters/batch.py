@@ -7,7 +7,7 @@ both. What happens to a row never depends on the rows beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from time import thread_time
 from typing import TypeVar
 
 import torch
@@ -227,7 +227,7 @@ def _shape_group(
             return
     else:  # nothing is read from a device here: such a row is shown as another, and stays for the sampler to see
         values.masked_fill_(is_empty, 0.0)
-    began = perf_counter()
+    began = thread_time()
     try:
         kind.shape_rows(processors, values)
         if not _is_batched(kind):
@@ -242,7 +242,7 @@ def _shape_group(
     if logits.device.type != "cpu":
         values.masked_fill_(is_empty, -torch.inf)
     logits.index_copy_(0, index, values)
-    seconds = (perf_counter() - began) / len(group)
+    seconds = (thread_time() - began) / len(group)
     for row, chain, member in group:
         try:
             chain.charge(member, seconds)

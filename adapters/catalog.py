@@ -24,6 +24,7 @@ from adapters.contract import (
     Processor,
     ProcessorArgs,
     ShapingProcessor,
+    Stage,
     SteeringProcessor,
     Unsatisfiable,
 )
@@ -57,6 +58,24 @@ class BuildFailed(SelectionError):
 
     def __reduce__(self) -> tuple[type[BuildFailed], tuple[str, str, str]]:  # type: ignore[override]
         return type(self), (self.path, self.problem, self.processor)
+
+
+class RuledOut(SelectionError):
+    """A request leaves no way to honour a mandatory processor of the operator's.
+
+    Args:
+        requested: The processor.
+        problem: Why it cannot be honoured.
+    """
+
+    def __init__(self, requested: Requested, problem: str) -> None:
+        required = f"the operator requires the logits processor {requested.name} for this model, and"
+        super().__init__("", f"{required} this request rules it out: {problem}")
+        self.requested = requested
+        self.reason = problem
+
+    def __reduce__(self) -> tuple[type[RuledOut], tuple[Requested, str]]:  # type: ignore[override]
+        return type(self), (self.requested, self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,28 +225,48 @@ class Catalog:
     ) -> ProcessorChain:
         """The chain of one choice. Grammars compile here: call it in a thread, never in the step.
 
+        An operator's default that this request rules out (``loop_stop`` beside ``ignore_eos``) is left out.
+
         Args:
             selection: Of the request; not checked beyond its form.
             context: Of the choice.
-            step_budget_s: Longest that one processor may take for one step, seconds.
+            step_budget_s: Most CPU time that a third party's processor may take for one step, seconds.
 
         Raises:
             SelectionError: a processor is unknown, or its arguments cannot be honoured.
+            RuledOut: the same of a mandatory one, in this request.
         """
         processors: list[Processor] = []
         scopes: list[Scope] = []
         self._check_once(selection)
+        wants_draw = False
         for requested in selection.processors:
-            built = self.build(requested, context)
+            built = self._built(requested, context)
             processors += built
             scopes += [requested.scope] * len(built)
-        return ProcessorChain(
+            wants_draw = wants_draw or any(_wants_draw(requested, processor) for processor in built)
+        chain = ProcessorChain(
             processors,
             context,
             scopes=scopes,
             step_budget_s=step_budget_s,
             attribution=selection.receipt == "debug",
         )
+        chain.wants_draw = wants_draw
+        return chain
+
+    def _built(self, requested: Requested, context: Context) -> list[Processor]:
+        """As `build`; nothing for a default that this request rules out."""
+        try:
+            return self.build(requested, context)
+        except BuildFailed:
+            raise
+        except SelectionError as error:
+            if requested.origin == "default":
+                return []
+            if requested.origin == "mandatory":
+                raise RuledOut(requested, error.problem) from error
+            raise
 
     def build(self, requested: Requested, context: Context) -> list[Processor]:
         """The processors that one entry of a selection stands for.
@@ -281,6 +320,16 @@ class Catalog:
     def _unknown(self, name: str) -> str:
         close = difflib.get_close_matches(name, self._entries, n=3, cutoff=0.5)
         return f"unknown logits processor {shown(name)}" + (f"; did you mean {' or '.join(close)}?" if close else "")
+
+
+def _wants_draw(requested: Requested, processor: Processor) -> bool:
+    """Whether a request that sets no temperature, top-k or top-p is to be drawn because of this processor.
+
+    What a client names says so; an operator's default does not, nor does a mandatory truncation, which greedy keeps.
+    """
+    if requested.origin == "client":
+        return processor.stage >= Stage.TEMPERATURE
+    return requested.origin == "mandatory" and processor.stage in (Stage.TEMPERATURE, Stage.SAMPLING)
 
 
 def _built_in_entries() -> list[Entry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from time import perf_counter
+from time import thread_time
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from adapters.scope import Scope, ThinkingTracker
 from adapters.vocabulary import Vocabulary
 
 DEFAULT_STEP_BUDGET_S = 0.1
-"""Longest that one processor may take for one step, seconds."""
+"""Most time that a third party's processor may take for one step, seconds of its thread's CPU time."""
 
 Mode = Literal["aggregated", "hand-off", "local prefill", "migrated"]
 
@@ -29,14 +29,16 @@ class ProcessorChain:
         processors: In the order of the request; sorted by stage, ties keep that order.
         context: Of the request.
         scopes: Scope of each processor, ``all`` by default.
-        step_budget_s: Longest that one processor may take for one step, seconds of wall clock: a step that waits
-            holds up the whole batch. `DEFAULT_STEP_BUDGET_S` by default.
+        step_budget_s: Most time that a third party's processor may take for one step, seconds of its thread's CPU
+            time, so that a busy machine is not the processor's fault. `DEFAULT_STEP_BUDGET_S` by default.
         attribution: Keep per-token attribution in the receipt.
 
     Attributes:
         has_shaping: A member maps the whole row, so that it can leave anything there.
         failure: Why the chain failed, None while it has not.
         wants_receipt: Whether the request asked for its receipt.
+        wants_draw: Whether a request that sets no temperature, top-k or top-p is to be drawn, because it names a
+            processor that acts at the temperature stage or later. Who builds a chain with an operator's says so here.
 
     Raises:
         ValueError: a scope is asked for and the model has no thinking tags.
@@ -61,6 +63,7 @@ class ProcessorChain:
         self.prompt_length = 0
         self.failure: ProcessorFailed | None = None
         self.wants_receipt = False
+        self.wants_draw = self.shapes_late
         self.has_shaping = _any_shapes(self.members)
         self._pending: list[tuple[Member, str, int]] = []
         self._derived: dict[Hashable, Any] = {}
@@ -238,25 +241,22 @@ class ProcessorChain:
         """What the chain asks of the row for the token at `position`. Needs no logits; a second call changes nothing.
 
         Raises:
-            ProcessorFailed: a processor raised, was over its budget, or the chain cannot be satisfied here.
+            ProcessorFailed: a processor raised or was over its budget, or the chain cannot be satisfied here.
         """
         self._pending = []
         plan = NOTHING
-        began = perf_counter()
+        began = thread_time()
         for member in self.members if self._tracker is None else self._active_members():
             try:
                 edit = member.step()
             except Exception as error:  # the processor boundary: third-party code
                 raise self.fail_from(member, error) from error
-            seconds = perf_counter() - began
-            member.record.seconds += seconds
-            if seconds > self.step_budget_s:
-                raise self._over_budget(member, seconds)
+            self.charge(member, thread_time() - began)
             if edit is not None:
                 if plan is NOTHING:
                     plan = RowPlan()
                 self._add(plan, member, edit)
-            began = perf_counter()
+            began = thread_time()
         if plan.forced_by is not None or plan.allows:
             self._check(plan)
         return plan
@@ -290,17 +290,21 @@ class ProcessorChain:
         return [member for member in self.members if member.scope in ("all", section)]
 
     def charge(self, member: Member, seconds: float) -> None:
-        """Count time against a processor's budget.
+        """Count CPU time of one step, and hold a third party's processor to the budget.
 
         Raises:
             ProcessorFailed: it took longer than the budget.
         """
         member.record.seconds += seconds
-        if seconds > self.step_budget_s:
-            raise self._over_budget(member, seconds)
+        failure = self.over_budget(member, seconds, self.step_budget_s)
+        if failure is not None:
+            raise failure
 
-    def _over_budget(self, member: Member, seconds: float) -> ProcessorFailed:
-        message = f"took {seconds * 1e3:.0f} ms for one step, the budget is {self.step_budget_s * 1e3:.0f} ms"
+    def over_budget(self, member: Member, seconds: float, budget_s: float) -> ProcessorFailed | None:
+        """The failure of a third party's processor that took more than ``budget_s`` for one step, else None."""
+        if not member.is_third_party or seconds <= budget_s:
+            return None
+        message = f"took {seconds * 1e3:.0f} ms of CPU time for one step, the budget is {budget_s * 1e3:.0f} ms"
         return self.fail(member.name, "budget", message)
 
     def _add(self, plan: RowPlan, member: Member, edit: Edit | Member) -> None:
@@ -424,7 +428,7 @@ def _num_equal(tokens: Sequence[int], known: list[int], start: int) -> int:
 
 def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Member:
     member = Member(processor, scope, ProcessorRecord(processor.name, processor.version))
-    if member.edit is not None and not type(processor).__module__.startswith("adapters.processors."):
+    if member.edit is not None and member.is_third_party:
         # Third parties' edits are looked at before anything is applied; those of the built-ins are, in tests.
         soft = processor.stage <= Stage.SOFT
         member.edit = partial(_checked_edit, member.edit, soft, vocabulary.size, vocabulary.num_tokens)

@@ -140,6 +140,7 @@ class Processor(ABC):
         reads: What it looks at; by default everything.
         Args: Its arguments; by default there are none.
         observes_logits: State depends on logits (mirostat's mu): it can only be rebuilt by replaying on logits.
+        wraps_foreign: Runs another system's processor (`adapters.foreign`, `adapters.lowered`).
         scopes: The scopes that a request may give it.
         once: A request may name it only once with the same scope.
     """
@@ -149,6 +150,7 @@ class Processor(ABC):
     stage: ClassVar[Stage]
     reads: ClassVar[Reads] = Reads.PROMPT_AND_GENERATED
     observes_logits: ClassVar[bool] = False
+    wraps_foreign: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "thinking", "answer")
     once: ClassVar[bool] = False
     Args: ClassVar[type[ProcessorArgs]] = ProcessorArgs

@@ -45,6 +45,7 @@ class ThirdPartyShape(ShapingProcessor):
     """
 
     reads = Reads.PROMPT_AND_GENERATED
+    wraps_foreign = True
     Args = ProcessorArgs
 
     def __init__(self) -> None:

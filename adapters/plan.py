@@ -83,14 +83,22 @@ class RowPlan:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One processor in its chain, with its scope and its record for the receipt."""
+    """One processor in its chain, with its scope and its record for the receipt.
+
+    Attributes:
+        edit: What a steering processor is asked for, None for a shaping one.
+        is_third_party: It runs code that is not this package's: its edits are checked, and its time is bounded.
+    """
 
     processor: Processor
     scope: Scope
     record: ProcessorRecord
     edit: Callable[[], Edit | None] | None = None
+    is_third_party: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        kind = type(self.processor)
+        self.is_third_party = kind.wraps_foreign or not kind.__module__.startswith("adapters.")
         if isinstance(self.processor, SteeringProcessor):
             self.edit = self.processor.edit  # found once: an abstract class answers isinstance slowly
 

@@ -1,4 +1,4 @@
-"""The operator's policy: processors that every request of a served model gets, gets by default, or must not name.
+"""The operator's policy: processors that every request of a served model gets, gets by default, or must not use.
 
 A YAML file::
 
@@ -14,6 +14,9 @@ A YAML file::
       "*":
         forbidden: [watermark]
 
+A request field that is a processor by another name (`FieldValue`) counts as that processor: a default gives way to
+it, a mandatory one cannot be changed by it, and a forbidden one cannot be had by it.
+
 Keys are hexadecimal digits, in a file or an environment variable (``env: NAME``). ``"*"`` is for models without a
 section of their own. Whatever is unknown in the file is an error.
 """
@@ -21,7 +24,7 @@ section of their own. Whatever is unknown in the file is an error.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +34,7 @@ import yaml
 from adapters.catalog import Catalog
 from adapters.contract import Context
 from adapters.processors.watermark import checked_key, read_key
-from adapters.selection import Requested, Selection, SelectionError, parse_processor
+from adapters.selection import Origin, Requested, Selection, SelectionError, parse_processor
 
 ANY_MODEL = "*"
 
@@ -52,42 +55,83 @@ class PolicyError(ValueError):
         self.problem = problem
 
 
+GRAMMARS = frozenset({"json_schema", "regex", "choice", "grammar"})
+"""Processors that say what the whole answer must match: a default one gives way to any of the client's."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldValue:
+    """A request field that is a processor by another name, set by the client.
+
+    Attributes:
+        requested: The processor with its arguments; the path is the field's.
+        is_neutral: The value asks for nothing: the processor would change no token.
+    """
+
+    requested: Requested
+    is_neutral: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ModelPolicy:
     """What the operator wants of one served model's requests.
 
     Attributes:
         mandatory: In every chain, before the client's.
-        default: In every chain whose client does not name that processor, before the client's.
-        forbidden: Names that a client must not use.
+        default: In every chain whose client neither names that processor nor sets its field, before the client's.
+        forbidden: Names of processors that a client can have neither by name nor by a field.
     """
 
     mandatory: tuple[Requested, ...] = ()
     default: tuple[Requested, ...] = ()
     forbidden: frozenset[str] = frozenset()
 
-    def apply(self, selection: Selection, catalog: Catalog) -> Selection:
-        """``selection`` with the operator's processors in it.
+    def apply(self, selection: Selection, catalog: Catalog, fields: Sequence[FieldValue] = ()) -> Selection:
+        """``selection`` with the operator's processors in it; those of ``fields`` stay outside of it.
 
         Raises:
-            SelectionError: the client names a forbidden processor, or a mandatory one with other arguments.
+            SelectionError: the client asks for a forbidden processor, or for a mandatory one with other arguments.
         """
-        if not (selection.processors or self.mandatory or self.default):
+        if not (self.mandatory or self.default or self.forbidden):
             return selection
-        mandatory = {requested.name: requested for requested in self.mandatory}
-        own = []
+        self._refuse_forbidden(selection, fields)
+        by_field = {value.requested.name: value.requested for value in fields}
+        mandatory = [self._kept(requested, selection, by_field, catalog) for requested in self.mandatory]
+        taken = _controlled({*by_field, *(requested.name for requested in selection.processors)})
+        default = (requested for requested in self.default if requested.name not in taken)
+        names = {requested.name for requested in self.mandatory}
+        own = (requested for requested in selection.processors if requested.name not in names)
+        return replace(selection, processors=(*(each for each in mandatory if each is not None), *default, *own))
+
+    def _refuse_forbidden(self, selection: Selection, fields: Sequence[FieldValue]) -> None:
         for requested in selection.processors:
             if requested.name in self.forbidden:
                 problem = f"the logits processor {requested.name} is not allowed for this model"
                 raise SelectionError(f"{requested.path}.name", problem)
-            if requested.name not in mandatory:
-                own.append(requested)
-            elif not _same(requested, mandatory[requested.name], catalog):
-                problem = f"the logits processor {requested.name} is set by the operator and cannot be changed"
-                raise SelectionError(requested.path, problem)
-        named = {requested.name for requested in own}
-        default = (requested for requested in self.default if requested.name not in named)
-        return replace(selection, processors=(*self.mandatory, *default, *own))
+        for value in fields:
+            if value.requested.name in self.forbidden and not value.is_neutral:
+                problem = f"asks for the logits processor {value.requested.name}, which is not allowed for this model"
+                raise SelectionError(value.requested.path, problem)
+
+    @staticmethod
+    def _kept(
+        mandatory: Requested, selection: Selection, by_field: Mapping[str, Requested], catalog: Catalog
+    ) -> Requested | None:
+        """The mandatory processor; the client's own where it is the same; None where a field is the same."""
+        named = [requested for requested in selection.processors if requested.name == mandatory.name]
+        in_field = by_field.get(mandatory.name)
+        for asked in named if in_field is None else [*named, in_field]:
+            if not _same(asked, mandatory, catalog):
+                problem = f"the logits processor {asked.name} is set by the operator and cannot be changed"
+                raise SelectionError(asked.path, problem)
+        if in_field is not None:
+            return None
+        return named[0] if named else mandatory
+
+
+def _controlled(names: Collection[str]) -> Collection[str]:
+    """``names``, and those of the processors that control the same."""
+    return {*names, *GRAMMARS} if GRAMMARS.intersection(names) else names
 
 
 def _same(asked: Requested, set_by_operator: Requested, catalog: Catalog) -> bool:
@@ -176,8 +220,8 @@ class _Reader:
 
     def _model(self, section: object, key: str) -> ModelPolicy:
         data = self._mapping(section, key, ("mandatory", "default", "forbidden"))
-        mandatory = self._processors(data.get("mandatory"), f"{key}.mandatory")
-        default = self._processors(data.get("default"), f"{key}.default")
+        mandatory = self._processors(data.get("mandatory"), f"{key}.mandatory", "mandatory")
+        default = self._processors(data.get("default"), f"{key}.default", "default")
         forbidden = self._names(data.get("forbidden"), f"{key}.forbidden")
         seen: dict[str, str] = dict.fromkeys(forbidden, "forbidden")
         for kind, group in (("mandatory", mandatory), ("default", default)):
@@ -187,11 +231,11 @@ class _Reader:
                 seen[requested.name] = kind
         return ModelPolicy(mandatory, default, frozenset(forbidden))
 
-    def _processors(self, value: object, key: str) -> tuple[Requested, ...]:
+    def _processors(self, value: object, key: str, origin: Origin) -> tuple[Requested, ...]:
         found = []
         for i, entry in enumerate(self._list(value, key)):
             try:
-                requested = parse_processor(entry, f"{key}[{i}]")
+                requested = replace(parse_processor(entry, f"{key}[{i}]"), origin=origin)
                 self._catalog.parse_args(requested)
             except SelectionError as error:
                 self._fail(error.path, error.problem)

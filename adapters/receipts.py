@@ -15,7 +15,7 @@ class ProcessorRecord:
         steps_active: Positions at which it asked for an edit.
         tokens_forced: Positions at which it chose the token.
         tokens_masked: Vocabulary entries masked, summed over positions.
-        seconds: Time spent in it.
+        seconds: CPU time spent in it.
     """
 
     name: str

@@ -41,6 +41,9 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 ReceiptLevel = Literal[False, True, "debug"]
 
+Origin = Literal["client", "default", "mandatory"]
+"""Who asks for a processor: the client, or the operator's policy by default or for every request."""
+
 _FIELDS = ("version", "processors", "receipt", "deadline")
 _ENTRY_FIELDS = ("name", "args")
 _SHOWN = 60
@@ -74,12 +77,14 @@ class Requested:
         args: JSON data, without ``scope``.
         scope: Part of the generation in which it lives.
         path: Where it was asked for; the head of the path in every error about it.
+        origin: Who asks for it.
     """
 
     name: str
     args: Mapping[str, Any] = field(default_factory=dict)
     scope: Scope = "all"
     path: str = ""
+    origin: Origin = "client"
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class Step:
     Attributes:
         position: Absolute index of the token that was to be sampled.
         asked: As `ProcessorChain.asked`.
-        seconds: Time spent in each member so far.
+        seconds: CPU time spent in each member so far.
         logprobs: ``(token id, log probability, rank)`` of the sampled token, then of the likeliest, where wanted.
     """
 

@@ -15,6 +15,8 @@ requests under way finish first. The first run makes .venv.
   HTTP_HOST          address to serve on (default: 127.0.0.1)
   HTTP_PORT          port to serve on (default: 8000)
   DYN_LOG            log filter of frontend and worker (default: warnings)
+  DYN_HTTP_BODY_LIMIT_MB
+                     largest request that the frontend reads, MB (default: 2)
   DLW_VENV           an environment to use as it is instead of .venv
 
 Other arguments go to the worker; `python -m worker --help` lists them.

@@ -19,6 +19,8 @@ where no stranger can connect.
   HTTP_HOST          address to serve on (default: 127.0.0.1)
   HTTP_PORT          port to serve on (default: 8000)
   DYN_LOG            log filter of frontend and workers (default: warnings)
+  DYN_HTTP_BODY_LIMIT_MB
+                     largest request that the frontend reads, MB (default: 2)
   DLW_VENV           an environment to use as it is instead of .venv
 
 Other arguments go to every worker; `python -m worker --help` lists them.

@@ -19,6 +19,8 @@ Ctrl-C stops all: requests under way finish first. The first run makes .venv.
   UCX_NET_DEVICES    network devices over which KV goes from worker to worker (default: lo)
   DLW_POOL_SECRET    signs what prefill hands to decode, 32 characters or more (default: made up for this run)
   DYN_LOG            log filter of frontend and workers (default: warnings)
+  DYN_HTTP_BODY_LIMIT_MB
+                     largest request that the frontend reads, MB (default: 2)
   DLW_VENV           an environment to use as it is instead of .venv; it needs nixl
 
 Other arguments go to every worker; `python -m worker --help` lists them.

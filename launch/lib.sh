@@ -66,6 +66,8 @@ prepare_runtime() {
     export DYN_SYSTEM_HOST=127.0.0.1
     # Load reports for a router that there is none of: with ZeroMQ they would be published on every address.
     export DYN_EVENT_PLANE=zmq WORKER_ENABLE_KV_ROUTING=false
+    # A body costs the frontend up to 250 times its size in memory, and its own limit is 45 MB.
+    export DYN_HTTP_BODY_LIMIT_MB=${DYN_HTTP_BODY_LIMIT_MB:-2}
     # Nothing to wait for before a drain: there is no other worker that requests could be sent to.
     export DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS=${DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS:-0}
     export DYN_LOG=${DYN_LOG:-warn,mm_routing=error,dynamo_llm::local_model=error,dynamo_runtime::component=off,dynamo_llm::discovery=error}

@@ -224,7 +224,7 @@ class Arguments:
     )
     processor_step_budget_s: float = _option(
         0.1,
-        "Longest that one logits processor may take for one step, seconds; over it, its request fails.",
+        "Most CPU time that a third-party logits processor may take for one step, seconds; over it, its request fails.",
         parse=_positive_seconds,
     )
     disaggregation_mode: str = _option(
@@ -276,7 +276,9 @@ class Arguments:
         parse=_truth,
     )
     dyn_tool_call_parser: str | None = _option(
-        None, "Tool-call parser that the frontend applies.", env="DYN_TOOL_CALL_PARSER"
+        None,
+        "Tool-call parser that the frontend applies, to every chat that is not streamed (docs/request.md).",
+        env="DYN_TOOL_CALL_PARSER",
     )
     dyn_reasoning_parser: str | None = _option(
         None, "Reasoning parser that the frontend applies.", env="DYN_REASONING_PARSER"

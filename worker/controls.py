@@ -1,47 +1,98 @@
-"""Sampling controls that are fields of `SamplingParams` and run as processors: one order law for fields and chains.
+"""Sampling controls that are a field and a processor by another name: one table, and one order law for both.
 
-An engine calls `with_field_processors` at admission. Penalties, bans, biases and the minimum length join the chain;
-with a processor that acts at the temperature stage or later, so do temperature and truncation, because a request's
-own truncation must not come after it.
+`CONTROLS` is the only place that says which field is which processor. The operator's policy is applied to a request's
+fields by it (`worker.processors`), and an engine calls `with_field_processors` at admission. Penalties, bans, biases
+and the minimum length join the chain; with a processor that acts at the temperature stage or later, so do temperature
+and truncation, because a request's own truncation must not come after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from adapters.chain import ProcessorChain
-from adapters.contract import ArgumentError, Context, Processor
+from adapters.contract import ArgumentError, Context, Processor, Stage
+from adapters.processors.grammar import Choice, Grammar, JsonSchema, Regex
 from adapters.processors.length import MinTokens
-from adapters.processors.masks import BannedTokens
+from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
 from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
 from adapters.processors.repetition import NoRepeatNgram
+from adapters.processors.thinking import ThinkingBudget
 from adapters.processors.truncation import MinP, Temperature, TopK, TopP
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 
-# field, the value that asks for nothing, processor, its argument
-_FIELDS: tuple[tuple[str, Any, type[Processor], str], ...] = (
-    ("repetition_penalty", 1, RepetitionPenalty, "penalty"),
-    ("frequency_penalty", 0, FrequencyPenalty, "penalty"),
-    ("presence_penalty", 0, PresencePenalty, "penalty"),
-    ("no_repeat_ngram_size", 0, NoRepeatNgram, "n"),
-    ("bad_token_ids", [], BannedTokens, "token_ids"),
-    ("min_tokens", 0, MinTokens, "n"),
+_NEVER = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One field and the processor that it is.
+
+    Attributes:
+        field: Attribute of `GenerationRequest`, of `SamplingParams`, or of both.
+        processor: What it runs as.
+        argument: The processor's argument that takes the value.
+        neutral: The value that asks for nothing, if there is one.
+        guide: For ``guided_decoding``: which of its kinds this is.
+        fixed: Arguments that the field has beside its value.
+        in_params: An engine finds it in `SamplingParams`; otherwise it is a processor before an engine sees it.
+    """
+
+    field: str
+    processor: type[Processor]
+    argument: str
+    neutral: Any = _NEVER
+    guide: str | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    in_params: bool = True
+
+    def value(self, holder: object) -> Any:
+        """What ``holder``, a `GenerationRequest` or `SamplingParams`, has for it; None if it is not set."""
+        value = getattr(holder, self.field)
+        return value if self.guide is None or value is None else value.get(self.guide)
+
+    def is_neutral(self, value: Any) -> bool:
+        """Whether ``value`` asks for nothing."""
+        return bool(value == self.neutral)
+
+
+# those of the truncation stage in the order of the law: min-p, top-k, top-p
+CONTROLS: tuple[Control, ...] = (
+    Control("repetition_penalty", RepetitionPenalty, "penalty", 1),
+    Control("frequency_penalty", FrequencyPenalty, "penalty", 0),
+    Control("presence_penalty", PresencePenalty, "penalty", 0),
+    Control("no_repeat_ngram_size", NoRepeatNgram, "n", 0),
+    Control("bad_token_ids", BannedTokens, "token_ids", []),
+    Control("min_tokens", MinTokens, "n", 0),
+    Control("temperature", Temperature, "value", 1),
+    Control("min_p", MinP, "p", 0),
+    Control("top_k", TopK, "k", 0),
+    Control("top_p", TopP, "p", 1),
+    Control("allowed_token_ids", AllowedTokens, "token_ids", fixed={"allow_end": False}, in_params=False),
+    Control("bad_words_token_ids", BadWords, "token_ids", (), in_params=False),
+    Control("max_thinking_tokens", ThinkingBudget, "tokens", in_params=False),
+    Control("guided_decoding", JsonSchema, "schema", guide="json", in_params=False),
+    Control("guided_decoding", Regex, "pattern", guide="regex", in_params=False),
+    Control("guided_decoding", Choice, "choices", guide="choice", in_params=False),
+    Control("guided_decoding", Grammar, "lark", guide="grammar", in_params=False),
 )
 
-# in the order of the law: temperature, then min-p, top-k, top-p
-_LATE_FIELDS: tuple[tuple[str, Any, type[Processor], str], ...] = (
-    ("temperature", 1, Temperature, "value"),
-    ("min_p", 0, MinP, "p"),
-    ("top_k", 0, TopK, "k"),
-    ("top_p", 1, TopP, "p"),
-)
+GUIDES = {control.guide: control for control in CONTROLS if control.guide is not None}
+"""The controls of ``guided_decoding`` by its kinds."""
 
-_DRAWS = frozenset({"temperature", "top_k", "top_p", "min_p"})
+_LATE = tuple(control for control in CONTROLS if control.in_params and control.processor.stage >= Stage.TEMPERATURE)
+_EARLY = tuple(control for control in CONTROLS if control.in_params and control not in _LATE)
+
+
+def is_drawn(params: SamplingParams, chain: ProcessorChain | None) -> bool:
+    """Whether tokens are drawn: the fields say so, or they say nothing and the chain was asked for to draw."""
+    says_nothing = all(control.value(params) is None for control in _LATE)
+    return not params.is_greedy or (says_nothing and chain is not None and chain.wants_draw)
 
 
 def with_field_processors(
@@ -68,9 +119,9 @@ def with_field_processors(
         ProcessorFailed: a processor raised on the prompt.
     """
     _refuse_twice(params, chain)
-    added = [*extra, *_processors(params, _FIELDS, context)]
+    added = [*extra, *_processors(params, _EARLY, context)]
     if late or (chain is not None and chain.shapes_late):
-        params, last = _late_processors(params, context)
+        params, last = _late_processors(params, context, is_drawn(params, chain))
         added += last
     if not added:
         return params, chain
@@ -81,33 +132,27 @@ def with_field_processors(
     return params, chain
 
 
-def _late_processors(params: SamplingParams, context: Context) -> tuple[SamplingParams, list[Processor]]:
-    """A request that draws keeps drawing; one that named only processors of these stages wants to draw, too.
-
-    One that is greedy by its own word stays so: temperature 0 comes before every processor of these stages.
-    """
-    fields = [getattr(params, name) for name in _DRAWS]
-    if params.is_greedy and any(value is not None for value in fields):
+def _late_processors(params: SamplingParams, context: Context, drawn: bool) -> tuple[SamplingParams, list[Processor]]:
+    """Of a request that is not drawn temperature 0, before every processor of these stages; of others their own."""
+    if not drawn:
         return params, Temperature.build(Temperature.Args(value=0.0), context)
-    processors = _processors(params, _LATE_FIELDS, context)
+    processors = _processors(params, _LATE, context)
     return replace(params, temperature=1.0, top_k=None, top_p=None, min_p=None), processors
 
 
-def _processors(
-    params: SamplingParams, table: tuple[tuple[str, Any, type[Processor], str], ...], context: Context
-) -> list[Processor]:
+def _processors(params: SamplingParams, controls: Sequence[Control], context: Context) -> list[Processor]:
     made: list[Processor] = []
-    for name, neutral, processor, argument in table:
-        value = getattr(params, name)
-        if value is None or value == neutral:
+    for control in controls:
+        value, processor = control.value(params), control.processor
+        if value is None or control.is_neutral(value):
             continue
         try:
-            made += processor.build(processor.Args.model_validate({argument: value}), context)
+            made += processor.build(processor.Args.model_validate({control.argument: value}), context)
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]["msg"]
-            raise InvalidRequest(f"sampling_params.{name}", f"{problem}, got {value!r}") from None
+            raise InvalidRequest(f"sampling_params.{control.field}", f"{problem}, got {value!r}") from None
         except ArgumentError as error:
-            raise InvalidRequest(f"sampling_params.{name}", error.problem) from None
+            raise InvalidRequest(f"sampling_params.{control.field}", error.problem) from None
     return made
 
 
@@ -115,7 +160,7 @@ def _refuse_twice(params: SamplingParams, chain: ProcessorChain | None) -> None:
     if chain is None:
         return
     named = {member.name for member in chain.members}
-    for name, neutral, processor, _ in (*_FIELDS, *_LATE_FIELDS):
-        value = getattr(params, name)
-        if processor.name in named and value is not None and value != neutral:
-            raise InvalidRequest(f"sampling_params.{name}", f"is set, and the processor {processor.name} is named too")
+    for control in (*_EARLY, *_LATE):
+        value, name = control.value(params), control.processor.name
+        if name in named and value is not None and not control.is_neutral(value):
+            raise InvalidRequest(f"sampling_params.{control.field}", f"is set, and the processor {name} is named too")

@@ -171,7 +171,7 @@ class WorkerEngine(LLMEngine):
                 self._in_loop(self.metrics.count_outcome, "cancelled")
             raise
         except ServingError as error:
-            self._record(error)
+            self._record(context.id(), error)
             raise runtime.to_dynamo(error) from None
         except Exception as error:  # the request boundary: one request's unknown error stays its own
             logger.exception("request %s failed", context.id())
@@ -263,13 +263,14 @@ class WorkerEngine(LLMEngine):
         builder = serving.builder
         self.metrics.count_tokens(builder.num_prompt_tokens, builder.num_cached_tokens, builder.num_generated_tokens)
 
-    def _record(self, error: ServingError) -> None:
+    def _record(self, request_id: str, error: ServingError) -> None:
         outcome = next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "unknown_error")
         self.metrics.count_outcome(outcome)
         if isinstance(error, InvalidRequest):
             self.metrics.count_refusal(error.field)
-            if error.field.startswith("prefill_result"):  # no client's fault: workers that do not belong together
-                logger.error("hand-off refused: %s", error)
+            # 1.4.2's frontend keeps the message from many clients. A bad hand-off is none's fault, but the workers'.
+            level = logging.ERROR if error.field.startswith("prefill_result") else logging.WARNING
+            logger.log(level, "request %s refused: %s", request_id, error)
         if isinstance(error, EngineBroken):
             self._break(str(error))
 

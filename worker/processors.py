@@ -7,17 +7,17 @@ grammars compile while they are built.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from adapters.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError
+from adapters.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError, RuledOut
 from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.plan import ProcessorFailed
-from adapters.policy import Policy, PolicyError
+from adapters.policy import FieldValue, Policy, PolicyError
 from adapters.processors.grammar import grammar_cache
 from adapters.scope import Scope
 from adapters.selection import Requested, Selection, SelectionError, from_channels
@@ -25,15 +25,18 @@ from adapters.token_bytes import byte_index
 from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments
 from worker.breaker import Breaker
+from worker.controls import CONTROLS, Control
 from worker.engines import EngineInfo
 from worker.errors import InvalidRequest, StartupError
+from worker.fields import FIELDS
 from worker.processor_metrics import ProcessorMetrics
 from worker.request import GenerationRequest
 
 CHANNEL = "logits_processors"
 """Head of the path in errors about the request channel."""
 
-_GUIDES = {"json": ("json_schema", "schema"), "regex": ("regex", "pattern"), "choice": ("choice", "choices")}
+_PATHS = {row.target: row.path for row in FIELDS if row.target is not None}
+"""Where the frontend puts each attribute of a `GenerationRequest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class ProcessorDesk:
         model: Served model name, which the policy goes by.
         facts: Of the model.
         registry: Where the metrics of processors go.
-        step_budget_s: Longest that one processor may take for one step, seconds.
+        step_budget_s: Most CPU time that a third party's processor may take for one step, seconds.
     """
 
     def __init__(
@@ -129,12 +132,14 @@ class ProcessorDesk:
         """
         try:
             asked = from_channels(request.annotations, metadata) or Selection()
-            selection = self._policy.apply(asked, self.catalog)
-            fields = field_processors(request, bool(self.facts.think_start))
-            _refuse_twice(selection, fields)
+            fields = field_values(request, bool(self.facts.think_start))
+            _refuse_twice(asked, fields)
+            selection = self._policy.apply(asked, self.catalog, [value for _, value in fields])
         except SelectionError as error:
             raise _invalid(error) from None
-        return selection.with_processors(*fields)
+        return selection.with_processors(
+            *(value.requested for control, value in fields if not (control.in_params or value.is_neutral))
+        )
 
     async def chain(
         self, selection: Selection, prompt: list[int], end_token_ids: frozenset[int], seed: int, max_tokens: int
@@ -160,13 +165,27 @@ class ProcessorDesk:
         except ProcessorFailed as error:
             self.breaker.record(error.processor)
             raise InvalidRequest(CHANNEL, str(error)) from None
-        return chain
+        return chain if chain.members else None
 
     def _build(self, selection: Selection, context: Context, prompt: list[int]) -> ProcessorChain:
-        chain = self.catalog.build_chain(selection, context, step_budget_s=self.step_budget_s)
+        try:
+            chain = self.catalog.build_chain(selection, context, step_budget_s=self.step_budget_s)
+        except RuledOut as error:
+            raise self._blamed(error, context) from None
         chain.wants_receipt = bool(selection.receipt)
         chain.start(prompt)
         return chain
+
+    def _blamed(self, error: RuledOut, context: Context) -> SelectionError:
+        """``error`` with the field that the client can change, where that is ``ignore_eos``."""
+        ends = context.vocabulary.eos_token_ids
+        if context.end_token_ids or not ends:
+            return error
+        try:
+            self.catalog.build(error.requested, replace(context, end_token_ids=ends))
+        except SelectionError:
+            return error
+        return SelectionError("stop_conditions.ignore_eos", f"must not be true: {error.problem}")
 
     def context(self, end_token_ids: frozenset[int], seed: int, max_tokens: int | None) -> Context:
         """What the processors of one request may know."""
@@ -181,42 +200,37 @@ class ProcessorDesk:
         )
 
 
-def field_processors(request: GenerationRequest, can_think: bool) -> list[Requested]:
-    """Request fields that have no field in `SamplingParams` of their own: they are processors by another name."""
-    found: list[Requested] = []
+def field_values(request: GenerationRequest, can_think: bool) -> list[tuple[Control, FieldValue]]:
+    """The fields that the client set and that are processors by another name.
 
-    def add(path: str, name: str, scope: Scope = "all", **args: Any) -> None:
-        found.append(Requested(name, args, scope, path))
-
-    options = "extra_args.sampling_options"
-    if request.allowed_token_ids is not None:
-        ids = sorted(request.allowed_token_ids)
-        add(f"{options}.allowed_token_ids", "allowed_tokens", token_ids=ids, allow_end=False)
-    if request.bad_words_token_ids:
-        add(f"{options}.bad_words_token_ids", "bad_words", token_ids=[list(ids) for ids in request.bad_words_token_ids])
-    if request.max_thinking_tokens is not None:
-        add("stop_conditions.max_thinking_tokens", "thinking_budget", tokens=request.max_thinking_tokens)
-    if request.guided_decoding is not None:
-        name, args = guide(request.guided_decoding)
-        scope: Scope = "answer" if request.require_reasoning and can_think else "all"
-        add("sampling_options.guided_decoding", name, scope, **args)
+    Args:
+        request: Of the client.
+        can_think: The model has thinking tags, so that a grammar may begin after the thinking.
+    """
+    found = []
+    for control in CONTROLS:
+        value = control.value(request) if control.field in _PATHS else None
+        if value is None:
+            continue
+        scope: Scope = "answer" if control.guide is not None and request.require_reasoning and can_think else "all"
+        args = {control.argument: _as_json(value), **control.fixed}
+        requested = Requested(control.processor.name, args, scope, _PATHS[control.field])
+        found.append((control, FieldValue(requested, control.is_neutral(value))))
     return found
 
 
-def guide(guided: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Processor and arguments for a checked ``guided_decoding``, which has exactly one kind of guide."""
-    for kind, (name, argument) in _GUIDES.items():
-        if kind in guided:
-            return name, {argument: guided[kind]}
-    return "grammar", {"lark": guided["grammar"]}
+def _as_json(value: Any) -> Any:
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return [_as_json(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _refuse_twice(selection: Selection, fields: list[Requested]) -> None:
-    named = {requested.name: requested.path for requested in selection.processors}
-    for requested in fields:
-        if requested.name in named:
-            problem = f"is set, and the processor {requested.name} is named too; give one of them"
-            raise SelectionError(requested.path, problem)
+def _refuse_twice(selection: Selection, fields: Sequence[tuple[Control, FieldValue]]) -> None:
+    named = {requested.name for requested in selection.processors}
+    for _, value in fields:
+        if value.requested.name in named and not value.is_neutral:
+            problem = f"is set, and the processor {value.requested.name} is named too; give one of them"
+            raise SelectionError(value.requested.path, problem)
 
 
 def _invalid(error: SelectionError) -> InvalidRequest:

@@ -37,7 +37,8 @@ class GenerationRequest:
         model: Name that the client asked for; empty in a health probe.
         prompt_token_ids: The prompt, at least one token and at most ``context_length - 1``.
         max_tokens: Tokens to generate at most, never past the end of the context.
-        min_tokens: Tokens to generate before any stop token may end the answer; at most ``max_tokens``.
+        min_tokens: Tokens to generate before any stop token may end the answer; at most ``max_tokens``. None if the
+            client did not set it, as of every control that is a processor by another name (`worker.controls`).
         stop_token_ids: Ids that end the answer and are shown only with ``include_stop``.
         stop_token_ids_visible: Ids that end the answer and are shown.
         stop_token_ids_hidden: Ids that end the answer and are never shown; the model's end tokens are among them.
@@ -45,7 +46,7 @@ class GenerationRequest:
         top_k: 0 means off.
         logprobs: Alternatives to report per token, 0 for the chosen token alone, None for no log probabilities.
         allowed_token_ids: The only ids that may be sampled, end tokens too; None for all.
-        bad_words_token_ids: Sequences of ids that the answer must not have.
+        bad_words_token_ids: Sequences of ids that the answer must not have; None for none.
         max_thinking_tokens: Most tokens of thinking, None for no limit.
         guided_decoding: One of ``json``, ``regex``, ``choice``, ``grammar`` and its guide, None for no grammar.
         require_reasoning: Whether the grammar starts after the thinking.
@@ -57,7 +58,7 @@ class GenerationRequest:
 
     prompt_token_ids: list[int]
     max_tokens: int
-    min_tokens: int = 0
+    min_tokens: int | None = None
     model: str = ""
     temperature: float | None = None
     top_p: float | None = None
@@ -74,7 +75,7 @@ class GenerationRequest:
     ignore_eos: bool = False
     logprobs: int | None = None
     allowed_token_ids: frozenset[int] | None = None
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] | None = None
     max_thinking_tokens: int | None = None
     guided_decoding: Mapping[str, Any] | None = None
     require_reasoning: bool = False
@@ -145,8 +146,9 @@ def _bounded(values: dict[str, Any], limits: RequestLimits) -> GenerationRequest
     if "seed" in values:
         values["seed"] %= _SEEDS
     max_tokens = min(values.pop("max_tokens", room), room)
-    min_tokens = min(values.pop("min_tokens", 0), max_tokens)
-    return GenerationRequest(prompt_token_ids=prompt, max_tokens=max_tokens, min_tokens=min_tokens, **values)
+    if "min_tokens" in values:
+        values["min_tokens"] = min(values["min_tokens"], max_tokens)
+    return GenerationRequest(prompt_token_ids=prompt, max_tokens=max_tokens, **values)
 
 
 def _merge_end_tokens(values: dict[str, Any], limits: RequestLimits) -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from time import perf_counter
+from time import thread_time
 from types import FrameType
 from typing import Any, SupportsIndex, overload
 
@@ -51,7 +51,7 @@ def cost(subject: Subject) -> str:
     for case in [case for case in subject.cases if case.scope == "all"][:_NUM_CASES]:
         early, late, microseconds = _measure(subject, case)
         if late is None:
-            remarks.append(f"{microseconds:.0f} us a step, the answer ended early")
+            remarks.append(f"{microseconds:.0f} us of CPU time a step, the answer ended early")
             continue
         grown = [
             f"{field.name} from {getattr(early, field.name):.0f} to {getattr(late, field.name):.0f}"
@@ -61,12 +61,12 @@ def cost(subject: Subject) -> str:
         if grown and not subject.is_foreign:
             what = f"between {EARLY} and {LATE} generated tokens the work of a step grew: {', '.join(grown)}"
             raise CheckFailed(f"{what}; keep what is needed in advance() ({case})")
-        remarks.append(f"{microseconds:.0f} us a step" + (f", grows: {', '.join(grown)}" if grown else ""))
+        remarks.append(f"{microseconds:.0f} us of CPU time a step" + (f", grows: {', '.join(grown)}" if grown else ""))
     return "; ".join(remarks)
 
 
 def _measure(subject: Subject, case: Case) -> tuple[Work, Work | None, float]:
-    """Work of a step early and late, None if the answer ended before; and microseconds of a step, for information."""
+    """Work of a step early and late, None if the answer ended before; and its CPU time in us, for information."""
     chain = subject.chain(case)
     chain.start(prompt_of(subject.context, 0))
     history = _CountingHistory(chain.tokens)
@@ -74,9 +74,9 @@ def _measure(subject: Subject, case: Case) -> tuple[Work, Work | None, float]:
     for member in chain.members:
         member.processor._tokens = history
     logits = logits_of(subject.context, 2, 64)
-    began = perf_counter()
+    began = thread_time()
     num_timed = _run(subject, chain, logits, EARLY)
-    microseconds = (perf_counter() - began) / max(num_timed, 1) * 1e6
+    microseconds = (thread_time() - began) / max(num_timed, 1) * 1e6
     early, _ = _counted(subject, chain, logits, history)
     _run(subject, chain, logits, LATE - EARLY - WINDOW)
     late, num_steps = _counted(subject, chain, logits, history)

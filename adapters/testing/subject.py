@@ -22,7 +22,7 @@ from adapters.testing.schemas import Schema
 NUM_GENERATED_CASES = 2
 _TRIES = 60
 _PATIENT = 3600.0
-"""Step budget while testing, seconds: a slow machine is not the processor's fault."""
+"""Step budget while testing, seconds of CPU time: a slow processor is reported, it does not fail for it."""
 
 
 class CheckFailed(AssertionError):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,7 +18,11 @@ from adapters.batch import apply_chain, apply_edits, apply_late, plan_rows, repl
 from adapters.chain import ProcessorChain
 from adapters.contract import Context, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
 from adapters.edits import Allow, Ban, Bias, Force
+from adapters.lowered import EmbeddingBias, ForeignCallable
 from adapters.plan import ProcessorFailed
+from adapters.processors.penalties import FrequencyPenalty
+from adapters.processors.truncation import MinP
+from adapters.seeded_draw import SeededDraw
 from adapters.vocabulary import Vocabulary
 
 VOCAB = 40
@@ -479,13 +486,65 @@ def test_a_shaping_processor_that_raises_fails_alone():
         assert torch.equal(batch[row], logits[row] + 1)
 
 
-def test_a_processor_over_its_budget_fails_its_request(monkeypatch):
+def test_a_third_partys_processor_over_its_budget_fails_its_request(monkeypatch):
     clock = iter([0.0, 0.05, 0.05, 1.0, 1.2])
-    monkeypatch.setattr("adapters.chain.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("adapters.chain.thread_time", lambda: next(clock))
     assert chain(Adds(), step_budget_s=0.1).plan().soft
-    with pytest.raises(ProcessorFailed, match=r"took 200 ms for one step, the budget is 100 ms") as caught:
+    with pytest.raises(ProcessorFailed, match=r"took 200 ms of CPU time for one step, the budget is 100 ms") as caught:
         chain(Adds(), step_budget_s=0.1).plan()
     assert caught.value.reason == "budget"
+
+
+@pytest.mark.parametrize("module", ["chain", "batch"])
+def test_a_built_in_never_fails_by_time(monkeypatch, module):
+    """Frequency penalty is planned, min-p shapes a batch; each step takes an hour."""
+    clock = itertools.count(step=3600.0)
+    monkeypatch.setattr(f"adapters.{module}.thread_time", lambda: float(next(clock)))
+    members = [FrequencyPenalty(FrequencyPenalty.Args(penalty=0.5), CONTEXT), MinP(MinP.Args(p=0.1), CONTEXT)]
+    made = chain(*members, step_budget_s=1e-9)
+    apply_chain(made, torch.zeros(VOCAB))
+    assert sum(member.record.seconds for member in made.members) >= 3600
+    assert made.failure is None
+
+
+class Computes(SteeringProcessor):
+    """Computes until ``seconds`` of CPU time have passed, in its own thread or in another one that it waits for."""
+
+    name, stage, reads = "computes", Stage.BIAS, Reads.NOTHING
+
+    def __init__(self, seconds, elsewhere):
+        self.seconds, self.elsewhere = seconds, elsewhere
+
+    def edit(self):
+        if not self.elsewhere:
+            self.compute()
+            return
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.compute).result()
+
+    def compute(self):
+        ends = time.thread_time() + self.seconds
+        while time.thread_time() < ends:
+            pass
+
+
+def test_waiting_is_not_computing():
+    """A busy neighbour, or another thread: what a processor waits for is no time of its own."""
+    with pytest.raises(ProcessorFailed, match="of CPU time for one step, the budget is 30 ms"):
+        chain(Computes(0.06, elsewhere=False), step_budget_s=0.03).plan()
+    assert chain(Computes(0.06, elsewhere=True), step_budget_s=0.03).plan().is_empty
+
+
+def test_who_is_a_third_party():
+    """By where the code comes from: this file's is one, the built-ins are not, but what they wrap is."""
+
+    def quiet(req_id, logits, ids, stream_ptr, client_id):
+        pass
+
+    dense = EmbeddingBias(torch.zeros(VOCAB))
+    foreign = ForeignCallable(quiet, 0)
+    made = ProcessorChain([Adds(), MinP(MinP.Args(p=0.1), CONTEXT), dense, foreign, SeededDraw(1)], CONTEXT)
+    assert {member.name for member in made.members if member.is_third_party} == {"adds", foreign.name}
 
 
 def test_a_processor_that_raises_is_named_without_its_message():

@@ -150,6 +150,11 @@ class Stack:
         self._coming_up = frontend
         return frontend
 
+    @property
+    def frontend(self) -> Process:
+        """The frontend that was started last."""
+        return next(process for process in reversed(self._processes) if process.log_path.name.startswith("frontend"))
+
     def wait_for_frontend(self) -> None:
         """Until the frontend that was started last answers."""
         frontend, self._coming_up = self._coming_up, None

@@ -370,7 +370,7 @@ def test_a_field_and_its_processor_are_refused_together(served: Shared) -> None:
     reply = chat(served[0], processor("choice", choices=["a"]), guided_choice=["b"])
     check_refused(reply, "sampling_options.guided_decoding: is set, and the processor choice is named too")
     reply = chat(served[0], processor("min_tokens", n=2), min_tokens=3)
-    check_refused(reply, "sampling_params.min_tokens: is set, and the processor min_tokens is named too")
+    check_refused(reply, "stop_conditions.min_tokens: is set, and the processor min_tokens is named too")
 
 
 # Refusals

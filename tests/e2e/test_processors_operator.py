@@ -176,6 +176,60 @@ def test_the_operators_policy(stack: Stack) -> None:
         check_refused(refused, f"processors[0].name: the logits processor {name} is not allowed for this model")
 
 
+FIELDS_POLICY = f"""
+models:
+  {MODEL}:
+    mandatory:
+      - {{name: min_tokens, args: {{n: 3}}}}
+    default:
+      - {{name: temperature, args: {{value: 0.5}}}}
+      - {{name: min_p, args: {{p: 0.5}}}}
+      - {{name: repetition_penalty, args: {{penalty: 2.0}}}}
+      - {{name: thinking_budget, args: {{tokens: 3}}}}
+      - {{name: loop_stop, args: {{max_period: 1, copies: 3}}}}
+    forbidden: [json_schema]
+"""
+NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def test_the_policy_goes_by_fields_too(stack: Stack, served: Shared) -> None:
+    """Fields over defaults, neutral ones too, give what they give where there is no policy."""
+    (stack.directory / "policy.yaml").write_text(FIELDS_POLICY)
+    stack.start_frontend()
+    path = str(stack.directory / "policy.yaml")
+    worker = stack.start_worker("--device", "cpu", "--dtype", "float32", "--processor-policy", path, *PATIENT)
+    thinking = {"nvext": {"max_thinking_tokens": 50}}
+    drawn = {"seed": 7, "max_tokens": 24, "min_tokens": 3, "ignore_eos": True, **thinking}
+    for fields in (NEUTRAL, {"temperature": 1.5, "min_p": 0.001, "repetition_penalty": 1.2}):
+        mine, plain = chat(stack, **drawn, **fields), chat(served[0], **drawn, **fields)
+        assert mine.status == plain.status == 200, mine.text
+        assert mine.token_ids == plain.token_ids
+    assert (
+        chat(stack, **drawn, temperature=1.0).token_ids != chat(stack, **drawn, **NEUTRAL).token_ids
+    )  # min_p is there
+    greedy = {"repetition_penalty": 1.0, "min_tokens": 3, **thinking}
+    assert chat(stack, **greedy).token_ids == chat(served[0], **greedy).token_ids  # and at 0.5 it would be drawn
+    refused = "sampling_options.guided_decoding: asks for the logits processor json_schema, which is not allowed"
+    schema = {"type": "object"}
+    check_refused(chat(stack, guided_json=schema), refused)
+    named = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    check_refused(chat(stack, response_format=named), refused)
+    assert set(chat(stack, guided_regex="[abc]+").content) <= set("abc")
+    changed = "stop_conditions.min_tokens: the logits processor min_tokens is set by the operator and cannot be changed"
+    check_refused(chat(stack, min_tokens=0), changed)
+    assert worker.metric("dlw_refused_fields_total", field="stop_conditions.min_tokens") == 1
+
+
+def test_a_mandatory_processor_that_ignore_eos_rules_out(stack: Stack) -> None:
+    policy = stack.directory / "policy.yaml"
+    policy.write_text(f"models:\n  {MODEL}:\n    mandatory: [{{name: loop_stop}}]\n")
+    stack.start_frontend()
+    stack.start_worker("--device", "cpu", "--processor-policy", str(policy), *PATIENT)
+    message = "stop_conditions.ignore_eos: must not be true: the operator requires the logits processor loop_stop"
+    check_refused(chat(stack, ignore_eos=True), message)
+    assert chat(stack).status == 200
+
+
 STARTUP_FAILURES: dict[str, tuple[list[str], str]] = {
     "no policy file": (["--processor-policy", "/nowhere.yaml"], "/nowhere.yaml: cannot be read"),
     "unknown module": (["--logits-processor", "acme=nowhere:Class"], "No module named 'nowhere'"),

@@ -167,12 +167,24 @@ def test_info_control(shared: Shared) -> None:
     assert info["draining"] is False
 
 
+IMAGE = [
+    {"type": "text", "text": "What is it?"},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
+]
+
 REFUSALS = {
     "n": ("chat", {"n": 2}, "sampling_options.n: more than one choice cannot be streamed"),
     "best_of": ("completions", {"best_of": 3}, "sampling_options.best_of: best_of above 1 is not supported"),
     "allowed": ("chat", {"allowed_token_ids": [99_999]}, "allowed_token_ids"),
     "prompt logprobs": ("chat", {"prompt_logprobs": 1}, "output_options.prompt_logprobs: "),
     "echo": ("completions", {"echo": True}, "output_options.prompt_logprobs: "),
+    "prompt logprobs of a completion": ("completions", {"prompt_logprobs": 1}, "output_options.prompt_logprobs: "),
+    "image": ("chat", {"messages": [{"role": "user", "content": IMAGE}]}, "multi_modal_data: this worker serves text"),
+    "white space": (
+        "chat",
+        {"guided_whitespace_pattern": "[ ]?"},
+        "guided_decoding.whitespace_pattern: is not supported",
+    ),
     "stop id": ("chat", {"stop_token_ids": [999_999]}, "stop_conditions.stop_token_ids: token id 999999 is not in"),
     "processors": ("chat", {"nvext": {"annotations": ["logits_processors:["]}}, "logits_processors: "),
     "misspelt": ("chat", {"nvext": {"annotations": ["logits_procesors:{}"]}}, "annotations: 'logits_procesors' is not"),
@@ -200,14 +212,56 @@ def test_refusal(shared: Shared, name: str, stream: bool) -> None:
         assert '"code":400' in text
         assert '"choices":' not in text
     assert worker.metric("dlw_requests_total", outcome="refused") == before + 1
+    refusals = [line for line in worker.log.splitlines() if " refused: " in line]
+    assert len(refusals) == worker.metric("dlw_requests_total", outcome="refused")
+    assert message in refusals[-1]
 
 
 def test_token_outside_the_vocabulary(shared: Shared) -> None:
     """1.6.1 refuses it in the frontend, 1.4.2 lets it through to us."""
-    stack, _ = shared
+    stack, worker = shared
     with pytest.raises(openai.APIStatusError) as refused:
         stack.client().completions.create(model=MODEL, prompt=[40, 999_999], max_tokens=4)
     assert refused.value.status_code == (500 if DYNAMO < (1, 6) else 400)
+    if DYNAMO < (1, 6):
+        assert "refused: token_ids: token id 999999 is not in the vocabulary of 1024" in worker.log
+        status, text = stack.post("chat/completions", messages=MESSAGES, nvext={"token_data": [40, 999_999]})
+        assert (status, "token_ids: token id 999999 is not in" in text) == (400, True), text
+
+
+SCHEMA = {"guided_json": {"type": "object"}}
+FRONTEND_REFUSALS: dict[str, tuple[dict[str, object], str]] = {
+    "5 stop strings": ({"stop": ["a1", "b1", "c1", "d1", "e1"]}, "stop conditions must be less than 4"),
+    "5 stop ids": ({"stop_token_ids": [10, 11, 12, 13, 14]}, "stop token IDs must be less than 4"),
+    "897 stop ids": ({"stop_token_ids": list(range(10, 907))}, "stop token IDs must be less than 4"),
+    "white space": ({**SCHEMA, "guided_whitespace_pattern": "[ ]?"}, "Only one of json, regex, choice, grammar"),
+}
+
+
+@pytest.mark.parametrize("name", FRONTEND_REFUSALS)
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_frontend_refuses_itself(shared: Shared, name: str, path: str, stream: bool) -> None:
+    """A 500 on 1.4.2, whose reason is in the frontend's log alone: the worker never sees the request."""
+    stack, worker = shared
+    fields, reason = FRONTEND_REFUSALS[name]
+    prompt = {"messages": MESSAGES} if path.startswith("chat") else {"prompt": "Once"}
+    before = worker.metric("dlw_requests_total")
+    status, text = stack.post(path, **prompt, **fields, stream=stream, max_tokens=4)
+    assert '"choices":' not in text
+    assert worker.metric("dlw_requests_total") == before
+    if DYNAMO < (1, 6):
+        assert status == 500
+        assert reason in stack.frontend.log
+    else:
+        assert status in (400, 500)
+
+
+def test_four_stop_strings_and_ids_are_served(shared: Shared) -> None:
+    stack, _ = shared
+    fields = {"stop": ["a1", "b1", "c1", "d1"], "stop_token_ids": [10, 11, 12, 13]}
+    status, text = stack.post("chat/completions", messages=MESSAGES, **fields, max_tokens=4)
+    assert status == 200, text
 
 
 @pytest.mark.parametrize("length", [2048, 2049])
@@ -217,6 +271,38 @@ def test_prompt_that_leaves_no_room(shared: Shared, length: int) -> None:
     status, text = stack.post("completions", prompt=[40] * length, max_tokens=4)
     assert status == 400
     assert f"{length} tokens" in text
+
+
+NAME_AND_AGE = {
+    "type": "object",
+    "properties": {"name": {"const": "Ann"}, "age": {"const": 3}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_json_answers_beside_a_tool_call_parser(stack: Stack) -> None:
+    """Dynamo's hermes takes an object with a name for a call, unless the answer is streamed (docs/request.md)."""
+    stack.start_frontend()
+    stack.start_worker("--device", "cpu", "--dyn-tool-call-parser", "hermes")
+    client = stack.client()
+    named = {"type": "json_schema", "json_schema": {"name": "person", "schema": NAME_AND_AGE}}
+    inside = {"type": "object", "properties": {"person": NAME_AND_AGE}, "required": ["person"]}
+    nested = {
+        "type": "json_schema",
+        "json_schema": {"name": "persons", "schema": {**inside, "additionalProperties": False}},
+    }
+    ask = {"model": MODEL, "messages": MESSAGES, "max_tokens": 60}
+    whole = client.chat.completions.create(**ask, response_format=named).choices[0]  # type: ignore[call-overload]
+    if DYNAMO < (1, 6):
+        assert whole.message.content is None
+        assert [call.function.name for call in whole.message.tool_calls] == ["Ann"]
+    stream = client.chat.completions.create(**ask, response_format=named, stream=True)  # type: ignore[call-overload]
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == '{"name":"Ann","age":3}'
+    )
+    whole = client.chat.completions.create(**ask, response_format=nested).choices[0]  # type: ignore[call-overload]
+    assert whole.message.content == '{"person":{"name":"Ann","age":3}}'
 
 
 def test_a_worker_that_refused_still_serves(shared: Shared) -> None:

@@ -52,6 +52,14 @@ def test_the_frontend_reads_its_command_line(component: Component, monkeypatch: 
         assert component.main[probe]["httpGet"]["port"] == config.http_port == 8000  # the operator's Service has 8000
 
 
+@each_frontend
+def test_the_frontend_refuses_large_bodies(component: Component) -> None:
+    """As with the launch scripts; `test_k8s_processes.py` sees it refuse one."""
+    launched = re.search(r"DYN_HTTP_BODY_LIMIT_MB:-(\d+)", (REPOSITORY / "launch/lib.sh").read_text())
+    assert launched is not None
+    assert component.environ["DYN_HTTP_BODY_LIMIT_MB"] == launched[1]
+
+
 @each_worker
 def test_probes_ask_the_system_port(component: Component) -> None:
     port = int(component.environ["DYN_SYSTEM_PORT"])

@@ -56,6 +56,7 @@ def test_probes_answer_and_the_pod_ends_in_time(stack: Stack) -> None:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
         status, answer = http(f"{stack.url}/v1/chat/completions", body)
         assert (status, "Hello world!" in answer) == (200, True), answer
+        assert http(f"{stack.url}/v1/chat/completions", {**body, "user": "a" * 2**21})[0] == 413
         worker.signal(signal.SIGTERM)
         assert worker.wait(worker_part.pod["terminationGracePeriodSeconds"]) == 0, worker.log
     finally:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 from launched_script import REPOSITORY, LaunchedScript, is_loopback, launched
@@ -36,6 +37,9 @@ def test_serves_on_loopback_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         answer = chat(script)
         assert answer
         assert streamed_chat(script) == answer
+        with script.client() as client, pytest.raises(openai.APIStatusError) as refused:
+            client.completions.create(model=script.model, prompt="a" * (2 * 2**20 + 1), max_tokens=1)
+        assert refused.value.status_code == 413  # a body of that size costs the frontend hundreds of MB
         listening = script.listening()
         assert len(listening) >= 2
         assert [address for address in listening if not is_loopback(address)] == []

@@ -24,7 +24,7 @@ def builder(made: GenerationRequest, eos: tuple[int, ...] = (9,)) -> ResponseBui
 def test_nothing_set_is_greedy() -> None:
     params = lower(request(), (9, 8))
     assert params.is_greedy
-    assert (params.max_tokens, params.min_tokens, params.end_id) == (10, 0, 9)
+    assert (params.max_tokens, params.min_tokens, params.end_id) == (10, None, 9)
     assert params.end_token_ids == {8, 9}
     assert params.include_stop_str_in_output is False
 

@@ -82,7 +82,7 @@ def refusal(path: str, value: Any) -> str:
 def test_plain_request() -> None:
     request = parse_request(PLAIN, LIMITS)
     assert request.prompt_token_ids == [1, 87, 85]
-    assert (request.max_tokens, request.min_tokens) == (97, 0)
+    assert (request.max_tokens, request.min_tokens) == (97, None)
     assert request.stop_token_ids_hidden == {2}
     assert request.temperature is request.top_p is request.top_k is request.logprobs is None
     assert request.shown_stop_token_ids == frozenset()
@@ -335,7 +335,7 @@ def check(raw: Any) -> None:
     assert 1 <= len(request.prompt_token_ids) < LIMITS.context_length
     assert all(0 <= token_id < LIMITS.vocab_size for token_id in request.prompt_token_ids)
     assert 1 <= request.max_tokens <= LIMITS.context_length - len(request.prompt_token_ids)
-    assert 0 <= request.min_tokens <= request.max_tokens
+    assert 0 <= (request.min_tokens or 0) <= request.max_tokens
     ends = request.stop_token_ids | request.stop_token_ids_visible | request.stop_token_ids_hidden
     assert all(0 <= token_id < LIMITS.vocab_size for token_id in ends)
     assert request.temperature is None or 0 <= request.temperature <= 100

@@ -17,6 +17,7 @@ from adapters.scope import Scope
 from adapters.selection import Requested, SelectionError, parse_selection
 from adapters.trtllm import ChainAdapter, DynamoAdapter, create_trtllm_adapters
 from adapters.vocabulary import Vocabulary
+from worker.controls import GUIDES
 from worker.engines.embedded.admission import admit, end_ids_of
 from worker.engines.embedded.answers import Answer, Job
 from worker.engines.embedded.plan import Model, Request
@@ -45,8 +46,6 @@ ALLOWED = frozenset(
     }
 )
 """Fields that the serving path refuses and that are honoured here."""
-
-_GUIDES = {"json": ("json_schema", "schema"), "regex": ("regex", "pattern"), "grammar": ("grammar", "lark")}
 
 _SHARED_CHAIN = "a chain serves one answer: name its processors in processors=, for each answer has a chain of its own"
 
@@ -244,10 +243,10 @@ def guide(guided: GuidedDecodingParams) -> tuple[str, dict[str, Any]]:
         raise InvalidRequest("sampling_params.guided_decoding", "structural tags are not served")
     if guided.json_object:
         return "json_schema", {"schema": {"type": "object"}}
-    for kind, (name, argument) in _GUIDES.items():
+    for kind in ("json", "regex", "grammar"):
         value = getattr(guided, kind)
         if value:
-            return name, {argument: value}
+            return GUIDES[kind].processor.name, {GUIDES[kind].argument: value}
     raise InvalidRequest("sampling_params.guided_decoding", "must hold a guide")
 
 

@@ -25,7 +25,7 @@ class Flight:
         chain: The worker's copy of its processors, which keeps the receipt; None if it has none.
         chain_logprobs: Log probabilities come from the chain's steps.
         fails_open: A failing processor does not end the request.
-        step_budget_s: Longest that one processor may take for one step, enforced here; None where the chain does it.
+        step_budget_s: Budget of a third party's processor for one step, enforced here; None where the chain does it.
         handed_over: Tokens that a prefill worker sampled under its own copy of the chain, and their log probabilities.
         must_not_abort: The KV of a prefill worker is still being fetched; an abort waits for the first token.
         number: What processors in the engine's process report under; never used again.
@@ -173,9 +173,9 @@ class Flight:
         budget = math.inf if self.step_budget_s is None else self.step_budget_s
         for member, seconds in zip(chain.members, step.seconds):  # noqa: B905  # none where a step has failed
             took, member.record.seconds = seconds - member.record.seconds, seconds
-            if took > budget:
-                message = f"took {took * 1e3:.0f} ms for one step, the budget is {budget * 1e3:.0f} ms"
-                return chain.fail(member.name, "budget", message)
+            failure = chain.over_budget(member, took, budget)
+            if failure is not None:
+                return failure
         return None
 
     def _processor_failure(self) -> ProcessorFailed | None:

@@ -21,7 +21,7 @@ from adapters.plan import ProcessorFailed
 from adapters.seeded_draw import SeededDraw
 from adapters.trtllm import ChainAdapter
 from adapters.vocabulary import Vocabulary
-from worker.controls import with_field_processors
+from worker.controls import is_drawn, with_field_processors
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
@@ -94,7 +94,7 @@ def lower(params: SamplingParams, prompt: list[int], number: int, served: Served
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
     native, rest = _native(params, len(prompt), served)
     chain = _chain(params, prompt)
-    random = _is_random(params, chain)
+    random = is_drawn(params, chain)
     draws = _must_draw(rest, random, chain is not None or bool(params.logits_processors), served)
     seed = params.seed or 0
     context = Context(Vocabulary(served.vocab_size), ends, seed, max_tokens=params.max_tokens)
@@ -152,12 +152,6 @@ def _needs_chain(params: SamplingParams, served: Served) -> bool:
     if params.logits_processors or _active(params, "min_tokens", 0) or _active(params, "no_repeat_ngram_size", 0):
         return True
     return _must_draw(params, not params.is_greedy, False, served)
-
-
-def _is_random(params: SamplingParams, chain: ProcessorChain | None) -> bool:
-    """Whether a token is drawn. Who names only processors that shape the distribution wants to draw from it."""
-    unset = all(getattr(params, name) is None for name in ("temperature", "top_k", "top_p", "min_p"))
-    return not params.is_greedy or (unset and chain is not None and chain.shapes_late)
 
 
 def _must_draw(params: SamplingParams, random: bool, has_chain: bool, served: Served) -> bool:
