@@ -12,14 +12,14 @@ from typing import Protocol
 
 import torch
 
+from adapters import vocabulary
+from adapters.token_bytes import num_ids
 
-class Tokenizer(Protocol):
+
+class Tokenizer(vocabulary.Tokenizer, Protocol):
     """What the smoke test needs of a Hugging Face tokenizer."""
 
     eos_token_id: int | None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``."""
 
 
 class TemperatureProcessor:
@@ -73,7 +73,7 @@ class HelloWorldProcessor(ForcedSequenceProcessor):
     """The smoke test: every answer is ``Hello world!``. Keeps token ids, not the tokenizer, so it pickles small.
 
     Raises:
-        ValueError: the tokenizer has no end token, or cannot encode the text.
+        ValueError: the tokenizer has no end token, or no tokens for the text.
     """
 
     text = "Hello world!"
@@ -82,7 +82,5 @@ class HelloWorldProcessor(ForcedSequenceProcessor):
         end = tokenizer.eos_token_id if eos_id is None else eos_id
         if end is None:
             raise ValueError("the tokenizer has no eos_token_id, so the answer could not end")
-        ids = tokenizer.encode(self.text, add_special_tokens=False)
-        if not ids:
-            raise ValueError(f"the tokenizer encodes {self.text!r} to nothing")
+        ids = vocabulary.Vocabulary(num_ids(tokenizer), tokenizer).encode(self.text)
         super().__init__(ids, end, prompt_length=prompt_length)

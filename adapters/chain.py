@@ -7,10 +7,8 @@ from functools import partial
 from time import thread_time
 from typing import Any, Literal
 
-import torch
-
 from adapters.contract import Context, Processor, Reads, ShapingProcessor, Stage, Unsatisfiable
-from adapters.edits import Allow, Ban, Edit, Force, MalformedEdit, check_edit, count_allowed, is_allowed
+from adapters.edits import Allow, Ban, Edit, Force, MalformedEdit, bitmask_of, check_edit, count_allowed, is_allowed
 from adapters.plan import NOTHING, Member, ProcessorFailed, RowPlan
 from adapters.receipts import ProcessorRecord, Receipt
 from adapters.scope import Scope, ThinkingTracker
@@ -68,7 +66,9 @@ class ProcessorChain:
         self._pending: list[tuple[Member, str, int]] = []
         self._derived: dict[Hashable, Any] = {}
         self._scoped = [member for member in self.members if member.scope != "all"]
-        self._tracker = ThinkingTracker(context.think_start, context.think_end) if self._scoped else None
+        self._tracker = _tracker(context) if self._scoped else None
+        self._binding = next((member for member in self._scoped if _binds_the_answer(member)), None)
+        self._end_ban = Ban.of(context.end_token_ids - {*context.think_end})
         self._scoped_counts: list[list[int]] = [[] for _ in self._scoped]
 
     # Facts
@@ -257,6 +257,8 @@ class ProcessorChain:
                     plan = RowPlan()
                 self._add(plan, member, edit)
             began = thread_time()
+        if self._binding is not None:
+            plan = self._end_outside_thinking(plan, self._binding)
         if plan.forced_by is not None or plan.allows:
             self._check(plan)
         return plan
@@ -309,6 +311,8 @@ class ProcessorChain:
 
     def _add(self, plan: RowPlan, member: Member, edit: Edit | Member) -> None:
         kind, masked = "biased", 0
+        if self._tracker is not None and self._tracker.may_open and member.scope == "answer":
+            edit = self._beside_the_opening_tag(edit)
         if isinstance(edit, Member):
             kind = "shaped"
             if member.processor.stage <= Stage.SOFT:
@@ -319,10 +323,9 @@ class ProcessorChain:
             kind, masked = "masked", len(edit.token_ids)
             plan.bans.append(edit)
         elif isinstance(edit, Allow):
-            bitmask = self._with_opening_tag(member, edit.bitmask)
-            num_allowed = count_allowed(bitmask)
+            num_allowed = count_allowed(edit.bitmask)
             kind, masked = "masked", self.context.vocabulary.num_tokens - num_allowed
-            plan.allows.append(bitmask)
+            plan.allows.append(edit.bitmask)
             plan.fewest_allowed = min(plan.fewest_allowed, num_allowed)
         elif isinstance(edit, Force):
             kind = "forced"
@@ -337,17 +340,29 @@ class ProcessorChain:
             raise self.fail(member.name, "unsatisfiable", f"{message} at position {self.position}")
         plan.forced_by, plan.force = member, token_id
 
-    def _with_opening_tag(self, member: Member, bitmask: torch.Tensor) -> torch.Tensor:
-        """Before the first token a mask on the answer leaves the model free to open a thinking section."""
-        tracker, tag = self._tracker, self.context.think_start
-        if member.scope != "answer" or tracker is None or tracker.ever or self.position > self.prompt_length:
-            return bitmask
-        if len(tag) != 1 or is_allowed(bitmask, tag[0]):
-            return bitmask
-        bitmask = bitmask.clone()
-        word, bit = tag[0] >> 5, tag[0] & 31
-        bitmask[word] |= (1 << bit) if bit < 31 else -(1 << 31)
-        return bitmask
+    def _beside_the_opening_tag(self, edit: Edit | Member) -> Edit | Member:
+        """What is asked of the answer's first token leaves the model free to open a thinking section with it instead.
+
+        A forced token stands beside the tag, and the model chooses one of the two.
+        """
+        tag, size = self.context.think_start, self.context.vocabulary.size
+        if len(tag) != 1:
+            return edit
+        if isinstance(edit, Allow) and not is_allowed(edit.bitmask, tag[0]):
+            return Allow(edit.bitmask | bitmask_of(tag, size)[: len(edit.bitmask)])
+        if isinstance(edit, Ban):
+            return Ban(edit.token_ids[edit.token_ids != tag[0]])
+        if isinstance(edit, Force):
+            return Allow.of({edit.token_id, tag[0]}, size)
+        return edit
+
+    def _end_outside_thinking(self, plan: RowPlan, member: Member) -> RowPlan:
+        """An end token in a thinking section would end a request whose answer ``member`` binds without an answer."""
+        if self._tracker is None or not self._tracker.thinking or not len(self._end_ban.token_ids):
+            return plan
+        plan = RowPlan() if plan is NOTHING else plan
+        self._add(plan, member, self._end_ban)
+        return plan
 
     def _check(self, plan: RowPlan) -> None:
         """A forced id that a mask forbids, or masks that leave nothing, are errors, never token 0 or NaN."""
@@ -424,6 +439,15 @@ def _num_equal(tokens: Sequence[int], known: list[int], start: int) -> int:
             return next(i for i in range(start, stop) if tokens[i] != known[i])
         start = stop
     return end
+
+
+def _tracker(context: Context) -> ThinkingTracker:
+    return ThinkingTracker(context.think_start, context.think_end, context.vocabulary.special_token_ids)
+
+
+def _binds_the_answer(member: Member) -> bool:
+    """Whether the answer has to be as the processor says: it masks or forces, there and not in the thinking."""
+    return member.scope == "answer" and member.processor.stage in (Stage.MASK, Stage.FORCE)
 
 
 def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Member:

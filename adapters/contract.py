@@ -119,6 +119,14 @@ class Context:
     think_start: tuple[int, ...] = ()
     think_end: tuple[int, ...] = ()
 
+    @property
+    def end_token_id(self) -> int | None:
+        """The end token to force: of the model's own the lowest, else of the request's; None if it has none.
+
+        A request's end tokens include ids that its client stops at, which may be any word.
+        """
+        return min(self.end_token_ids & self.vocabulary.eos_token_ids or self.end_token_ids, default=None)
+
     def check_ids(self, argument: str, token_ids: Sequence[int]) -> None:
         """Raises `ArgumentError` if an id is outside the vocabulary."""
         for token_id in token_ids:
@@ -198,8 +206,8 @@ class Processor(ABC):
 
     @property
     def position(self) -> int:
-        """Absolute index of the token to be chosen next: length of prompt + generated."""
-        return len(self._tokens)
+        """Absolute index of the token to be chosen next: length of prompt + generated, in scope and out of it."""
+        return len(self._tokens) + self.num_outside
 
     @property
     def num_generated(self) -> int:

@@ -3,11 +3,16 @@
 It sees the prompt, and of the generated tokens only those inside its scope; the tags themselves belong to
 neither. So ``min_tokens`` with scope ``answer`` counts answer tokens, and a grammar with scope ``answer`` begins
 after the closing tag.
+
+The answer begins behind the thinking section if the model thinks, and with the first token if it does not. Which of
+the two it does, the first token tells: where the prompt has neither opened a section nor closed one since the turn
+began, the model may open one there, whatever a processor with scope ``answer`` asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Literal
 
 Scope = Literal["all", "thinking", "answer"]
@@ -19,40 +24,45 @@ class ThinkingTracker:
     Args:
         start: Ids of the opening tag, at least one.
         end: Ids of the closing tag, at least one.
+        special_ids: Ids of special tokens: what comes before the last one in the prompt is an earlier turn's.
 
     Attributes:
         thinking: True while inside a section.
-        ever: True once a section was opened, in the prompt or since.
     """
 
-    def __init__(self, start: Sequence[int], end: Sequence[int]) -> None:
+    def __init__(self, start: Sequence[int], end: Sequence[int], special_ids: AbstractSet[int] = frozenset()) -> None:
         if not start or not end:
             raise ValueError("a thinking section needs an opening and a closing tag")
         self._start, self._end = list(start), list(end)
+        self._turn_marks = special_ids - {*start, *end}
         self._tail_length = max(len(start), len(end))
         self.reset(())
 
     def reset(self, prompt: Sequence[int]) -> None:
-        """Begin after ``prompt``, whose own tags count (chat templates may open a section)."""
-        opened = _last_index(prompt, self._start)
-        closed = _last_index(prompt, self._end)
+        """Begin after ``prompt``, whose last turn's tags count (chat templates may open a section, or close it)."""
+        turn = prompt[turn_begin(prompt, self._turn_marks) :]
+        opened = _last_index(turn, self._start)
+        closed = _last_index(turn, self._end)
         self.thinking = opened > closed
-        self.ever = opened >= 0
+        self._may_open_first = opened < 0 and closed < 0
         self._tail = list(prompt[-self._tail_length :])
-        # Before each generated token: (thinking, ever); what rewinding goes back to. `_inside[i]` is token i's scope.
-        self._states: list[tuple[bool, bool]] = []
+        self._states: list[bool] = []  # before each generated token: `thinking`, what rewinding goes back to
         self._tokens: list[int] = []
         self._prompt_tail = list(self._tail)
 
+    @property
+    def may_open(self) -> bool:
+        """Whether the next token is the first of the answer, and may open a thinking section instead."""
+        return self._may_open_first and not self._tokens
+
     def accept(self, token_id: int) -> bool | None:
         """Take the next token. True: it is thinking; False: it is answer; None: it completes a tag."""
-        self._states.append((self.thinking, self.ever))
+        self._states.append(self.thinking)
         self._tokens.append(token_id)
         self._tail = [*self._tail, token_id][-self._tail_length :]
         tag = self._end if self.thinking else self._start
         if self._tail[-len(tag) :] == tag:
             self.thinking = not self.thinking
-            self.ever = True
             return None
         return self.thinking
 
@@ -60,10 +70,18 @@ class ThinkingTracker:
         """Forget every generated token from index ``num_generated`` on."""
         if num_generated >= len(self._tokens):
             return
-        self.thinking, self.ever = self._states[num_generated]
+        self.thinking = self._states[num_generated]
         del self._states[num_generated:], self._tokens[num_generated:]
         recent = self._tokens[-self._tail_length :]
         self._tail = [*self._prompt_tail, *recent][-self._tail_length :]
+
+
+def turn_begin(prompt: Sequence[int], turn_marks: AbstractSet[int]) -> int:
+    """Index behind the last of ``turn_marks`` in ``prompt``: where the turn begins that the answer goes on with."""
+    for index in range(len(prompt) - 1, -1, -1):
+        if prompt[index] in turn_marks:
+            return index + 1
+    return 0
 
 
 def _last_index(tokens: Sequence[int], tag: list[int]) -> int:

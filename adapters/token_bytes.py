@@ -8,24 +8,72 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from adapters.vocabulary import Tokenizer, Vocabulary
+    from adapters.vocabulary import Address, Tokenizer, Vocabulary
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
-    """The bytes that each id adds to a text.
+def known_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that have a token. They may have gaps, so the highest can be more than their number."""
+    get_vocab: Callable[[], dict[str, int]] | None = getattr(tokenizer, "get_vocab", None)
+    ids = range(len(tokenizer)) if get_vocab is None else get_vocab().values()
+    return frozenset(ids).union(getattr(tokenizer, "added_tokens_decoder", ()))
+
+
+def num_ids(tokenizer: Tokenizer) -> int:
+    """One more than the tokenizer's highest id."""
+    return max(known_ids(tokenizer), default=-1) + 1
+
+
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of the tokens that are no text: those added as special, and the tokenizer's own list."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    listed = getattr(tokenizer, "all_special_ids", ())
+    return frozenset(token_id for token_id, token in added.items() if token.special) | frozenset(listed)
+
+
+def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids of the tokens that stand outside the tokenizer's model, special or not, by their text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token.content): token_id for token_id, token in added.items() if str(token.content)}
+
+
+class TokenSpelling:
+    """The bytes that each id adds to a text, for some ids at a time.
 
     Byte-level pieces and byte-fallback pieces give their very bytes, so a character that is split over tokens stays
     split. A piece that begins a word carries its space (``▁``, ``Ġ``, a WordPiece piece without ``##``), whether or
     not the decoder would drop it at the beginning of a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = special_ids(tokenizer)
+        self._added = {token_id: text.encode() for text, token_id in added_tokens(tokenizer).items()}
+        self._spelling = _spelling(tokenizer)
+
+    def __call__(self, token_ids: Sequence[int]) -> list[bytes]:
+        """``b""`` for special tokens and for ids without a token."""
+        pieces = self._tokenizer.convert_ids_to_tokens(list(token_ids))
+        return [self._bytes_of(token_id, piece) for token_id, piece in zip(token_ids, pieces, strict=True)]
+
+    def _bytes_of(self, token_id: int, piece: str | bytes | None) -> bytes:
+        if not piece or token_id in self._special:
+            return b""
+        if token_id in self._added:
+            return self._added[token_id]
+        return piece if isinstance(piece, bytes) else self._spelling(token_id, piece)
+
+
+def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
+    """The bytes that each id adds to a text, as `TokenSpelling` has it.
 
     Args:
         tokenizer: Hugging Face tokenizer.
@@ -34,23 +82,8 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
     Returns:
         ``size`` byte strings; ``b""`` for special tokens, for padding and for ids without a token.
     """
-    known = min(size, len(tokenizer))
-    result = [b""] * size
-    special = _special_ids(tokenizer)
-    spelling = _spelling(tokenizer, known)
-    for token_id, piece in enumerate(tokenizer.convert_ids_to_tokens(list(range(known)))):
-        if piece and token_id not in special:
-            result[token_id] = piece if isinstance(piece, bytes) else spelling(token_id, piece)
-    for token_id, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
-        if token_id < size and token_id not in special:
-            result[token_id] = str(added.content).encode()
-    return result
-
-
-def _special_ids(tokenizer: Tokenizer) -> set[int]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    listed = getattr(tokenizer, "all_special_ids", ())
-    return {token_id for token_id, token in added.items() if token.special} | set(listed)
+    known = min(size, num_ids(tokenizer))
+    return TokenSpelling(tokenizer)(range(known)) + [b""] * (size - known)
 
 
 class _ByteLevel:
@@ -111,7 +144,7 @@ class _Decoded:
 _Spelling = _ByteLevel | _SentencePiece | _WordPiece | _EndOfWord | _Decoded
 
 
-def _spelling(tokenizer: Tokenizer, known: int) -> _Spelling:
+def _spelling(tokenizer: Tokenizer) -> _Spelling:
     """By the decoder where there is one, otherwise by the look of the pieces."""
     for part in _decoder_parts(tokenizer):
         kind = part["type"]
@@ -127,7 +160,8 @@ def _spelling(tokenizer: Tokenizer, known: int) -> _Spelling:
             return _WordPiece(part["prefix"])
         if kind == "BPEDecoder" and part["suffix"]:
             return _EndOfWord(part["suffix"])
-    pieces = {piece for piece in tokenizer.convert_ids_to_tokens(list(range(known))) if isinstance(piece, str)}
+    known = list(range(num_ids(tokenizer)))
+    pieces = {piece for piece in tokenizer.convert_ids_to_tokens(known) if isinstance(piece, str)}
     if {"Ġ", "Ċ", "Ā"} <= pieces:
         return _ByteLevel()
     if "<0x0A>" in pieces or any(piece.startswith("▁") for piece in pieces):
@@ -144,13 +178,15 @@ def _decoder_parts(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
 
 
 class ByteIndex:
-    """The bytes of every token in one block, searchable. Small enough to travel with a pickled processor.
+    """The bytes of every token in one block, searchable.
 
     Args:
         tokens: Bytes by id.
+        address: Of the vocabulary they are from: a copy in another process is made again there.
     """
 
-    def __init__(self, tokens: Sequence[bytes]) -> None:
+    def __init__(self, tokens: Sequence[bytes], address: Address | None = None) -> None:
+        self._address = address
         self._block = b"".join(tokens)
         self._starts = np.zeros(len(tokens) + 1, dtype=np.int64)
         np.cumsum([len(token) for token in tokens], out=self._starts[1:])
@@ -164,11 +200,10 @@ class ByteIndex:
             return b""
         return self._block[self._starts[token_id] : self._starts[token_id + 1]]
 
-    def __getstate__(self) -> tuple[bytes, np.ndarray[Any, np.dtype[np.int64]]]:
-        return self._block, self._starts
-
-    def __setstate__(self, state: tuple[bytes, np.ndarray[Any, np.dtype[np.int64]]]) -> None:
-        self._block, self._starts = state
+    def __reduce__(self) -> tuple[object, ...]:
+        if self._address is not None:
+            return _byte_index_at, self._address
+        return ByteIndex, ([self[token_id] for token_id in range(len(self))],)
 
     @cached_property
     def ids(self) -> dict[bytes, list[int]]:
@@ -205,17 +240,29 @@ class ByteIndex:
                 found.update(self.ids.get(text[begin:end], ()))
         return {token_id: self[token_id] for token_id in sorted(found) if self[token_id]}
 
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """Lengths that tokens have, longest first."""
+        return [length for length in np.unique(np.diff(self._starts))[::-1].tolist() if length]
+
     def spell(self, text: bytes) -> list[int] | None:
-        """Ids whose bytes are exactly ``text``: the longest token first, and so on. None if there are none."""
-        spelled: list[int] = []
-        at = 0
+        """The fewest ids whose bytes are exactly ``text``, of equally few the longest token first. None if none are."""
+        fewest: list[int | None] = [None] * len(text) + [0]
+        first = [0] * len(text)
+        for at in range(len(text) - 1, -1, -1):
+            for length in self._lengths:
+                rest = fewest[at + length] if at + length <= len(text) else None
+                if rest is None or text[at : at + length] not in self.ids:
+                    continue
+                best = fewest[at]
+                if best is None or rest + 1 < best:
+                    fewest[at], first[at] = rest + 1, length
+        if fewest[0] is None:
+            return None
+        spelled, at = [], 0
         while at < len(text):
-            lengths = range(min(self.longest, len(text) - at), 0, -1)
-            length = next((n for n in lengths if text[at : at + n] in self.ids), 0)
-            if not length:
-                return None
-            spelled.append(self.ids[text[at : at + length]][0])
-            at += length
+            spelled.append(self.ids[text[at : at + first[at]]][0])
+            at += first[at]
         return spelled
 
     def _occurrences(
@@ -237,4 +284,10 @@ def byte_index(vocabulary: Vocabulary) -> ByteIndex:
     Raises:
         ValueError: there is no tokenizer.
     """
-    return vocabulary.derived("byte_index", lambda: ByteIndex(vocabulary.token_bytes))
+    return vocabulary.derived("byte_index", lambda: ByteIndex(vocabulary.token_bytes, vocabulary.address))
+
+
+def _byte_index_at(*address: Any) -> ByteIndex:
+    from adapters.vocabulary import vocabulary_at
+
+    return byte_index(vocabulary_at(*address))

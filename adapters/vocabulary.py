@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from threading import Lock, RLock
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from adapters.exact_text import TextEncoder
+from adapters.token_bytes import added_tokens, byte_index, known_ids, num_ids, special_ids, token_bytes
 
 T = TypeVar("T")
+
+Address: TypeAlias = tuple[str, int, tuple[int, ...]]
+"""Where a vocabulary can be loaded from again, the arguments of `vocabulary_at`."""
 
 
 class Tokenizer(Protocol):
@@ -23,7 +29,7 @@ class Vocabulary:
     """Ids, bytes and text of a model's tokens.
 
     Args:
-        size: Width of a row of logits; ids are below it. Ids from the tokenizer's length on are padding.
+        size: Width of a row of logits; ids are below it. Ids from `num_tokens` on are padding.
         tokenizer: Hugging Face fast tokenizer, or None where only ids are used.
         eos_token_ids: Ids that end an answer by default.
         path: Directory that the tokenizer can be loaded from again, in another process.
@@ -65,18 +71,41 @@ class Vocabulary:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Ids that stand for a token; the rest of the row is padding that is never sampled."""
-        return self.size if self.tokenizer is None else min(self.size, len(self.tokenizer))
+        """Ids from here on stand for no token; the rest of the row is padding that is never sampled.
+
+        It is the tokenizer's highest id and one, not the number of its tokens: ids may have gaps.
+        """
+        return self.size if self.tokenizer is None else min(self.size, num_ids(self.tokenizer))
+
+    @cached_property
+    def gap_ids(self) -> frozenset[int]:
+        """Ids below `num_tokens` that stand for no token either."""
+        return frozenset() if self.tokenizer is None else frozenset(range(self.num_tokens)) - known_ids(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text`` without special tokens.
+        """Token ids that add exactly ``text`` to whatever comes before them, as `TextEncoder` finds them.
+
+        Names of added tokens, special or not, are those tokens. No space is put before the text, whatever the
+        tokenizer does at the beginning of one. For a prompt ask the tokenizer.
 
         Raises:
-            ValueError: there is no tokenizer.
+            ValueError: there is no tokenizer, or the text cannot be written in its tokens.
         """
+        return self._encoder.encode(text)
+
+    def tag(self, text: str) -> tuple[int, ...]:
+        """The id of ``text`` if the tokenizer has it as one token, else nothing."""
+        try:
+            ids = self.encode(text)
+        except ValueError:  # no tokenizer, or one that cannot write it
+            return ()
+        return tuple(ids) if len(ids) == 1 else ()
+
+    @cached_property
+    def _encoder(self) -> TextEncoder:
         if self.tokenizer is None:
             raise ValueError("text needs a tokenizer, and this model was loaded without one; give token ids")
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return TextEncoder(self.tokenizer, self.size, lambda: byte_index(self))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens included.
@@ -91,17 +120,20 @@ class Vocabulary:
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """UTF-8 bytes of each id, ``b""`` for special tokens and padding. Single bytes of a character stay single."""
-        from adapters.token_bytes import token_bytes
-
         if self.tokenizer is None:
             raise ValueError("token bytes need a tokenizer, and this model was loaded without one")
         return token_bytes(self.tokenizer, self.size)
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids of special tokens, the tokenizer's own list and the end tokens."""
-        listed = getattr(self.tokenizer, "all_special_ids", ())
-        return frozenset(listed) | self.eos_token_ids
+        """Ids of special tokens: those added as such, the tokenizer's own list, and the end tokens."""
+        return self.eos_token_ids if self.tokenizer is None else special_ids(self.tokenizer) | self.eos_token_ids
+
+    @cached_property
+    def added_token_ids(self) -> frozenset[int]:
+        """Ids of the tokens that stand outside the tokenizer's model, and of all special ones."""
+        added = () if self.tokenizer is None else added_tokens(self.tokenizer).values()
+        return frozenset(added) | self.special_token_ids
 
     def derived(self, key: str, make: Callable[[], T]) -> T:
         """``make()``, once per vocabulary and key: masks by script, tokenizer tries, the cache of compiled grammars."""
@@ -111,12 +143,16 @@ class Vocabulary:
             value: T = self._derived[key]
             return value
 
+    @property
+    def address(self) -> Address | None:
+        """Where it can be loaded from again, None without a path."""
+        return None if self.path is None else (self.path, self.size, tuple(sorted(self.eos_token_ids)))
+
     def __reduce__(self) -> tuple[Callable[..., Vocabulary], tuple[Any, ...]]:
         """By path where there is one, else with the tokenizer; what was derived is derived again."""
-        eos_token_ids = tuple(sorted(self.eos_token_ids))
-        if self.path is not None:
-            return vocabulary_at, (self.path, self.size, eos_token_ids)
-        return Vocabulary, (self.size, self.tokenizer, eos_token_ids)
+        if self.address is not None:
+            return vocabulary_at, self.address
+        return Vocabulary, (self.size, self.tokenizer, tuple(sorted(self.eos_token_ids)))
 
 
 _BY_PATH: dict[tuple[str, int, tuple[int, ...] | None], Vocabulary] = {}

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from adapters.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError, RuledOut
 from adapters.chain import ProcessorChain
+from adapters.characters import split_characters
 from adapters.contract import Context
 from adapters.plan import ProcessorFailed
 from adapters.policy import FieldValue, Policy, PolicyError
@@ -62,14 +63,9 @@ class Facts:
         """
         vocabulary = Vocabulary.from_pretrained(model_path, vocab_size, eos_token_ids)
         byte_index(vocabulary)  # seconds for a large vocabulary, and the grammars' trie too: no request should wait
+        split_characters(vocabulary)
         grammar_cache(vocabulary)
-        return cls(vocabulary, _tag(vocabulary, "<think>"), _tag(vocabulary, "</think>"))
-
-
-def _tag(vocabulary: Vocabulary, text: str) -> tuple[int, ...]:
-    """The one token that the tag is, if the tokenizer has it as a token of its own."""
-    ids = vocabulary.encode(text)
-    return tuple(ids) if len(ids) == 1 else ()
+        return cls(vocabulary, vocabulary.tag("<think>"), vocabulary.tag("</think>"))
 
 
 def make_desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ProcessorDesk:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from worker.errors import ConfigurationError, StartupError
 
@@ -46,7 +47,8 @@ class SmokeTest:
         from adapters import HelloWorldProcessor
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(Path(model_path), local_files_only=True, trust_remote_code=False)
+            path = Path(model_path)
+            tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             processor = HelloWorldProcessor(tokenizer, eos_id=eos_token_id)
         except (OSError, ValueError) as error:
             raise StartupError(f"smoke test: {' '.join(str(error).split())}") from None

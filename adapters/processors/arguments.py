@@ -26,9 +26,9 @@ __all__ = [
 
 
 class Phrase(ProcessorArgs):
-    """One phrase: ``text``, encoded without special tokens, or ``token_ids``."""
+    """One phrase: ``text``, of which exactly this is written, or ``token_ids``."""
 
-    text: Text | None = Field(default=None, description="The phrase as text, encoded without special tokens.")
+    text: Text | None = Field(default=None, description="The phrase as text.")
     token_ids: TokenIds | None = Field(default=None, description="The phrase as token ids.")
 
     @model_validator(mode="after")
@@ -50,24 +50,21 @@ class Phrase(ProcessorArgs):
 
 
 def encode(context: Context, argument: str, text: str) -> list[int]:
-    """Ids of ``text``.
+    """Ids that add exactly ``text``, which is not empty, to whatever comes before them (`Vocabulary.encode`).
 
     Raises:
-        ArgumentError: there is no tokenizer, or the text encodes to nothing.
+        ArgumentError: there is no tokenizer, or the text cannot be written in its tokens.
     """
     try:
-        ids = context.vocabulary.encode(text)
+        return context.vocabulary.encode(text)
     except ValueError as error:
         raise ArgumentError(argument, str(error)) from error
-    if not ids:
-        raise ArgumentError(argument, f"{text!r} encodes to no tokens")
-    return ids
 
 
 def check_tokens(context: Context, argument: str, token_ids: Sequence[int]) -> None:
     """Raises `ArgumentError` if an id can never be sampled: it is outside the vocabulary, or padding of the row."""
     context.check_ids(argument, token_ids)
     for token_id in token_ids:
-        if token_id >= context.vocabulary.num_tokens:
+        if token_id >= context.vocabulary.num_tokens or token_id in context.vocabulary.gap_ids:
             expected = f"token ids between 0 and {context.vocabulary.num_tokens - 1}"
             raise ArgumentError(argument, f"expected {expected}, got {token_id}, which is padding")

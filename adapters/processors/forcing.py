@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 
+from adapters.characters import MOST_MISSING, split_characters
 from adapters.contract import (
     ArgumentError,
     Context,
@@ -89,6 +90,10 @@ class ForceLastPhrase(SteeringProcessor):
     become -inf. If several end tokens outweigh the best other token only together, it stays just below that token,
     so that a greedy answer ends where it would have ended. Where a mask forbids the first token the answer cannot
     end. With ``max_tokens`` the phrase is forced when there is room for it and the end token but no more.
+
+    The phrase never cuts a character: inside one its first token and the end tokens are masked, and with fewer than
+    four tokens left before the phrase is forced, so are those behind which more bytes of a character are missing than
+    tokens are left.
     """
 
     name = "force_last_phrase"
@@ -97,7 +102,7 @@ class ForceLastPhrase(SteeringProcessor):
     scopes = ("all", "answer")
 
     class Args(ProcessorArgs):
-        text: Text = Field(description="The last words of the answer, encoded without special tokens.")
+        text: Text = Field(description="The last words of the answer, exactly.")
 
     def __init__(self, args: Args, context: Context) -> None:
         ids = encode(context, "text", args.text)
@@ -106,6 +111,7 @@ class ForceLastPhrase(SteeringProcessor):
         _check_room(context, "text", len(ids) + 1)
         self._forces = [Force(token_id) for token_id in (*ids, end_token(context, "text"))]
         self._max_tokens = context.max_tokens
+        self._characters = split_characters(context.vocabulary)
         self._length = 0
         self._began: int | None = None
 
@@ -136,7 +142,12 @@ class ForceLastPhrase(SteeringProcessor):
         room = self._max_tokens - self.num_generated - self.num_outside
         if room < len(self._forces):
             raise Unsatisfiable(f"the last phrase and the end take {len(self._forces)} tokens, {room} are left")
-        return self._forces[0] if room == len(self._forces) else None
+        left = room - len(self._forces)
+        if left == 0:
+            return self._forces[0]
+        if left > MOST_MISSING:
+            return None
+        return self._characters.room(self._characters.open_after(self._tokens, self._prompt_length), left)
 
 
 class _PhraseInsteadOfEnd(ShapingProcessor):
@@ -144,19 +155,22 @@ class _PhraseInsteadOfEnd(ShapingProcessor):
 
     name = ForceLastPhrase.name
     stage = Stage.FORCE
-    reads = Reads.NOTHING
+    reads = Reads.GENERATED
     scopes = ForceLastPhrase.scopes
     Args = ForceLastPhrase.Args
 
     def __init__(self, args: ForceLastPhrase.Args, context: Context) -> None:
         self._first = encode(context, "text", args.text)[0]
         self._ends = torch.tensor(sorted(context.end_token_ids), dtype=torch.int64)
+        self._characters = split_characters(context.vocabulary)
 
     def shape(self, logits: torch.Tensor) -> None:
         index = self._ends.to(logits.device)
         ends, first = logits[index], logits[self._first].clone()
         logits[index] = -torch.inf
         logits[self._first] = -torch.inf
+        if self._characters.open_after(self._tokens, self._prompt_length):
+            return
         mass, best = ends.logsumexp(0), logits.amax()
         below = torch.nextafter(best, torch.full_like(best, -torch.inf))
         mass = torch.where(ends.amax() >= best, mass, torch.minimum(mass, below))
@@ -164,15 +178,14 @@ class _PhraseInsteadOfEnd(ShapingProcessor):
 
 
 def end_token(context: Context, argument: str) -> int:
-    """The token that ends a forced answer: the lowest end token of the model, else of the request.
+    """The token that ends a forced answer, `Context.end_token_id`.
 
     Raises:
         ArgumentError: the request has none; ``argument`` is to blame.
     """
-    candidates = context.end_token_ids & context.vocabulary.eos_token_ids or context.end_token_ids
-    if not candidates:
+    if context.end_token_id is None:
         raise ArgumentError(argument, "the answer is to end after it, and the request has no end token")
-    return min(candidates)
+    return context.end_token_id
 
 
 def _phrase(args: Phrase, context: Context) -> tuple[str, list[int]]:

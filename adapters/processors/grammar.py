@@ -142,7 +142,8 @@ def _ll_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
         raise ValueError("a grammar needs a tokenizer, and this model was loaded without one")
     end = sorted(vocabulary.eos_token_ids) or None
     tokenizer: Any = vocabulary.tokenizer
-    if hasattr(tokenizer, "backend_tokenizer"):
+    # Where ids have a gap, llguidance's own reading of a tokenizer offers those beyond their number, and refuses them.
+    if hasattr(tokenizer, "backend_tokenizer") and not vocabulary.gap_ids:
         from llguidance.hf import from_tokenizer
 
         return from_tokenizer(tokenizer, n_vocab=vocabulary.size, eos_token=end)
@@ -162,10 +163,11 @@ class _Bytes:
             b"<|%d|>" % token_id if token_id in special else text
             for token_id, text in enumerate(vocabulary.token_bytes)
         ]
-        self._encode = vocabulary.encode
+        assert vocabulary.tokenizer is not None
+        self._encode = vocabulary.tokenizer.encode
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        return self._encode(text, add_special_tokens=False)
 
 
 def _reason(error: str) -> str:

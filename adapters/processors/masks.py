@@ -1,9 +1,11 @@
-"""Hard masks by token id: allowed tokens, banned tokens, and words that must not come up."""
+"""Hard masks: allowed tokens, banned tokens, and words that must not come up."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from itertools import takewhile
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -11,15 +13,18 @@ from typing_extensions import Self
 from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.edits import Allow, Ban, Edit
 from adapters.processors.arguments import TokenId, TokenIds, check_tokens, encode
+from adapters.token_bytes import ByteIndex, byte_index
 
 MAX_WORDS = 1024
 """Most words of one request."""
 
 MAX_WORD_TOKENS = 128
-"""Longest word, tokens."""
+"""Longest word that is given as token ids."""
 
 MAX_WORD_TEXT = 256
-"""Longest word, characters."""
+"""Longest word that is given as text, characters."""
+
+_MOST_BANS = 1024
 
 Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_TEXT)]
 WordIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_WORD_TOKENS)]
@@ -74,12 +79,17 @@ class BannedTokens(SteeringProcessor):
 
 
 class BadWords(SteeringProcessor):
-    """Keeps words, each one or more tokens, out of the answer.
+    """Keeps words out of the answer, given as text or as token ids.
 
-    Source: transformers' ``bad_words_ids``: the last token of a word is masked wherever the tokens before it are the
-    word's other tokens. Only generated tokens count, as in vLLM: a word that would begin in the prompt is not masked.
-    Of each text two token sequences are banned, "w" and " w" (with a space before it); other ways to spell a text
-    in tokens, another case and other inflections are not. An end token alone is refused, ``banned_tokens`` bans it.
+    Source: transformers' ``bad_words_ids`` and vLLM's ``bad_words``: the last token of a word is masked wherever the
+    tokens before it are the word's other tokens. Only generated tokens count, as in vLLM: a word that would begin in
+    the prompt is not masked.
+
+    A text stands for every sequence of tokens that spells it: as given, without white space before it, and with one
+    space before it. So it never comes up where it would begin with a token and end with one: as a word by itself, and
+    in a longer word that the tokens cut there. A token that holds more than the word ("secretary", ".secret") stays;
+    another case and other inflections are other words. A text that names special tokens is masked as the tokenizer
+    writes it. An end token alone is refused, ``banned_tokens`` bans it.
     """
 
     name = "bad_words"
@@ -91,7 +101,7 @@ class BadWords(SteeringProcessor):
             default=None,
             min_length=1,
             max_length=MAX_WORDS,
-            description="Words as text; each also with a space before it.",
+            description="Words as text, in any spelling; each also with a space before it.",
         )
         token_ids: list[WordIds] | None = Field(
             default=None, min_length=1, max_length=MAX_WORDS, description="Words as token ids, exactly these sequences."
@@ -105,27 +115,123 @@ class BadWords(SteeringProcessor):
 
     def __init__(self, args: Args, context: Context) -> None:
         argument = "words" if args.token_ids is None else "token_ids"
-        sequences = args.token_ids or [ids for word in args.words or () for ids in spellings(context, word)]
-        for i, sequence in enumerate(sequences):
-            context.check_ids(argument if args.words else f"{argument}[{i}]", sequence)
-            if len(sequence) == 1 and sequence[0] in context.end_token_ids:
-                raise ArgumentError(argument, f"token {sequence[0]} ends the answer; use banned_tokens to ban it")
-        check_some_left(context, argument, [sequence[0] for sequence in sequences if len(sequence) == 1])
-        self._words = WordAutomaton(sequences)
-        self._states = [0]
+        for i, sequence in enumerate(args.token_ids or ()):
+            context.check_ids(f"{argument}[{i}]", sequence)
+        texts, sequences = _split(args.words or (), context)
+        sequences += args.token_ids or ()
+        self._parts: list[_Words] = [WordAutomaton(sequences)] if sequences else []
+        if texts:
+            self._parts.append(SpelledWords(texts, byte_index(context.vocabulary)))
+        self.reset()
+        alone = self._ban([part.START for part in self._parts])
+        banned = [] if alone is None else alone.token_ids.tolist()
+        ending = context.end_token_ids.intersection(banned)
+        if ending:
+            raise ArgumentError(argument, f"token {min(ending)} ends the answer; use banned_tokens to ban it")
+        check_some_left(context, argument, banned)
 
     def reset(self) -> None:
-        self._states = [0]
+        self._states = [[part.START for part in self._parts]]
 
     def advance(self, token_id: int, index: int) -> None:
-        self._states.append(self._words.step(self._states[-1], token_id))
+        states = zip(self._parts, self._states[-1], strict=True)
+        self._states.append([part.step(state, token_id) for part, state in states])
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         del self._states[len(self._states) - len(token_ids) :]
         return True
 
     def edit(self) -> Edit | None:
-        return self._words.ban(self._states[-1])
+        return self._ban(self._states[-1])
+
+    def _ban(self, states: Sequence[Any]) -> Ban | None:
+        found = [part.ban(state) for part, state in zip(self._parts, states, strict=True)]
+        bans = [ban for ban in found if ban is not None]
+        if len(bans) < 2:
+            return bans[0] if bans else None
+        return Ban.of({token_id for ban in bans for token_id in ban.token_ids.tolist()})
+
+
+class _Words(Protocol):
+    """Some words, followed through a history."""
+
+    START: Any
+    """The state of the empty history."""
+
+    def step(self, state: Any, token_id: int) -> Any: ...
+    def ban(self, state: Any) -> Ban | None: ...
+
+
+def _split(words: Iterable[str], context: Context) -> tuple[list[bytes], list[list[int]]]:
+    """Texts of plain words in each of their forms, and the ids of words that name tokens without bytes."""
+    texts: list[bytes] = []
+    sequences: list[list[int]] = []
+    for word in words:
+        bare = word.lstrip()
+        forms = [word, bare, " " + bare] if bare else [word]
+        ids = encode(context, "words", word)
+        if all(byte_index(context.vocabulary)[token_id] for token_id in ids):
+            texts += [form.encode() for form in forms]
+        else:
+            sequences += [encode(context, "words", form) for form in forms]
+    return texts, sequences
+
+
+class SpelledWords:
+    """Which tokens would complete one of some texts that begins with a token, for every history and spelling.
+
+    A state is the beginnings of texts with which the history ends, by number.
+
+    Args:
+        texts: None of them empty.
+        index: Of the vocabulary.
+    """
+
+    START: tuple[int, ...] = ()
+
+    def __init__(self, texts: Iterable[bytes], index: ByteIndex) -> None:
+        self._texts, self._index = sorted(set(texts)), index
+        self._beginnings = [b""]
+        self._numbers = {b"": 0}
+        self._last: dict[int, set[int]] = {}
+        self._bans: dict[tuple[int, ...], Ban | None] = {}
+
+    def step(self, state: tuple[int, ...], token_id: int) -> tuple[int, ...]:
+        """The state after one more token."""
+        piece = self._index[token_id]
+        if not piece:
+            return ()
+        begun = (self._beginnings[number] + piece for number in (0, *state))
+        return tuple(self._number(beginning) for beginning in begun if self._goes_on(beginning))
+
+    def ban(self, state: tuple[int, ...]) -> Ban | None:
+        """The tokens that would complete a text, None if there are none."""
+        if state not in self._bans:
+            if len(self._bans) >= _MOST_BANS:
+                self._bans.clear()
+            banned = set().union(*(self._completing(number) for number in (0, *state)))
+            self._bans[state] = Ban.of(banned) if banned else None
+        return self._bans[state]
+
+    def _goes_on(self, beginning: bytes) -> bool:
+        """Whether a text begins so, and is longer."""
+        at = bisect_right(self._texts, beginning)
+        return at < len(self._texts) and self._texts[at].startswith(beginning)
+
+    def _number(self, beginning: bytes) -> int:
+        number = self._numbers.setdefault(beginning, len(self._beginnings))
+        if number == len(self._beginnings):
+            self._beginnings.append(beginning)
+        return number
+
+    def _completing(self, number: int) -> set[int]:
+        if number not in self._last:
+            beginning = self._beginnings[number]
+            longer = self._texts[bisect_right(self._texts, beginning) :]
+            texts = takewhile(lambda text: text.startswith(beginning), longer)
+            found = (self._index.ids.get(text[len(beginning) :], ()) for text in texts)
+            self._last[number] = {token_id for token_ids in found for token_id in token_ids}
+        return self._last[number]
 
 
 class WordAutomaton:
@@ -136,6 +242,8 @@ class WordAutomaton:
     Args:
         words: Non-empty sequences of token ids.
     """
+
+    START = 0
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
         self._next: list[dict[int, int]] = [{}]
@@ -184,26 +292,8 @@ class WordAutomaton:
         return Ban.of(found) if found else None
 
 
-def spellings(context: Context, word: str) -> list[list[int]]:
-    """Token ids of ``word`` as given, and without and with one space before it, each once.
-
-    Raises:
-        ArgumentError: there is no tokenizer, or a spelling is too long or encodes to nothing.
-    """
-    bare = word.lstrip()
-    texts = dict.fromkeys([word, bare, " " + bare] if bare else [word])
-    found: list[list[int]] = []
-    for text in texts:
-        ids = encode(context, "words", text)
-        if len(ids) > MAX_WORD_TOKENS:
-            raise ArgumentError("words", f"expected at most {MAX_WORD_TOKENS} tokens a word, {text!r} has {len(ids)}")
-        if ids not in found:
-            found.append(ids)
-    return found
-
-
 def check_some_left(context: Context, argument: str, banned: Sequence[int]) -> None:
     """Raises `ArgumentError` if banning ``banned`` leaves no token."""
-    num_tokens = context.vocabulary.num_tokens
-    if len(banned) >= num_tokens and len({token_id for token_id in banned if token_id < num_tokens}) == num_tokens:
+    num_tokens, gap_ids = context.vocabulary.num_tokens, context.vocabulary.gap_ids
+    if len({token_id for token_id in banned if token_id < num_tokens} - gap_ids) == num_tokens - len(gap_ids):
         raise ArgumentError(argument, "leaves no token of the vocabulary")

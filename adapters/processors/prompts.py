@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
+from adapters.characters import MOST_MISSING, split_characters
 from adapters.contract import (
     ArgumentError,
     Context,
@@ -37,7 +38,7 @@ class _Phase(NamedTuple):
     """Where the answer stands.
 
     Attributes:
-        written: Tokens of the phrase that the answer ends with, while it is being written; otherwise -1.
+        written: Tokens of the phrase that the answer ends with, while it is due or being written; otherwise -1.
         matched: Bytes of the trigger that the answer ends with.
         waited: Tokens since the beginning or the last phrase.
         times: Phrases begun.
@@ -56,7 +57,11 @@ class TriggerPhrase(SteeringProcessor):
     phrase is forced behind the token in which the trigger text is completed, however the answer splits it. With
     ``after_tokens`` it is forced once that many tokens were generated since the beginning or since the last phrase.
     Both look at the generated tokens only; the phrase itself neither triggers nor counts. An answer that ends
-    earlier has no phrase.
+    earlier has no phrase. A trigger that names a special token is that token.
+
+    The phrase never cuts a character: with fewer than four of ``after_tokens`` left, the tokens behind which more
+    bytes of a character are missing than tokens are left are masked. Where the token that completes a trigger begins
+    another character, the phrase waits for its end, and meanwhile every token must leave fewer bytes missing.
     """
 
     name = "trigger_phrase"
@@ -82,7 +87,9 @@ class TriggerPhrase(SteeringProcessor):
         self._after, self._times = args.after_tokens, args.times
         self._trigger: TextMatcher | None = None
         if args.trigger is not None:
-            self._trigger = TextMatcher.of_text(context.vocabulary, args.trigger.encode())
+            trigger = encode(context, "trigger", args.trigger)
+            self._trigger = TextMatcher.of_tokens(context.vocabulary, trigger)
+        self._characters = split_characters(context.vocabulary)
         self.reset()
 
     def reset(self) -> None:
@@ -91,7 +98,8 @@ class TriggerPhrase(SteeringProcessor):
 
     def advance(self, token_id: int, index: int) -> None:
         self._earlier.append(self._phase)
-        self._phase = self._next(self._phase, token_id)
+        if self._phase.written != 0 or not self._open(self._prompt_length + index):  # else it still waits
+            self._phase = self._next(self._phase, token_id)
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         self._phase = self._earlier[-len(token_ids)]
@@ -99,7 +107,18 @@ class TriggerPhrase(SteeringProcessor):
         return True
 
     def edit(self) -> Edit | None:
-        return self._forces[self._phase.written] if self._phase.written >= 0 else None
+        phase = self._phase
+        if phase.written == 0 and (beginning := self._open(len(self._tokens))):
+            return self._characters.room(beginning, 0)
+        if phase.written >= 0:
+            return self._forces[phase.written]
+        if self._after is None or phase.times == self._times or self._after - phase.waited > MOST_MISSING:
+            return None
+        return self._characters.room(self._open(len(self._tokens)), self._after - phase.waited)
+
+    def _open(self, end: int) -> bytes:
+        """The beginning of a character with which the generated tokens before position ``end`` end."""
+        return self._characters.open_after(self._tokens, self._prompt_length, end)
 
     def _next(self, phase: _Phase, token_id: int) -> _Phase:
         if phase.written >= 0 and token_id == self._phrase[phase.written]:
@@ -192,8 +211,9 @@ class MultipleChoice(SteeringProcessor):
     """The answer is one of the choices, then it ends; each choice may be boosted by its words in the prompt.
 
     Source: MultipleChoice of NVIDIA's logits-processor-zoo, for choices of any number of tokens. Each choice is
-    encoded as it stands, and the answer follows one of these sequences of tokens to its end, where an end token comes.
-    Any end token of the request may; where one choice begins another the model decides between the end and more.
+    written exactly as it stands, without a space before it, in one sequence of tokens; the answer follows one of these
+    sequences to its end, where an end token comes. Any end token of the request may; where one choice begins another
+    the model decides between the end and more.
 
     With ``boost`` w, a choice c is looked up in the prompt's text as a label: at the beginning of a line, possibly
     behind "(" or "[", with one or more of ``. : ) ]`` behind it; the last such place counts. Let t be the token in

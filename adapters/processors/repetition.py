@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from adapters.characters import split_characters
 from adapters.contract import (
     ArgumentError,
     Context,
@@ -342,9 +343,11 @@ class LoopStop(SteeringProcessor):
     """Ends the answer when it loops: the generated tail is ``copies`` exact copies of a cycle.
 
     Source: vLLM's ``repetition_detection`` and SGLang pull request 27778, as a processor. The generated tokens end
-    with a cycle of p tokens, 1 <= p <= ``max_period``, that stands there ``copies`` times in a row; then the lowest
-    end token of the request is forced. Prompt tokens are not counted. Together with a processor that bans the end
-    (``min_tokens``) a loop cannot be stopped, and the request fails as unsatisfiable.
+    with a cycle of p tokens, 1 <= p <= ``max_period``, that stands there ``copies`` times in a row; then an end token
+    is forced, the model's own with the lowest id. Prompt tokens are not counted. Together with a processor that bans
+    the end (``min_tokens``) a loop cannot be stopped, and the request fails as unsatisfiable.
+
+    A loop found inside a character is stopped behind it: until then every token must leave fewer bytes missing.
 
     Cost per token: a few operations on ``max_period`` numbers.
     """
@@ -361,9 +364,10 @@ class LoopStop(SteeringProcessor):
     _UNDOABLE = 64
 
     def __init__(self, args: Args, context: Context) -> None:
-        if not context.end_token_ids:
+        if context.end_token_id is None:
             raise ArgumentError("copies", "expected a request with an end token, this one has none")
-        self._end = Force(min(context.end_token_ids))
+        self._end = Force(context.end_token_id)
+        self._characters = split_characters(context.vocabulary)
         self._max_period = args.max_period
         periods = np.arange(args.max_period, 0, -1, dtype=np.int64)
         self._enough = periods * (args.copies - 1)
@@ -386,7 +390,8 @@ class LoopStop(SteeringProcessor):
             self._count = kept
         window = self._recent[self._count - self._max_period : self._count]
         self._runs = (self._runs + 1) * (window == token_id)
-        self._looping = bool((self._runs >= self._enough).any())
+        waits = self._looping and bool(self._open(self._prompt_length + index))
+        self._looping = waits or bool((self._runs >= self._enough).any())
         self._recent[self._count] = token_id
         self._count += 1
 
@@ -399,4 +404,11 @@ class LoopStop(SteeringProcessor):
         return True
 
     def edit(self) -> Edit | None:
-        return self._end if self._looping else None
+        if not self._looping:
+            return None
+        beginning = self._open(len(self._tokens))
+        return self._characters.room(beginning, 0) if beginning else self._end
+
+    def _open(self, end: int) -> bytes:
+        """The beginning of a character with which the generated tokens before position ``end`` end."""
+        return self._characters.open_after(self._tokens, self._prompt_length, end)

@@ -13,6 +13,7 @@ import regex  # type: ignore[import-untyped]
 import torch
 from pydantic import Field
 
+from adapters.characters import begun, num_missing, seconds
 from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.edits import Allow, Edit, bitmask_of
 from adapters.vocabulary import Vocabulary
@@ -120,36 +121,14 @@ def _flags(ranges: Sequence[tuple[int, int]]) -> _Flags:
 # UTF-8
 
 
-def _begun(data: bytes) -> bytes:
-    """The beginning of a character with which ``data`` ends, ``b""`` if it ends with a whole one or an invalid byte."""
-    for count in range(1, min(3, len(data)) + 1):
-        lead = data[-count]
-        if 0x80 <= lead < 0xC0:
-            continue
-        if count < _length(lead) and (count == 1 or data[-count + 1] in _seconds(lead)):
-            return data[-count:]
-        return b""
-    return b""
-
-
-def _length(lead: int) -> int:
-    """Bytes of a character that begins with ``lead``; 1 if none of several bytes does."""
-    return 1 + (0xC2 <= lead <= 0xF4) + (0xE0 <= lead <= 0xF4) + (0xF0 <= lead <= 0xF4)
-
-
-def _seconds(lead: int) -> range:
-    """Bytes that may follow ``lead`` (Unicode, table 3-7)."""
-    return range({0xE0: 0xA0, 0xF0: 0x90}.get(lead, 0x80), {0xED: 0xA0, 0xF4: 0x90}.get(lead, 0xC0))
-
-
-def _reach(begun: bytes) -> tuple[int, int]:
-    """Code points that ``begun`` can become, the first and one behind the last."""
-    missing = _length(begun[0]) - len(begun)
+def _reach(beginning: bytes) -> tuple[int, int]:
+    """Code points that ``beginning`` can become, the first and one behind the last."""
+    missing = num_missing(beginning)
     low, high = b"\x80" * missing, b"\xbf" * missing
-    if len(begun) == 1:
-        seconds = _seconds(begun[0])
-        low, high = bytes([seconds[0]]) + low[1:], bytes([seconds[-1]]) + high[1:]
-    return ord((begun + low).decode()), ord((begun + high).decode()) + 1
+    if len(beginning) == 1:
+        follow = seconds(beginning[0])
+        low, high = bytes([follow[0]]) + low[1:], bytes([follow[-1]]) + high[1:]
+    return ord((beginning + low).decode()), ord((beginning + high).decode()) + 1
 
 
 # Masks
@@ -184,10 +163,10 @@ class _Judge:
         """Whether ``data``, from the beginning of a character on, holds a banned one or can only become one."""
         if any(ord(character) in self._banned for character in data.decode(errors="ignore")):
             return True
-        begun = _begun(data)
-        if not begun:
+        beginning = begun(data)
+        if not beginning:
             return False
-        reach = _reach(begun)
+        reach = _reach(beginning)
         return self._banned.meets(*reach) and not self._others.meets(*reach)
 
 
@@ -209,24 +188,24 @@ class _Masks:
         self._whole, self._inner, self._fragments, self._judge = Allow(allowed), inner, fragments, judge
         self._made: dict[bytes, Allow] = {b"": self._whole}
 
-    def begun(self, begun: bytes, token_id: int) -> bytes:
-        """The beginning of a character behind ``begun`` and a token."""
+    def begun(self, beginning: bytes, token_id: int) -> bytes:
+        """The beginning of a character behind ``beginning`` and a token."""
         piece = self._fragments.get(token_id)
-        return b"" if piece is None else _begun(begun + piece)
+        return b"" if piece is None else begun(beginning + piece)
 
-    def behind(self, begun: bytes) -> Allow:
+    def behind(self, beginning: bytes) -> Allow:
         """The mask behind the beginning of a character."""
-        allow = self._made.get(begun)
+        allow = self._made.get(beginning)
         if allow is None:
             if len(self._made) >= _MOST_MASKS:
                 self._made = {b"": self._whole}
-            allow = self._made[begun] = Allow(self._make(begun))
+            allow = self._made[beginning] = Allow(self._make(beginning))
         return allow
 
-    def _make(self, begun: bytes) -> torch.Tensor:
+    def _make(self, beginning: bytes) -> torch.Tensor:
         bits = np.unpackbits(self._whole.bitmask.numpy().view(np.uint8), bitorder="little")
         for token_id, piece in self._inner.items():
-            bits[token_id] = not self._judge.is_banned(begun + piece)
+            bits[token_id] = not self._judge.is_banned(beginning + piece)
         return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
 
 
@@ -239,7 +218,7 @@ class _Tables:
         texts = [piece.decode(errors="ignore") for piece in pieces]
         self._owners = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
         self._characters = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32)
-        self._ends = {i: begun for i, piece in enumerate(pieces) if (begun := _begun(piece))}
+        self._ends = {i: beginning for i, piece in enumerate(pieces) if (beginning := begun(piece))}
         self._inner = {i: piece for i, piece in enumerate(pieces) if piece and 0x80 <= piece[0] < 0xC0}
         self._fragments = self._inner | {i: pieces[i] for i in self._ends}
         self.masks = lru_cache(maxsize=64)(self._make)
@@ -250,8 +229,8 @@ class _Tables:
         allowed = np.ones(self._vocabulary.num_tokens, dtype=np.bool_)
         allowed[self._owners[banned[self._characters]]] = False
         judge = _Judge(_Ranges(banned), _Ranges(others))
-        for token_id, begun in self._ends.items():
-            allowed[token_id] &= not judge.is_banned(begun)
+        for token_id, beginning in self._ends.items():
+            allowed[token_id] &= not judge.is_banned(beginning)
         self._check(allowed)
         bitmask = bitmask_of(np.flatnonzero(allowed).tolist(), self._vocabulary.size)
         return _Masks(bitmask, self._inner, self._fragments, judge)

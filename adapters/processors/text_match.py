@@ -36,6 +36,14 @@ class TextMatcher:
         return cls(text, byte_index(vocabulary).touching(text))
 
     @classmethod
+    def of_tokens(cls, vocabulary: Vocabulary, token_ids: Sequence[int]) -> TextMatcher:
+        """Matches the text of ``token_ids`` however it is split; exactly these tokens if not all of them have bytes."""
+        if vocabulary.tokenizer is None:
+            return cls.of_ids(token_ids)
+        pieces = [byte_index(vocabulary)[token_id] for token_id in token_ids]
+        return cls.of_text(vocabulary, b"".join(pieces)) if all(pieces) else cls.of_ids(token_ids)
+
+    @classmethod
     def of_ids(cls, token_ids: Sequence[int]) -> TextMatcher:
         """Matches exactly these tokens."""
         return cls(token_ids, {token_id: (token_id,) for token_id in token_ids})

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
+from adapters.characters import MOST_MISSING, split_characters
 from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.edits import Edit, Force
 from adapters.processors.arguments import Count, encode
 from adapters.processors.text_match import TextMatcher
+from adapters.scope import turn_begin
 from adapters.token_bytes import byte_index
 from adapters.vocabulary import Vocabulary
 
@@ -39,16 +42,19 @@ class ThinkingBudget(SteeringProcessor):
     """Closes the thinking section when its budget is spent.
 
     Source: the budget of NVIDIA NIM and Dynamo (a grace to the next newline) and SGLang's, counted from history.
-    Counted are the tokens between the tags, those of the prompt included if the prompt leaves a section open, but not
-    sections that the prompt closes. The budget is one for the whole answer: a section opened again goes on with what
-    is left, and is closed at once if nothing is. With ``tokens`` 0 every section is closed at once.
+    Counted are the tokens between the tags, those of the prompt included if its last turn leaves a section open, but
+    not sections that the prompt closes. The budget is one for the whole answer: a section opened again goes on with
+    what is left, and is closed at once if nothing is. With ``tokens`` 0 every section is closed at once.
 
     When ``tokens`` are used the closing tag is forced, token by token. With ``grace`` the model has that many tokens
     more to end a line; the tag is forced behind the first token that ends one, or when the grace is used up too. A
     closing tag that the model has begun is continued, not begun again, and a tag it has completed is never doubled.
 
-    A tag of one token is that token. A tag of several is a text: it is found in the bytes of the tokens however the
-    model splits it, and its rest is forced from the byte where the model stands.
+    A tag that is a token of its own (an added token) is that token. Any other is a text: it is found in the bytes of
+    the tokens however the model splits it, and its rest is forced from the byte where the model stands.
+
+    The tag never cuts a character: with fewer than four tokens left of budget and grace, the tokens behind which more
+    bytes of a character are missing than tokens are left are masked.
     """
 
     name = "thinking_budget"
@@ -65,10 +71,12 @@ class ThinkingBudget(SteeringProcessor):
 
     def __init__(self, args: Args, context: Context) -> None:
         self._tokens_allowed, self._grace = args.tokens, args.grace
-        self._opening = _matcher(context.vocabulary, _tag_ids("start", args.start, context.think_start, context))
-        end = _tag_ids("end", args.end, context.think_end, context)
-        self._closing = _matcher(context.vocabulary, end)
+        _, self._opening = _tag("start", args.start, context.think_start, context)
+        end, self._closing = _tag("end", args.end, context.think_end, context)
         self._forces = tuple(map(Force, _continuations(context.vocabulary, end, self._closing)))
+        self._characters = split_characters(context.vocabulary)
+        tags = self._opening.pieces.keys() | self._closing.pieces.keys()
+        self._turn_marks = context.vocabulary.special_token_ids - tags
         self._newlines = _newlines(context) if args.grace else frozenset()
         self.reset()
 
@@ -86,14 +94,21 @@ class ThinkingBudget(SteeringProcessor):
         return True
 
     def edit(self) -> Edit | None:
-        return self._forces[self._state.closing] if self._state.spent else None
+        state = self._state
+        if state.spent:
+            return self._forces[state.closing]
+        left = self._tokens_allowed + self._grace - state.used
+        if not state.inside or left > MOST_MISSING:
+            return None
+        return self._characters.room(self._characters.open_after(self._tokens, self._prompt_length), left)
 
     def _after_prompt(self, prompt: Sequence[int]) -> _State:
-        """The last opening tag counts: an earlier turn may have been cut off inside its section."""
+        """The last opening tag of the last turn counts: earlier turns, and a section, may have been cut off."""
         tags = self._opening.pieces.keys() | self._closing.pieces.keys()
         opened = -1
         opening = closing = 0
-        for index, token_id in enumerate(prompt):
+        for index in range(turn_begin(prompt, self._turn_marks), len(prompt)):
+            token_id = prompt[index]
             if token_id not in tags:
                 opening = closing = 0
                 continue
@@ -132,33 +147,21 @@ class ThinkingBudget(SteeringProcessor):
         return left <= 0 and (newest is None or newest in self._newlines or left + self._grace <= 0)
 
 
-def _tag_ids(argument: str, text: str | None, own: Sequence[int], context: Context) -> list[int]:
-    if text is not None:
-        return encode(context, argument, text)
-    if not own:
+def _tag(argument: str, text: str | None, own: Sequence[int], context: Context) -> tuple[list[int], TextMatcher]:
+    """Ids of a tag, and what finds it."""
+    if text is None and not own:
         raise ArgumentError(argument, "this model has no thinking tags of its own; give start and end")
-    return list(own)
-
-
-def _matcher(vocabulary: Vocabulary, tag: Sequence[int]) -> TextMatcher:
-    if len(tag) == 1 or vocabulary.tokenizer is None:
-        return TextMatcher.of_ids(tag)
-    pieces = [byte_index(vocabulary)[token_id] for token_id in tag]
-    if not all(pieces):
-        return TextMatcher.of_ids(tag)
-    text = b"".join(pieces)
-    # SentencePiece puts a space before a text; the model need not write one before a tag.
-    return TextMatcher.of_text(vocabulary, text.lstrip(b" ") or text)
+    ids = list(own) if text is None else encode(context, argument, text)
+    is_token = len(ids) == 1 and (text is None or ids[0] in context.vocabulary.added_token_ids)
+    return ids, TextMatcher.of_ids(ids) if is_token else TextMatcher.of_tokens(context.vocabulary, ids)
 
 
 def _continuations(vocabulary: Vocabulary, tag: Sequence[int], matcher: TextMatcher) -> list[int]:
     """For each number of symbols that the history ends with, the token that goes on with the tag."""
-    size = len(matcher.pattern)
-    # Where each token of the tag begins in the pattern; a leading space may lie before it.
-    lengths = [len(matcher.pieces[token_id]) for token_id in tag]
-    begins = {size - sum(lengths[k:]): token_id for k, token_id in enumerate(tag)} | {0: tag[0]}
+    begins = dict(zip(accumulate((len(matcher.pieces[token_id]) for token_id in tag), initial=0), tag, strict=False))
     return [
-        begins[n] if n in begins else _spelling(vocabulary, bytes(matcher.pattern[n:]), tag)[0] for n in range(size)
+        begins[n] if n in begins else _spelling(vocabulary, bytes(matcher.pattern[n:]), tag)[0]
+        for n in range(len(matcher.pattern))
     ]
 
 

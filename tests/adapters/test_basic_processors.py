@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from adapters import ForcedSequenceProcessor, HelloWorldProcessor, TemperatureProcessor, create_trtllm_adapters
 
@@ -16,7 +18,16 @@ class Characters:
     eos_token_id: int | None = END
 
     def encode(self, text, *, add_special_tokens=True):
-        return [10 + "Helo wrd!".index(c) for c in text]
+        return [10 + "Helo wrd!".index(c) for c in text if c in "Helo wrd!"]
+
+    def convert_ids_to_tokens(self, ids):
+        return [("." * 10 + "Helo wrd!")[i] for i in ids]
+
+    def decode(self, ids, **_):
+        return "".join(self.convert_ids_to_tokens(ids))
+
+    def __len__(self):
+        return 19
 
 
 def forced(processor, history):
@@ -77,6 +88,17 @@ def test_hello_world_keeps_no_tokenizer():
     processor = HelloWorldProcessor(Characters(), prompt_length=0)
     assert processor.token_ids == [10, 11, 12, 12, 13, 14, 15, 13, 16, 12, 17, 18]
     assert all(not isinstance(value, Characters) for value in vars(processor).values())
+
+
+@pytest.mark.parametrize("prefix", ["first", "always"])
+def test_hello_world_has_no_space_before_it(prefix):
+    pieces = {"<unk>": 0, "</s>": 1, "▁": 2, **{c: 3 + i for i, c in enumerate("Helo▁wrd!") if c != "▁"}}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(pieces, [], unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=prefix)
+    backend.decoder = tokenizers.decoders.Metaspace(prepend_scheme=prefix)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    assert tokenizer.encode("Hello", add_special_tokens=False)[0] == 2
+    assert tokenizer.convert_ids_to_tokens(HelloWorldProcessor(tokenizer).token_ids) == list("Hello▁world!")
 
 
 def test_hello_world_needs_an_end_token():

@@ -27,7 +27,9 @@ from adapters.vocabulary import Vocabulary
 
 VOCAB = 40
 THINK, ANSWER = 38, 39
-CONTEXT = Context(Vocabulary(VOCAB), frozenset({0}), think_start=(THINK,), think_end=(ANSWER,))
+END = 0
+CONTEXT = Context(Vocabulary(VOCAB, None, [END]), frozenset({END}), think_start=(THINK,), think_end=(ANSWER,))
+STOPS_AT_THE_TAG = Context(CONTEXT.vocabulary, frozenset({END, ANSWER}), think_start=(THINK,), think_end=(ANSWER,))
 
 
 class Adds(SteeringProcessor):
@@ -408,8 +410,80 @@ def test_a_mask_on_the_answer_leaves_the_model_free_to_think_first():
     assert allowed(made) == {5, THINK}
     made.accept(5, 1)
     assert allowed(made) == {5}
-    thought = chain(Allows(5), scopes=["answer"], prompt=[1, THINK, 2, ANSWER])
-    assert allowed(thought) == {5}
+    closed = chain(Allows(5), scopes=["answer"], prompt=[1, THINK, 2, ANSWER])
+    assert allowed(closed) == {5}
+    earlier = chain(Allows(5), scopes=["answer"], prompt=[1, THINK, 2, ANSWER, 3, END, 1])
+    assert allowed(earlier) == {5, THINK}
+
+
+def test_a_ban_in_the_answer_leaves_the_opening_tag_to_its_first_token():
+    made = chain(Bans(THINK, 5), scopes=["answer"], prompt=[1])
+    assert allowed(made) == {*range(VOCAB)} - {5}
+    made.accept(6, 1)
+    assert allowed(made) == {*range(VOCAB)} - {5, THINK}
+    assert allowed(chain(Bans(THINK, 5), prompt=[1])) == {*range(VOCAB)} - {5, THINK}
+
+
+def test_a_forced_token_of_the_answer_stands_beside_the_opening_tag():
+    made = chain(Forces(10, 11), scopes=["answer"], prompt=[1])
+    assert allowed(made) == {10, THINK}
+    made.accept(10, 1)
+    assert run(made) == 11
+    made.rewind(1)
+    for token in (THINK, 4, ANSWER):
+        made.accept(token, made.position)
+    assert run(made) == 10
+    assert run(chain(Forces(10, 11), prompt=[1])) == 10
+    assert run(chain(Forces(10, 11), scopes=["answer"], prompt=[1, THINK, ANSWER])) == 10
+
+
+@pytest.mark.parametrize(
+    ("processor", "scope", "is_held"),
+    [
+        (Allows(5), "answer", True),
+        (Bans(5), "answer", True),
+        (Forces(5), "answer", True),
+        (Adds(), "answer", False),
+        (Halves(), "answer", False),
+        (Bans(5), "thinking", False),
+        (Bans(5), "all", False),
+    ],
+)
+def test_no_request_ends_in_its_thinking_where_the_answer_is_bound(processor, scope, is_held):
+    made = chain(processor, NoRepeat(), scopes=[scope, "thinking"], prompt=[1, THINK])
+    assert (END not in allowed(made)) == is_held
+    assert ANSWER in allowed(made)
+    made.accept(4, made.position)
+    made.accept(ANSWER, made.position)
+    if scope == "answer" and isinstance(processor, Bans):
+        assert END in allowed(made)
+
+
+def test_what_holds_the_end_back_is_in_the_receipt_and_to_blame():
+    made = chain(Bans(5), scopes=["answer"], prompt=[1, THINK], context=STOPS_AT_THE_TAG)
+    assert allowed(made) == {*range(VOCAB)} - {END}  # a client that stops at the closing tag gets its way
+    made.accept(4, made.position)
+    assert made.report()["processors"][0]["tokens_masked"] == 1
+    held = chain(Bans(5), Forces(END), scopes=["answer", "all"], prompt=[1, THINK])
+    with pytest.raises(ProcessorFailed, match="forces: forces token 0, which another processor forbids"):
+        run(held)
+
+
+def test_a_scoped_processor_knows_its_absolute_position():
+    class Notes(NoRepeat):
+        def edit(self):
+            self.noted = self.position
+
+    thinking, answer = Notes(), Notes()
+    made = chain(thinking, answer, scopes=["thinking", "answer"], prompt=[1, 2])
+    for token in (THINK, 4, 4, ANSWER, 5, THINK, 6, ANSWER, 7):
+        made.plan()
+        active = thinking if made._tracker.thinking else answer
+        assert active.noted == made.position
+        made.accept(token, made.position)
+    made.rewind(7)
+    made.plan()
+    assert answer.noted == 7
 
 
 def test_a_scope_needs_tags():

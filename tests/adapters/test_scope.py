@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,9 +25,32 @@ def test_a_section_opened_by_the_prompt():
     tracker = ThinkingTracker([7], [8])
     tracker.reset([1, 7, 2])
     assert tracker.thinking
-    assert tracker.ever
+    assert not tracker.may_open
     tracker.reset([1, 7, 2, 8])
     assert not tracker.thinking
+    assert not tracker.may_open
+
+
+@pytest.mark.parametrize(
+    ("prompt", "thinking", "may_open"),
+    [
+        ([], False, True),
+        ([1, 2], False, True),
+        ([9, 7, 2, 8, 3, 9, 4, 9], False, True),  # an earlier turn thought
+        ([9, 7, 2, 9, 4, 9], False, True),  # an earlier turn was cut off while it thought
+        ([9, 7, 2, 8, 3, 9, 7], True, False),  # the template opens a section
+        ([9, 7, 2, 8, 3, 9, 7, 1, 8, 1], False, False),  # and closes it: the answer begins at once
+        ([9, 7, 8, 9, 1, 7, 2, 8, 3, 4], False, False),  # a beginning of the answer is given
+    ],
+)
+def test_only_the_last_turn_of_the_prompt_counts(prompt, thinking, may_open):
+    tracker = ThinkingTracker([7], [8], frozenset([9, 7]))  # the tags may be special tokens themselves
+    tracker.reset(prompt)
+    assert (tracker.thinking, tracker.may_open) == (thinking, may_open)
+    tracker.accept(5)
+    assert not tracker.may_open
+    tracker.rewind(0)
+    assert (tracker.thinking, tracker.may_open) == (thinking, may_open)
 
 
 def test_a_tag_that_starts_in_the_prompt():
@@ -45,4 +69,4 @@ def test_rewinding_is_as_if_it_had_never_been(tag, prompt, stream, cut, tail):
     tracker.rewind(cut)
     feed(fresh, stream[:cut])
     assert feed(tracker, tail) == feed(fresh, tail)
-    assert (tracker.thinking, tracker.ever) == (fresh.thinking, fresh.ever)
+    assert (tracker.thinking, tracker.may_open) == (fresh.thinking, fresh.may_open)

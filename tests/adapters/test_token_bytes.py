@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from adapters.testing.house import house_vocabulary
 from adapters.token_bytes import ByteIndex, byte_index, token_bytes
 from adapters.vocabulary import Vocabulary
 
@@ -163,13 +164,28 @@ def test_index_finds_what_a_scan_finds(tokens: list[bytes], text: bytes) -> None
 
 
 @given(TOKENS, NEEDLE)
-@settings(max_examples=100, deadline=None)
-def test_spelling_is_exact_or_none(tokens: list[bytes], text: bytes) -> None:
+@settings(max_examples=200, deadline=None)
+def test_spelling_takes_the_fewest_tokens_or_none(tokens: list[bytes], text: bytes) -> None:
     spelled = ByteIndex(tokens).spell(text)
-    if spelled is not None:
-        assert b"".join(tokens[i] for i in spelled) == text
-    elif all(bytes([byte]) in tokens for byte in text):
-        pytest.fail("every byte has a token")
+    counts = [0, *[None] * len(text)]
+    for end in range(1, len(text) + 1):
+        before = [counts[end - len(t)] for t in tokens if t and text[:end].endswith(t)]
+        counts[end] = min((count + 1 for count in before if count is not None), default=None)
+    assert (None if spelled is None else len(spelled)) == counts[-1]
+    assert spelled is None or b"".join(tokens[i] for i in spelled) == text
+
+
+def test_spelling_goes_back_where_the_longest_token_leads_nowhere() -> None:
+    assert ByteIndex([b"ab", b"abc", b"cd"]).spell(b"abcd") == [0, 2]
+    assert ByteIndex([b"a", b"ab", b"bc", b"c"]).spell(b"abc") == [1, 3]
+    assert ByteIndex([b"ab"]).spell(b"") == []
+
+
+def test_the_index_of_a_vocabulary_with_a_path_travels_light() -> None:
+    index = byte_index(house_vocabulary())
+    data = pickle.dumps(index)
+    assert len(data) < 300
+    assert pickle.loads(data) is index
 
 
 def test_index_is_made_once_and_pickles_without_its_dictionary() -> None:

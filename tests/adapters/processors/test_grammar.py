@@ -258,7 +258,9 @@ def test_scope_answer_begins_after_the_closing_tag():
     args = Choice.Args(choices=["ab"])
     chain = ProcessorChain(list(Choice.build(args, context)), context, scopes=["answer"])
     chain.start([*PROMPT, ord("<")])
-    assert chain.plan().is_empty
+    thinking = chain.plan()  # only the end is held back
+    assert not thinking.allows
+    assert [ban.token_ids.tolist() for ban in thinking.bans] == [[END]]
     for token in b"hm>":
         chain.accept(token, chain.position)
     assert allowed(chain) == {ord("a")}

@@ -417,6 +417,20 @@ def test_loop_stop_over_a_long_answer_and_back():
             assert (processor.edit() == Force(7)) == is_loop(noise[again - 20 : again + 1], 3, 3)
 
 
+def test_loop_stop_forces_the_model_s_own_end_token():
+    stops = Context(Vocabulary(12, None, [9, 7]), end_token_ids=frozenset([2, 7, 9]))  # the client stops at 2
+    processor = LoopStop(LoopStop.Args(max_period=3, copies=2), stops)
+    processor.start([])
+    processor.accept(4, 0)
+    processor.accept(4, 1)
+    assert processor.edit() == Force(7)
+    client_only = LoopStop(LoopStop.Args(max_period=3, copies=2), Context(Vocabulary(12), frozenset([2, 5])))
+    client_only.start([])
+    client_only.accept(4, 0)
+    client_only.accept(4, 1)
+    assert client_only.edit() == Force(2)
+
+
 def test_loop_stop_needs_an_end_token():
     with pytest.raises(ArgumentError, match="end token"):
         LoopStop(LoopStop.Args(), Context(Vocabulary(12)))

@@ -103,6 +103,25 @@ def test_the_coin_is_a_function_of_seed_choice_and_position(probability):
             chain.accept(3, chain.position)
 
 
+def test_the_coins_of_two_scopes_are_those_of_their_absolute_positions():
+    think, answer = V - 1, V - 2
+    facts = Context(Vocabulary(V), seed=7, think_start=(think,), think_end=(answer,))
+    row = torch.tensor([0.4, 0.05, 0.3, 0.25] + [0.0] * (V - 4)).log()
+    both = [xtc(0.1, 0.5, seed=7), xtc(0.1, 0.5, seed=7)]
+    chain = ProcessorChain(both, facts, scopes=["thinking", "answer"])
+    chain.start([1, 2, think])
+    excluded = []
+    for token in [3] * 20 + [answer] + [3] * 20:
+        (result,) = shape_all([chain], row.unsqueeze(0))
+        excluded.append(kept(result) == {1, 3})
+        assert excluded[-1] == (uniform(7, 0, chain.position, XTC) < 0.5)
+        chain.accept(token, chain.position)
+    assert excluded[:20] != excluded[21:]
+    chain.rewind(3 + 25)
+    (result,) = shape_all([chain], row.unsqueeze(0))
+    assert (kept(result) == {1, 3}) == excluded[25]
+
+
 def test_the_coin_falls_as_often_as_asked():
     processor = xtc(0.1, 0.3, seed=123)
     processor.start([0])

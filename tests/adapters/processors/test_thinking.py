@@ -80,6 +80,7 @@ def answer(processor, facts, prompt, model, count):
 
 
 THINKS = tuple(vocabulary().encode("<think>") + vocabulary().encode("</think>"))
+END_OF_TURN = vocabulary().tokenizer.eos_token_id
 FOX, NEWLINE = vocabulary().encode(" fox")[0], vocabulary().encode("\n")[0]
 
 
@@ -168,7 +169,7 @@ def test_the_closing_tag_is_written_once_however_it_is_split(said, tokens, grace
     budgeted.start([THINKS[0]])
     for k, token in enumerate(generated):
         edit = budgeted.edit()
-        assert edit in (None, Force(token))
+        assert not isinstance(edit, Force) or edit.token_id == token
         assert edit is None or k < closed
         budgeted.accept(token, k + 1)
 
@@ -177,25 +178,11 @@ def text_of(tokens):
     return b"".join(vocabulary().token_bytes[token] for token in tokens)
 
 
-def test_sentencepiece_tags_match_without_their_leading_space():
-    class Pieces:
-        pieces = ("▁<", "/end", ">", "▁fox", "<", "/", "end", "▁")
-
-        def __len__(self):
-            return len(self.pieces)
-
-        def convert_ids_to_tokens(self, ids):
-            return [self.pieces[i] for i in ids]
-
-        def encode(self, text, *, add_special_tokens=True):
-            return {"</end>": [0, 1, 2], "[": [7]}[text]
-
-    facts = Context(Vocabulary(8, Pieces()), think_start=(7,))
-    processor = ThinkingBudget(ThinkingBudget.Args(tokens=2, end="</end>"), facts)
-    assert answer(processor, facts, [7], [3] * 9, 6) == [3, 3, 0, 1, 2, 3]
-    assert answer(processor, facts, [7], [3, 4, *[3] * 9], 5) == [3, 4, 1, 2, 3]
-    assert answer(processor, facts, [7], [4, 5, *[3] * 9], 5) == [4, 5, 6, 2, 3]
-    assert answer(processor, facts, [7], [4, 1, *[3] * 9], 4) == [4, 1, 2, 3]
+def test_a_section_of_an_earlier_turn_is_not_this_answer_s():
+    start, end = THINKS
+    cut_off = [start, FOX, FOX, FOX, END_OF_TURN, FOX]
+    assert answer(budget(tokens=2), context(), cut_off, [FOX] * 9, 3) == [FOX, FOX, FOX]
+    assert answer(budget(tokens=2), context(), [*cut_off, start, FOX], [FOX] * 9, 3) == [FOX, end, FOX]
 
 
 @given(st.text("ab", min_size=1, max_size=5), st.lists(st.text("abc", min_size=1, max_size=4), max_size=10))

@@ -65,7 +65,7 @@ class Desk:
         self._model = model
         self._context_length = context_length
         self._catalog = catalog
-        self._tags = [_tag(vocabulary, text) for text in ("<think>", "</think>")]
+        self._tags = [vocabulary.tag(text) for text in ("<think>", "</think>")]
 
     @property
     def tokenizer(self) -> Any:
@@ -274,9 +274,3 @@ def _own(processor: Callable[..., None], shared: AbstractSet[int]) -> Callable[.
     except Exception as error:  # the callback boundary: foreign code
         problem = f"{processor.name} is given for several answers and cannot be copied ({type(error).__name__})"
         raise InvalidRequest("sampling_params.logits_processor", problem) from error
-
-
-def _tag(vocabulary: Vocabulary, text: str) -> tuple[int, ...]:
-    """The one token that the tag is, if the tokenizer has it as a token of its own."""
-    ids = vocabulary.encode(text) if vocabulary.tokenizer is not None else []
-    return tuple(ids) if len(ids) == 1 else ()

@@ -1,0 +1,102 @@
+"""Vocabularies whose ids have gaps, and what a checkpoint with one still does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from adapters.batch import apply_edits, plan_rows
+from adapters.chain import ProcessorChain
+from adapters.contract import ArgumentError, Context
+from adapters.processors.arguments import check_tokens
+from adapters.processors.forcing import ForcedPrefix
+from adapters.processors.grammar import Choice
+from adapters.processors.masks import BannedTokens
+from adapters.processors.scripts import BanScripts
+from adapters.testing.house import house_vocabulary
+from adapters.vocabulary import Vocabulary
+
+FIRST_MOVED, GAP = 370, 20
+
+
+@pytest.fixture(scope="module")
+def gapped(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    """The house's tokenizer with a gap below its last ten pieces, into which its added tokens then fall."""
+    house = house_vocabulary()
+    directory = tmp_path_factory.mktemp("gapped")
+    assert house.path is not None
+    for source in Path(house.path).iterdir():
+        (directory / source.name).write_bytes(source.read_bytes())
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {piece: i + GAP * (i >= FIRST_MOVED) for piece, i in vocab.items()}
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    return Vocabulary.from_pretrained(str(directory), house.size + GAP)
+
+
+@pytest.fixture(scope="module")
+def last(gapped: Vocabulary) -> str:
+    """The text of the highest id."""
+    return gapped.token_bytes[gapped.num_tokens - 1].decode()
+
+
+def allowed(processor: object, facts: Context, generated: list[int]) -> set[int]:
+    chain = ProcessorChain([processor], facts)  # type: ignore[list-item]
+    chain.start([1], generated)
+    row = torch.zeros(1, facts.vocabulary.size)
+    planned, failures = plan_rows([(0, chain)])
+    assert not (failures | apply_edits(row, planned))
+    return set(torch.isfinite(row[0]).nonzero().flatten().tolist())
+
+
+def test_the_highest_id_counts_not_the_number_of_tokens(gapped: Vocabulary, last: str) -> None:
+    house = house_vocabulary()
+    assert len(gapped.tokenizer) == len(house.tokenizer) == 382  # type: ignore[arg-type]
+    assert gapped.num_tokens == 400
+    assert gapped.encode(last) == [399]
+    assert gapped.token_bytes[399] == house.token_bytes[379] != b""
+    assert gapped.token_bytes[gapped.encode("<think>")[0]] == b"<think>"
+    assert gapped.gap_ids == {*range(370, 380), *range(382, 390)}
+    assert not house.gap_ids
+    assert not Vocabulary(10).gap_ids
+
+
+def test_a_tag_is_one_token_or_none(gapped: Vocabulary) -> None:
+    assert gapped.tag("<think>") == tuple(gapped.encode("<think>"))
+    assert gapped.tag("<think>\n") == ()
+    assert Vocabulary(10).tag("<think>") == ()
+    letters = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    assert Vocabulary(2, PreTrainedTokenizerFast(tokenizer_object=letters)).tag("<think>") == ()  # it cannot write it
+
+
+def test_ids_in_a_gap_are_padding(gapped: Vocabulary) -> None:
+    facts = Context(gapped)
+    assert gapped.token_bytes[375] == b""
+    check_tokens(facts, "token_ids", [399])
+    with pytest.raises(ArgumentError, match="375, which is padding"):
+        check_tokens(facts, "token_ids", [375])
+    every_token = [i for i in range(gapped.num_tokens) if i not in gapped.gap_ids]
+    with pytest.raises(ArgumentError, match="no token of the vocabulary"):
+        BannedTokens(BannedTokens.Args(token_ids=every_token), facts)
+
+
+def test_tokens_behind_a_gap_can_be_forced_and_stay_allowed(gapped: Vocabulary, last: str) -> None:
+    facts = Context(gapped, gapped.eos_token_ids)
+    chain = ProcessorChain([ForcedPrefix(ForcedPrefix.Args(text=f"{last}\n"), facts)], facts)
+    chain.start([1])
+    assert chain.plan().force == 399
+    assert 399 in allowed(BanScripts(BanScripts.Args(scripts=["Han"]), facts), facts, [])
+
+
+def test_a_grammar_knows_every_token(gapped: Vocabulary, last: str) -> None:
+    facts = Context(gapped, gapped.eos_token_ids)
+    processor = Choice(Choice.Args(choices=[f"The fox{last}", "no"]), facts)
+    assert {gapped.token_bytes[i][:1] for i in allowed(processor, facts, [])} == {b"T", b"n"}
+    assert 399 in allowed(processor, facts, gapped.encode("The fox"))
+    assert allowed(processor, facts, gapped.encode(f"The fox{last}")) == set(gapped.eos_token_ids)
