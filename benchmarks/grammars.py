@@ -222,9 +222,9 @@ def beside(model: Path, seconds: float, rounds: int, bombs: int) -> list[str]:
     return [
         *lines,
         "",
-        f"The plain client: {ratio:.2f} of its latency alone (aimed at: <= {TARGET_RATIO}). New grammars: p99 {delay:.2f} "
-        f"s later (aimed at: <= {TARGET_DELAY_S}). Bombs answered: {counts}. The worker's memory before and after each "
-        f"round, MiB: {shown}.",
+        f"The plain client: {ratio:.2f} of its latency alone (aimed at: <= {TARGET_RATIO}). New grammars: p99 "
+        f"{delay:.2f} s later (aimed at: <= {TARGET_DELAY_S}). Bombs answered: {counts}. The worker's "
+        f"memory before and after each round, MiB: {shown}.",
     ]
 
 

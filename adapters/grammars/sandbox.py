@@ -473,14 +473,14 @@ class _Process:
         command = [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), str(package), *filter(None, sys.path)]
         # One arena: the allocator's count is then that of the grammar, and no arena's address space is in its limit.
         environ = {**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-        with theirs:
-            self._child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=environ,
-                pass_fds=[theirs.fileno()],
-            )
+        quiet = subprocess.DEVNULL
+        try:
+            with theirs:
+                fds = [theirs.fileno()]
+                self._child = subprocess.Popen(command, stdin=quiet, stdout=quiet, env=environ, pass_fds=fds)
+        except OSError:
+            self.channel.close()
+            raise
         self.pid = self._child.pid
         self.is_ready = False
         self.start_deadline = time.monotonic() + START_TIMEOUT_S
