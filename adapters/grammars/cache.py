@@ -16,7 +16,6 @@ from llguidance import LLMatcher, LLTokenizer
 
 from adapters.grammars.compiler import GrammarRefused, compile_grammar, walk
 from adapters.grammars.sandbox import GrammarSandbox, Verdict
-from adapters.grammars.sandbox_process import heap_bytes
 
 MAX_BYTES = 256 * 1024 * 1024
 """Bytes of compiled grammars that are kept."""
@@ -34,6 +33,10 @@ STACK_BYTES = 64 * 1024 * 1024
 SLOW_S = 0.25
 """Grammars that took the sandbox longer than this, seconds of processor time, compile one at a time in this process, in
 a thread of their own: others do not wait for them."""
+
+BYTES_PER_CHARACTER = 128
+"""Of a grammar's source: what it takes compiled, where no sandbox has measured it. Rather more than schemas take, which
+take most: with other threads in the process the allocator cannot say."""
 
 NUM_THREADS = 2
 """Threads for all other grammars."""
@@ -98,7 +101,8 @@ class GrammarCache:
             GrammarRefused: it is malformed, matches no text, or went beyond a limit.
             SandboxBusy, SandboxUnavailable: the sandbox could not try it.
         """
-        return self.request(grammar).result()
+        found = self._find(_digest(grammar))  # what was asked for just now is no further look-up
+        return found if isinstance(found, Compiled) else self.request(grammar).result()
 
     def request(self, grammar: str, client: Hashable | None = None) -> Future[Compiled]:
         """As `compiled`, without waiting. To cancel the future gives its place in the sandbox up at once.
@@ -107,7 +111,7 @@ class GrammarCache:
             grammar: In llguidance's JSON form.
             client: Whose it is, for fair turns in the sandbox; None is a client of its own.
         """
-        digest = hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+        digest = _digest(grammar)
         wanted: Future[Compiled] = Future()
         found = self._find(digest)
         if found is not None:
@@ -165,7 +169,7 @@ class GrammarCache:
         """Compile in this process, once for all who want it now."""
         with self._lock:
             found = self._in_use.get(digest)
-            running = self._compiling.get(digest)
+            running = self._compiling.get(digest) if found is None else None
             is_first = found is None and running is None
             if is_first:
                 is_slow = tried is not None and tried.cpu_s > SLOW_S
@@ -173,7 +177,8 @@ class GrammarCache:
                     threads = self._slow_thread if is_slow else self._threads
                     running = threads.submit(self._compile_here, grammar, tried)
                 self._compiling[digest] = running
-        if found is not None or running is None:
+        if running is None:
+            assert found is not None
             _settle(wanted, found)
             return
         if is_first:
@@ -181,13 +186,11 @@ class GrammarCache:
         running.add_done_callback(partial(_pass_on, wanted))
 
     def _compile_here(self, grammar: str, tried: Verdict | None) -> Compiled:
-        before = heap_bytes()
         matcher = compile_grammar(self.tokenizer, grammar)
         if tried is not None:
             return Compiled(matcher, tried.num_bytes)
-        num_bytes = heap_bytes() - before  # with what other threads did meanwhile: without a sandbox it is a guess
         walk(matcher.deep_copy(), self.tokenizer)
-        return Compiled(matcher, max(len(grammar), num_bytes))
+        return Compiled(matcher, BYTES_PER_CHARACTER * len(grammar))
 
     def _keep(self, digest: bytes, done: Future[Compiled]) -> None:
         error = done.exception()
@@ -204,6 +207,10 @@ class GrammarCache:
             self.num_bytes += compiled.num_bytes
             while self.num_bytes > self.max_bytes:
                 self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
 
 
 def _pass_on(wanted: Future[Compiled], done: Future[Compiled]) -> None:

@@ -37,8 +37,8 @@ TIMEOUT_S = 2.0
 MEMORY_BYTES = 256 * 1024 * 1024
 """Memory that compiling may take, bytes."""
 
-STACK_BYTES = 1024 * 1024
-"""Stack that compiling may take, bytes: an eighth of what a thread usually has."""
+STACK_BYTES = 2 * 1024 * 1024
+"""Stack that compiling may take, bytes: a quarter of what a thread usually has, and enough for 200 nested objects."""
 
 MAX_WAITING = 256
 """Grammars that may wait to be compiled."""
@@ -422,9 +422,9 @@ class GrammarSandbox:
         if number in (signal.SIGPROF, signal.SIGXCPU):
             return Verdict("time", f"takes more than {self.timeout_s:g} s of processor time to compile")
         if number == signal.SIGABRT:
-            return Verdict("memory", f"takes more than {self.memory_bytes >> 20} MiB of memory to compile")
+            return Verdict("memory", f"takes more than {self.memory_bytes / 2**20:g} MiB of memory to compile")
         if number in (signal.SIGSEGV, signal.SIGBUS):
-            limit = f"takes more than {self.stack_bytes >> 10} KiB of stack to compile"
+            limit = f"takes more than {self.stack_bytes / 2**20:g} MiB of stack to compile"
             return Verdict("stack", f"{limit}: it is chained or nested too deeply")
         return Verdict("crashed", "crashes the compiler")
 

@@ -62,7 +62,7 @@ def multiple_of(number: int) -> dict[str, Any]:
     return {"guided_json": {"type": "integer", "multipleOf": 99999989 - 2 * number}}
 
 
-STACK, TIME = "takes more than 1024 KiB of stack to compile", "takes more than 2 s of processor time to compile"
+STACK, TIME = "takes more than 2 MiB of stack to compile", "takes more than 2 s of processor time to compile"
 ENUM = [f"value-{number:06d}" for number in range(200_000)]
 REPEAT = "((a{1,200}){1,200}){1,200}"
 TOO_DEEP = "exceed the maximum number of nested parentheses"

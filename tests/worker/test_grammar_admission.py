@@ -75,7 +75,7 @@ async def running(sandbox: GrammarSandbox, desk: ProcessorDesk, count: int = 1) 
         (
             {"grammar": "\n".join(["start: r0", *(f'r{i}: "a" r{i + 1}' for i in range(4000)), 'r4000: "b"'])},
             "sampling_options.guided_decoding.args.lark",
-            "takes more than 1024 KiB of stack",
+            "takes more than 2 MiB of stack",
         ),
         ({"json": {"not": {"const": 1}}}, "sampling_options.guided_decoding.args.schema", "Unimplemented"),
     ],
