@@ -254,6 +254,11 @@ class Catalog:
                 grammar = processor.grammar(self.parse_args(requested))
             except ArgumentError as error:
                 raise SelectionError(f"{requested.path}.args.{error.argument}", error.problem) from error
+            except SelectionError:
+                raise
+            except Exception as error:  # the processor boundary: third-party code
+                problem = f"the logits processor {requested.name} raised {type(error).__name__} when it was built"
+                raise BuildFailed(requested.path, problem, requested.name) from error
             found.append((f"{requested.path}.args.{processor.argument}", grammar))
         return found
 

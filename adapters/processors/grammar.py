@@ -228,7 +228,10 @@ class JsonSchema(GrammarProcessor):
         except RecursionError:
             raise ArgumentError("schema", "is nested too deeply") from None
         _check_length("schema", text)
-        return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+        try:
+            return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+        except ValueError:  # it reads the text again, and stops at 128 levels
+            raise ArgumentError("schema", "is nested too deeply") from None
 
 
 class Regex(GrammarProcessor):

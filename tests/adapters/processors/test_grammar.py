@@ -266,10 +266,14 @@ def test_scope_answer_begins_after_the_closing_tag():
 
 
 NESTED: Any = {}
-for _ in range(5000):
+for _ in range(300):
+    NESTED = {"type": "array", "items": NESTED}
+NESTED_300 = NESTED
+for _ in range(4700):
     NESTED = {"type": "array", "items": NESTED}
 
 BOMBS: list[tuple[type[GrammarProcessor], str, Any]] = [
+    (JsonSchema, "schema", NESTED_300),
     (JsonSchema, "schema", NESTED),
     (JsonSchema, "schema", {"enum": [f"value {i}" for i in range(200_000)]}),
     (JsonSchema, "schema", {"type": "string", "pattern": "(" * 60_000 + "a" + ")" * 60_000}),
