@@ -12,13 +12,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from e2e_stack import Stack, Worker, running_stack, wait_for
+from e2e_stack import DYNAMO, Stack, Worker, running_stack, wait_for
 from grammar_bombs import KINDS, bomb
 from processor_requests import PATIENT, chat
 
 from adapters.client import processor
 
 Shared = tuple[Stack, Worker]
+
+ANSWERS = {200, 400, 529} | ({500} if DYNAMO < (1, 6) else set())
+"""500 is what the older frontend makes of a grammar that goes beyond its limits after the first token."""
 
 CACHE_MIB = 32
 SLACK_BYTES = 64 << 20
@@ -39,7 +42,7 @@ def throw(stack: Stack, worker: Worker, seed: int, numbers: range) -> Counter[st
     def one(number: int) -> str:
         reply = chat(stack, max_tokens=8, **bomb(seed, number))
         kind = KINDS[number % len(KINDS)].__name__
-        assert reply.status in (200, 400, 529), f"bomb {seed}/{number}, {kind}: {reply.status} {reply.text[:300]}"
+        assert reply.status in ANSWERS, f"bomb {seed}/{number}, {kind}: {reply.status} {reply.text[:300]}"
         assert worker.running, f"bomb {seed}/{number}, {kind}"
         return f"{kind} {reply.status}"
 
