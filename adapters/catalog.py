@@ -30,6 +30,7 @@ from adapters.contract import (
 )
 from adapters.foreign import wrap_foreign
 from adapters.processors import BUILTINS
+from adapters.processors.grammar import GrammarProcessor
 from adapters.scope import Scope
 from adapters.selection import MAX_DEADLINE, MAX_PROCESSORS, NAME, VERSION, Requested, Selection, SelectionError, shown
 
@@ -267,6 +268,39 @@ class Catalog:
             if requested.origin == "mandatory":
                 raise RuledOut(requested, error.problem) from error
             raise
+
+    def has_grammars(self, selection: Selection) -> bool:
+        """Whether `build_chain` would compile a grammar."""
+        return any(
+            requested.name in self and issubclass(self[requested.name].processor, GrammarProcessor)
+            for requested in selection.processors
+        )
+
+    def grammars(self, selection: Selection, context: Context) -> list[tuple[str, str]]:
+        """The grammars that `build_chain` compiles, each with the path of its argument: to compile them before.
+
+        A schema may be a megabyte: call it in a thread.
+
+        Raises:
+            SelectionError: as `build_chain`.
+        """
+        found = []
+        for requested in selection.processors:
+            processor = self._find(requested).processor
+            if not issubclass(processor, GrammarProcessor):
+                continue
+            _check_scope(requested, processor, context)
+            try:
+                grammar = processor.grammar(self.parse_args(requested))
+            except ArgumentError as error:
+                raise SelectionError(f"{requested.path}.args.{error.argument}", error.problem) from error
+            except SelectionError:
+                raise
+            except Exception as error:  # the processor boundary: third-party code
+                problem = f"the logits processor {requested.name} raised {type(error).__name__} when it was built"
+                raise BuildFailed(requested.path, problem, requested.name) from error
+            found.append((f"{requested.path}.args.{processor.argument}", grammar))
+        return found
 
     def build(self, requested: Requested, context: Context) -> list[Processor]:
         """The processors that one entry of a selection stands for.

@@ -227,6 +227,14 @@ class Arguments:
         "Most CPU time that a third-party logits processor may take for one step, seconds; over it, its request fails.",
         parse=_positive_seconds,
     )
+    grammar_timeout_s: float = _option(
+        2.0,
+        "Processor time that compiling a grammar may take, seconds; over it, its request is refused.",
+        parse=_positive_seconds,
+    )
+    grammar_cache_mib: int = _option(
+        256, "Memory for compiled grammars that are kept for the next request, MiB.", parse=_positive
+    )
     disaggregation_mode: str = _option(
         "aggregated", "Role of this worker.", choices=("aggregated", "agg", "prefill", "decode")
     )

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from worker.errors import Draining, InvalidRequest
-
-if TYPE_CHECKING:
-    from worker.engines import Engine
 
 HAND_OFF_TIMEOUT_S = 2.0
 """Time for streams to carry `Draining` out to the runtime once the engine has given its requests away."""
@@ -122,6 +119,13 @@ class Gate:
             await asyncio.sleep(max(0.0, FLUSH_S - elapsed))
 
 
+class GivesAway(Protocol):
+    """Whoever can end every request that is left with `Draining`."""
+
+    def hand_off(self) -> int:
+        """Do so; returns how many there were."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrainOutcome:
     """How a drain ended.
@@ -135,7 +139,7 @@ class DrainOutcome:
     num_handed_off: int
 
 
-async def drain(gate: Gate, engine: Engine, budget_s: float) -> DrainOutcome:
+async def drain(gate: Gate, engine: GivesAway, budget_s: float) -> DrainOutcome:
     """Close the gate, wait up to ``budget_s`` for the requests inside, give the rest away."""
     gate.close()
     inside = len(gate)

@@ -46,6 +46,10 @@ class StartupError(ServingError):
     """The worker cannot start; the message is the one line that the operator sees."""
 
 
+class GrammarsUnavailable(ServingError):
+    """The process that compiles grammars cannot be started; requests without one are served."""
+
+
 class ProcessorUnavailable(ServingError):
     """A third-party processor has failed too often; requests that name it are refused for a while.
 

@@ -8,7 +8,7 @@ import gc
 import logging
 import random
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from worker.engines import Engine, EngineInfo, SelfReporting, TokenDelta
 from worker.errors import (
     Draining,
     EngineBroken,
+    GrammarsUnavailable,
     InvalidRequest,
     Overloaded,
     ProcessorUnavailable,
@@ -58,6 +59,7 @@ _OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
     (Draining, "handed_off"),
     (EngineBroken, "engine_broken"),
     (ProcessorUnavailable, "unavailable"),
+    (GrammarsUnavailable, "unavailable"),
 )
 
 
@@ -70,6 +72,28 @@ class _Serving:
     deltas: AsyncGenerator[TokenDelta, None]
     request: GenerationRequest
     selection: Selection
+
+
+class _Aborted(Exception):
+    """The client is gone before its request reached the engine."""
+
+
+@dataclass(eq=False, slots=True)
+class _Admission:
+    """A request whose chain is being built.
+
+    Attributes:
+        task: Builds it.
+        failure: What the request ends with, once the task was cancelled for that.
+    """
+
+    task: asyncio.Task[SamplingParams]
+    failure: Exception | None = None
+
+    def end(self, failure: Exception) -> None:
+        """Stop building; the request ends with ``failure``."""
+        self.failure = self.failure or failure
+        self.task.cancel()
 
 
 class WorkerEngine(LLMEngine):
@@ -107,6 +131,7 @@ class WorkerEngine(LLMEngine):
         self.broken: str | None = None
         self._open_desk = open_desk
         self._desk: ProcessorDesk | None = None
+        self._admissions: dict[str, _Admission] = {}
         self._smoke_wanted = smoke
         self._smoke: SmokeTest | None = None
         self._faults = FaultWindow()
@@ -186,17 +211,42 @@ class WorkerEngine(LLMEngine):
         prompt = request.prompt_token_ids
         selection = desk.select(request, metadata)
         part = self.hand_offs.part_of(request, selection)
-        params = await self._parameters(request, desk, selection, info)
-        builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
-        builder.num_cached_tokens = part.num_cached_tokens
-        deltas = self.engine.generate(request_id, prompt, params, part.kv, request.cache_salt)
-        if selection.deadline is not None:
-            deltas = until(selection.deadline, deltas)
-        self.hand_offs.check_room(part)
-        flight = self.gate.enter(request_id, len(prompt))  # last: nothing after it may raise
+        flight = self.gate.enter(request_id, 0)  # inside while its grammars compile, but without KV
+        try:
+            work = self._parameters(request, desk, selection, info)
+            params = await (self._while_inside(flight, work) if selection.processors else work)
+            builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
+            builder.num_cached_tokens = part.num_cached_tokens
+            deltas = self.engine.generate(request_id, prompt, params, part.kv, request.cache_salt)
+            if selection.deadline is not None:
+                deltas = until(selection.deadline, deltas)
+            self.hand_offs.check_room(part)
+        except _Aborted:
+            return _Serving(flight, ResponseBuilder(request, frozenset()), _cancelled(), request, selection)
+        except BaseException:
+            self._in_loop(self.gate.leave, flight)
+            raise
+        self.gate.grow(flight, len(prompt))
         self.hand_offs.enter(flight, part)
         self._publish_load()
         return _Serving(flight, builder, deltas, request, selection)
+
+    async def _while_inside(self, flight: Flight, work: Coroutine[Any, Any, SamplingParams]) -> SamplingParams:
+        """What ``work`` returns, unless `abort` or `hand_off` end it."""
+        admission = _Admission(asyncio.create_task(work))
+        self._admissions[flight.request_id] = admission
+        try:
+            await asyncio.wait([admission.task])
+            if admission.failure is not None:
+                raise admission.failure
+            return admission.task.result()
+        finally:
+            self._in_loop(self._leave_admission, flight, admission)
+
+    def _leave_admission(self, flight: Flight, admission: _Admission) -> None:
+        admission.task.cancel()  # nobody waits for it any more, and it may not be done
+        if self._admissions.get(flight.request_id) is admission:
+            del self._admissions[flight.request_id]
 
     def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
         self._count_processors(delta)
@@ -231,7 +281,7 @@ class WorkerEngine(LLMEngine):
         budget = request.max_tokens
         if self.arguments.disaggregation_mode == "prefill":  # is asked for one token, whatever decode will be asked for
             budget = info.context_length - len(prompt)
-        chain = await desk.chain(selection, prompt, params.end_token_ids, seed, budget)
+        chain = await desk.chain(selection, prompt, params.end_token_ids, seed, budget, request.cache_salt)
         if chain is None:
             return params
         return replace(params, logits_processor=[*smoke, *create_trtllm_adapters([chain], end_id=params.end_id)])
@@ -280,12 +330,25 @@ class WorkerEngine(LLMEngine):
             self.broken = " ".join(reason.split())
             logger.error("engine broken, leaving: %s", self.broken)
             self.gate.close()
+            self._end_admissions(EngineBroken(self.broken))
             self.engine.hand_off()
             self._leave()
+
+    def hand_off(self) -> int:
+        """End every request that is left with `Draining`, those that have not reached the engine too."""
+        return self._end_admissions(Draining("this worker is shutting down")) + self.engine.hand_off()
+
+    def _end_admissions(self, failure: Exception) -> int:
+        admissions = list(self._admissions.values())
+        for admission in admissions:
+            admission.end(failure)
+        return len(admissions)
 
     async def abort(self, context: Any) -> None:
         """Free everything that the request holds. Called by the runtime when the client is gone."""
         request_id = context.id()
+        if request_id in self._admissions:
+            self._admissions[request_id].end(_Aborted())
         self.engine.abort(request_id)
         self.hand_offs.evict(request_id)
         if self.gate.evict(request_id):
@@ -306,9 +369,11 @@ class WorkerEngine(LLMEngine):
         if self._info is not None and not self._drained:
             self._drained = True
             budget_s = 0.0 if self.broken is not None else self.arguments.drain_timeout_s
-            outcome = await drain(self.gate, self.engine, budget_s)
+            outcome = await drain(self.gate, self, budget_s)
             self.metrics.count_drain(outcome)
             logger.info("drained: %d finished, %d handed off", outcome.num_finished, outcome.num_handed_off)
+        if self._desk is not None:
+            await self._desk.close()
         await self.engine.stop()
 
     async def register_prometheus(self, metrics: Any) -> None:
@@ -382,3 +447,8 @@ class WorkerEngine(LLMEngine):
             "draining": self.gate.closed,
             "smoke_test": self._smoke is not None,
         }
+
+
+async def _cancelled() -> AsyncGenerator[TokenDelta, None]:
+    """What an engine says of a request that was aborted."""
+    yield TokenDelta(finish_reason="cancelled")

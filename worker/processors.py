@@ -1,15 +1,19 @@
 """The logits processors of a request: its selection, the operator's policy, and request fields that are processors.
 
-Everything that can refuse a request happens here, before the first chunk. Chains are built in a thread, because
-grammars compile while they are built.
+Everything that can refuse a request happens here, before the first chunk. Grammars are compiled first, in the sandbox
+and in threads of their own, and chains are built in a few threads of the desk: never in the event loop, nor in the
+threads that all of asyncio shares.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -17,9 +21,12 @@ from adapters.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError, Ruled
 from adapters.chain import ProcessorChain
 from adapters.characters import split_characters
 from adapters.contract import Context
+from adapters.grammars.cache import Compiled, GrammarCache
+from adapters.grammars.compiler import GrammarRefused
+from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable
 from adapters.plan import ProcessorFailed
 from adapters.policy import FieldValue, Policy, PolicyError
-from adapters.processors.grammar import grammar_cache
+from adapters.processors.grammar import grammar_cache, tokenizer_tables
 from adapters.scope import Scope
 from adapters.selection import Requested, Selection, SelectionError, from_channels
 from adapters.token_bytes import byte_index
@@ -28,16 +35,24 @@ from worker.arguments import Arguments
 from worker.breaker import Breaker
 from worker.controls import CONTROLS, Control
 from worker.engines import EngineInfo
-from worker.errors import InvalidRequest, StartupError
+from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
 from worker.fields import FIELDS
+from worker.grammar_metrics import GrammarMetrics
 from worker.processor_metrics import ProcessorMetrics
 from worker.request import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CHANNEL = "logits_processors"
 """Head of the path in errors about the request channel."""
 
 _PATHS = {row.target: row.path for row in FIELDS if row.target is not None}
 """Where the frontend puts each attribute of a `GenerationRequest`."""
+
+NUM_BUILDERS = 4
+"""Threads that build chains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +76,15 @@ class Facts:
         Raises:
             OSError, ValueError: there is none that can be read.
         """
-        vocabulary = Vocabulary.from_pretrained(model_path, vocab_size, eos_token_ids)
+        return cls.of(Vocabulary.from_pretrained(model_path, vocab_size, eos_token_ids))
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary) -> Facts:
+        """Derive what takes long from a vocabulary with a tokenizer.
+
+        Raises:
+            ValueError: llguidance cannot read the tokenizer.
+        """
         byte_index(vocabulary)  # seconds for a large vocabulary, and the grammars' trie too: no request should wait
         split_characters(vocabulary)
         grammar_cache(vocabulary)
@@ -72,12 +95,39 @@ def make_desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistr
     """The desk of a worker that has just loaded its model.
 
     Raises:
-        StartupError: the tokenizer cannot be read, or the operator's processors or policy cannot be honoured.
+        StartupError: the tokenizer cannot be read, the sandbox for grammars cannot be started, or the operator's
+            processors or policy cannot be honoured.
     """
+    metrics = GrammarMetrics(registry)
+    sandbox = None
     try:
-        facts = Facts.load(arguments.model_path, info.vocab_size, info.eos_token_ids)
+        vocabulary = Vocabulary.from_pretrained(arguments.model_path, info.vocab_size, info.eos_token_ids)
+        tables = partial(tokenizer_tables, vocabulary)
+        sandbox = GrammarSandbox(tables, timeout_s=arguments.grammar_timeout_s, observe=metrics.count)
+        sandbox.start()  # loads the tokenizer while this process does
+        facts = Facts.of(vocabulary)
+        cache = grammar_cache(vocabulary)
+        cache.sandbox, cache.max_bytes = sandbox, arguments.grammar_cache_mib * 2**20
+        metrics.watch(cache)
+        sandbox.wait_ready()
+        return _open_desk(arguments, facts, registry)
     except (OSError, ValueError) as error:
+        _close(sandbox)
         raise StartupError(f"--model-path {arguments.model_path}: no tokenizer: {error}") from None
+    except SandboxUnavailable as error:
+        _close(sandbox)
+        raise StartupError(f"the sandbox for grammars {error}") from None
+    except BaseException:
+        _close(sandbox)
+        raise
+
+
+def _close(sandbox: GrammarSandbox | None) -> None:
+    if sandbox is not None:
+        sandbox.close()
+
+
+def _open_desk(arguments: Arguments, facts: Facts, registry: CollectorRegistry) -> ProcessorDesk:
     try:
         catalog = Catalog.load(allow=arguments.allow_logits_processors, options=arguments.logits_processor)
         path = arguments.processor_policy
@@ -116,6 +166,7 @@ class ProcessorDesk:
         self.step_budget_s = step_budget_s
         self.breaker = Breaker(entry.name for entry in catalog.entries if entry.source != BUILT_IN)
         self.metrics = ProcessorMetrics(registry, lambda: len(self.breaker.open_names()))
+        self._builders = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
         self._policy = policy.for_model(model)
         self._keys = policy.watermark_keys
         policy.check(model, catalog, self.context(frozenset(facts.vocabulary.eos_token_ids), 0, None))
@@ -138,13 +189,23 @@ class ProcessorDesk:
         )
 
     async def chain(
-        self, selection: Selection, prompt: list[int], end_token_ids: frozenset[int], seed: int, max_tokens: int
+        self,
+        selection: Selection,
+        prompt: list[int],
+        end_token_ids: frozenset[int],
+        seed: int,
+        max_tokens: int,
+        client: str | None = None,
     ) -> ProcessorChain | None:
         """The chain of a request, begun after its prompt; None if there is nothing for one to do.
+
+        Cancelling it while a grammar compiles ends that at once. ``client`` is whose turn that takes.
 
         Raises:
             InvalidRequest: a processor is unknown, its arguments cannot be honoured, or nothing can satisfy them all.
             ProcessorUnavailable: a third party's processor has failed too often.
+            Overloaded: too many grammars wait to be compiled.
+            GrammarsUnavailable: there is no process to compile them in.
         """
         if not selection.processors:
             return None
@@ -152,7 +213,9 @@ class ProcessorDesk:
         self.breaker.check(names)
         context = self.context(end_token_ids, seed, max_tokens)
         try:
-            chain = await asyncio.to_thread(self._build, selection, context, prompt)
+            grammars = await self._compiled(selection, context, client)
+            chain = await self._in_thread(self._build, selection, context, prompt)
+            del grammars  # until here they were in use, so the chain's processors found them in the cache
         except BuildFailed as error:
             self.breaker.record(error.processor)
             raise _invalid(error) from None
@@ -162,6 +225,25 @@ class ProcessorDesk:
             self.breaker.record(error.processor)
             raise InvalidRequest(CHANNEL, str(error)) from None
         return chain if chain.members else None
+
+    async def _compiled(self, selection: Selection, context: Context, client: str | None) -> list[Compiled]:
+        """The grammars of a selection, compiled."""
+        if self.facts.vocabulary.tokenizer is None or not self.catalog.has_grammars(selection):
+            return []
+        cache = grammar_cache(self.facts.vocabulary)
+        wanted = await self._in_thread(self.catalog.grammars, selection, context)
+        return [await _compiled_one(cache, path, grammar, client) for path, grammar in wanted]
+
+    def _in_thread(self, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._builders, call, *arguments)
+
+    async def close(self) -> None:
+        """End the process that compiles grammars; requests with one are refused from now on. Idempotent."""
+        self._builders.shutdown(wait=False, cancel_futures=True)
+        if self.facts.vocabulary.tokenizer is not None:
+            sandbox = grammar_cache(self.facts.vocabulary).sandbox
+            if sandbox is not None:
+                await asyncio.to_thread(sandbox.close)
 
     def _build(self, selection: Selection, context: Context, prompt: list[int]) -> ProcessorChain:
         try:
@@ -194,6 +276,18 @@ class ProcessorDesk:
             think_start=self.facts.think_start,
             think_end=self.facts.think_end,
         )
+
+
+async def _compiled_one(cache: GrammarCache, path: str, grammar: str, client: str | None) -> Compiled:
+    try:
+        return await asyncio.wrap_future(cache.request(grammar, client))
+    except GrammarRefused as error:
+        raise SelectionError(path, str(error)) from None
+    except SandboxBusy as error:
+        raise Overloaded(f"{path}: {error}; retry later or elsewhere") from None
+    except SandboxUnavailable as error:
+        logger.error("no grammar can be compiled: the sandbox %s", error)
+        raise GrammarsUnavailable(f"no grammar can be compiled: the sandbox {error}") from None
 
 
 def field_values(request: GenerationRequest, can_think: bool) -> list[tuple[Control, FieldValue]]:

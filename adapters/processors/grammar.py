@@ -1,7 +1,8 @@
 """Grammars: JSON Schema, regular expressions, choices and Lark grammars, enforced by llguidance.
 
-A grammar is compiled when its processor is built, at admission and off the step, within `LIMITS`, and probed there, so
-that one that explodes is refused before the first token. Compiled grammars are kept per vocabulary.
+A grammar is compiled when its processor is built, at admission and off the step, within the limits of
+`adapters.grammars`, and walked along there, so that one that explodes is refused before the first token. Compiled
+grammars are kept per vocabulary.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ import json
 import pickle
 import re
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Sequence
-from threading import Lock
+from copy import copy
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 from pydantic import Field
 
 from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor, Unsatisfiable
 from adapters.edits import Allow, Edit
+from adapters.grammars.cache import GrammarCache
+from adapters.grammars.compiler import byte_tables, hugging_face_tables, load_tokenizer, short_reason
 from adapters.processors.arguments import MAX_LIST, MAX_TEXT
 from adapters.scope import Scope
 from adapters.vocabulary import Vocabulary, vocabulary_at
@@ -29,96 +31,8 @@ from adapters.vocabulary import Vocabulary, vocabulary_at
 MAX_SOURCE = 1024 * 1024
 """Most characters of a grammar's source."""
 
-LIMITS = LLParserLimits(
-    max_items_in_row=2_000,
-    initial_lexer_fuel=1_000_000,  # about 20 ms
-    step_lexer_fuel=200_000,  # about 14 ms
-    step_max_items=50_000,  # about 3 ms
-    max_lexer_states=50_000,  # 1 to 2 kB each
-    max_grammar_size=500_000,
-    verbose_errors=False,  # an error must not repeat the grammar
-)
-
-CACHED_GRAMMARS = 64
-"""Compiled grammars kept for each vocabulary."""
-
-PROBE_STEPS = 48
-"""Tokens that a new grammar is walked along: some are cheap to compile and explode only further on."""
-
-_REASON = 160
-_QUOTED = re.compile(r'"([^"]*)"?|\(at .*')
 _LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')
 _IGNORED_ATTRIBUTE = re.compile(r"\btemperature\s*=")
-
-
-class GrammarRefused(ValueError):
-    """A grammar is malformed, matches nothing, or is beyond `LIMITS`."""
-
-
-class GrammarCache:
-    """Compiled grammars of one vocabulary, the least recently used dropped first. Safe to use from several threads.
-
-    Args:
-        tokenizer: Of the vocabulary.
-        capacity: Most grammars kept.
-    """
-
-    def __init__(self, tokenizer: LLTokenizer, capacity: int = CACHED_GRAMMARS) -> None:
-        self.tokenizer = tokenizer
-        self._capacity = capacity
-        self._known: OrderedDict[tuple[str, str], LLMatcher | GrammarRefused] = OrderedDict()
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def compiled(self, kind: str, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of ``grammar``, to be copied and never to be advanced.
-
-        Raises:
-            GrammarRefused: as the class says; refusals are kept too.
-        """
-        key = (kind, grammar)
-        with self._lock:
-            known = self._known.get(key)
-            if known is not None:
-                self._known.move_to_end(key)
-        if known is None:
-            known = self._compile(grammar)
-            with self._lock:
-                self._known[key] = known
-                while len(self._known) > self._capacity:
-                    self._known.popitem(last=False)
-        if isinstance(known, GrammarRefused):
-            raise GrammarRefused(str(known))
-        return known
-
-    def _compile(self, grammar: str) -> LLMatcher | GrammarRefused:
-        matcher = LLMatcher(self.tokenizer, grammar, limits=LIMITS, log_level=0)
-        if not matcher.is_error():
-            bits_of(matcher, self.tokenizer.vocab_size)
-        if not matcher.is_error():
-            error = _probe(matcher.deep_copy(), self.tokenizer)
-            return matcher if not error else GrammarRefused(error)
-        return GrammarRefused(_reason(matcher.get_error()))
-
-
-def _probe(matcher: LLMatcher, tokenizer: LLTokenizer) -> str:
-    """Walks along one path; the reason to refuse the grammar, or an empty text."""
-    never, _ = _end_words(tokenizer.vocab_size, tokenizer.eos_tokens, ())
-    for step in range(PROBE_STEPS):
-        bits = bits_of(matcher, tokenizer.vocab_size)
-        if matcher.is_error():
-            return _reason(matcher.get_error())
-        for word, kept in never:
-            bits[word] &= kept
-        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-        if not allowed.size:
-            unable = step == 0 and not matcher.is_accepting()
-            return "no token of this model can begin a text of it" if unable else ""
-        # Spread over the ids, so that the path meets long tokens and rare branches as well.
-        matcher.try_consume_tokens([int(allowed[step * 7919 % allowed.size])])
-    return ""
 
 
 def bits_of(matcher: LLMatcher, width: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -132,52 +46,29 @@ def grammar_cache(vocabulary: Vocabulary) -> GrammarCache:
     """The compiled grammars of ``vocabulary``.
 
     Raises:
-        ValueError: it has no tokenizer.
+        ValueError: it has no tokenizer that llguidance can read.
     """
-    return vocabulary.derived("grammars", lambda: GrammarCache(_ll_tokenizer(vocabulary)))
+    return vocabulary.derived("grammars", lambda: GrammarCache(load_tokenizer(tokenizer_tables(vocabulary))))
 
 
-def _ll_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+def tokenizer_tables(vocabulary: Vocabulary) -> dict[str, Any]:
+    """What llguidance needs of the tokenizer, as JSON data: for this process, and for a sandbox.
+
+    Raises:
+        ValueError: there is no tokenizer.
+    """
     if vocabulary.tokenizer is None:
         raise ValueError("a grammar needs a tokenizer, and this model was loaded without one")
-    end = sorted(vocabulary.eos_token_ids) or None
     tokenizer: Any = vocabulary.tokenizer
     # Where ids have a gap, llguidance's own reading of a tokenizer offers those beyond their number, and refuses them.
-    if hasattr(tokenizer, "backend_tokenizer") and not vocabulary.gap_ids:
-        from llguidance.hf import from_tokenizer
-
-        return from_tokenizer(tokenizer, n_vocab=vocabulary.size, eos_token=end)
-    return LLTokenizer(TokenizerWrapper(_Bytes(vocabulary)), eos_token=end)
-
-
-class _Bytes:
-    """What llguidance asks of a tokenizer that is not a Hugging Face one."""
-
-    bos_token_id = None
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        special = vocabulary.special_token_ids
-        self.eos_token_id = min(vocabulary.eos_token_ids, default=0)
-        self.special_token_ids = sorted(special)
-        self.tokens = [
-            b"<|%d|>" % token_id if token_id in special else text
-            for token_id, text in enumerate(vocabulary.token_bytes)
-        ]
-        assert vocabulary.tokenizer is not None
-        self._encode = vocabulary.tokenizer.encode
-
-    def __call__(self, text: str) -> list[int]:
-        return self._encode(text, add_special_tokens=False)
-
-
-def _reason(error: str) -> str:
-    """One short line of llguidance's message, without the grammar that it repeats."""
-    if error.startswith("NoExtension"):
-        return "no text matches it"
-    lines = error.splitlines() or ["it cannot be compiled"]
-    line = next((line for line in lines if line.startswith("error: ")), lines[0])
-    line = _QUOTED.sub(lambda found: found[0] if found[1] and len(found[1]) <= 24 else "…", line)
-    return line.removeprefix("error: ")[:_REASON]
+    if not hasattr(tokenizer, "backend_tokenizer") or vocabulary.gap_ids:
+        special = sorted(vocabulary.special_token_ids)
+        return byte_tables(vocabulary.token_bytes, special, sorted(vocabulary.eos_token_ids))
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    own_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return hugging_face_tables(backend.to_str(), vocabulary.size, sorted(vocabulary.eos_token_ids) or own_end)
 
 
 class GrammarProcessor(SteeringProcessor):
@@ -207,8 +98,9 @@ class GrammarProcessor(SteeringProcessor):
         except ValueError as error:
             raise ArgumentError(self.argument, str(error)) from error
 
+    @classmethod
     @abstractmethod
-    def grammar(self, args: Any) -> str:
+    def grammar(cls, args: Any) -> str:
         """The grammar in llguidance's JSON form.
 
         Raises:
@@ -217,12 +109,12 @@ class GrammarProcessor(SteeringProcessor):
 
     def _use(self, cache: GrammarCache) -> None:
         self._width = cache.tokenizer.vocab_size
-        self._compiled = cache.compiled(self.name, self._grammar)
+        self._compiled = cache.compiled(self._grammar)
         self._never, self._ends = _end_words(self._width, cache.tokenizer.eos_tokens, self._end)
         self.reset()
 
     def reset(self) -> None:
-        self._matcher = self._compiled.deep_copy()
+        self._matcher = self._compiled.matcher.deep_copy()
         self._edit: Allow | None = None
         self._num_outside = 0
         self._violated = False
@@ -264,7 +156,7 @@ class GrammarProcessor(SteeringProcessor):
         else:
             bits = bits_of(self._matcher, self._width)
             if self._matcher.is_error():
-                raise Unsatisfiable(f"the grammar went beyond its limits ({_reason(self._matcher.get_error())})")
+                raise Unsatisfiable(f"the grammar went beyond its limits ({short_reason(self._matcher.get_error())})")
             complete = self._matcher.is_accepting()
         for word, never in self._never:
             bits[word] &= never
@@ -324,7 +216,8 @@ class JsonSchema(GrammarProcessor):
         ]
         compact: bool = Field(default=True, description="No whitespace between tokens of the JSON.")
 
-    def grammar(self, args: Args) -> str:
+    @classmethod
+    def grammar(cls, args: Args) -> str:
         """See `GrammarProcessor.grammar`."""
         if args.schema_ is False:
             raise ArgumentError("schema", "false matches no JSON")
@@ -336,7 +229,10 @@ class JsonSchema(GrammarProcessor):
         except RecursionError:
             raise ArgumentError("schema", "is nested too deeply") from None
         _check_length("schema", text)
-        return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+        try:
+            return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+        except ValueError:  # it reads the text again, and stops at 128 levels
+            raise ArgumentError("schema", "is nested too deeply") from None
 
 
 class Regex(GrammarProcessor):
@@ -351,7 +247,8 @@ class Regex(GrammarProcessor):
     class Args(ProcessorArgs):
         pattern: str = Field(min_length=1, max_length=MAX_SOURCE, description="Matches the whole answer.")
 
-    def grammar(self, args: Args) -> str:
+    @classmethod
+    def grammar(cls, args: Args) -> str:
         """See `GrammarProcessor.grammar`."""
         return str(LLMatcher.grammar_from_regex(args.pattern))
 
@@ -370,7 +267,8 @@ class Choice(GrammarProcessor):
             min_length=1, max_length=MAX_LIST, description="The texts; one of them is the whole answer."
         )
 
-    def grammar(self, args: Args) -> str:
+    @classmethod
+    def grammar(cls, args: Args) -> str:
         """See `GrammarProcessor.grammar`."""
         pattern = "|".join(map(_literal, args.choices))
         _check_length("choices", pattern)
@@ -389,7 +287,8 @@ class Grammar(GrammarProcessor):
     class Args(ProcessorArgs):
         lark: str = Field(min_length=1, max_length=MAX_SOURCE, description="A Lark grammar with a rule named start.")
 
-    def grammar(self, args: Args) -> str:
+    @classmethod
+    def grammar(cls, args: Args) -> str:
         """See `GrammarProcessor.grammar`."""
         if args.lark.lstrip().startswith("{"):
             raise ArgumentError("lark", "expected a grammar in Lark's syntax, got JSON")

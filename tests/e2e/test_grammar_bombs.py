@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
-from e2e_stack import DYNAMO, MODEL, Stack, Worker
+from e2e_stack import DYNAMO, MODEL, Stack, Worker, wait_for
 from processor_requests import annotation, chat, check_refused, of, serving
 
 from adapters.client import processor
@@ -39,6 +43,26 @@ def parentheses(count: int) -> str:
     return "(" * count + "a" + ")" * count
 
 
+def rule_chain(length: int) -> str:
+    return "\n".join(["start: r0", *(f'r{i}:"a" r{i + 1}' for i in range(length)), f'r{length}: "b"'])
+
+
+def terminal_chain(length: int) -> str:
+    return "\n".join(["start: T0", *(f'T{i}: "a" T{i + 1}' for i in range(length)), f'T{length}: "b"'])
+
+
+def definitions_chain(length: int) -> Any:
+    definitions: dict[str, Any] = {f"d{length}": {"type": "string"}}
+    for i in range(length):
+        definitions[f"d{i}"] = {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]}
+    return {"$ref": "#/$defs/d0", "$defs": definitions}
+
+
+def multiple_of(number: int) -> dict[str, Any]:
+    return {"guided_json": {"type": "integer", "multipleOf": 99999989 - 2 * number}}
+
+
+STACK, TIME = "takes more than 2 MiB of stack to compile", "takes more than 2 s of processor time to compile"
 ENUM = [f"value-{number:06d}" for number in range(200_000)]
 REPEAT = "((a{1,200}){1,200}){1,200}"
 TOO_DEEP = "exceed the maximum number of nested parentheses"
@@ -61,6 +85,11 @@ BOMBS: dict[str, tuple[dict[str, Any], str]] = {
     "repeats of repeats": (of(processor("regex", pattern=REPEAT)), "too many expressions"),
     "repeats of repeats in Dynamo's field": ({"guided_regex": REPEAT}, "too many expressions"),
     "a schema that refers to itself": (of(processor("json_schema", schema={"$ref": "#"})), "no text matches it"),
+    "chain of 3,000 rules": (of(processor("grammar", lark=rule_chain(3000))), STACK),
+    "chain of 5,000 rules": ({"guided_grammar": rule_chain(5000)}, STACK),
+    "chain of 20,000 terminals": ({"guided_grammar": terminal_chain(20_000)}, STACK),
+    "chain of 5,000 definitions": ({"guided_json": definitions_chain(5000)}, STACK),
+    "multiple of a large prime": (multiple_of(0), TIME),
     "30,000 parentheses in a grammar": (
         of(processor("grammar", lark="start: " + parentheses(30_000).replace("a", '"a"'))),
         "too deeply nested",
@@ -124,3 +153,48 @@ def test_a_heavy_grammar_hurts_nobody(served: Shared, name: str) -> None:
         assert reply.status in (200, 400), reply.text
     assert chat(stack, processor("choice", choices=["ok"])).content == "ok"
     assert worker.running
+
+
+def test_slow_grammars_starve_nobody(served: Shared) -> None:
+    stack, worker = served
+    alone = chat(stack, max_tokens=60, ignore_eos=True).token_ids
+    with ThreadPoolExecutor(15) as pool:
+        bombs = [pool.submit(chat, stack, **multiple_of(number)) for number in range(1, 15)]
+        wait_for(lambda: worker.metric("dlw_grammars_running") > 0, "the first bomb")
+        assert worker.metric("dlw_in_flight_requests") > 0
+        for word in ("one", "two", "three"):
+            assert chat(stack, processor("choice", choices=[word])).content == word
+            assert chat(stack, max_tokens=60, ignore_eos=True).token_ids == alone
+        statuses = {bomb.result().status for bomb in bombs}
+    assert statuses <= {400, 529}
+    wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "all freed")
+    assert worker.metric("dlw_grammars_running") == worker.metric("dlw_grammars_waiting") == 0
+
+
+def test_a_client_that_leaves_takes_its_grammar_along(served: Shared) -> None:
+    stack, worker = served
+    cancelled = worker.metric("dlw_grammars_total", outcome="cancelled")
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True, **multiple_of(99)}
+    with contextlib.suppress(httpx.TimeoutException):
+        httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=0.2)
+    wait_for(lambda: worker.metric("dlw_grammars_total", outcome="cancelled") > cancelled, "the grammar is cancelled")
+    wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "all freed")
+
+
+def test_a_sandbox_that_dies_is_replaced(served: Shared) -> None:
+    stack, worker = served
+    (sandbox,) = psutil.Process(worker.child.pid).children()
+    sandbox.kill()
+    assert chat(stack, processor("choice", choices=["alive"])).content == "alive"
+    assert worker.metric("dlw_grammar_sandbox_restarts_total") == 1
+
+
+def test_the_sandbox_ends_with_the_worker(stack: Stack) -> None:
+    stack.start_frontend()
+    for number, status in ((signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)):
+        worker = stack.start_worker("--device", "cpu", "--dtype", "float32")
+        sandboxes = psutil.Process(worker.child.pid).children()
+        assert len(sandboxes) == 1
+        worker.signal(number)
+        assert worker.wait() == status
+        assert not psutil.wait_procs(sandboxes, 60)[1]

@@ -23,6 +23,7 @@ from worker.errors import (
     ConfigurationError,
     Draining,
     EngineBroken,
+    GrammarsUnavailable,
     InvalidRequest,
     Overloaded,
     ProcessorUnavailable,
@@ -191,7 +192,7 @@ def to_dynamo(error: ServingError) -> Exception:
         return InvalidArgument(str(error))
     if isinstance(error, Overloaded):
         return HttpError(529, str(error))
-    if isinstance(error, ProcessorUnavailable):
+    if isinstance(error, (ProcessorUnavailable, GrammarsUnavailable)):
         return HttpError(503, str(error))
     if isinstance(error, (Draining, EngineBroken)):
         return EngineShutdown(str(error))

@@ -1,0 +1,248 @@
+"""Compiled grammars of one vocabulary: kept by bytes, compiled once, through the sandbox where there is one."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakValueDictionary
+
+from llguidance import LLMatcher, LLTokenizer
+
+from adapters.grammars.compiler import GrammarRefused, compile_grammar, walk
+from adapters.grammars.sandbox import GrammarSandbox, Verdict
+
+MAX_BYTES = 256 * 1024 * 1024
+"""Bytes of compiled grammars that are kept."""
+
+MAX_BAD = 4096
+"""Grammars that are remembered as bad, by digest."""
+
+SLOW_FOR_S = 60.0
+"""How long a grammar that ran out of time is refused without another attempt. Processor time depends on what else the
+machine does, by a factor of two or three at worst; what crashes or is refused does so always."""
+
+STACK_BYTES = 64 * 1024 * 1024
+"""Stack of the threads that compile in this process, taken as it is used; what came through the sandbox needs less."""
+
+SLOW_S = 0.25
+"""Grammars that took the sandbox longer than this, seconds of processor time, compile one at a time in this process, in
+a thread of their own: others do not wait for them."""
+
+BYTES_PER_CHARACTER = 128
+"""Of a grammar's source: what it takes compiled, where no sandbox has measured it. Rather more than schemas take, which
+take most: with other threads in the process the allocator cannot say."""
+
+NUM_THREADS = 2
+"""Threads for all other grammars."""
+
+
+@dataclass(eq=False)
+class Compiled:
+    """A compiled grammar.
+
+    Attributes:
+        matcher: At its beginning, to be copied and never to be advanced.
+        num_bytes: What it takes, bytes.
+    """
+
+    matcher: LLMatcher
+    num_bytes: int
+
+
+class GrammarCache:
+    """Compiled grammars, the least recently used dropped first. Safe to use from several threads.
+
+    Args:
+        tokenizer: Of the vocabulary.
+        max_bytes: Bytes of compiled grammars to keep. A grammar in use is found again however little is kept.
+        clock: Seconds, monotonic.
+
+    Attributes:
+        sandbox: Compiles every grammar first, if there is one; else grammars are trusted.
+        num_bytes: Bytes of the grammars that are kept.
+        num_hits: How often a grammar was there already.
+        num_misses: How often it was not.
+    """
+
+    def __init__(
+        self, tokenizer: LLTokenizer, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.sandbox: GrammarSandbox | None = None
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_hits = 0
+        self.num_misses = 0
+        self._clock = clock
+        self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._in_use: WeakValueDictionary[bytes, Compiled] = WeakValueDictionary()
+        self._bad: OrderedDict[bytes, tuple[Verdict, float]] = OrderedDict()
+        self._compiling: dict[bytes, Future[Compiled]] = {}
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar-compiler")
+        self._slow_thread = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar-compiler")
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def compiled(self, grammar: str) -> Compiled:
+        """``grammar``, compiled now unless it is known; waits for it.
+
+        Args:
+            grammar: In llguidance's JSON form.
+
+        Raises:
+            GrammarRefused: it is malformed, matches no text, or went beyond a limit.
+            SandboxBusy, SandboxUnavailable: the sandbox could not try it.
+        """
+        found = self._find(_digest(grammar))  # what was asked for just now is no further look-up
+        return found if isinstance(found, Compiled) else self.request(grammar).result()
+
+    def request(self, grammar: str, client: Hashable | None = None) -> Future[Compiled]:
+        """As `compiled`, without waiting. To cancel the future gives its place in the sandbox up at once.
+
+        Args:
+            grammar: In llguidance's JSON form.
+            client: Whose it is, for fair turns in the sandbox; None is a client of its own.
+        """
+        digest = _digest(grammar)
+        wanted: Future[Compiled] = Future()
+        found = self._find(digest)
+        if found is not None:
+            self.num_hits += 1
+            _settle(wanted, found)
+            return wanted
+        self.num_misses += 1
+        if self.sandbox is None:
+            self._compile(digest, grammar, None, wanted)
+            return wanted
+        trial = self.sandbox.submit(grammar, client, partial(self._known, digest))
+        wanted.add_done_callback(lambda done: trial.cancel() if done.cancelled() else None)
+        trial.add_done_callback(partial(self._tried, digest, grammar, wanted))
+        return wanted
+
+    def _find(self, digest: bytes) -> Compiled | Verdict | None:
+        with self._lock:
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+            elif digest in self._bad:
+                verdict, until = self._bad[digest]
+                if self._clock() < until:
+                    return verdict
+                del self._bad[digest]
+            return self._in_use.get(digest)
+
+    def _known(self, digest: bytes) -> Verdict | None:
+        """For the sandbox: somebody else asked for the same meanwhile."""
+        found = self._find(digest)
+        return Verdict("compiled", num_bytes=found.num_bytes) if isinstance(found, Compiled) else found
+
+    def _tried(self, digest: bytes, grammar: str, wanted: Future[Compiled], trial: Future[Verdict]) -> None:
+        if trial.cancelled():
+            return
+        error = trial.exception()
+        if error is not None:
+            _settle(wanted, error)
+            return
+        verdict = trial.result()
+        if verdict.outcome == "compiled":
+            self._compile(digest, grammar, verdict, wanted)
+        else:
+            self._remember(digest, verdict)
+            _settle(wanted, verdict)
+
+    def _remember(self, digest: bytes, verdict: Verdict) -> None:
+        lasts_s = SLOW_FOR_S if verdict.outcome == "time" else float("inf")
+        with self._lock:
+            self._bad[digest] = verdict, self._clock() + lasts_s
+            self._bad.move_to_end(digest)
+            while len(self._bad) > MAX_BAD:
+                self._bad.popitem(last=False)
+
+    def _compile(self, digest: bytes, grammar: str, tried: Verdict | None, wanted: Future[Compiled]) -> None:
+        """Compile in this process, once for all who want it now."""
+        with self._lock:
+            found = self._in_use.get(digest)
+            running = self._compiling.get(digest) if found is None else None
+            is_first = found is None and running is None
+            if is_first:
+                is_slow = tried is not None and tried.cpu_s > SLOW_S
+                with _stack_of_threads:
+                    threads = self._slow_thread if is_slow else self._threads
+                    running = threads.submit(self._compile_here, grammar, tried)
+                self._compiling[digest] = running
+        if running is None:
+            assert found is not None
+            _settle(wanted, found)
+            return
+        if is_first:
+            running.add_done_callback(partial(self._keep, digest))
+        running.add_done_callback(partial(_pass_on, wanted))
+
+    def _compile_here(self, grammar: str, tried: Verdict | None) -> Compiled:
+        matcher = compile_grammar(self.tokenizer, grammar)
+        if tried is not None:
+            return Compiled(matcher, tried.num_bytes)
+        walk(matcher.deep_copy(), self.tokenizer)
+        return Compiled(matcher, BYTES_PER_CHARACTER * len(grammar))
+
+    def _keep(self, digest: bytes, done: Future[Compiled]) -> None:
+        error = done.exception()
+        if isinstance(error, GrammarRefused):
+            self._remember(digest, Verdict("refused", str(error)))
+        with self._lock:
+            del self._compiling[digest]
+            if error is not None:
+                return
+            compiled = self._in_use[digest] = done.result()
+            if compiled.num_bytes > self.max_bytes or digest in self._kept:
+                return
+            self._kept[digest] = compiled
+            self.num_bytes += compiled.num_bytes
+            while self.num_bytes > self.max_bytes:
+                self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+
+
+def _pass_on(wanted: Future[Compiled], done: Future[Compiled]) -> None:
+    error = done.exception()
+    _settle(wanted, done.result() if error is None else error)
+
+
+def _settle(wanted: Future[Compiled], found: Compiled | Verdict | BaseException) -> None:
+    if not wanted.set_running_or_notify_cancel():
+        return
+    if isinstance(found, Compiled):
+        wanted.set_result(found)
+    elif isinstance(found, Verdict):
+        wanted.set_exception(GrammarRefused(found.problem))
+    else:
+        wanted.set_exception(found)
+
+
+class _StackOfThreads:
+    """While it is entered, new threads of the process get `STACK_BYTES`; others that start just then do too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._before = threading.stack_size(STACK_BYTES)
+
+    def __exit__(self, *error: object) -> None:
+        threading.stack_size(self._before)
+        self._lock.release()
+
+
+_stack_of_threads = _StackOfThreads()

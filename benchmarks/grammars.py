@@ -1,0 +1,273 @@
+"""What the sandbox for grammars costs, and what bombs cost those beside them.
+
+    .venv/bin/python benchmarks/grammars.py
+    .venv/bin/python benchmarks/grammars.py --seconds 20 --parts beside
+
+Prints, and writes `results/grammars.md`.
+
+- ``start``: the sandbox process, from its start until it is ready, and its memory; for the tiny model's tokenizer and
+  for one of 150,000 random tokens. The worker loads the same tables meanwhile.
+- ``compile``: grammars in use, each compiled for the first time: in this process alone, and through the sandbox.
+- ``beside``: clients of a real stack (frontend, worker, tiny model) alone and beside bombs, of which
+  ``--bombs`` are always under way, from the generator of the tests' campaign: a plain chat of 32 tokens, and one with a
+  choice that nobody asked for before. The two take turns with and without bombs; the ratio is that of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+from llguidance import LLMatcher
+
+from adapters.client import processor
+from adapters.grammars.compiler import byte_tables, compile_grammar, load_tokenizer
+from adapters.grammars.sandbox import GrammarSandbox
+from adapters.processors.grammar import tokenizer_tables
+from adapters.vocabulary import Vocabulary
+from worker.tiny_model import write_tiny_model
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests" / "e2e"))
+
+from e2e_stack import Stack, Worker, running_stack  # noqa: E402
+from grammar_bombs import bomb  # noqa: E402
+from processor_requests import chat  # noqa: E402
+
+REPORT = HERE / "results" / "grammars.md"
+TARGET_RATIO, TARGET_DELAY_S = 1.2, 1.0
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["x", "y", "z"]}, "maxItems": 8},
+        "address": {"type": "object", "properties": {"street": {"type": "string"}, "zip": {"pattern": "[0-9]{5}"}}},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def random_tables() -> dict[str, Any]:
+    """150,000 tokens of one to twelve bytes."""
+    source = random.Random(0)
+    tokens = {bytes([i]): None for i in range(256)}
+    while len(tokens) < 150_000:
+        tokens["".join(source.choices("etaoinshrdlu ", k=source.randrange(2, 12))).encode()] = None
+    return byte_tables([*tokens, b"</s>"], [150_000], [150_000])
+
+
+def started(name: str, tables: dict[str, Any]) -> str:
+    began = time.perf_counter()
+    with GrammarSandbox(lambda: tables) as sandbox:
+        sandbox.wait_ready()
+        seconds = time.perf_counter() - began
+        assert sandbox.pid is not None
+        memory = psutil.Process(sandbox.pid).memory_full_info()
+        return f"| {name} | {seconds:.2f} | {memory.rss / 2**20:.0f} | {memory.uss / 2**20:.0f} |"
+
+
+def starts(tiny: dict[str, Any], large: dict[str, Any]) -> list[str]:
+    return [
+        "## The process",
+        "",
+        "| tokenizer | ready after s | resident MiB | of its own MiB |",
+        "| --- | --- | --- | --- |",
+        started("tiny model, 1,000 tokens", tiny),
+        started("150,000 random tokens", large),
+    ]
+
+
+def grammars() -> Iterator[tuple[str, Callable[[int], str]]]:
+    """Names, and the grammar in its n-th variant, which no cache has seen."""
+
+    def schema(number: int) -> str:
+        return str(LLMatcher.grammar_from_json_schema(json.dumps({**PERSON, "title": str(number)})))
+
+    def choices(number: int) -> str:
+        return str(LLMatcher.grammar_from_regex("|".join(f"choice {number} {i}" for i in range(100))))
+
+    def pattern(number: int) -> str:
+        return str(LLMatcher.grammar_from_regex(f"[A-Z]{{2,{number + 3}}}-[0-9]{{4}}"))
+
+    def arithmetic(number: int) -> str:
+        text = f'start: sum\nsum: product (("+" | "-") product)*\nproduct: /[0-9]{{1,{number + 1}}}/ | "(" sum ")"'
+        return str(LLMatcher.grammar_from_lark(text))
+
+    yield "JSON Schema, a person", schema
+    yield "choice of 100", choices
+    yield "regular expression", pattern
+    yield "Lark, arithmetic", arithmetic
+
+
+def compiles(name: str, tables: dict[str, Any], count: int) -> list[str]:
+    tokenizer = load_tokenizer(tables)
+    lines = []
+    with GrammarSandbox(lambda: tables) as sandbox:
+        sandbox.wait_ready()
+        for kind, make in grammars():
+            here = [timed(partial(compile_grammar, tokenizer, make(number)))[0] for number in range(count)]
+            tried = [timed(sandbox.submit(make(number)).result) for number in range(count)]
+            there = [seconds for seconds, _ in tried]
+            num_bytes = tried[0][1].num_bytes
+            lines.append(
+                f"| {name} | {kind} | {1e3 * statistics.median(here):.1f} | {1e3 * statistics.median(there):.1f} "
+                f"| {1e3 * max(there):.1f} | {num_bytes / 1024:.0f} |"
+            )
+    return lines
+
+
+COMPILE_HEAD = [
+    "## A new grammar",
+    "",
+    "| tokenizer | grammar | in this process ms | through the sandbox first ms | longest ms | KiB |",
+    "| --- | --- | --- | --- | --- | --- |",
+]
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    result = call()
+    return time.perf_counter() - began, result
+
+
+@contextmanager
+def bombing(stack: Stack, number: int, numbers: Iterator[int]) -> Iterator[list[int]]:
+    """``number`` clients that send one bomb after the other; statuses of the answers so far."""
+    over, statuses = threading.Event(), []
+
+    def throw() -> None:
+        while not over.is_set():
+            statuses.append(chat(stack, max_tokens=8, **bomb(7, next(numbers))).status)
+
+    with ThreadPoolExecutor(number) as pool:
+        thrown = [pool.submit(throw) for _ in range(number)]
+        try:
+            yield statuses
+        finally:
+            over.set()
+            for one in thrown:
+                one.result()
+
+
+def plain(stack: Stack) -> float:
+    return timed(lambda: ok(chat(stack, max_tokens=32, ignore_eos=True)))[0]
+
+
+def chosen(stack: Stack, words: Iterator[int]) -> float:
+    word = f"word {next(words)}"
+    return timed(lambda: ok(chat(stack, processor("choice", choices=[word, "other"]))))[0]
+
+
+def ok(reply: Any) -> None:
+    if reply.status != 200:
+        raise RuntimeError(f"{reply.status} {reply.text[:200]}")
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def beside(model: Path, seconds: float, rounds: int, bombs: int) -> list[str]:
+    numbers, words = itertools.count(), itertools.count()
+    samples: dict[tuple[str, bool], list[float]] = {
+        (kind, has_bombs): [] for kind in ("plain", "choice") for has_bombs in (False, True)
+    }
+    statuses: list[int] = []
+    with tempfile.TemporaryDirectory() as directory, running_stack(Path(directory) / "stack", model) as stack:
+        stack.start_frontend()
+        worker = stack.start_worker("--device", "cpu", "--dtype", "float32")
+        sample(stack, words, 2.0)
+        memory = [rss(worker)]
+        for _ in range(rounds):
+            for kind, taken in sample(stack, words, seconds).items():
+                samples[kind, False] += taken
+            with bombing(stack, bombs, numbers) as answered:
+                for kind, taken in sample(stack, words, seconds).items():
+                    samples[kind, True] += taken
+            statuses += answered
+            memory.append(rss(worker))
+    lines = [
+        f"## Beside {bombs} clients that send bombs",
+        "",
+        "| client | | requests | p50 ms | p99 ms |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for (kind, has_bombs), taken in samples.items():
+        shown = f"{1e3 * percentile(taken, 0.5):.1f} | {1e3 * percentile(taken, 0.99):.1f}"
+        lines.append(f"| {kind} | {'beside bombs' if has_bombs else 'alone'} | {len(taken)} | {shown} |")
+    ratio = percentile(samples["plain", True], 0.5) / percentile(samples["plain", False], 0.5)
+    delay = percentile(samples["choice", True], 0.99) - percentile(samples["choice", False], 0.99)
+    counts = ", ".join(f"{statuses.count(status)} of status {status}" for status in sorted(set(statuses)))
+    shown = ", ".join(f"{size / 2**20:.0f}" for size in memory)
+    return [
+        *lines,
+        "",
+        f"The plain client: {ratio:.2f} of its latency alone (aimed at: <= {TARGET_RATIO}). New grammars: p99 "
+        f"{delay:.2f} s later (aimed at: <= {TARGET_DELAY_S}). Bombs answered: {counts}. The worker's "
+        f"memory before and after each round, MiB: {shown}.",
+    ]
+
+
+def sample(stack: Stack, words: Iterator[int], seconds: float) -> dict[str, list[float]]:
+    """A client of each kind, one request after the other, in turn."""
+    taken: dict[str, list[float]] = {"plain": [], "choice": []}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        taken["plain"].append(plain(stack))
+        taken["choice"].append(chosen(stack, words))
+    return taken
+
+
+def rss(worker: Worker) -> int:
+    return int(psutil.Process(worker.child.pid).memory_info().rss)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", default=["start", "compile", "beside"])
+    parser.add_argument("--seconds", type=float, default=15.0, help="length of each sample of `beside`")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--bombs", type=int, default=4)
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as directory:
+        model = write_tiny_model(Path(directory) / "tiny")
+        tiny = tokenizer_tables(Vocabulary.from_pretrained(str(model), 1024))
+        large = random_tables()
+        parts = []
+        if "start" in arguments.parts:
+            parts.append(starts(tiny, large))
+        if "compile" in arguments.parts:
+            parts.append([*COMPILE_HEAD, *compiles("1,000", tiny, 30), *compiles("150,000", large, 30)])
+        if "beside" in arguments.parts:
+            parts.append(beside(model, arguments.seconds, arguments.rounds, arguments.bombs))
+    where = f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, load before {load:.1f}"
+    head = f"# Grammars\n\nMade by `.venv/bin/python benchmarks/grammars.py`, which says what is measured; {where}."
+    text = "\n\n".join([head, *("\n".join(part) for part in parts)]) + "\n"
+    print(text)
+    if set(arguments.parts) == {"start", "compile", "beside"}:
+        REPORT.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

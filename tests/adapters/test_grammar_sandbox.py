@@ -1,0 +1,277 @@
+"""The sandbox process: what it survives, what it says of it, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from llguidance import LLMatcher
+
+from adapters.grammars import sandbox as sandboxes
+from adapters.grammars.compiler import byte_tables
+from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable, Verdict
+
+TABLES = byte_tables([*(bytes([i]) for i in range(256)), b"</s>"], [256], [256])
+FOREVER_S = 600.0
+"""A limit that no test waits for."""
+
+
+def tables() -> dict[str, Any]:
+    return TABLES
+
+
+def schema(value: Any) -> str:
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(value)))
+
+
+def lark(text: str) -> str:
+    return str(LLMatcher.grammar_from_lark(text))
+
+
+def regex(pattern: str) -> str:
+    return str(LLMatcher.grammar_from_regex(pattern))
+
+
+def rule_chain(length: int) -> str:
+    return lark("\n".join(["start: r0", *(f'r{i}: "a" r{i + 1}' for i in range(length)), f'r{length}: "b"']))
+
+
+def terminal_chain(length: int) -> str:
+    return lark("\n".join(["start: T0", *(f'T{i}: "a" T{i + 1}' for i in range(length)), f'T{length}: "b"']))
+
+
+def definitions_chain(length: int) -> str:
+    definitions: dict[str, Any] = {f"d{length}": {"type": "string"}}
+    for i in range(length):
+        definitions[f"d{i}"] = {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]}
+    return schema({"$ref": "#/$defs/d0", "$defs": definitions})
+
+
+def multiple_of(divisor: int) -> str:
+    return schema({"type": "integer", "multipleOf": divisor})
+
+
+GOOD = regex("[a-z]{1,8}")
+SLOW = multiple_of(99999989)
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[GrammarSandbox]:
+    with GrammarSandbox(tables, max_wait_s=FOREVER_S) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture
+def patient() -> Iterator[GrammarSandbox]:
+    """One whose last lane never ends."""
+    with GrammarSandbox(tables, timeout_s=FOREVER_S, max_wait_s=FOREVER_S) as running:
+        running.wait_ready()
+        yield running
+
+
+def verdict(sandbox: GrammarSandbox, grammar: str) -> Verdict:
+    return sandbox.submit(grammar).result(100)
+
+
+def children(sandbox: GrammarSandbox) -> list[psutil.Process]:
+    assert sandbox.pid is not None
+    return psutil.Process(sandbox.pid).children()
+
+
+def test_a_grammar_that_compiles_says_what_it_takes(sandbox: GrammarSandbox) -> None:
+    small, large = verdict(sandbox, GOOD), verdict(sandbox, regex("|".join(f"word{i:04}" for i in range(2000))))
+    assert (small.outcome, large.outcome) == ("compiled", "compiled")
+    assert 0 < small.num_bytes < large.num_bytes
+    assert verdict(sandbox, GOOD).num_bytes == pytest.approx(small.num_bytes, rel=0.05)
+
+
+CRASHES = {
+    "rule chain of 3,000": rule_chain(3000),
+    "rule chain of 5,000": rule_chain(5000),
+    "terminal chain of 20,000": terminal_chain(20_000),
+    "$defs chain of 5,000": definitions_chain(5000),
+}
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_what_overflows_the_stack_is_a_verdict(sandbox: GrammarSandbox, name: str) -> None:
+    pid = sandbox.pid
+    found = verdict(sandbox, CRASHES[name])
+    assert found.outcome == "stack"
+    assert "takes more than 2 MiB of stack to compile" in found.problem
+    assert sandbox.pid == pid
+    assert verdict(sandbox, GOOD).outcome == "compiled"
+
+
+def test_what_never_ends_is_stopped_at_its_processor_time() -> None:
+    with GrammarSandbox(tables, timeout_s=0.5, max_wait_s=FOREVER_S) as sandbox:
+        found = verdict(sandbox, SLOW)
+        assert (found.outcome, found.problem) == ("time", "takes more than 0.5 s of processor time to compile")
+
+
+def test_what_takes_too_much_memory_is_stopped() -> None:
+    words = "|".join(f"{i:06}" * 40 for i in range(2000))
+    with GrammarSandbox(tables, memory_bytes=16 << 20, max_wait_s=FOREVER_S) as sandbox:
+        found = verdict(sandbox, regex(words))
+        assert (found.outcome, found.problem) == ("memory", "takes more than 16 MiB of memory to compile")
+        assert verdict(sandbox, GOOD).outcome == "compiled"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "problem"),
+    [
+        (regex("(a"), "unclosed group"),
+        (schema({"$ref": "#"}), "no text matches it"),
+        (regex("((a{1,200}){1,200}){1,200}"), "too many"),
+        ("not a grammar", ""),
+    ],
+)
+def test_llguidances_own_refusals_come_through(sandbox: GrammarSandbox, grammar: str, problem: str) -> None:
+    found = verdict(sandbox, grammar)
+    assert found.outcome == "refused"
+    assert problem in found.problem
+    assert 0 < len(found.problem) < 200
+
+
+def test_bombs_do_not_hold_up_others(patient: GrammarSandbox) -> None:
+    bombs = [patient.submit(multiple_of(99999989 - 2 * i), f"client {i % 3}") for i in range(14)]
+    assert patient.submit(GOOD, "bystander").result(100).outcome == "compiled"
+    assert patient.submit(GOOD, "client 0").result(100).outcome == "compiled"
+    assert not any(bomb.done() for bomb in bombs)
+    for bomb in bombs:
+        assert bomb.cancel()
+
+
+def test_cancelling_kills_what_runs_and_frees_its_place(patient: GrammarSandbox) -> None:
+    bombs = [patient.submit(multiple_of(99999989 - 2 * i), "one client") for i in range(3)]
+    assert patient.submit(GOOD).result(100).outcome == "compiled"
+    running = children(patient)
+    for bomb in bombs:
+        assert bomb.cancel()
+    assert patient.submit(GOOD, "one client").result(100).outcome == "compiled"
+    assert not psutil.wait_procs(running, 60)[1]
+    assert patient.counts["cancelled"] == 3
+
+
+def test_what_is_known_meanwhile_is_not_compiled_again(sandbox: GrammarSandbox) -> None:
+    known = Verdict("refused", "somebody else found out")
+    assert sandbox.submit(SLOW, None, lambda: known).result(100) is known
+
+
+def test_a_wait_by_the_clock_has_an_end_and_says_nothing_of_the_grammar() -> None:
+    with GrammarSandbox(tables, timeout_s=FOREVER_S, max_wait_s=2.0) as sandbox:
+        with pytest.raises(SandboxBusy, match="not compiled within 2 s"):
+            sandbox.submit(SLOW).result(100)
+        assert verdict(sandbox, GOOD).outcome == "compiled"
+
+
+def test_a_full_queue_refuses_at_once() -> None:
+    with GrammarSandbox(tables, timeout_s=FOREVER_S, max_waiting=2, max_wait_s=FOREVER_S) as sandbox:
+        bombs = [sandbox.submit(SLOW, "one client") for _ in range(8)]
+        refused = [bomb.exception(100) for bomb in bombs[-3:]]
+        assert all(isinstance(error, SandboxBusy) for error in refused)
+        assert not bombs[0].done()
+
+
+def test_a_process_that_died_is_replaced_and_nobody_notices(patient: GrammarSandbox) -> None:
+    bomb = patient.submit(SLOW, "bomb")
+    assert patient.submit(GOOD).result(100).outcome == "compiled"
+    pid = patient.pid
+    assert pid is not None
+    orphans = children(patient)
+    os.kill(pid, signal.SIGKILL)
+    assert patient.submit(GOOD).result(100).outcome == "compiled"
+    assert patient.num_restarts == 1
+    assert patient.pid != pid
+    assert not psutil.wait_procs(orphans, 60)[1]
+    assert not bomb.done()
+
+
+def test_a_process_that_hangs_is_replaced(patient: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandboxes, "KILL_TIMEOUT_S", 0.1)
+    bomb = patient.submit(SLOW, "bomb")
+    assert patient.submit(GOOD).result(100).outcome == "compiled"
+    assert patient.pid is not None
+    os.kill(patient.pid, signal.SIGSTOP)
+    bomb.cancel()
+    assert patient.submit(GOOD).result(100).outcome == "compiled"
+    assert patient.num_restarts == 1
+
+
+def broken_tables() -> dict[str, Any]:
+    raise ValueError("no such tokenizer")
+
+
+@pytest.mark.parametrize("make", [broken_tables, lambda: {"json": "{}", "size": 3, "eos_token_ids": []}])
+def test_a_tokenizer_that_cannot_be_loaded_is_said_and_nothing_hangs(make: Any) -> None:
+    with GrammarSandbox(make) as sandbox:
+        with pytest.raises(SandboxUnavailable):
+            sandbox.wait_ready()
+        with pytest.raises(SandboxUnavailable):
+            sandbox.submit(GOOD).result(100)
+
+
+def test_a_process_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with GrammarSandbox(tables) as sandbox, pytest.raises(SandboxUnavailable, match=r"cannot start: .*nonexistent"):
+        sandbox.wait_ready()
+
+
+def test_closing_ends_the_process_and_fails_what_waits() -> None:
+    sandbox = GrammarSandbox(tables, timeout_s=FOREVER_S)
+    with sandbox:
+        sandbox.wait_ready()
+        bomb = sandbox.submit(SLOW)
+        assert sandbox.submit(GOOD).result(100).outcome == "compiled"
+        assert sandbox.pid is not None
+        processes = [psutil.Process(sandbox.pid), *children(sandbox)]
+    with pytest.raises(SandboxUnavailable, match="is closed"):
+        bomb.result(100)
+    with pytest.raises(SandboxUnavailable, match="is closed"):
+        sandbox.submit(GOOD).result(100)
+    assert not psutil.wait_procs(processes, 60)[1]
+    sandbox.close()
+    assert not sandbox._thread.is_alive()
+
+
+OWNER = """
+import sys
+from test_grammar_sandbox import GOOD, SLOW, GrammarSandbox, tables
+sandbox = GrammarSandbox(tables, timeout_s=600)
+sandbox.start()
+sandbox.submit(SLOW)
+sandbox.submit(GOOD).result(100)
+print(sandbox.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_process_dies_with_its_owner() -> None:
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    command = [sys.executable, "-c", OWNER]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env={**os.environ, "PYTHONPATH": paths}) as owner:
+        assert owner.stdout is not None
+        process = psutil.Process(int(owner.stdout.readline()))
+        everybody = [process, *process.children()]
+        owner.kill()
+    assert len(everybody) > 1
+    assert not psutil.wait_procs(everybody, 60)[1]
+
+
+def test_the_process_is_small(sandbox: GrammarSandbox) -> None:
+    """It has one thread, so that forking is safe, and neither torch nor numpy."""
+    assert sandbox.pid is not None
+    process = psutil.Process(sandbox.pid)
+    assert process.num_threads() == 1
+    files = {Path(mapped.path).name for mapped in process.memory_maps()}
+    assert not any(name.startswith(("libtorch", "libopenblas", "libc10")) for name in files)

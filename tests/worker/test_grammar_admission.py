@@ -1,0 +1,240 @@
+"""Requests with a grammar, from the desk to the engine: refused alone, counted, cancelled, drained."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from dynamo.llm import exceptions
+from prometheus_client import CollectorRegistry
+from test_llm_engine import ARGUMENTS, Context, FakeEngine, outcomes, two_tokens
+from test_llm_engine import request as raw_request
+
+from adapters.catalog import Catalog
+from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable
+from adapters.policy import Policy
+from adapters.processors.grammar import grammar_cache, tokenizer_tables
+from worker.arguments import Arguments, parse_arguments
+from worker.engines import EngineInfo
+from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
+from worker.llm_engine import WorkerEngine
+from worker.processors import Facts, ProcessorDesk, make_desk
+from worker.request import GenerationRequest
+from worker.tiny_model import write_tiny_model
+
+FOREVER_S = 600.0
+SLOW = {"json": {"type": "integer", "multipleOf": 99999989}}
+GOOD = {"choice": ["yes", "no"]}
+INFO = EngineInfo("fake", "0", 100, 1024, (1,), 4, 10, 4, 64)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture
+def facts(model: str) -> Facts:
+    return Facts.load(model, 1024, (1,))
+
+
+@pytest.fixture
+def sandbox(facts: Facts) -> Iterator[GrammarSandbox]:
+    """One in which a slow grammar never ends."""
+    tables = tokenizer_tables(facts.vocabulary)
+    with GrammarSandbox(lambda: tables, timeout_s=FOREVER_S, max_wait_s=FOREVER_S) as running:
+        running.wait_ready()
+        grammar_cache(facts.vocabulary).sandbox = running
+        yield running
+
+
+def desk_of(facts: Facts, registry: CollectorRegistry | None = None) -> ProcessorDesk:
+    return ProcessorDesk(Catalog.default(), Policy(), "tiny", facts, registry or CollectorRegistry())
+
+
+async def build(desk: ProcessorDesk, guided: dict[str, Any], client: str | None = None) -> Any:
+    made = GenerationRequest(prompt_token_ids=[5], max_tokens=9, guided_decoding=guided)
+    return await desk.chain(desk.select(made, {}), [5], frozenset({1}), 1, 9, client)
+
+
+async def running(sandbox: GrammarSandbox, desk: ProcessorDesk, count: int = 1) -> None:
+    """Until ``count`` grammars are in the sandbox; each look at it is a grammar that is compiled meanwhile."""
+    number = 0
+    while sandbox.num_running + sandbox.num_waiting != count:
+        number += 1
+        await build(desk, {"choice": [f"look {count} {number}"]})
+
+
+@pytest.mark.parametrize(
+    ("guided", "field", "problem"),
+    [
+        ({"regex": "("}, "sampling_options.guided_decoding.args.pattern", "unclosed"),
+        (
+            {"grammar": "\n".join(["start: r0", *(f'r{i}: "a" r{i + 1}' for i in range(4000)), 'r4000: "b"'])},
+            "sampling_options.guided_decoding.args.lark",
+            "takes more than 2 MiB of stack",
+        ),
+        ({"json": {"not": {"const": 1}}}, "sampling_options.guided_decoding.args.schema", "Unimplemented"),
+    ],
+)
+async def test_a_refusal_names_the_field_and_the_limit(
+    facts: Facts, sandbox: GrammarSandbox, guided: dict[str, Any], field: str, problem: str
+) -> None:
+    desk = desk_of(facts)
+    with pytest.raises(InvalidRequest) as refused:
+        await build(desk, guided)
+    assert (refused.value.field, problem in refused.value.problem) == (field, True)
+    assert (await build(desk, GOOD)).members[0].name == "choice"
+
+
+async def test_slow_grammars_hold_up_neither_the_desk_nor_asyncios_threads(
+    facts: Facts, sandbox: GrammarSandbox
+) -> None:
+    desk = desk_of(facts)
+    bombs = [
+        asyncio.create_task(build(desk, {"json": {"type": "integer", "multipleOf": 99999989 - 2 * i}}, f"client {i}"))
+        for i in range(40)  # more than asyncio's pool has threads
+    ]
+    await running(sandbox, desk, 40)
+    assert await asyncio.to_thread(threading.current_thread)
+    assert (await build(desk, {"regex": "[a-c]+"}, "client 0")).members[0].name == "regex"
+    assert not any(bomb.done() for bomb in bombs)
+    for bomb in bombs:
+        bomb.cancel()
+    await asyncio.gather(*bombs, return_exceptions=True)
+    await running(sandbox, desk, 0)
+    assert sandbox.counts["cancelled"] == 40
+
+
+async def test_a_full_queue_and_a_missing_process_are_no_fault_of_the_grammar(
+    facts: Facts, sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = desk_of(facts)
+    failure: Exception = SandboxBusy("too many grammars wait to be compiled")
+    original = sandbox.submit
+
+    def submit(*arguments: Any) -> Any:
+        future = original(*arguments)
+        future.cancel()
+        failed: Any = type(future)()
+        failed.set_exception(failure)
+        return failed
+
+    monkeypatch.setattr(sandbox, "submit", submit)
+    with pytest.raises(Overloaded, match=r"guided_decoding\.args\.choices: too many grammars wait"):
+        await build(desk, GOOD)
+    failure = SandboxUnavailable("cannot start")
+    with pytest.raises(GrammarsUnavailable, match="the sandbox cannot start"):
+        await build(desk, GOOD)
+    monkeypatch.undo()
+    assert await build(desk, GOOD)
+
+
+@pytest.fixture
+async def worker(facts: Facts, sandbox: GrammarSandbox) -> AsyncIterator[tuple[WorkerEngine, ProcessorDesk]]:
+    desks: list[ProcessorDesk] = []
+
+    def open_desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ProcessorDesk:
+        desks.append(desk_of(facts, registry))
+        return desks[0]
+
+    serving = WorkerEngine(FakeEngine(two_tokens), ARGUMENTS, leave=lambda: None, open_desk=open_desk)
+    await serving.start(1)
+    yield serving, desks[0]
+    await serving.cleanup()
+
+
+def guided(fields: dict[str, Any]) -> Any:
+    return raw_request(sampling_options={"guided_decoding": fields})
+
+
+async def collect(stream: AsyncGenerator[Any, None]) -> list[Any]:
+    return [chunk async for chunk in stream]
+
+
+Served = tuple[WorkerEngine, ProcessorDesk]
+
+
+async def test_requests_count_as_in_flight_while_they_compile(worker: Served, sandbox: GrammarSandbox) -> None:
+    engine, desk = worker
+    slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
+    await running(sandbox, desk)
+    assert engine.metrics.registry.get_sample_value("dlw_in_flight_requests") == 1
+    assert engine.gate.num_blocks == 0
+    with pytest.raises(exceptions.InvalidArgument, match="'slow' is being served already"):
+        await collect(engine.generate(guided(GOOD), Context("slow")))
+    slow.cancel()
+    await asyncio.gather(slow, return_exceptions=True)
+    assert len(engine.gate) == 0
+
+
+async def test_a_refused_grammar_leaves_nothing_in_flight(worker: Served) -> None:
+    engine, _ = worker
+    with pytest.raises(exceptions.InvalidArgument, match="unclosed"):
+        await collect(engine.generate(guided({"regex": "("}), Context()))
+    assert len(engine.gate) == 0
+    assert outcomes(engine) == {"refused": 1}
+
+
+async def test_an_abort_while_a_grammar_compiles_ends_both(worker: Served, sandbox: GrammarSandbox) -> None:
+    engine, desk = worker
+    slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
+    await running(sandbox, desk)
+    await engine.abort(Context("slow"))
+    assert len(engine.gate) == 0
+    chunks = await slow
+    assert [(chunk["token_ids"], chunk["finish_reason"]) for chunk in chunks] == [([], "cancelled")]
+    assert outcomes(engine) == {"cancelled": 1}
+    await build(desk, {"choice": ["after"]})
+    assert (sandbox.num_running, sandbox.counts["cancelled"]) == (0, 1)
+
+
+async def test_a_drain_hands_off_what_still_compiles(worker: Served, sandbox: GrammarSandbox) -> None:
+    engine, desk = worker
+    slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
+    await running(sandbox, desk)
+    pid = sandbox.pid
+    await engine.cleanup()
+    with pytest.raises(exceptions.EngineShutdown):
+        await slow
+    assert engine.metrics.registry.get_sample_value("dlw_drain_handed_off_total") == 1
+    assert pid is not None
+    assert sandbox.pid is None
+
+
+def arguments_for(model: str) -> Arguments:
+    return parse_arguments(["--model-path", model, "--grammar-timeout-s", "1", "--grammar-cache-mib", "3"], {})
+
+
+async def test_the_desk_of_a_worker_has_a_sandbox_and_its_metrics(model: str) -> None:
+    registry = CollectorRegistry()
+    desk = await asyncio.to_thread(make_desk, arguments_for(model), INFO, registry)
+    cache = grammar_cache(desk.facts.vocabulary)
+    assert cache.sandbox is not None
+    assert (cache.max_bytes, cache.sandbox.timeout_s) == (3 << 20, 1.0)
+    for _ in range(2):
+        await build(desk, GOOD)
+    with pytest.raises(InvalidRequest, match="takes more than 1 s of processor time"):
+        await build(desk, SLOW)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    assert (value("dlw_grammars_total", outcome="compiled"), value("dlw_grammars_total", outcome="time")) == (1, 1)
+    assert value("dlw_grammar_cache_lookups_total", result="hit") == 1
+    assert value("dlw_grammar_cache_bytes") == cache.num_bytes > 0
+    assert value("dlw_grammars_waiting") == value("dlw_grammars_running") == 0
+    assert value("dlw_grammar_seconds_count") == 2
+    assert value("dlw_grammar_sandbox_restarts_total") == 0
+    await desk.close()
+    with pytest.raises(GrammarsUnavailable):
+        await build(desk_of(desk.facts), {"regex": "z"})
+
+
+def test_a_sandbox_that_cannot_start_stops_the_worker(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nonexistent/python")
+    with pytest.raises(StartupError, match="the sandbox for grammars cannot start"):
+        make_desk(arguments_for(model), INFO, CollectorRegistry())
