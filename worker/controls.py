@@ -9,7 +9,8 @@ and truncation, because a request's own truncation must not come after it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from typing import Any
 
 from pydantic import ValidationError
@@ -48,7 +49,7 @@ class Control:
     argument: str
     neutral: Any = _NEVER
     guide: str | None = None
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = dataclass_field(default_factory=dict)
     in_params: bool = True
 
     def value(self, holder: object) -> Any:
