@@ -200,8 +200,10 @@ async def test_several_choices_of_a_version_that_hides_the_end_token(model: Path
 
 async def test_the_context_ends_an_answer(model: Path) -> None:
     async with running(model, "--context-length", "32") as served:
-        for each in await several(served, params(n=3, temperature=1.0, max_tokens=100)):
-            assert (len(each.token_ids), each.finish_reason) == (28, "length")
+        for wanted in (100, None):
+            asked = SamplingParams(n=3, temperature=1.0, max_tokens=wanted, ignore_eos=True)
+            for each in await several(served, asked):
+                assert (len(each.token_ids), each.finish_reason) == (28, "length")
 
 
 async def test_more_log_probabilities_than_the_version_takes(model: Path) -> None:

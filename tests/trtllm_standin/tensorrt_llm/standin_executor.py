@@ -270,7 +270,7 @@ class Executor:
         self, client_id: int, choice: int, row: Row, tokens: list[int], params: Any, kind: str, num_first: int
     ) -> None:
         room = self.settings["max_seq_len"] - row.prompt_length
-        limit = max(min(params.max_tokens, room) - num_first, 1)  # one step at least, whatever was transferred
+        limit = max(min(params.max_tokens or room, room) - num_first, 1)  # one step at least, whatever was transferred
         ends = _ends(params)
         wanted = EmbeddedParams(
             max_tokens=limit,

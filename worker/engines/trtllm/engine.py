@@ -298,7 +298,7 @@ class TrtllmEngine(RuntimeReports):
     def _flight(self, request_id: str, lowered: Lowered, params: SamplingParams, room: int) -> Flight:
         """``room``: tokens that fit into the context after the prompt; TensorRT-LLM ends there too."""
         assert self._served is not None
-        max_tokens = min(params.max_tokens, room)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         eos = self._served.eos_token_ids
         default_end = None if params.ignore_eos or not eos else eos[0]
         native_logprobs = params.logprobs if lowered.chain is None else None
