@@ -61,10 +61,10 @@ GRAMMARS = frozenset({"json_schema", "regex", "choice", "grammar"})
 
 @dataclass(frozen=True, slots=True)
 class FieldValue:
-    """A request field that is a processor by another name, set by the client.
+    """What a client asks for: by a request field that is a processor by another name, or by that name.
 
     Attributes:
-        requested: The processor with its arguments; the path is the field's.
+        requested: The processor with its arguments; the path is the field's where it is one.
         is_neutral: The value asks for nothing: the processor would change no token.
     """
 
@@ -95,7 +95,7 @@ class ModelPolicy:
         if not (self.mandatory or self.default or self.forbidden):
             return selection
         self._refuse_forbidden(selection, fields)
-        by_field = {value.requested.name: value.requested for value in fields}
+        by_field = {value.requested.name: value for value in fields}
         mandatory = [self._kept(requested, selection, by_field, catalog) for requested in self.mandatory]
         taken = _controlled({*by_field, *(requested.name for requested in selection.processors)})
         default = (requested for requested in self.default if requested.name not in taken)
@@ -115,15 +115,16 @@ class ModelPolicy:
 
     @staticmethod
     def _kept(
-        mandatory: Requested, selection: Selection, by_field: Mapping[str, Requested], catalog: Catalog
+        mandatory: Requested, selection: Selection, by_field: Mapping[str, FieldValue], catalog: Catalog
     ) -> Requested | None:
         """The mandatory processor; the client's own where it is the same; None where a field is the same."""
         named = [requested for requested in selection.processors if requested.name == mandatory.name]
         in_field = by_field.get(mandatory.name)
-        for asked in named if in_field is None else [*named, in_field]:
-            if not _same(asked, mandatory, catalog):
-                problem = f"the logits processor {asked.name} is set by the operator and cannot be changed"
-                raise SelectionError(asked.path, problem)
+        values = [FieldValue(requested) for requested in named] + ([] if in_field is None else [in_field])
+        for value in values:
+            if not _same(value, mandatory, catalog):
+                problem = f"the logits processor {mandatory.name} is set by the operator and cannot be changed"
+                raise SelectionError(value.requested.path, problem)
         if in_field is not None:
             return None
         return named[0] if named else mandatory
@@ -134,10 +135,16 @@ def _controlled(names: Collection[str]) -> Collection[str]:
     return {*names, *GRAMMARS} if GRAMMARS.intersection(names) else names
 
 
-def _same(asked: Requested, set_by_operator: Requested, catalog: Catalog) -> bool:
-    if asked.scope != set_by_operator.scope:
+def _same(asked: FieldValue, set_by_operator: Requested, catalog: Catalog) -> bool:
+    if asked.requested.scope != set_by_operator.scope:
         return False
-    return catalog.parse_args(asked) == catalog.parse_args(set_by_operator)
+    try:
+        args = catalog.parse_args(asked.requested)
+    except SelectionError:
+        if asked.is_neutral:  # an empty list: it asks for nothing, and the processor itself does not take it
+            return False
+        raise
+    return args == catalog.parse_args(set_by_operator)
 
 
 @dataclass(frozen=True)
