@@ -34,10 +34,13 @@ class Reference:
     def __init__(self, model_path: Path) -> None:
         self._engine = Engine(model_path, device="cpu", dtype="float32", numerics="exact", max_num_seqs=16)
 
-    def answer(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    def answers(self, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-        result = self._engine.generate([prompt], params, progress=False)[0]
-        return list(result.outputs[0].token_ids)
+        results = self._engine.generate(prompts, params, progress=False)
+        return [list(result.outputs[0].token_ids) for result in results]
+
+    def answer(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+        return self.answers([prompt], num_tokens)[0]
 
 
 @pytest.fixture(scope="module")
@@ -393,8 +396,8 @@ def test_two_of_each_under_64_streams(four: Stack, reference: Reference) -> None
         async with stack.async_client() as client:
             return await asyncio.gather(*(stream(client, 2000 + number) for number in range(64)))
 
-    for number, tokens in enumerate(asyncio.run(all_of_them())):
-        assert tokens == reference.answer(prompt_of(2000 + number))
+    found = asyncio.run(all_of_them())
+    assert found == reference.answers([prompt_of(2000 + number) for number in range(64)])
     settled(stack)
     counts = [worker.metric("dlw_kv_handoffs_total", outcome="received") for worker in stack.workers]
     assert counts[0] == counts[2] == 0
