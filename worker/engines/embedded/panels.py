@@ -38,7 +38,7 @@ class Panels:
 
     def hold(self, weight: torch.Tensor) -> bool:
         """Whether every row is that of `weight`; of a weight with a NaN it cannot be said."""
-        parts = torch.arange(len(weight)).split(_COMPARED_AT_ONCE)
+        parts = torch.split(torch.arange(len(weight)), _COMPARED_AT_ONCE)
         return all(torch.equal(self.rows(part), weight[part]) for part in parts)
 
 
