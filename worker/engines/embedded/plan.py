@@ -34,13 +34,14 @@ class LogitsTap(Protocol):
     What it raises ends its own request with an error, and nothing else.
 
     Attributes:
-        wants_prompt: Whether rows of prompt tokens are still wanted; as long as they are, every row is computed, none
-            of its tokens comes out of a cache.
         wants_generated: Whether it is shown the row of each token that is sampled.
     """
 
-    wants_prompt: bool
     wants_generated: bool
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether rows of prompt tokens are still wanted; as long as they are, no token's KV comes out of a cache."""
 
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Rows ``[n, V]`` of the tokens from `start` on, few at a time; after a preemption from the first one again.
