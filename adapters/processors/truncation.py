@@ -281,7 +281,11 @@ def keep_top_p(keys: torch.Tensor, ps: Sequence[float], probabilities: Callable[
 
 def row_sums(values: torch.Tensor) -> torch.Tensor:
     """``[R, 1]``. One row at a time: a sum over ``[1, V]`` is split among threads, one over ``[R, V]`` is not."""
-    return torch.stack([row.sum() for row in values]).unsqueeze(1)
+    return _each_sum(values, values.dtype)
+
+
+def _each_sum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.stack([row.sum(dtype=dtype) for row in values]).unsqueeze(1)
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
@@ -335,11 +339,16 @@ def _prefixes(
         None if it holds them all.
     """
     num_rows, width = keys.shape
+    # In float32 the probabilities of a large vocabulary add up to 1 only within a few millionths.
+    totals = _each_sum(probabilities, torch.float64)
+    shares = _column([mass - MASS_RESOLUTION for mass in masses], totals)
+    targets = (shares * totals * _UNIT).ceil().nan_to_num(1.0).long().clamp(min=1)  # a row may be empty
     cuts = keys.new_empty((num_rows, 1))
     room: list[int | None] = [None] * num_rows
     pending = list(range(num_rows))
     for num_selected in (*(w for w in _PREFIX_WIDTHS if w < width), width):
-        ends, values = _ends(_take(keys, pending), _take(probabilities, pending), masses, pending, num_selected)
+        part, some = _take(keys, pending), _take(probabilities, pending)
+        ends, values = _ends(part, some, _take(targets, pending), num_selected)
         found = [i for i, end in enumerate(ends) if end + 1 < num_selected or num_selected == width]
         for i in found:
             row, end = pending[i], min(ends[i], width - 1)
@@ -353,7 +362,7 @@ def _prefixes(
 
 
 def _ends(
-    keys: torch.Tensor, probabilities: torch.Tensor, masses: Sequence[float], rows: list[int], num_selected: int
+    keys: torch.Tensor, probabilities: torch.Tensor, targets: torch.Tensor, num_selected: int
 ) -> tuple[list[int], torch.Tensor]:
     """Index of the last token of each prefix, ``num_selected`` if it is longer; and the selected keys, descending."""
     if num_selected == keys.shape[1]:
@@ -361,7 +370,5 @@ def _ends(
     else:
         values, ids = top(keys, num_selected)
     reached = (probabilities.gather(-1, ids).double() * _UNIT).long().cumsum(-1)
-    targets = [max(1, math.ceil((masses[row] - MASS_RESOLUTION) * _UNIT)) for row in rows]
-    needed = torch.tensor(targets).unsqueeze(1).to(keys.device, non_blocking=True)
-    ends: list[int] = (reached < needed).sum(-1).tolist()
+    ends: list[int] = (reached < targets).sum(-1).tolist()
     return ends, values

@@ -60,16 +60,22 @@ def row_of(seed, *, quantised=False, masked=0, width=V, spread=3.0):
     return torch.tensor(values, dtype=torch.float32)
 
 
-def shaped(row, *processors):
-    """The row after the chain of ``processors``, through the batched path."""
+def applied(row, *processors):
+    """The row after the chain of ``processors``, through the batched path, and how it failed at the late stages."""
     chain = ProcessorChain(processors, CONTEXT)
     chain.start([1, 2])
     logits = row.clone().unsqueeze(0)
     planned, failures = plan_rows([(0, chain)])
     assert not failures
     assert not apply_edits(logits, planned)
-    assert not apply_late(logits, planned)
-    return logits[0]
+    return logits[0], apply_late(logits, planned).get(0)
+
+
+def shaped(row, *processors):
+    """The row after the chain of ``processors``, which does not fail."""
+    result, failure = applied(row, *processors)
+    assert failure is None
+    return result
 
 
 def warped(warper, row):
@@ -283,7 +289,10 @@ def test_rows_of_a_real_width_do_not_depend_on_their_batch_mates(kind):
 @given(processors, st.integers(0, V - 1))
 def test_rows_with_nothing_or_one_token_left(processor, only):
     empty = torch.full((V,), -torch.inf)
-    assert torch.equal(shaped(empty, processor), empty)
+    result, failure = applied(empty, processor)
+    assert torch.equal(result, empty)
+    assert failure is not None
+    assert failure.reason == "unsatisfiable"
     single = empty.clone()
     single[only] = -2.5
     assert kept(shaped(single, processor)) == {only}
