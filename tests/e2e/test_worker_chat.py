@@ -285,24 +285,20 @@ def test_json_answers_beside_a_tool_call_parser(stack: Stack) -> None:
     """Dynamo's hermes takes an object with a name for a call, unless the answer is streamed (docs/request.md)."""
     stack.start_frontend()
     stack.start_worker("--device", "cpu", "--dyn-tool-call-parser", "hermes")
-    client = stack.client()
-    named = {"type": "json_schema", "json_schema": {"name": "person", "schema": NAME_AND_AGE}}
-    inside = {"type": "object", "properties": {"person": NAME_AND_AGE}, "required": ["person"]}
-    nested = {
-        "type": "json_schema",
-        "json_schema": {"name": "persons", "schema": {**inside, "additionalProperties": False}},
-    }
-    ask = {"model": MODEL, "messages": MESSAGES, "max_tokens": 60}
-    whole = client.chat.completions.create(**ask, response_format=named).choices[0]  # type: ignore[call-overload]
+    inside = {**NAME_AND_AGE, "properties": {"person": NAME_AND_AGE}, "required": ["person"]}
+    ask = {"messages": MESSAGES, "max_tokens": 60}
+    status, text = stack.post("chat/completions", **ask, guided_json=NAME_AND_AGE)
+    assert status == 200, text
     if DYNAMO < (1, 6):
-        assert whole.message.content is None
-        assert [call.function.name for call in whole.message.tool_calls] == ["Ann"]
-    stream = client.chat.completions.create(**ask, response_format=named, stream=True)  # type: ignore[call-overload]
-    assert (
-        "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == '{"name":"Ann","age":3}'
-    )
-    whole = client.chat.completions.create(**ask, response_format=nested).choices[0]  # type: ignore[call-overload]
-    assert whole.message.content == '{"person":{"name":"Ann","age":3}}'
+        message = json.loads(text)["choices"][0]["message"]
+        assert message["content"] is None
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["Ann"]
+    status, text = stack.post("chat/completions", **ask, guided_json=NAME_AND_AGE, stream=True)
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    parts = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
+    assert "".join(parts) == '{"name":"Ann","age":3}'
+    status, text = stack.post("chat/completions", **ask, guided_json=inside)
+    assert json.loads(text)["choices"][0]["message"]["content"] == '{"person":{"name":"Ann","age":3}}'
 
 
 def test_a_worker_that_refused_still_serves(shared: Shared) -> None:
