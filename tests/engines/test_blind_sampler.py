@@ -17,6 +17,7 @@ from engine_doubles import WIDTH, ScriptedModel, request, stepper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapters.chain import ProcessorChain
@@ -387,6 +388,18 @@ def part_of(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     return tensor
 
 
+class Indexing(TorchFunctionMode):
+    """Indexes of tensors on CUDA go through `part_of`. To patch the class would stay: torch then takes a tensor of no
+    dimensions for a sequence, in every test that follows."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__ and args[0].device.type == "cuda":
+            return part_of(*args)
+        if function is torch.Tensor.__setitem__ and args[0].device.type == "cuda":
+            return part_of(*args[:2]).fill_(args[2])
+        return function(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors have no values, and there seems to be CUDA."""
@@ -403,24 +416,12 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made.is_pinned_here = bool(kwargs.get("pin_memory"))  # type: ignore[attr-defined]
         return made
 
-    def get(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-        return part_of(tensor, index) if tensor.device.type == "cuda" else own_get(tensor, index)
-
-    def fill(tensor: torch.Tensor, index: Any, value: Any) -> None:
-        if tensor.device.type == "cpu":
-            own_fill(tensor, index, value)
-        else:
-            part_of(tensor, index).fill_(value)
-
-    own_get, own_fill = torch.Tensor.__getitem__, torch.Tensor.__setitem__
-    monkeypatch.setattr(torch.Tensor, "__getitem__", get)
-    monkeypatch.setattr(torch.Tensor, "__setitem__", fill)
     monkeypatch.setattr(torch.cuda, "Event", Moment)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     monkeypatch.setattr(torch, "empty", empty_here)
     monkeypatch.setattr(Moment, "made", 0)
     monkeypatch.setattr("adapters.edits._ADDENDS", {})
-    with FakeTensorMode(allow_non_fake_inputs=True), Waiting():
+    with FakeTensorMode(allow_non_fake_inputs=True), Waiting(), Indexing():
         yield
 
 
