@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 
 from hypothesis import settings
 
@@ -17,3 +19,10 @@ adapters.chain.DEFAULT_STEP_BUDGET_S = 60.0
 
 settings.register_profile("repository", deadline=None, print_blob=True)
 settings.load_profile("repository")
+
+
+@atexit.register  # the first one, so that it is called last
+def _end_quietly() -> None:
+    """Triton's extension, which torch imports, writes pages about leaks of its own when the interpreter ends."""
+    if "triton" in sys.modules:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stderr__.fileno())  # type: ignore[union-attr]

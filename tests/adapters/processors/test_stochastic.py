@@ -46,14 +46,20 @@ def chain_of(*processors, prompt=(1, 2)):
     return chain
 
 
-def shape_all(chains, logits):
-    """One step of several chains, batched; the rows after it."""
+def apply_all(chains, logits):
+    """One step of several chains, batched: the rows after it, and how rows failed at the late stages."""
     logits = logits.clone()
     planned, failures = plan_rows(list(enumerate(chains)))
     assert not failures
     assert not apply_edits(logits, planned)
-    assert not apply_late(logits, planned)
-    return logits
+    return logits, apply_late(logits, planned)
+
+
+def shape_all(chains, logits):
+    """One step of several chains, batched; the rows after it."""
+    rows, failures = apply_all(chains, logits)
+    assert not failures
+    return rows
 
 
 def kept(row):
@@ -311,7 +317,9 @@ def test_a_pickle_between_shaping_and_the_token_keeps_the_observation():
 @pytest.mark.parametrize("processor", [xtc(0.1, 1.0), mirostat()])
 def test_rows_with_nothing_one_token_or_nan(processor):
     empty = torch.full((V,), -torch.inf)
-    assert torch.equal(shape_all([chain_of(processor)], empty.unsqueeze(0))[0], empty)
+    rows, failures = apply_all([chain_of(processor)], empty.unsqueeze(0))
+    assert torch.equal(rows[0], empty)
+    assert failures[0].reason == "unsatisfiable"
     single = empty.clone()
     single[5] = -3.0
     assert torch.equal(shape_all([chain_of(processor)], single.unsqueeze(0))[0], single)

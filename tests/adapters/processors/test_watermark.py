@@ -42,13 +42,19 @@ def chain_of(*processors, prompt=(1, 2, 3)):
     return chain
 
 
-def shape_all(chains, logits):
+def apply_all(chains, logits):
+    """One step of several chains, batched: the rows after it, and how rows failed at the late stages."""
     logits = logits.clone()
     planned, failures = plan_rows(list(enumerate(chains)))
     assert not failures
     assert not apply_edits(logits, planned)
-    assert not apply_late(logits, planned)
-    return logits
+    return logits, apply_late(logits, planned)
+
+
+def shape_all(chains, logits):
+    rows, failures = apply_all(chains, logits)
+    assert not failures
+    return rows
 
 
 def kept(row):
@@ -204,7 +210,9 @@ def test_rows_do_not_depend_on_their_batch_mates(seed, count):
 
 def test_rows_with_nothing_one_token_or_nan():
     empty = torch.full((V,), -torch.inf)
-    assert torch.equal(shape_all([chain_of(mark())], empty.unsqueeze(0))[0], empty)
+    rows, failures = apply_all([chain_of(mark())], empty.unsqueeze(0))
+    assert torch.equal(rows[0], empty)
+    assert failures[0].reason == "unsatisfiable"
     single = empty.clone()
     single[5] = -3.0
     assert torch.equal(shape_all([chain_of(mark())], single.unsqueeze(0))[0], single)
