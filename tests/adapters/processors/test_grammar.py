@@ -320,6 +320,11 @@ def test_a_grammar_that_explodes_after_admission_fails_its_request_and_recovers(
     assert allowed(bomb) == first
 
 
+def test_a_grammar_whose_steps_take_longer_and_longer_is_refused(real: Context):
+    with pytest.raises(ArgumentError, match=r"Too many items \(limit 10000"):
+        built(Grammar, real, lark='start: (x{1,14350} "a"){39}\nx: /[a-z]/ | "a"')
+
+
 def allowed_by_plan(chain: ProcessorChain) -> list[int]:
     (bitmask,) = chain.plan().allows
     width = chain.context.vocabulary.size
