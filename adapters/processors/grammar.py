@@ -188,7 +188,7 @@ class GrammarProcessor(SteeringProcessor):
 
 
 def _end_words(width: int, never: Sequence[int], ends: Sequence[int]) -> tuple[_Words, _Words]:
-    """Words of the mask to ``&`` with so that neither ``never`` nor ``ends`` is left, and to ``|`` with for ``ends``."""
+    """Words of the mask: to ``&`` with, which clears ``never`` and ``ends``; to ``|`` with, which sets ``ends``."""
     cleared, words = _words(width, [*never, *ends])
     return (cleared, ~words), _words(width, ends)
 
