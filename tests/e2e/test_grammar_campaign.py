@@ -22,7 +22,8 @@ Shared = tuple[Stack, Worker]
 
 ANSWERS = {200, 400, 529} | ({500} if DYNAMO < (1, 6) else set())
 """Answered; refused; not compiled in time, because other bombs were in front of it; failed by a limit of a step after
-the first token, which the older frontend makes a 500. `check_calm` holds every 500 against the worker's count."""
+the first token, which the older frontend makes a 500: a decimal `multipleOf` does, and nothing else did in 2,400.
+`check_calm` holds every 500 against the worker's count."""
 
 CACHE_MIB = 32
 TIMEOUT_S = 0.3
@@ -49,7 +50,9 @@ def throw(stack: Stack, worker: Worker, seed: int, numbers: range) -> Counter[st
     def one(number: int) -> str:
         reply = chat(stack, max_tokens=4, **bomb(seed, number))
         kind = KINDS[number % len(KINDS)].__name__
-        assert reply.status in ANSWERS, f"bomb {seed}/{number}, {kind}: {reply.status} {reply.text[:300]}"
+        assert reply.status in ANSWERS - ({500} if kind != "multiple_of" else set()), (
+            f"bomb {seed}/{number}, {kind}: {reply.status} {reply.text[:300]}"
+        )
         assert worker.running, f"bomb {seed}/{number}, {kind}"
         return f"{kind} {reply.status}"
 
@@ -106,4 +109,4 @@ def test_2_400_bombs(served: Shared, capsys: pytest.CaptureFixture[str]) -> None
         sys.stdout.write(f"\n{shown}\n{answered} requests beside them; resident after every 400: {resident} MiB\n")
     check_calm(worker, statuses)
     assert answered > 0
-    assert memory[-1] - memory[0] < SLACK_BYTES
+    assert max(memory[3:]) - memory[2] < SLACK_BYTES  # the arenas of all threads have been filled by then
