@@ -323,8 +323,9 @@ class ProcessorChain:
             kind, masked = "masked", len(edit.token_ids)
             plan.bans.append(edit)
         elif isinstance(edit, Allow):
-            num_allowed = count_allowed(edit.bitmask)
-            kind, masked = "masked", self.context.vocabulary.num_tokens - num_allowed
+            num_tokens = self.context.vocabulary.num_tokens
+            num_allowed = count_allowed(edit.bitmask, num_tokens)
+            kind, masked = "masked", num_tokens - num_allowed
             plan.allows.append(edit.bitmask)
             plan.fewest_allowed = min(plan.fewest_allowed, num_allowed)
         elif isinstance(edit, Force):

@@ -170,9 +170,14 @@ def is_allowed(bitmask: torch.Tensor, token_id: int) -> bool:
     return word < bitmask.shape[0] and bool((int(bitmask[word]) >> (token_id & 31)) & 1)
 
 
-def count_allowed(bitmask: torch.Tensor) -> int:
-    """Number of bits set."""
-    return int(np.bitwise_count(bitmask.numpy().view(np.uint32)).sum())
+def count_allowed(bitmask: torch.Tensor, num_tokens: int) -> int:
+    """Number of bits set below ``num_tokens``: those above, of padding, may be set as well."""
+    words = bitmask.numpy().view(np.uint32)
+    num_words, num_bits = divmod(num_tokens, 32)
+    count = int(np.bitwise_count(words[:num_words]).sum())
+    if num_bits and num_words < len(words):
+        count += (int(words[num_words]) & (1 << num_bits) - 1).bit_count()
+    return count
 
 
 def apply_sparse(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]]) -> None:

@@ -40,7 +40,7 @@ class RowPlan:
         force: The token, when one is forced. Nothing else of the plan then matters for the token.
         forced_by: Who forces it.
         late: Shaping steps of the stage of hard masks and of those after it.
-        fewest_allowed: Bits set in the strictest of `allows`.
+        fewest_allowed: Tokens in the strictest of `allows`, padding left out.
     """
 
     soft: list[tuple[Stage, Edit | Member]] = field(default_factory=list)

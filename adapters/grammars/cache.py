@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import threading
 import time
@@ -37,6 +39,10 @@ a thread of their own: others do not wait for them."""
 BYTES_PER_CHARACTER = 128
 """Of a grammar's source: what it takes compiled, where no sandbox has measured it. Rather more than schemas take, which
 take most: with other threads in the process the allocator cannot say."""
+
+TRIM_BYTES = 64 * 1024 * 1024
+"""After so many bytes of grammars were compiled, memory that the allocator keeps goes back to the system: grammars come
+and go in pieces of every size, and without this the resident memory grows although what is allocated does not."""
 
 NUM_THREADS = 2
 """Threads for all other grammars."""
@@ -83,6 +89,7 @@ class GrammarCache:
         self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
         self._in_use: WeakValueDictionary[bytes, Compiled] = WeakValueDictionary()
         self._bad: OrderedDict[bytes, tuple[Verdict, float]] = OrderedDict()
+        self._untrimmed = 0
         self._compiling: dict[bytes, Future[Compiled]] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar-compiler")
@@ -201,12 +208,22 @@ class GrammarCache:
             if error is not None:
                 return
             compiled = self._in_use[digest] = done.result()
-            if compiled.num_bytes > self.max_bytes or digest in self._kept:
+            if compiled.num_bytes <= self.max_bytes and digest not in self._kept:
+                self._kept[digest] = compiled
+                self.num_bytes += compiled.num_bytes
+                while self.num_bytes > self.max_bytes:
+                    self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+            self._untrimmed += compiled.num_bytes
+            if self._untrimmed < TRIM_BYTES:
                 return
-            self._kept[digest] = compiled
-            self.num_bytes += compiled.num_bytes
-            while self.num_bytes > self.max_bytes:
-                self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+            self._untrimmed = 0
+        _trim()
+
+
+def _trim() -> None:
+    """Give free memory back to the system, where the allocator is glibc's."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _digest(grammar: str) -> bytes:

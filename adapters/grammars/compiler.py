@@ -13,21 +13,28 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-LIMITS = LLParserLimits(
-    max_items_in_row=2_000,
-    initial_lexer_fuel=1_000_000,  # about 20 ms
-    step_lexer_fuel=200_000,  # about 14 ms
-    step_max_items=50_000,  # about 3 ms
-    max_lexer_states=50_000,  # 1 to 2 kB each
-    max_grammar_size=500_000,
-    verbose_errors=False,  # an error must not repeat the grammar
-)
-
 PROBE_STEPS = 48
 """Tokens that a new grammar is walked along: some are cheap to compile and explode only further on."""
 
 _REASON = 160
 _QUOTED = re.compile(r'"([^"]*)"?|\(at .*')
+
+
+def limits_of(vocab_size: int) -> LLParserLimits:
+    """llguidance's limits. Those of a step were chosen by measurement: ``docs/decisions/0009-grammar-sandbox.md``.
+
+    Args:
+        vocab_size: A step tries the tokens of a vocabulary, so the items that good grammars need grow with it.
+    """
+    return LLParserLimits(
+        max_items_in_row=2_000,
+        initial_lexer_fuel=1_000_000,  # about 20 ms
+        step_lexer_fuel=200_000,  # about 14 ms
+        step_max_items=min(50_000, max(10_000, vocab_size // 2)),
+        max_lexer_states=50_000,  # 1 to 2 kB each
+        max_grammar_size=500_000,
+        verbose_errors=False,  # an error must not repeat the grammar
+    )
 
 
 class GrammarRefused(ValueError):
@@ -40,7 +47,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     Raises:
         GrammarRefused: it is malformed, or matches no text.
     """
-    matcher = LLMatcher(tokenizer, grammar, limits=LIMITS, log_level=0)
+    matcher = LLMatcher(tokenizer, grammar, limits=limits_of(tokenizer.vocab_size), log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
@@ -52,7 +59,7 @@ def walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
     """Advance ``matcher`` along one path of `PROBE_STEPS` tokens, or to its end.
 
     Raises:
-        GrammarRefused: a step is beyond `LIMITS`, or no token of the vocabulary can begin a text of the grammar.
+        GrammarRefused: a step is beyond `limits_of`, or no token of the vocabulary can begin a text of the grammar.
     """
     ends = 0
     for token_id in tokenizer.eos_tokens:

@@ -13,7 +13,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from llguidance import LLMatcher
 from pydantic import Field
 
 from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor, Unsatisfiable
-from adapters.edits import Allow, Edit
+from adapters.edits import Allow, Edit, bitmask_of
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compiler import byte_tables, hugging_face_tables, load_tokenizer, short_reason
 from adapters.processors.arguments import MAX_LIST, MAX_TEXT
@@ -33,6 +33,10 @@ MAX_SOURCE = 1024 * 1024
 
 _LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')
 _IGNORED_ATTRIBUTE = re.compile(r"\btemperature\s*=")
+
+
+_Words: TypeAlias = tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.int32]]]
+"""Indices of words of a mask, and a word for each."""
 
 
 def bits_of(matcher: LLMatcher, width: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -92,6 +96,8 @@ class GrammarProcessor(SteeringProcessor):
         self._grammar = self.grammar(args)
         self._end = sorted(context.end_token_ids)
         vocabulary = context.vocabulary
+        # A negated terminal matches what llguidance writes for them.
+        self._padding = [*vocabulary.gap_ids, *range(vocabulary.num_tokens, vocabulary.size)]
         self._vocabulary_at = (vocabulary.path, vocabulary.size, tuple(sorted(vocabulary.eos_token_ids)))
         try:
             self._use(grammar_cache(vocabulary))
@@ -110,7 +116,7 @@ class GrammarProcessor(SteeringProcessor):
     def _use(self, cache: GrammarCache) -> None:
         self._width = cache.tokenizer.vocab_size
         self._compiled = cache.compiled(self._grammar)
-        self._never, self._ends = _end_words(self._width, cache.tokenizer.eos_tokens, self._end)
+        self._never, self._ends = _end_words(self._width, [*cache.tokenizer.eos_tokens, *self._padding], self._end)
         self.reset()
 
     def reset(self) -> None:
@@ -158,11 +164,11 @@ class GrammarProcessor(SteeringProcessor):
             if self._matcher.is_error():
                 raise Unsatisfiable(f"the grammar went beyond its limits ({short_reason(self._matcher.get_error())})")
             complete = self._matcher.is_accepting()
-        for word, never in self._never:
-            bits[word] &= never
+        words, never = self._never
+        bits[words] &= never
         if complete:
-            for word, ends in self._ends:
-                bits[word] |= ends
+            words, ends = self._ends
+            bits[words] |= ends
         return bits
 
     def __getstate__(self) -> dict[str, Any]:
@@ -181,23 +187,16 @@ class GrammarProcessor(SteeringProcessor):
         self._use(grammar_cache(vocabulary_at(path, size, end)))
 
 
-def _end_words(
-    width: int, tokenizer_ends: Sequence[int], request_ends: Sequence[int]
-) -> tuple[list[tuple[int, np.int32]], list[tuple[int, np.int32]]]:
-    """Words of the mask to clear of every end token, and the same words to set the request's own: ``(index, bits)``."""
-    known = [token_id for token_id in {*tokenizer_ends, *request_ends} if token_id < width]
-    never = {token_id >> 5: 0xFFFFFFFF for token_id in known}
-    ends = {token_id >> 5: 0 for token_id in request_ends if token_id < width}
-    for token_id in known:
-        never[token_id >> 5] &= ~(1 << (token_id & 31))
-    for token_id in request_ends:
-        if token_id < width:
-            ends[token_id >> 5] |= 1 << (token_id & 31)
-    return _words(never), _words(ends)
+def _end_words(width: int, never: Sequence[int], ends: Sequence[int]) -> tuple[_Words, _Words]:
+    """Words of the mask: to ``&`` with, which clears ``never`` and ``ends``; to ``|`` with, which sets ``ends``."""
+    cleared, words = _words(width, [*never, *ends])
+    return (cleared, ~words), _words(width, ends)
 
 
-def _words(words: dict[int, int]) -> list[tuple[int, np.int32]]:
-    return [(index, np.uint32(bits).astype(np.int32)) for index, bits in words.items()]
+def _words(width: int, token_ids: Sequence[int]) -> _Words:
+    bits = bitmask_of((token_id for token_id in token_ids if token_id < width), width).numpy()
+    words = np.flatnonzero(bits)
+    return words, bits[words]
 
 
 class JsonSchema(GrammarProcessor):

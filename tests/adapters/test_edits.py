@@ -142,11 +142,11 @@ def test_a_mask_leaves_what_was_masked_before():
 
 
 @settings(max_examples=50, deadline=None)
-@given(mask=st.sets(st.integers(0, VOCAB - 1)))
-def test_bits(mask):
+@given(mask=st.sets(st.integers(0, VOCAB - 1)), num_tokens=st.integers(0, VOCAB + 40))
+def test_bits(mask, num_tokens):
     bitmask = Allow.of(mask, VOCAB).bitmask
     assert bitmask.dtype == torch.int32
-    assert count_allowed(bitmask) == len(mask)
+    assert count_allowed(bitmask, num_tokens) == sum(token_id < num_tokens for token_id in mask)
     assert {i for i in range(200) if is_allowed(bitmask, i)} == mask
 
 

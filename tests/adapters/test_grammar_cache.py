@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -62,6 +63,20 @@ def test_the_least_recently_used_goes_when_the_bytes_are_taken(
     assert cache.num_misses == misses
     cache.compiled(regex(WORDS[1]))
     assert cache.num_misses == misses + 1
+
+
+def test_free_memory_goes_back_to_the_system_now_and_then(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_of(tokenizer, None)
+    trims: SimpleQueue[None] = SimpleQueue()
+    monkeypatch.setattr(caches, "_trim", lambda: trims.put(None))
+    monkeypatch.setattr(caches, "TRIM_BYTES", 3 * cache.compiled(regex(WORDS[0])).num_bytes)
+    cache.max_bytes = 0  # what is not kept counts as well
+    for words in WORDS[1:]:
+        cache.compiled(regex(words))
+    for _ in range(2):
+        trims.get(timeout=60)
 
 
 def test_what_is_in_use_is_found_however_little_is_kept(tokenizer: LLTokenizer) -> None:

@@ -6,11 +6,12 @@ import copy
 import json
 
 import pytest
+import torch
 
 from adapters import receipts
 from adapters.chain import ProcessorChain
 from adapters.contract import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.edits import Ban, Edit
+from adapters.edits import Allow, Ban, Edit
 from adapters.vocabulary import Vocabulary
 
 CONTEXT = Context(Vocabulary(80), end_token_ids=frozenset({1}))
@@ -55,6 +56,22 @@ def test_attribution_is_left_out_but_where_it_is_asked_for() -> None:
     accept(chain, 2)
     assert "tokens" not in chain.report(attribution=False)
     assert chain.report()["tokens"][0] == {"position": 3, "token_id": 9, "processor": "bans", "did": "masked"}
+
+
+class AllowsEveryBit(Bans):
+    """Its mask has the bits of ids that the row does not have."""
+
+    name = "all"
+
+    def edit(self) -> Edit | None:
+        return Allow(torch.full((3,), -1, dtype=torch.int32))
+
+
+def test_bits_beyond_the_vocabulary_are_no_tokens() -> None:
+    chain = ProcessorChain([AllowsEveryBit(None, CONTEXT)], CONTEXT)
+    chain.start([2, 3, 4])
+    accept(chain, 2)
+    assert chain.members[0].record.tokens_masked == 0
 
 
 def test_a_report_without_attribution_does_not_grow_with_the_answer() -> None:

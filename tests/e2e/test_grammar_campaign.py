@@ -21,9 +21,17 @@ from adapters.client import processor
 Shared = tuple[Stack, Worker]
 
 ANSWERS = {200, 400, 529} | ({500} if DYNAMO < (1, 6) else set())
-"""500 is what the older frontend makes of a grammar that goes beyond its limits after the first token."""
+"""Answered; refused; not compiled in time, because other bombs were in front of it; failed by a limit of a step after
+the first token, which the older frontend makes a 500: a decimal `multipleOf` does, and nothing else did in 2,400.
+`check_calm` holds every 500 against the worker's count."""
 
 CACHE_MIB = 32
+TIMEOUT_S = 0.3
+"""Processor time of a bomb: a sixth of them take whatever they may."""
+
+PAUSE_S = 0.5
+"""Of the client beside the bombs: it is there to see wrong answers, not to take their time."""
+
 SLACK_BYTES = 64 << 20
 """What an allocator may keep beside the cache."""
 
@@ -32,17 +40,19 @@ SLACK_BYTES = 64 << 20
 def served(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Shared]:
     with running_stack(tmp_path_factory.mktemp("stack"), tiny_model) as stack:
         stack.start_frontend()
-        options = ["--device", "cpu", "--dtype", "float32", "--grammar-cache-mib", str(CACHE_MIB), *PATIENT]
-        yield stack, stack.start_worker(*options)
+        limits = ["--grammar-cache-mib", str(CACHE_MIB), "--grammar-timeout-s", str(TIMEOUT_S)]
+        yield stack, stack.start_worker("--device", "cpu", "--dtype", "float32", *limits, *PATIENT)
 
 
 def throw(stack: Stack, worker: Worker, seed: int, numbers: range) -> Counter[str]:
     """Send the bombs, eight at a time; kinds and statuses of the answers."""
 
     def one(number: int) -> str:
-        reply = chat(stack, max_tokens=8, **bomb(seed, number))
+        reply = chat(stack, max_tokens=4, **bomb(seed, number))
         kind = KINDS[number % len(KINDS)].__name__
-        assert reply.status in ANSWERS, f"bomb {seed}/{number}, {kind}: {reply.status} {reply.text[:300]}"
+        assert reply.status in ANSWERS - ({500} if kind != "multiple_of" else set()), (
+            f"bomb {seed}/{number}, {kind}: {reply.status} {reply.text[:300]}"
+        )
         assert worker.running, f"bomb {seed}/{number}, {kind}"
         return f"{kind} {reply.status}"
 
@@ -50,23 +60,24 @@ def throw(stack: Stack, worker: Worker, seed: int, numbers: range) -> Counter[st
         return Counter(pool.map(one, numbers))
 
 
-def check_calm(worker: Worker) -> None:
+def check_calm(worker: Worker, statuses: Counter[str]) -> None:
     wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "all freed")
     for outcome in ("unknown_error", "engine_broken"):
         assert worker.metric("dlw_requests_total", outcome=outcome) == 0
+    errors = sum(count for answer, count in statuses.items() if answer.endswith(" 500"))
+    assert errors <= worker.metric("dlw_processor_errors_total", reason="unsatisfiable")
     assert worker.metric("dlw_grammar_cache_bytes") <= CACHE_MIB << 20
     assert worker.metric("dlw_grammar_sandbox_restarts_total") == 0
 
 
 def test_five_bombs_of_each_kind(served: Shared) -> None:
     stack, worker = served
-    throw(stack, worker, 0, range(5 * len(KINDS)))
-    check_calm(worker)
+    check_calm(worker, throw(stack, worker, 0, range(5 * len(KINDS))))
     assert chat(stack, processor("choice", choices=["ok"])).content == "ok"
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1800)
 def test_2_400_bombs(served: Shared, capsys: pytest.CaptureFixture[str]) -> None:
     stack, worker = served
     expected = chat(stack, max_tokens=8).token_ids
@@ -78,21 +89,24 @@ def test_2_400_bombs(served: Shared, capsys: pytest.CaptureFixture[str]) -> None
                 return number
             assert chat(stack, max_tokens=8).token_ids == expected
             assert chat(stack, processor("choice", choices=[f"word {number}"])).content == f"word {number}"
+            over.wait(PAUSE_S)
         raise AssertionError
 
+    statuses: Counter[str] = Counter()
+    memory = []
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(bystander)
         try:
-            statuses = throw(stack, worker, 1, range(400))
-            before = psutil.Process(worker.child.pid).memory_info().rss
-            statuses += throw(stack, worker, 1, range(400, 2400))
+            for first in range(0, 2400, 400):
+                statuses += throw(stack, worker, 1, range(first, first + 400))
+                memory.append(psutil.Process(worker.child.pid).memory_info().rss)
         finally:
             over.set()
         answered = beside.result()
-    check_calm(worker)
-    grown = psutil.Process(worker.child.pid).memory_info().rss - before
     with capsys.disabled():
         shown = ", ".join(f"{kind}: {count}" for kind, count in sorted(statuses.items()))
-        sys.stdout.write(f"\n{shown}\n{answered} requests beside them; {grown / 2**20:.0f} MiB grown\n")
+        resident = ", ".join(f"{size / 2**20:.0f}" for size in memory)
+        sys.stdout.write(f"\n{shown}\n{answered} requests beside them; resident after every 400: {resident} MiB\n")
+    check_calm(worker, statuses)
     assert answered > 0
-    assert grown < (CACHE_MIB << 20) + SLACK_BYTES
+    assert max(memory[3:]) - memory[2] < SLACK_BYTES  # the arenas of all threads have been filled by then

@@ -246,11 +246,18 @@ def test_an_ordinary_token_that_ends_the_request_waits_for_a_complete_text():
     assert allowed(chain) == {ord("b"), END}
 
 
-def test_padding_and_other_end_tokens_are_never_offered(real: Context):
-    chain = built(Regex, Context(real.vocabulary, end_token_ids=frozenset({1})), pattern=r"(.|\n)*")
+@pytest.mark.parametrize(
+    ("kind", "args"), [(Regex, {"pattern": r"(.|\n)*"}), (Grammar, {"lark": "start: T\nT: ~/never/"})]
+)
+def test_padding_and_other_end_tokens_are_never_offered(
+    real: Context, kind: type[GrammarProcessor], args: dict[str, Any]
+):
+    chain = built(kind, Context(real.vocabulary, end_token_ids=frozenset({1})), **args)
     offered = allowed(chain)
     assert max(offered) < real.vocabulary.num_tokens
     assert offered & (real.vocabulary.eos_token_ids | {1}) == {1}
+    chain.accept(min(offered - {1}), chain.position)
+    assert chain.members[0].record.tokens_masked == real.vocabulary.num_tokens - len(offered)
 
 
 def test_scope_answer_begins_after_the_closing_tag():
@@ -311,6 +318,11 @@ def test_a_grammar_that_explodes_after_admission_fails_its_request_and_recovers(
     assert caught.value.processor == "regex"
     bomb.rewind(len(PROMPT))
     assert allowed(bomb) == first
+
+
+def test_a_grammar_whose_steps_take_longer_and_longer_is_refused(real: Context):
+    with pytest.raises(ArgumentError, match=r"Too many items \(limit 10000"):
+        built(Grammar, real, lark='start: (x{1,14350} "a"){39}\nx: /[a-z]/ | "a"')
 
 
 def allowed_by_plan(chain: ProcessorChain) -> list[int]:
