@@ -446,13 +446,13 @@ class GrammarSandbox:
 
     def _resolve(self, job: _Job, verdict: Verdict) -> None:
         if job.future.set_running_or_notify_cancel():
+            self._count(verdict.outcome, job)  # first: whoever waits may look at the counts
             job.future.set_result(verdict)
-            self._count(verdict.outcome, job)
 
     def _fail(self, job: _Job, outcome: str, error: Exception) -> None:
         if job.future.set_running_or_notify_cancel():
-            job.future.set_exception(error)
             self._count(outcome, job)
+            job.future.set_exception(error)
 
     def _fail_all(self, reason: str) -> None:
         for job in list(self._lanes):

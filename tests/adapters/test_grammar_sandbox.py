@@ -227,6 +227,16 @@ def test_a_process_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatc
         assert asked.result(100).outcome == "compiled"
 
 
+def test_a_grammar_is_counted_before_anybody_hears_of_it(sandbox: GrammarSandbox) -> None:
+    for grammar, outcome in ((GOOD, "compiled"), (regex("(a"), "refused")):
+        before = sandbox.counts[outcome]
+        seen: queue.SimpleQueue[int] = queue.SimpleQueue()
+        future = sandbox.submit(grammar)
+        future.add_done_callback(lambda _, outcome=outcome, seen=seen: seen.put(sandbox.counts[outcome]))
+        assert future.result(100).outcome == outcome
+        assert seen.get(timeout=100) == before + 1
+
+
 def broken_tables() -> dict[str, Any]:
     raise ValueError("no such tokenizer")
 
