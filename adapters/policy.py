@@ -23,6 +23,7 @@ section of their own. Whatever is unknown in the file is an error.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -127,7 +128,7 @@ class ModelPolicy:
                 raise SelectionError(value.requested.path, problem)
         if in_field is not None:
             return None
-        return named[0] if named else mandatory
+        return replace(named[0], args=mandatory.args) if named else mandatory
 
 
 def _controlled(names: Collection[str]) -> Collection[str]:
@@ -144,7 +145,15 @@ def _same(asked: FieldValue, set_by_operator: Requested, catalog: Catalog) -> bo
         if asked.is_neutral:  # an empty list: it asks for nothing, and the processor itself does not take it
             return False
         raise
-    return args == catalog.parse_args(set_by_operator)
+    own = catalog.parse_args(set_by_operator)
+    return args == own or all(
+        _is_as_near_as_32_bits(value, getattr(own, name)) for name, value in args if value != getattr(own, name)
+    )
+
+
+def _is_as_near_as_32_bits(value: object, other: object) -> bool:
+    """Whether they are one number: Dynamo's frontend keeps 32 bits of a field's, so that 0.7 comes as 0.699999988."""
+    return isinstance(value, float) and isinstance(other, float) and math.isclose(value, other, rel_tol=2**-24)
 
 
 @dataclass(frozen=True)

@@ -247,8 +247,21 @@ class ByteIndex:
 
     def spell(self, text: bytes) -> list[int] | None:
         """The fewest ids whose bytes are exactly ``text``, of equally few the longest token first. None if none are."""
+        first_ids = self.first_ids(text)
+        spelled: list[int] = []
+        at = 0
+        while at < len(text):
+            token_id = first_ids[at]
+            if token_id is None:
+                return None
+            spelled.append(token_id)
+            at += len(self[token_id])
+        return spelled
+
+    def first_ids(self, text: bytes) -> list[int | None]:
+        """For each place in ``text`` the first id with which `spell` spells what is behind it, None if nothing does."""
         fewest: list[int | None] = [None] * len(text) + [0]
-        first = [0] * len(text)
+        first_ids: list[int | None] = [None] * len(text)
         for at in range(len(text) - 1, -1, -1):
             for length in self._lengths:
                 rest = fewest[at + length] if at + length <= len(text) else None
@@ -256,14 +269,8 @@ class ByteIndex:
                     continue
                 best = fewest[at]
                 if best is None or rest + 1 < best:
-                    fewest[at], first[at] = rest + 1, length
-        if fewest[0] is None:
-            return None
-        spelled, at = [], 0
-        while at < len(text):
-            spelled.append(self.ids[text[at : at + first[at]]][0])
-            at += first[at]
-        return spelled
+                    fewest[at], first_ids[at] = rest + 1, self.ids[text[at : at + length]][0]
+        return first_ids
 
     def _occurrences(
         self, text: bytes

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from llguidance import LLMatcher, LLTokenizer
 
 from adapters.grammars.compiler import GrammarRefused, compile_grammar, walk
-from adapters.grammars.sandbox import GrammarSandbox, Verdict
+from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, Verdict
 
 MAX_BYTES = 256 * 1024 * 1024
 """Bytes of compiled grammars that are kept."""
@@ -159,7 +159,10 @@ class GrammarCache:
             return
         verdict = trial.result()
         if verdict.outcome == "compiled":
-            self._compile(digest, grammar, verdict, wanted)
+            try:
+                self._compile(digest, grammar, verdict, wanted)
+            except RuntimeError as error:
+                _settle(wanted, SandboxBusy(f"the system gives no thread to compile it in: {error}"))
         else:
             self._remember(digest, verdict)
             _settle(wanted, verdict)

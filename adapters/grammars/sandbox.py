@@ -260,10 +260,15 @@ class GrammarSandbox:
         now = time.monotonic()
         if self._process is None and now >= self._retry_at:
             self._start_process()
-        for key, _ in self._selector.select(self._patience(time.monotonic())):
+        if self._process is not None:
+            self._selector.modify(self._process.channel, self._process.events)
+        for key, events in self._selector.select(self._patience(time.monotonic())):
             if key.fileobj is self._awake:
                 self._awake.recv(4096)
-            else:
+                continue
+            if events & selectors.EVENT_WRITE:
+                self._send()
+            if events & selectors.EVENT_READ and self._process is not None:
                 self._receive()
         while self._inbox:
             self._inbox.popleft()()
@@ -288,7 +293,7 @@ class GrammarSandbox:
         except Exception as error:  # whatever is wrong with the tokenizer or the system: it is said, and tried again
             self._lost(f"cannot start: {error}")
             return
-        self._selector.register(self._process.channel, selectors.EVENT_READ)
+        self._selector.register(self._process.channel, self._process.events)
 
     def _receive(self) -> None:
         assert self._process is not None
@@ -367,7 +372,7 @@ class GrammarSandbox:
             self._send({"id": job.id})
 
     def _run_next(self) -> None:
-        while self._process is not None and self._process.is_ready:
+        while self._process is not None and self._process.is_ready and not self._process.unsent:
             job = self._lanes.take()
             if job is None:
                 return
@@ -390,12 +395,13 @@ class GrammarSandbox:
                 }
             )
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any] | None = None) -> None:
+        """Write ``message`` and what is left of earlier ones, as much as the process takes now."""
         if self._process is None:
             return
         try:
-            self._process.channel.sendall(frame(message))
-        except OSError as error:  # TimeoutError too: it does not read any more
+            self._process.send(b"" if message is None else frame(message))
+        except OSError as error:
             self._lost(f"cannot be written to: {error}")
 
     def _ended_child(self, job_id: int, status: int, result: dict[str, Any] | None) -> None:
@@ -440,13 +446,13 @@ class GrammarSandbox:
 
     def _resolve(self, job: _Job, verdict: Verdict) -> None:
         if job.future.set_running_or_notify_cancel():
+            self._count(verdict.outcome, job)  # first: whoever waits may look at the counts
             job.future.set_result(verdict)
-            self._count(verdict.outcome, job)
 
     def _fail(self, job: _Job, outcome: str, error: Exception) -> None:
         if job.future.set_running_or_notify_cancel():
-            job.future.set_exception(error)
             self._count(outcome, job)
+            job.future.set_exception(error)
 
     def _fail_all(self, reason: str) -> None:
         for job in list(self._lanes):
@@ -460,7 +466,11 @@ class GrammarSandbox:
 
 
 class _Process:
-    """The sandbox process, told its tokenizer.
+    """The sandbox process, being told its tokenizer.
+
+    Attributes:
+        channel: Never blocks: whoever drives the process has deadlines to keep.
+        unsent: What was sent and the process has not taken yet.
 
     Raises:
         OSError: it cannot be started.
@@ -469,7 +479,7 @@ class _Process:
     def __init__(self, tables: dict[str, Any]) -> None:
         package = Path(__file__).resolve().parents[1]
         self.channel, theirs = socket.socketpair()
-        self.channel.settimeout(KILL_TIMEOUT_S)
+        self.channel.setblocking(False)
         command = [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), str(package), *filter(None, sys.path)]
         # One arena: the allocator's count is then that of the grammar, and no arena's address space is in its limit.
         environ = {**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
@@ -484,11 +494,23 @@ class _Process:
         self.pid = self._child.pid
         self.is_ready = False
         self.start_deadline = time.monotonic() + START_TIMEOUT_S
-        try:
-            self.channel.sendall(frame(tables))
-        except OSError:
-            self.end()
-            raise
+        self.unsent = bytearray(frame(tables))  # megabytes, which it reads once it has started
+
+    @property
+    def events(self) -> int:
+        """What to wait for on `channel`."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
+
+    def send(self, data: bytes) -> None:
+        """Add ``data`` to what is unsent, and write what the process takes now.
+
+        Raises:
+            OSError: it takes nothing any more.
+        """
+        self.unsent += data
+        if self.unsent:
+            with contextlib.suppress(BlockingIOError):
+                del self.unsent[: self.channel.send(self.unsent)]
 
     def end(self) -> None:
         """Kill it, and with it its children."""

@@ -170,7 +170,8 @@ def _split(words: Iterable[str], context: Context) -> tuple[list[bytes], list[li
         bare = word.lstrip()
         forms = [word, bare, " " + bare] if bare else [word]
         ids = encode(context, "words", word)
-        if all(byte_index(context.vocabulary)[token_id] for token_id in ids):
+        index = byte_index(context.vocabulary)
+        if all(index[token_id] for token_id in ids):
             texts += [form.encode() for form in forms]
         else:
             sequences += [encode(context, "words", form) for form in forms]

@@ -159,15 +159,10 @@ def _tag(argument: str, text: str | None, own: Sequence[int], context: Context) 
 def _continuations(vocabulary: Vocabulary, tag: Sequence[int], matcher: TextMatcher) -> list[int]:
     """For each number of symbols that the history ends with, the token that goes on with the tag."""
     begins = dict(zip(accumulate((len(matcher.pieces[token_id]) for token_id in tag), initial=0), tag, strict=False))
-    return [
-        begins[n] if n in begins else _spelling(vocabulary, bytes(matcher.pattern[n:]), tag)[0]
-        for n in range(len(matcher.pattern))
-    ]
-
-
-def _spelling(vocabulary: Vocabulary, rest: bytes, tag: Sequence[int]) -> Sequence[int]:
-    """Tokens with exactly the bytes ``rest``, or else the whole tag."""
-    return byte_index(vocabulary).spell(rest) or tag
+    if len(begins) == len(matcher.pattern):
+        return [begins[n] for n in range(len(matcher.pattern))]
+    first_ids = byte_index(vocabulary).first_ids(bytes(matcher.pattern))  # or else, the whole tag from its beginning
+    return [begins.get(n, tag[0] if first is None else first) for n, first in enumerate(first_ids)]
 
 
 def _newlines(context: Context) -> frozenset[int]:

@@ -15,7 +15,7 @@ from test_grammar_sandbox import FOREVER_S, GOOD, SLOW, TABLES, regex, rule_chai
 from adapters.grammars import cache as caches
 from adapters.grammars.cache import Compiled, GrammarCache
 from adapters.grammars.compiler import GrammarRefused, load_tokenizer
-from adapters.grammars.sandbox import GrammarSandbox
+from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy
 
 WORDS = ["|".join(f"{number}word{i:04}" for i in range(1000)) for number in range(6)]
 
@@ -157,6 +157,22 @@ def test_many_who_want_the_same_at_once_compile_it_once(
         found = list(pool.map(cache.compiled, [regex(WORDS[4])] * 24))
     assert len({id(one) for one in found}) == 1
     assert len(compiled_here) == 1
+
+
+def test_where_no_thread_can_be_started_it_is_said(
+    tokenizer: LLTokenizer, sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of the container on processes is one on threads, too."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    cache = cache_of(tokenizer, sandbox)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start)
+        with pytest.raises(SandboxBusy, match="can't start new thread"):
+            cache.request(regex("x{7}")).result(100)
+    assert isinstance(cache.compiled(regex("x{7}")), Compiled)
 
 
 def test_cancelling_reaches_the_sandbox(tokenizer: LLTokenizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -205,6 +206,35 @@ def test_a_process_that_hangs_is_replaced(patient: GrammarSandbox, monkeypatch: 
     bomb.cancel()
     assert patient.submit(GOOD).result(100).outcome == "compiled"
     assert patient.num_restarts == 1
+
+
+def test_a_process_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tables of a large vocabulary are more than a socket holds; until they are read, others must not wait."""
+    gate, late = tmp_path / "gate", tmp_path / "python"
+    os.mkfifo(gate)
+    late.write_text(f'#!/bin/sh\nread line < {gate}\nexec {sys.executable} "$@"\n')
+    late.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(late))
+    monkeypatch.setattr(sandboxes, "KILL_TIMEOUT_S", 0.0)
+    large = byte_tables([*(bytes([i]) for i in range(256)), *(b"%d" % i for i in range(100_000)), b"</s>"], [256], [])
+    outcomes: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with GrammarSandbox(lambda: large, max_wait_s=FOREVER_S, observe=lambda o, _: outcomes.put(o)) as sandbox:
+        asked, given_up = sandbox.submit(GOOD), sandbox.submit(GOOD)
+        given_up.cancel()
+        assert outcomes.get(timeout=100) == "cancelled"
+        with open(gate, "w") as opened:
+            opened.write("begin\n")
+        assert asked.result(100).outcome == "compiled"
+
+
+def test_a_grammar_is_counted_before_anybody_hears_of_it(sandbox: GrammarSandbox) -> None:
+    for grammar, outcome in ((GOOD, "compiled"), (regex("(a"), "refused")):
+        before = sandbox.counts[outcome]
+        seen: queue.SimpleQueue[int] = queue.SimpleQueue()
+        future = sandbox.submit(grammar)
+        future.add_done_callback(lambda _, outcome=outcome, seen=seen: seen.put(sandbox.counts[outcome]))
+        assert future.result(100).outcome == outcome
+        assert seen.get(timeout=100) == before + 1
 
 
 def broken_tables() -> dict[str, Any]:

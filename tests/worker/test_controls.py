@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ VALUES: dict[str, tuple[st.SearchStrategy[Any], dict[str, Any]]] = {
     "min_p": (st.just(0) | st.floats(0, 1, **NUMBERS), {"p": 0.25}),
     "top_k": (st.integers(-1, 1000), {"k": 40}),
     "top_p": (st.just(1) | st.floats(0, 1, **NUMBERS), {"p": 0.5}),
-    "allowed_tokens": (st.lists(IDS, min_size=1, max_size=4), {"token_ids": [9, 10]}),
+    "allowed_tokens": (st.lists(IDS, min_size=1, max_size=4), {"token_ids": [9, 10], "allow_end": False}),
     "bad_words": (st.lists(st.lists(IDS, min_size=1, max_size=3), max_size=3), {"token_ids": [[9, 10]]}),
     "thinking_budget": (st.integers(0, 100), {"tokens": 64}),
     "json_schema": (st.sampled_from([{"type": "integer"}, {"type": "string"}, True]), {"schema": {"type": "string"}}),
@@ -273,6 +274,25 @@ def test_a_mandatory_processor_cannot_be_changed_by_its_field(
 
 def _lists(value: Any) -> Any:
     return [list(item) for item in value] if isinstance(value, tuple) else value
+
+
+def test_an_argument_that_the_field_has_beside_its_value_is_compared_too(facts: Facts) -> None:
+    desk = desk_with(facts, mandatory=operators("mandatory", "allowed_tokens", {"token_ids": [9, 10]}))
+    control = next(control for control in CONTROLS if control.field == "allowed_token_ids")
+    with pytest.raises(InvalidRequest, match="allowed_tokens is set by the operator and cannot be changed"):
+        desk.select(parsed(raw(control, [9, 10])), {})  # the field would not leave the end tokens allowed
+
+
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_a_field_that_lost_digits_on_its_way_is_the_same(facts: Facts, name: str) -> None:
+    """Dynamo's frontend keeps 32 bits of a number: who asks for the operator's own 0.7 asks for 0.699999988079071."""
+    control = next(control for control in CONTROLS if control.field == name)
+    desk = desk_with(facts, mandatory=operators("mandatory", name, {control.argument: 0.7}))
+    seen = struct.unpack("f", struct.pack("f", 0.7))[0]
+    assert seen != 0.7
+    assert names(served(desk, parsed(raw(control, seen)))[1]).count(name) == (name != "temperature")
+    with pytest.raises(InvalidRequest, match=f"{name} is set by the operator and cannot be changed"):
+        desk.select(parsed(raw(control, 0.7001)), {})
 
 
 @given(controls)

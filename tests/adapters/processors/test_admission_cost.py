@@ -144,3 +144,20 @@ def test_scopes_are_named_apart() -> None:
     thinking = context(think_start=(1,), think_end=(2,))
     chosen = Selection(tuple(Requested("dry", {}, scope, f"processors[{scope}]") for scope in ("thinking", "answer")))
     assert len(CATALOG.build_chain(chosen, thinking).members) == 2
+
+
+LONG_TEXTS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "thinking_budget": lambda text: {"tokens": 5, "start": text, "end": text},
+    "trigger_phrase": lambda text: {"text": text, "trigger": text},
+    "forced_sequence": lambda text: {"text": text},
+    "force_last_phrase": lambda text: {"text": text},
+    "bad_words": lambda text: {"words": [text]},
+}
+
+
+@pytest.mark.parametrize("name", list(LONG_TEXTS))
+def test_a_text_of_twice_the_length_is_about_twice_the_work(name: str) -> None:
+    short, long = (
+        num_lines(selection((name, LONG_TEXTS[name](("the hello " * 26)[:length]))), [65]) for length in (128, 256)
+    )
+    assert long < 2.5 * short
