@@ -461,6 +461,7 @@ class GrammarSandbox:
 
     def _count(self, outcome: str, job: _Job) -> None:
         self.counts[outcome] += 1
+        self.num_waiting, self.num_running = self._lanes.num_waiting, self._lanes.num_running
         if self._observe is not None:
             self._observe(outcome, time.monotonic() - (job.deadline - self._max_wait_s))
 
