@@ -98,7 +98,7 @@ class GrammarProcessor(SteeringProcessor):
         vocabulary = context.vocabulary
         # A negated terminal matches what llguidance writes for them.
         self._padding = [*vocabulary.gap_ids, *range(vocabulary.num_tokens, vocabulary.size)]
-        self._vocabulary_at = (vocabulary.path, vocabulary.size, tuple(sorted(vocabulary.eos_token_ids)))
+        self._address = vocabulary.address
         try:
             self._use(grammar_cache(vocabulary))
         except ValueError as error:
@@ -172,7 +172,7 @@ class GrammarProcessor(SteeringProcessor):
         return bits
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._vocabulary_at[0] is None:
+        if self._address is None:
             raise pickle.PicklingError(f"{self.name} can only be rebuilt elsewhere if its vocabulary has a path")
         state = dict(self.__dict__)
         for name in ("_compiled", "_matcher", "_edit"):
@@ -182,9 +182,8 @@ class GrammarProcessor(SteeringProcessor):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        path, size, end = self._vocabulary_at
-        assert path is not None
-        self._use(grammar_cache(vocabulary_at(path, size, end)))
+        assert self._address is not None
+        self._use(grammar_cache(vocabulary_at(*self._address)))
 
 
 def _end_words(width: int, never: Sequence[int], ends: Sequence[int]) -> tuple[_Words, _Words]:
