@@ -90,18 +90,24 @@ def test_what_is_in_use_is_found_however_little_is_kept(tokenizer: LLTokenizer) 
     assert cache.num_misses == 2
 
 
-def test_only_what_came_through_the_sandbox_is_compiled_here(
-    tokenizer: LLTokenizer, sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled_here = []
+@pytest.fixture
+def compiled_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The grammars that this process compiles, in the cache's threads."""
+    grammars = []
     original = caches.compile_grammar
 
     def counting(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-        compiled_here.append(grammar)
+        grammars.append(grammar)
         assert threading.current_thread().name.startswith("grammar-compiler")
         return original(tokenizer, grammar)
 
     monkeypatch.setattr(caches, "compile_grammar", counting)
+    return grammars
+
+
+def test_only_what_came_through_the_sandbox_is_compiled_here(
+    tokenizer: LLTokenizer, sandbox: GrammarSandbox, compiled_here: list[str]
+) -> None:
     cache = cache_of(tokenizer, sandbox)
     for grammar, problem in ((rule_chain(4000), "of stack"), (SLOW, "of processor time"), (regex("(a"), "unclosed")):
         for _ in range(2):
@@ -142,16 +148,8 @@ def test_who_ran_out_of_time_may_try_again_later(tokenizer: LLTokenizer, sandbox
 
 
 def test_many_who_want_the_same_at_once_compile_it_once(
-    tokenizer: LLTokenizer, sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
+    tokenizer: LLTokenizer, sandbox: GrammarSandbox, compiled_here: list[str]
 ) -> None:
-    compiled_here = []
-    original = caches.compile_grammar
-
-    def counting(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-        compiled_here.append(grammar)
-        return original(tokenizer, grammar)
-
-    monkeypatch.setattr(caches, "compile_grammar", counting)
     cache = cache_of(tokenizer, sandbox)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(cache.compiled, [regex(WORDS[4])] * 24))
