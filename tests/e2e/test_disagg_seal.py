@@ -168,7 +168,7 @@ def test_nobody_makes_a_decode_worker_connect(pair: Pair, expected: Engine) -> N
         answer = pair.to_decode.ask(prompt, prefill_result={"disaggregated_params": sealed})
         assert tokens(answer) == answer_of(expected, prompt)
         assert are_connected(pair.decode, stranger)
-    assert "hand-off refused: prefill_result.disaggregated_params.mac" in pair.decode.log
+    assert "refused: prefill_result.disaggregated_params.mac" in pair.decode.log
     assert pair.stack.environ["DLW_POOL_SECRET"] not in pair.decode.log + pair.prefill.log
 
 
