@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from adapters import vocabulary
-from adapters.token_bytes import num_ids
+from adapters.vocabulary.vocabulary import vocabulary
+from adapters.vocabulary.token_bytes import num_ids
 
 
 class Tokenizer(vocabulary.Tokenizer, Protocol):

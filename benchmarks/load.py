@@ -39,8 +39,8 @@ from checkpoint import write_checkpoint
 from workload import VOCABULARY
 
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from worker.engines.embedded.own_thread import in_own_thread
-from worker.sampling import SamplingParams
+from worker.engines.embedded.host.own_thread import in_own_thread
+from worker.sampling.params import SamplingParams
 
 HERE = Path(__file__).resolve().parent
 KEPT, REPORT = HERE / "results" / "load.json", HERE / "results" / "load.md"

@@ -36,14 +36,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from adapters import create_trtllm_adapters
-from adapters.batch import apply_edits, plan_rows
-from adapters.catalog import Catalog
-from adapters.chain import ProcessorChain
-from adapters.contract import Context
-from adapters.edits import Bias, apply_sparse
+from adapters.chain.batch import apply_edits, plan_rows
+from adapters.catalog.catalog import Catalog
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import Context
+from adapters.contract.edits import Bias, apply_sparse
 from adapters.processors.grammar import grammar_cache
-from adapters.selection import Requested, Selection
-from adapters.vocabulary import Vocabulary
+from adapters.catalog.selection import Requested, Selection
+from adapters.vocabulary.vocabulary import Vocabulary
 
 VOCAB = 151_936
 ROWS = 32

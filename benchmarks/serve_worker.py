@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from worker.arguments import Arguments, parse_arguments
 from worker.engines import EngineInfo
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Plan
-from worker.llm_engine import WorkerEngine
+from worker.runtimes.llm_engine import WorkerEngine
 from worker.runtimes import dynamo as runtime
 
 CONTEXT_LENGTH = 2048

@@ -6,7 +6,7 @@ import sys
 
 from hypothesis import settings
 
-import adapters.chain
+import adapters.chain.chain
 
 # The developer's own settings of the worker and of Dynamo are no part of a test.
 for name in list(os.environ):
@@ -15,7 +15,7 @@ for name in list(os.environ):
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # No test depends on how fast the machine is; those of the budget itself set their own.
-adapters.chain.DEFAULT_STEP_BUDGET_S = 60.0
+adapters.chain.chain.DEFAULT_STEP_BUDGET_S = 60.0
 
 settings.register_profile("repository", deadline=None, print_blob=True)
 settings.load_profile("repository")

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from worker.arguments import Arguments, parse_arguments
 from worker.errors import ConfigurationError, ServingError, StartupError
 from worker.runtimes import dynamo as runtime
-from worker.seal import take_seal
-from worker.smoke import smoke_enabled
+from worker.disaggregation.seal import take_seal
+from worker.processors.smoke import smoke_enabled
 
 if TYPE_CHECKING:
     from worker.engines import Engine
-    from worker.llm_engine import WorkerEngine
+    from worker.runtimes.llm_engine import WorkerEngine
 
 EXIT_FAILURE = 1
 EXIT_CONFIGURATION = 2
@@ -54,7 +54,7 @@ def build(argv: Sequence[str] | None = None) -> tuple[WorkerEngine, Any]:
     runtime.check_ports(os.environ)
     engine = make_engine(arguments)
 
-    from worker.llm_engine import WorkerEngine
+    from worker.runtimes.llm_engine import WorkerEngine
 
     config = runtime.worker_config(arguments)
     return WorkerEngine(engine, arguments, seal=seal, smoke=smoke), config

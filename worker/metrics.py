@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from worker.drain import DrainOutcome, Gate
+from worker.lifecycle.drain import DrainOutcome, Gate
 from worker.engines import EngineInfo
-from worker.fields import FIELDS
+from worker.requests.fields import FIELDS
 
 PREFIX = "dlw_"
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from adapters.argument_types import MAX_INT, MAX_LIST, MAX_TEXT, Count, PositiveCount, Text, TokenId, TokenIds
-from adapters.contract import ArgumentError, Context, ProcessorArgs
+from adapters.contract.argument_types import MAX_INT, MAX_LIST, MAX_TEXT, Count, PositiveCount, Text, TokenId, TokenIds
+from adapters.contract.processor import ArgumentError, Context, ProcessorArgs
 
 __all__ = [
     "MAX_INT",

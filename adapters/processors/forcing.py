@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 
-from adapters.characters import MOST_MISSING, split_characters
-from adapters.contract import (
+from adapters.processors.characters import MOST_MISSING, split_characters
+from adapters.contract.processor import (
     ArgumentError,
     Context,
     Processor,
@@ -19,7 +19,7 @@ from adapters.contract import (
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.edits import Edit, Force
+from adapters.contract.edits import Edit, Force
 from adapters.processors.arguments import Phrase, Text, check_tokens, encode
 
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from typing_extensions import Self
 
-from adapters.contract import (
+from adapters.contract.processor import (
     ArgumentError,
     Context,
     Processor,
@@ -19,9 +19,9 @@ from adapters.contract import (
     Stage,
     SteeringProcessor,
 )
-from adapters.edits import Ban, Bias, Edit
+from adapters.contract.edits import Ban, Bias, Edit
 from adapters.processors.arguments import Count
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary.vocabulary import Vocabulary
 
 LARGEST = 1e30
 """Where growing numbers stop: far beyond any logit, and safe in float32 with a logit beside it."""

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from adapters.contract import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.edits import Bias, Edit, Scale
+from adapters.contract.processor import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.contract.edits import Bias, Edit, Scale
 from adapters.processors.ngrams import Ids
 
 

@@ -13,8 +13,8 @@ import torch
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from adapters.characters import MOST_MISSING, split_characters
-from adapters.contract import (
+from adapters.processors.characters import MOST_MISSING, split_characters
+from adapters.contract.processor import (
     ArgumentError,
     Context,
     Processor,
@@ -25,10 +25,10 @@ from adapters.contract import (
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.edits import Allow, Bias, Edit, Force
+from adapters.contract.edits import Allow, Bias, Edit, Force
 from adapters.processors.arguments import PositiveCount, Text, encode
 from adapters.processors.text_match import TextMatcher
-from adapters.token_bytes import ByteIndex, byte_index
+from adapters.vocabulary.token_bytes import ByteIndex, byte_index
 
 _ShortText = Annotated[str, Field(min_length=1, max_length=256)]
 _Boost = Annotated[float, Field(ge=-100, le=100)]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from adapters.characters import split_characters
-from adapters.contract import (
+from adapters.processors.characters import split_characters
+from adapters.contract.processor import (
     ArgumentError,
     Context,
     ProcessorArgs,
@@ -21,11 +21,11 @@ from adapters.contract import (
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.edits import Ban, Bias, Edit, Force
+from adapters.contract.edits import Ban, Bias, Edit, Force
 from adapters.processors.arguments import Count
 from adapters.processors.ngrams import PromptNgrams
 from adapters.processors.suffixes import SuffixAutomaton
-from adapters.token_bytes import byte_index
+from adapters.vocabulary.token_bytes import byte_index
 
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 _LN_FLOAT32_MAX = 88.72

@@ -10,11 +10,11 @@ import torch
 from pydantic import Field
 from typing_extensions import Self
 
-from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage
-from adapters.draws import uniform
+from adapters.contract.processor import Context, ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.contract.draws import uniform
 
 XTC = 1
-"""Purpose of the coin that `Xtc` tosses (`adapters.draws`)."""
+"""Purpose of the coin that `Xtc` tosses (`adapters.contract.draws`)."""
 
 
 class Xtc(ShapingProcessor):
@@ -69,7 +69,7 @@ class Mirostat(ShapingProcessor):
 
     A forced token, and one that this processor had dropped, is no observation and leaves mu as it is. What later
     processors of the request drop is not renormalised away from s. The state depends on logits: a continuation
-    rebuilds it by replaying on them (`adapters.batch.replay`).
+    rebuilds it by replaying on them (`adapters.chain.batch.replay`).
     """
 
     name = "mirostat"

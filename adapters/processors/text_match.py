@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from adapters.token_bytes import byte_index
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary.token_bytes import byte_index
+from adapters.vocabulary.vocabulary import Vocabulary
 
 
 class TextMatcher:

@@ -8,14 +8,14 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from adapters.characters import MOST_MISSING, split_characters
-from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.edits import Edit, Force
+from adapters.processors.characters import MOST_MISSING, split_characters
+from adapters.contract.processor import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.contract.edits import Edit, Force
 from adapters.processors.arguments import Count, encode
 from adapters.processors.text_match import TextMatcher
-from adapters.scope import turn_begin
-from adapters.token_bytes import byte_index
-from adapters.vocabulary import Vocabulary
+from adapters.contract.scope import turn_begin
+from adapters.vocabulary.token_bytes import byte_index
+from adapters.vocabulary.vocabulary import Vocabulary
 
 _Tag = Annotated[str, Field(min_length=1, max_length=256)]
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, ShapingProcessor, Stage
-from adapters.draws import uniforms_at
+from adapters.contract.processor import ArgumentError, Context, ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.contract.draws import uniforms_at
 
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 DEFAULT_CONTEXT, MAX_CONTEXT = 4, 64
@@ -27,7 +27,7 @@ class Watermark(ShapingProcessor):
     """Marks the text with an operator's key, so that who holds the key can tell it from other text.
 
     Source: S. Aaronson, "My AI Safety Lecture for UT Effective Altruism" (2022), in its Gumbel form: the token is
-    argmax of ln p(t) - ln(-ln u(t)), where u(t) in (0, 1) is a keyed hash (BLAKE2b, then `adapters.draws`) of the
+    argmax of ln p(t) - ln(-ln u(t)), where u(t) in (0, 1) is a keyed hash (BLAKE2b, then `adapters.contract.draws`) of the
     last ``context`` tokens of prompt + generated, and of t. All other tokens are masked, so the sampler has no choice
     left. Over random keys the token is distributed as p, the row after temperature and truncation.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from adapters.contract import (
+from adapters.contract.processor import (
     ArgumentError,
     Processor,
     ProcessorArgs,
@@ -18,7 +18,7 @@ from adapters.contract import (
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.selection import NAME
+from adapters.catalog.selection import NAME
 from adapters.testing.generation import each, junk, valid
 from adapters.testing.registry import check
 from adapters.testing.schemas import mutants, unbounded

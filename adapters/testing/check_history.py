@@ -8,10 +8,10 @@ import random
 import numpy as np
 import torch
 
-from adapters.batch import apply_edits
-from adapters.chain import ProcessorChain
-from adapters.contract import Reads
-from adapters.plan import ProcessorFailed, RowPlan
+from adapters.chain.batch import apply_edits
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import Reads
+from adapters.chain.plan import ProcessorFailed, RowPlan
 from adapters.testing.registry import check
 from adapters.testing.stories import (
     Outcome,
@@ -27,7 +27,7 @@ from adapters.testing.stories import (
     tell,
 )
 from adapters.testing.subject import CheckFailed, Subject
-from adapters.trtllm import ChainAdapter
+from adapters.trtllm.adapter import ChainAdapter
 
 
 @check("double_call", "asking again at the same position, or telling the same token again, changes nothing")
@@ -199,7 +199,7 @@ def determinism(subject: Subject) -> None:
         before = _generators()
         again = tell(subject, story.case, story.seed)
         if _generators() != before:
-            raise CheckFailed(f"draws from a global random generator; use adapters.draws ({story})")
+            raise CheckFailed(f"draws from a global random generator; use adapters.contract.draws ({story})")
         for index, outcome in enumerate(again.outcomes[: len(story.outcomes)]):
             expect(outcome, story, index, "run again")
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from adapters.batch import apply_chain
-from adapters.chain import ProcessorChain
-from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
-from adapters.edits import Ban, Bias, Edit, MalformedEdit, Scale, check_edit, is_allowed
-from adapters.plan import ProcessorFailed
+from adapters.chain.batch import apply_chain
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
+from adapters.contract.edits import Ban, Bias, Edit, MalformedEdit, Scale, check_edit, is_allowed
+from adapters.chain.plan import ProcessorFailed
 from adapters.testing.registry import check
 from adapters.testing.stories import (
     Outcome,
@@ -25,7 +25,7 @@ from adapters.testing.stories import (
     stories,
 )
 from adapters.testing.subject import CheckFailed, Subject
-from adapters.trtllm import ChainAdapter
+from adapters.trtllm.adapter import ChainAdapter
 
 
 @check("runs", "along whole stories nothing is raised, and no NaN, no +inf and no empty row is left")

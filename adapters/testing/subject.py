@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from adapters.chain import ProcessorChain
-from adapters.contract import ArgumentError, Context, Processor, ProcessorArgs, Unsatisfiable
-from adapters.foreign import ForeignProcessor, wrap_foreign
-from adapters.scope import Scope
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import ArgumentError, Context, Processor, ProcessorArgs, Unsatisfiable
+from adapters.third_party.processors import ForeignProcessor, wrap_foreign
+from adapters.contract.scope import Scope
 from adapters.testing.generation import each, valid
 from adapters.testing.house import house_context
 from adapters.testing.schemas import Schema
@@ -51,7 +51,7 @@ class Subject:
     """A processor class, with arguments to test it.
 
     Args:
-        processor: A `SteeringProcessor` or `ShapingProcessor` class, or a foreign class that `adapters.foreign` can
+        processor: A `SteeringProcessor` or `ShapingProcessor` class, or a foreign class that `adapters.third_party.processors` can
             run: a Dynamo `BaseLogitsProcessor`, a Hugging Face `LogitsProcessor`, a TensorRT-LLM logits processor.
         examples: Arguments as JSON data that the processor accepts for the kit's own model. Needed where none can
             be guessed from the schema; ``examples`` in the schema itself count too.

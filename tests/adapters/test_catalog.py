@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters import catalog as catalogs
-from adapters.batch import apply_chain
-from adapters.catalog import BuildFailed, Catalog, CatalogError, Entry
-from adapters.contract import Context, ShapingProcessor, SteeringProcessor
+from adapters.catalog.catalog import catalog as catalogs
+from adapters.chain.batch import apply_chain
+from adapters.catalog.catalog import BuildFailed, Catalog, CatalogError, Entry
+from adapters.contract.processor import Context, ShapingProcessor, SteeringProcessor
 from adapters.processors import BUILTINS
-from adapters.selection import NAME, SCOPES, Requested, Selection, SelectionError, parse_selection
-from adapters.vocabulary import Vocabulary
+from adapters.catalog.selection import NAME, SCOPES, Requested, Selection, SelectionError, parse_selection
+from adapters.vocabulary.vocabulary import Vocabulary
 
 CONTEXT = Context(Vocabulary(50), end_token_ids=frozenset({1}))
 THINKING = Context(Vocabulary(50), end_token_ids=frozenset({1}), think_start=(2,), think_end=(3,))
@@ -199,7 +199,7 @@ def test_foreign_class_is_wrapped_and_runs(catalog: Catalog):
         ("no_stage=third_party:NoStage", "NoStage lacks stage"),
         ("scoped=third_party:Scoped", "scope"),
         ("nothing=third_party:Nothing", "cannot be called"),
-        ("steering=adapters.contract:SteeringProcessor", "neither"),
+        ("steering=adapters.contract.processor:SteeringProcessor", "neither"),
     ],
 )
 def test_options_that_cannot_be_honoured(text: str, problem: str):

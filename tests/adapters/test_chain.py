@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters import create_trtllm_adapters
-from adapters.batch import apply_chain, apply_edits, apply_late, plan_rows, replay
-from adapters.chain import ProcessorChain
-from adapters.contract import Context, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
-from adapters.edits import Allow, Ban, Bias, Force
-from adapters.lowered import EmbeddingBias, ForeignCallable
-from adapters.plan import ProcessorFailed
+from adapters.chain.batch import apply_chain, apply_edits, apply_late, plan_rows, replay
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import Context, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
+from adapters.contract.edits import Allow, Ban, Bias, Force
+from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
+from adapters.chain.plan import ProcessorFailed
 from adapters.processors.penalties import FrequencyPenalty
 from adapters.processors.truncation import MinP
-from adapters.seeded_draw import SeededDraw
-from adapters.vocabulary import Vocabulary
+from adapters.trtllm.seeded_draw import SeededDraw
+from adapters.vocabulary.vocabulary import Vocabulary
 
 VOCAB = 40
 THINK, ANSWER = 38, 39
@@ -562,7 +562,7 @@ def test_a_shaping_processor_that_raises_fails_alone():
 
 def test_a_third_partys_processor_over_its_budget_fails_its_request(monkeypatch):
     clock = iter([0.0, 0.05, 0.05, 1.0, 1.2])
-    monkeypatch.setattr("adapters.chain.thread_time", lambda: next(clock))
+    monkeypatch.setattr("adapters.chain.chain.thread_time", lambda: next(clock))
     assert chain(Adds(), step_budget_s=0.1).plan().soft
     with pytest.raises(ProcessorFailed, match=r"took 200 ms of CPU time for one step, the budget is 100 ms") as caught:
         chain(Adds(), step_budget_s=0.1).plan()

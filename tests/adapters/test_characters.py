@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.characters import SplitCharacters, begun, num_missing, split_characters
+from adapters.processors.characters import SplitCharacters, begun, num_missing, split_characters
 from adapters.testing.house import house_vocabulary
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary.vocabulary import Vocabulary
 
 PIECES = [
     b"",  # special

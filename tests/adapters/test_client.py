@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from adapters import client, selection
-from adapters.catalog import Catalog
+from adapters import client
+
+from adapters.catalog.catalog import selection
+from adapters.catalog.catalog import Catalog
 from adapters.client import from_openai_logit_bias, logits_processors, processor
-from adapters.selection import Requested, from_channels, parse_selection
+from adapters.catalog.selection import Requested, from_channels, parse_selection
 
 
 def test_the_annotation_is_what_the_worker_reads():

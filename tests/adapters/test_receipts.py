@@ -8,11 +8,11 @@ import json
 import pytest
 import torch
 
-from adapters import receipts
-from adapters.chain import ProcessorChain
-from adapters.contract import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.edits import Allow, Ban, Edit
-from adapters.vocabulary import Vocabulary
+from adapters.chain.chain import receipts
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.contract.edits import Allow, Ban, Edit
+from adapters.vocabulary.vocabulary import Vocabulary
 
 CONTEXT = Context(Vocabulary(80), end_token_ids=frozenset({1}))
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.draws import SAMPLE, uniform
-from adapters.seeded_draw import SeededDraw
+from adapters.contract.draws import SAMPLE, uniform
+from adapters.trtllm.seeded_draw import SeededDraw
 
 
 def token(draw: SeededDraw, logits: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.selection import (
+from adapters.catalog.selection import (
     ANNOTATION,
     MAX_BYTES,
     METADATA_KEY,

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from adapters import Failure, create_trtllm_adapters
-from adapters.chain import ProcessorChain
-from adapters.contract import Context
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import Context
 from adapters.processors.masks import BannedTokens
-from adapters.side_channel import PATIENCE_S, Reporter, SideChannel
-from adapters.trtllm import ChainAdapter, Step
-from adapters.vocabulary import Vocabulary
+from adapters.trtllm.side_channel import PATIENCE_S, Reporter, SideChannel
+from adapters.trtllm.adapter import ChainAdapter, Step
+from adapters.vocabulary.vocabulary import Vocabulary
 
 PROMPT = [1, 2]
 
@@ -142,7 +142,7 @@ async def test_a_reporter_without_a_listener_drops_and_counts():
 
 def test_a_worker_that_hears_nothing_costs_a_bounded_wait(tmp_path, monkeypatch: pytest.MonkeyPatch):
     assert PATIENCE_S < 1
-    monkeypatch.setattr("adapters.side_channel.PATIENCE_S", 0.001)
+    monkeypatch.setattr("adapters.trtllm.side_channel.PATIENCE_S", 0.001)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
         deaf.bind(str(tmp_path / "s"))
         deaf.listen()

@@ -11,13 +11,13 @@ import torch
 import transformers
 from transformers import LogitsProcessor
 
-from adapters.batch import apply_chain, replay
-from adapters.catalog import Catalog
-from adapters.chain import ProcessorChain
-from adapters.contract import ArgumentError, Context
-from adapters.foreign import ForeignProcessor, wrap_foreign
-from adapters.selection import Requested, Selection
-from adapters.vocabulary import Vocabulary
+from adapters.chain.batch import apply_chain, replay
+from adapters.catalog.catalog import Catalog
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import ArgumentError, Context
+from adapters.third_party.processors import ForeignProcessor, wrap_foreign
+from adapters.catalog.selection import Requested, Selection
+from adapters.vocabulary.vocabulary import Vocabulary
 
 V = 96
 PROMPT = [5, 6, 7, 8]

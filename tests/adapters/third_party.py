@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from adapters.contract import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.edits import Bias, Edit
-from adapters.scope import Scope
+from adapters.contract.processor import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.contract.edits import Bias, Edit
+from adapters.contract.scope import Scope
 
 
 class Loud(SteeringProcessor):

@@ -15,10 +15,11 @@ import pytest
 from e2e_stack import Stack, Worker, running_stack, wait_for
 from test_disagg_faults import connections
 
-from adapters.selection import Selection
-from worker.engines.embedded import Engine, handoff
-from worker.sampling import SamplingParams
-from worker.seal import Seal
+from adapters.catalog.selection import Selection
+from worker.engines.embedded import Engine
+from worker.engines.embedded.transfer.nixl import handle as handoff
+from worker.sampling.params import SamplingParams
+from worker.disaggregation.seal import Seal
 
 COMMON = ("--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--max-num-seqs", "4")
 NUM_TOKENS = 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from e2e_stack import MODEL, Stack
 
-from worker.smoke import SMOKE_VARIABLES
+from worker.processors.smoke import SMOKE_VARIABLES
 
 
 @pytest.mark.parametrize("variable", SMOKE_VARIABLES)

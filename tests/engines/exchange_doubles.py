@@ -9,12 +9,12 @@ import torch
 from kv_doubles import RecallModel, recall_request
 
 from worker.engines.embedded import EmbeddedConfig, Request
-from worker.engines.embedded.exchange import Exchange
-from worker.engines.embedded.handoff import handle_from_json
-from worker.engines.embedded.kv_layout import KvLayout
+from worker.engines.embedded.transfer.connector import Exchange
+from worker.engines.embedded.transfer.handle import handle_from_json
+from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.plan import Output, Plan
 from worker.engines.embedded.step import Stepper, make_stepper
-from worker.engines.embedded.transfer import KvHandle, KvPort
+from worker.engines.embedded.transfer.nixl import KvHandle, KvPort
 
 CONTEXT = 256
 BLOCK = 4

@@ -20,18 +20,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adapters.chain import ProcessorChain
-from adapters.contract import Context, Reads, ShapingProcessor, Stage, SteeringProcessor
-from adapters.edits import Allow, Ban, Edit, Force, bitmask_of
-from adapters.vocabulary import Vocabulary
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import Context, Reads, ShapingProcessor, Stage, SteeringProcessor
+from adapters.contract.edits import Allow, Ban, Edit, Force, bitmask_of
+from adapters.vocabulary.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
-from worker.engines.embedded.device_draw import DrawColumns, draw_rows, padded, select_by_sorting
-from worker.engines.embedded.device_sampler import DeviceStep
+from worker.engines.embedded.sampling.device_truncation import DrawColumns, draw_rows, padded, select_by_sorting
+from worker.engines.embedded.sampling.device_sampler import DeviceStep
 from worker.engines.embedded.plan import Edits, Output, Plan, Request, Samples
-from worker.engines.embedded.sampler import Sampler
+from worker.engines.embedded.sampling.sampler import Sampler
 from worker.engines.embedded.step import plan_edits
-from worker.engines.embedded.truncation import Controls, draw, group_rows
-from worker.engines.embedded.weights import (
+from worker.engines.embedded.sampling.truncation import Controls, draw, group_rows
+from worker.engines.embedded.sampling.integer_weights import (
     exponential_,
     logarithms,
     point_in_one,
@@ -40,7 +40,7 @@ from worker.engines.embedded.weights import (
     share_of_one,
     weight_bits,
 )
-from worker.sampling import SamplingParams
+from worker.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
@@ -420,7 +420,7 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     monkeypatch.setattr(torch, "empty", empty_here)
     monkeypatch.setattr(Moment, "made", 0)
-    monkeypatch.setattr("adapters.edits._ADDENDS", {})
+    monkeypatch.setattr("adapters.contract.edits._ADDENDS", {})
     with FakeTensorMode(allow_non_fake_inputs=True), Waiting(), Indexing():
         yield
 
@@ -446,7 +446,7 @@ def test_reading_a_value_would_be_noticed(valueless: None) -> None:
 
 
 def test_nothing_waits_between_logits_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.engines.embedded.sampler.choose_select", lambda device: select_by_sorting)
+    monkeypatch.setattr("worker.engines.embedded.sampling.sampler.choose_select", lambda device: select_by_sorting)
     model = ScriptedModel()
     wanted = {
         "greedy": params_of(temperature=0.0, logprobs=2),

@@ -12,8 +12,8 @@ import torch
 from engine_doubles import ScriptedModel
 
 from worker.engines.embedded import Engine
-from worker.engines.embedded.controller import NO_TOKEN, TextGenerationController
-from worker.engines.embedded.controller_types import InferenceParams, InferenceRequest, TokenStream, TopN
+from worker.engines.embedded.controller.controller import NO_TOKEN, TextGenerationController
+from worker.engines.embedded.controller.types import InferenceParams, InferenceRequest, TokenStream, TopN
 
 EOD = 99
 

@@ -15,8 +15,8 @@ from engine_doubles import END, ScriptedModel
 from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import Engine
-from worker.engines.embedded.controller import TextGenerationController
-from worker.engines.embedded.controller_types import (
+from worker.engines.embedded.controller.controller import TextGenerationController
+from worker.engines.embedded.controller.types import (
     DynamicStep,
     InferenceParams,
     InferenceRequest,

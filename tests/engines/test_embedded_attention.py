@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engines.embedded import native
-from worker.engines.embedded.attention import AttentionStep
-from worker.engines.embedded.kv_store import KvStore, Span
-from worker.engines.embedded.partial_softmax import Kernel, Shapes
+from worker.engines.embedded.attention.attention import AttentionStep
+from worker.engines.embedded.kv_cache.store import KvStore, Span
+from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
 from worker.engines.embedded.plan import SegmentCopy
 
 COMPUTED = [(torch.float32, kernel) for kernel in (None, Kernel.FLASH, Kernel.PRODUCTS)] + [
@@ -161,7 +161,7 @@ def test_the_number_of_calls_does_not_grow_with_rows_that_lie_densely(
     store = KvStore(*([torch.zeros(3 * rows, 1, size, 16)] for _ in range(2)))
     spans = [Span([3 * row, 3 * row + 1, 3 * row + 2], 70 + row % 20, 71 + row % 20) for row in range(rows)]
     places = torch.tensor([[span.segments[2] for span in spans], [span.start - 64 for span in spans]])
-    monkeypatch.setattr("worker.engines.embedded.partial_softmax._ATEN", Counting())
+    monkeypatch.setattr("worker.engines.embedded.attention.online_softmax._ATEN", Counting())
     step = AttentionStep(store, spans, places, Shapes(Kernel.FLASH))
     new = torch.ones(rows, 1, 16)
     step.attend(0, new, new, new, 1.0, 0)

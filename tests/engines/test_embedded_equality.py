@@ -14,11 +14,13 @@ import torch
 from random_checkpoints import EVERY_TYPE
 from transformers import AutoModelForCausalLM
 
-from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Model, Request, memory
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Model, Request
+
+from worker.engines.embedded.kv_cache.cache import budget as memory
 from worker.engines.embedded.admission import admit
-from worker.engines.embedded.model import load_model
+from worker.engines.embedded.model.hf_model import load_model
 from worker.engines.embedded.step import Stepper, make_stepper
-from worker.sampling import SamplingParams
+from worker.sampling.params import SamplingParams
 from worker.tiny_model import SLIDING_WINDOW
 
 LENGTHS = (1, 7, 33, 64, 130)

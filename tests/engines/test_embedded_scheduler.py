@@ -8,11 +8,11 @@ import pytest
 from engine_doubles import ScriptedModel, request, stepper
 from kv_doubles import RecallModel, answer, recall_request
 
-from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.plan import TILE, Output, Plan, Request
 from worker.engines.embedded.scheduler import FEW_ROWS, Scheduler
 from worker.engines.embedded.step import Stepper
-from worker.sampling import SamplingParams
+from worker.sampling.params import SamplingParams
 
 MODEL = ScriptedModel()
 BLOCK = 16

@@ -13,10 +13,12 @@ import torch
 from engine_doubles import collect
 from safetensors.torch import load_file, save_file
 
-from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, memory
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+
+from worker.engines.embedded.kv_cache.cache import budget as memory
 from worker.engines.embedded.config import resolve_dtype
 from worker.errors import StartupError
-from worker.sampling import SamplingParams
+from worker.sampling.params import SamplingParams
 
 
 @pytest.fixture

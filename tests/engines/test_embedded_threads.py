@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.engines.embedded.threads import SMALL_CHECKPOINT, limit_threads
+from worker.engines.embedded.host.threads import SMALL_CHECKPOINT, limit_threads
 
 
 @pytest.fixture(autouse=True)

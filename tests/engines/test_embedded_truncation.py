@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from worker.engines.embedded.truncation import Controls, Group, draw, group_rows
+from worker.engines.embedded.sampling.truncation import Controls, Group, draw, group_rows
 
 UNIT = 2.0**-44  # of the likeliest token's weight: to this weights are rounded
 GRAIN = 0.5  # logits are multiples of it, so that ties are frequent and exact

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.selection import Requested, Selection
-from worker.engines.embedded import handoff
-from worker.engines.embedded.kv_layout import KvLayout
-from worker.engines.embedded.transfer import KvHandle
+from adapters.catalog.selection import Requested, Selection
+from worker.engines.embedded.transfer.nixl import handle as handoff
+from worker.engines.embedded.transfer.layout import KvLayout
+from worker.engines.embedded.transfer.nixl import KvHandle
 from worker.errors import InvalidRequest, StartupError
 
 LAYOUT = KvLayout("f00d", "float32", layers=2, kv_heads=2, head_dim=4, block_size=4, segment_size=16)

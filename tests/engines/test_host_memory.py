@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.engines.embedded.host_memory import HUGE_PAGE_BYTES, _resident_mappings, collapse_resident, zeros
-from worker.engines.embedded.kv_layout import merged
+from worker.engines.embedded.host.memory import HUGE_PAGE_BYTES, _resident_mappings, collapse_resident, zeros
+from worker.engines.embedded.transfer.layout import merged
 
 CPU = torch.device("cpu")
 

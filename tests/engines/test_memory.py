@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.engines.embedded import memory
-from worker.engines.embedded.memory import free_in_container, free_memory
+from worker.engines.embedded.kv_cache.cache import budget as memory
+from worker.engines.embedded.kv_cache.budget import free_in_container, free_memory
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -19,11 +19,11 @@ from torch.nn import functional
 
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.kv_store import Span
-from worker.engines.embedded.model import HfModel, _may_be_native, load_model
+from worker.engines.embedded.kv_cache.store import Span
+from worker.engines.embedded.model.hf_model import HfModel, _may_be_native, load_model
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
-from worker.sampling import SamplingParams
+from worker.sampling.params import SamplingParams
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
 """Of a result, relative: half a unit in the last place of bfloat16, and what a few operations lose in float32."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.engines.embedded.controller import TextGenerationController
-from worker.engines.embedded.jobs import ALLOWED
+from worker.engines.embedded.controller.controller import TextGenerationController
+from worker.engines.embedded.offline.request_builder import ALLOWED
 
 ROOT = Path(__file__).parents[2]
 CONTROLLER = (ROOT / "docs" / "controller.md").read_text().partition("<!-- members -->")[2].partition("\n## ")[0]

@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from worker.engines.embedded import selection_kernels
-from worker.engines.embedded.device_draw import select_by_sorting
-from worker.engines.embedded.selection_kernels import agree, choose_select
+from worker.engines.embedded.sampling import selection_kernels
+from worker.engines.embedded.sampling.device_truncation import select_by_sorting
+from worker.engines.embedded.sampling.selection_kernels import agree, choose_select
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -29,10 +29,10 @@ def select_by_digits(
 
 @pytest.fixture(autouse=True)
 def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("triton", "triton.errors", "worker.engines.embedded.triton_select"):
+    for name in ("triton", "triton.errors", "worker.engines.embedded.sampling.triton_select"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["triton.errors"].TritonError = TritonError  # type: ignore[attr-defined]
-    sys.modules["worker.engines.embedded.triton_select"].select_by_digits = select_by_digits  # type: ignore[attr-defined]
+    sys.modules["worker.engines.embedded.sampling.triton_select"].select_by_digits = select_by_digits  # type: ignore[attr-defined]
     choose_select.cache_clear()
     yield
     choose_select.cache_clear()

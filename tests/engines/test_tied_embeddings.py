@@ -18,14 +18,16 @@ from hypothesis import strategies as st
 from random_checkpoints import COMMON, EVERY_TYPE, GEMMA, MIXTURE
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from worker.engines.embedded import llama, products
+from worker.engines.embedded.model.hf_model import llama
+
+from worker.engines.embedded.model.hf_model import gemm as products
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.linear import Linear, embed_with, linears
-from worker.engines.embedded.llama import LlamaNetwork
-from worker.engines.embedded.model import load_model
-from worker.engines.embedded.panels import Panels, lookup
-from worker.engines.embedded.products import NativeProduct, OneDnnProduct, TorchProduct
-from worker.engines.embedded.transformers_network import TransformersNetwork
+from worker.engines.embedded.model.linear import Linear, embed_with, linears
+from worker.engines.embedded.model.llama import LlamaNetwork
+from worker.engines.embedded.model.hf_model import load_model
+from worker.engines.embedded.model.panels import Panels, lookup
+from worker.engines.embedded.model.gemm import NativeProduct, OneDnnProduct, TorchProduct
+from worker.engines.embedded.model.transformers_network import TransformersNetwork
 
 DTYPES = [torch.float32, torch.bfloat16]
 TYPES: dict[str, dict[str, Any]] = {
@@ -111,7 +113,7 @@ def test_a_layout_that_holds_other_rows_is_not_taken() -> None:
 
 RECOGNISED = """
 import torch
-from worker.engines.embedded.products import OneDnnProduct
+from worker.engines.embedded.model.gemm import OneDnnProduct
 for shape in ((320, 64), (49152, 576), (1000, 100)):
     weight = torch.randn(shape)
     [found] = [panels for panels in OneDnnProduct(weight, None).layouts() if panels.hold(weight)]

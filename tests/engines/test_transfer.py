@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_peer import LAYOUT, NUM_SEGMENTS, Peer, store
 
-from worker.engines.embedded import transfer
-from worker.engines.embedded.kv_layout import KvLayout, descriptors, pieces, slices
-from worker.engines.embedded.transfer import KvHandle, KvPort, KvRead
+from worker.engines.embedded.transfer.nixl import nixl as transfer
+from worker.engines.embedded.transfer.layout import KvLayout, descriptors, pieces, slices
+from worker.engines.embedded.transfer.nixl import KvHandle, KvPort, KvRead
 
 PATIENCE_S = 60.0
 

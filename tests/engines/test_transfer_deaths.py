@@ -12,8 +12,8 @@ import torch
 from transfer_peer import Peer, store
 from transfer_peer import begin_to_read as begin
 
-from worker.engines.embedded.kv_layout import KvLayout
-from worker.engines.embedded.transfer import KvHandle, KvPort
+from worker.engines.embedded.transfer.layout import KvLayout
+from worker.engines.embedded.transfer.nixl import KvHandle, KvPort
 
 LARGE = KvLayout("large", "float32", layers=8, kv_heads=4, head_dim=64, block_size=16, segment_size=256)
 NUM_SEGMENTS = 16

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from worker.engines.embedded import transfer
-from worker.engines.embedded.exchange import Exchange
-from worker.engines.embedded.kv_layout import Array, KvLayout
+from worker.engines.embedded.transfer.nixl import nixl as transfer
+from worker.engines.embedded.transfer.connector import Exchange
+from worker.engines.embedded.transfer.layout import Array, KvLayout
 from worker.engines.embedded.plan import SegmentCopy
-from worker.engines.embedded.transfer import KvPort, Nixl
+from worker.engines.embedded.transfer.nixl import KvPort, Nixl
 
 LAYOUT = KvLayout("m", "bfloat16", layers=1, kv_heads=2, head_dim=4, block_size=4, segment_size=16)
 SEGMENT_BYTES = 2 * 16 * 4 * 2

@@ -10,7 +10,7 @@ import pytest
 from exchange_doubles import BLOCK, CONTEXT, Side, run
 from kv_doubles import WIDTH, answer
 
-from worker.engines.embedded import transfer
+from worker.engines.embedded.transfer.nixl import nixl as transfer
 
 
 class Pair(SimpleNamespace):
@@ -122,7 +122,7 @@ def test_a_hold_that_ends_under_a_reader_is_noticed(
     pair: Pair, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "SLICE_BYTES", 64)
-    monkeypatch.setattr("worker.engines.embedded.exchange.IDLE_BUDGET_S", 0.0)
+    monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
     prompt = prompt_of(200)
     pair.prefill.prefill("torn", prompt)
     pair.run(lambda: pair.prefill.finished("torn"))
@@ -154,7 +154,7 @@ def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.Mon
     exchange = pair.decode.exchange
     if phase == "reading":
         monkeypatch.setattr(transfer, "SLICE_BYTES", 64)
-        monkeypatch.setattr("worker.engines.embedded.exchange.IDLE_BUDGET_S", 0.0)
+        monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
     pair.prefill.prefill("one", prompt)
     pair.run(lambda: pair.prefill.finished("one"))
     pair.decode.decode("one", prompt, pair.prefill.handle("one"), 50)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from engine_doubles import ScriptedModel, StartEngine, collect
 
-from worker.engines.embedded.watchdog import Watchdog
-from worker.sampling import SamplingParams
+from worker.engines.embedded.host.watchdog import Watchdog
+from worker.sampling.params import SamplingParams
 
 HERE = Path(__file__).parent
 
@@ -22,7 +22,7 @@ import asyncio, ctypes, sys, threading, time
 sys.path.insert(0, {here!r})
 from engine_doubles import StartEngine, ScriptedModel, collect, config
 from worker.engines.embedded import EmbeddedEngine
-from worker.sampling import SamplingParams
+from worker.sampling.params import SamplingParams
 
 def hang(plan, logits):
     if len(plan.decode):
@@ -60,7 +60,7 @@ def test_a_hung_step_ends_the_process(hang: str) -> None:
 
 def test_only_the_time_within_a_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("worker.engines.embedded.watchdog.monotonic", lambda: now[0])
+    monkeypatch.setattr("worker.engines.embedded.host.watchdog.monotonic", lambda: now[0])
     watchdog = Watchdog(timeout_s=10)
 
     def take(seconds: float) -> bool:

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from worker.engines.embedded.kv_layout import KvLayout
-from worker.engines.embedded.transfer import KvHandle, KvPort, KvRead
+from worker.engines.embedded.transfer.layout import KvLayout
+from worker.engines.embedded.transfer.nixl import KvHandle, KvPort, KvRead
 
 LAYOUT = KvLayout("tiny", "float32", layers=3, kv_heads=2, head_dim=4, block_size=4, segment_size=16)
 NUM_SEGMENTS = 12
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch", "worker.engines.embedded.transfer"])
+_FORKS.set_forkserver_preload(["torch", "worker.engines.embedded.transfer.nixl"])
 
 
 def store(layout: KvLayout, num_segments: int, seed: int | None) -> list[torch.Tensor]:

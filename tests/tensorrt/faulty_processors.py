@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from adapters.trtllm import Report
+from adapters.trtllm.adapter import Report
 
 
 class Faulty:

@@ -11,11 +11,11 @@ import pytest
 from stand_in import embedded, running
 
 from adapters import create_trtllm_adapters
-from adapters.catalog import Catalog
-from adapters.contract import Context
-from adapters.selection import Requested, Selection
-from adapters.vocabulary import Vocabulary
-from worker.sampling import SamplingParams
+from adapters.catalog.catalog import Catalog
+from adapters.contract.processor import Context
+from adapters.catalog.selection import Requested, Selection
+from adapters.vocabulary.vocabulary import Vocabulary
+from worker.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.asyncio
 

@@ -11,10 +11,10 @@ from stand_in import stand_in
 
 from worker.engines.trtllm.params import REFUSED, Lowered, Served, callable_of, lower
 from worker.errors import InvalidRequest
-from worker.fields import FIELDS
-from worker.lowering import lower as lower_request
-from worker.request import RequestLimits, parse_request
-from worker.sampling import GuidedDecodingParams, SamplingParams
+from worker.requests.fields import FIELDS
+from worker.requests.lowering import lower as lower_request
+from worker.requests.request import RequestLimits, parse_request
+from worker.sampling.params import GuidedDecodingParams, SamplingParams
 
 PROMPT = [9, 30, 41]
 EOS = (4, 1)
@@ -72,7 +72,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "prefill_result": ({"disaggregated_params": {}}, {}, ()),
     "_HEALTH_CHECK": (True, {}, ()),
     "annotations": (["x"], {}, ()),
-    # these are processors before they come here (`worker.processors.field_processors`)
+    # these are processors before they come here (`worker.processors.builder.field_processors`)
     "stop_conditions.max_thinking_tokens": (3, {}, ()),
     "sampling_options.guided_decoding": ({"regex": "a"}, {"guided_decoding": None}, ()),
     "sampling_options.allowed_token_ids": ([5], {}, ()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.breaker import Breaker
+from worker.processors.breaker import Breaker
 from worker.errors import ProcessorUnavailable
 
 

@@ -12,20 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from adapters.batch import apply_chain
-from adapters.catalog import Catalog
-from adapters.chain import ProcessorChain
-from adapters.contract import Processor, Stage
-from adapters.policy import ModelPolicy, Policy
+from adapters.chain.batch import apply_chain
+from adapters.catalog.catalog import Catalog
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import Processor, Stage
+from adapters.catalog.policy import ModelPolicy, Policy
 from adapters.processors import BUILTINS
-from adapters.selection import Origin, Requested, Selection
-from worker.controls import CONTROLS, Control, is_drawn, with_field_processors
+from adapters.catalog.selection import Origin, Requested, Selection
+from worker.sampling.controls import CONTROLS, Control, is_drawn, with_field_processors
 from worker.errors import InvalidRequest
-from worker.fields import FIELDS
-from worker.lowering import lower
-from worker.processors import Facts, ProcessorDesk
-from worker.request import GenerationRequest, RequestLimits, parse_request
-from worker.sampling import SamplingParams
+from worker.requests.fields import FIELDS
+from worker.requests.lowering import lower
+from worker.processors.builder import Facts, ProcessorDesk
+from worker.requests.request import GenerationRequest, RequestLimits, parse_request
+from worker.sampling.params import SamplingParams
 from worker.tiny_model import write_tiny_model
 
 CATALOG = Catalog.default()

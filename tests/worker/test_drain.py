@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from worker.drain import DrainOutcome, Gate, drain
+from worker.lifecycle.drain import DrainOutcome, Gate, drain
 from worker.errors import Draining, InvalidRequest
 
 
 @pytest.fixture(autouse=True)
 def _no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.drain.FLUSH_S", 0.0)
+    monkeypatch.setattr("worker.lifecycle.drain.FLUSH_S", 0.0)
 
 
 class GivesAway:
@@ -106,7 +106,7 @@ async def test_the_rest_is_handed_off_when_the_budget_is_spent() -> None:
 
 
 async def test_the_runtime_gets_time_to_send_the_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.drain.FLUSH_S", 0.05)
+    monkeypatch.setattr("worker.lifecycle.drain.FLUSH_S", 0.05)
     gate = Gate()
     loop = asyncio.get_running_loop()
     gate.leave(gate.enter("a", 1))
@@ -126,7 +126,7 @@ async def test_a_second_signal_ends_the_wait() -> None:
 
 
 async def test_a_stream_that_never_ends_does_not_hold_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.drain.HAND_OFF_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("worker.lifecycle.drain.HAND_OFF_TIMEOUT_S", 0.01)
     gate = Gate()
     gate.enter("a", 1)
     assert await drain(gate, GivesAway(gate, leave=False), 0) == DrainOutcome(0, 1)

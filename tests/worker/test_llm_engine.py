@@ -13,17 +13,17 @@ from dynamo.common.backend.engine import GenerateRequest
 from dynamo.llm import exceptions
 from prometheus_client import CollectorRegistry
 
-from adapters.catalog import Catalog
-from adapters.policy import Policy
-from adapters.vocabulary import Vocabulary
+from adapters.catalog.catalog import Catalog
+from adapters.catalog.policy import Policy
+from adapters.vocabulary.vocabulary import Vocabulary
 from worker.arguments import Arguments, parse_arguments
 from worker.engines import EngineInfo, TokenDelta
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
-from worker.llm_engine import WorkerEngine
+from worker.runtimes.llm_engine import WorkerEngine
 from worker.metrics import OUTCOMES
-from worker.processors import Facts, ProcessorDesk
-from worker.sampling import SamplingParams
-from worker.seal import Seal
+from worker.processors.builder import Facts, ProcessorDesk
+from worker.sampling.params import SamplingParams
+from worker.disaggregation.seal import Seal
 
 ARGUMENTS = parse_arguments(["--model-path", "/models/tiny", "--drain-timeout-s", "0.01"], {})
 SEAL = Seal("a secret of this pool, and of no other")
@@ -42,7 +42,7 @@ INFO = EngineInfo(
 
 @pytest.fixture(autouse=True)
 def _no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.drain.FLUSH_S", 0.0)
+    monkeypatch.setattr("worker.lifecycle.drain.FLUSH_S", 0.0)
 
 
 Script = Callable[[str, SamplingParams], AsyncGenerator[TokenDelta, None]]

@@ -8,9 +8,9 @@ import pytest
 
 from worker.engines import TokenDelta, TokenLogprob
 from worker.errors import InvalidRequest, RequestFailed
-from worker.lowering import lower
-from worker.request import GenerationRequest
-from worker.response import ResponseBuilder
+from worker.requests.lowering import lower
+from worker.requests.request import GenerationRequest
+from worker.requests.response import ResponseBuilder
 
 
 def request(**values: Any) -> GenerationRequest:

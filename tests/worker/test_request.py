@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.errors import InvalidRequest
-from worker.fields import FIELDS, MAX_ANNOTATION_CHARACTERS, SECTIONS
-from worker.request import GenerationRequest, RequestLimits, parse_request
+from worker.requests.fields import FIELDS, MAX_ANNOTATION_CHARACTERS, SECTIONS
+from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 
 LIMITS = RequestLimits(context_length=100, vocab_size=1000)
 

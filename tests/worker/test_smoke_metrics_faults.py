@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from worker.drain import DrainOutcome, Gate
+from worker.lifecycle.drain import DrainOutcome, Gate
 from worker.errors import ConfigurationError
-from worker.faults import FaultWindow
+from worker.lifecycle.faults import FaultWindow
 from worker.metrics import OUTCOMES, WorkerMetrics
-from worker.smoke import SMOKE_VARIABLES, smoke_enabled
+from worker.processors.smoke import SMOKE_VARIABLES, smoke_enabled
 
 OLD, NEW = SMOKE_VARIABLES
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from worker.arguments import Arguments
-from worker.drain import FLUSH_S, HAND_OFF_TIMEOUT_S
+from worker.lifecycle.drain import FLUSH_S, HAND_OFF_TIMEOUT_S
 from worker.errors import (
     ConfigurationError,
     Draining,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dynamo.common.backend.worker import WorkerConfig
 
     from worker.engines import EngineInfo
-    from worker.llm_engine import WorkerEngine
+    from worker.runtimes.llm_engine import WorkerEngine
 
 OLDEST_VERSION = (1, 4, 2)
 SHUTDOWN_LIMIT = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
-from adapters.edits import Allow, Ban, Bias, Edit, Force
+from adapters.contract.processor import ArgumentError, Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
+from adapters.contract.edits import Allow, Ban, Bias, Edit, Force
 
 
 class Amount(ProcessorArgs):

@@ -12,12 +12,14 @@ import broken_processors
 import pytest
 import torch
 
-from adapters import contract, edits
+from adapters.contract.processor import processor as contract
+
+from adapters.contract.processor import edits
 from adapters.__main__ import main
-from adapters.batch import apply_chain
-from adapters.catalog import Catalog, Entry
-from adapters.contract import Ban, Edit, Stage, SteeringProcessor
-from adapters.selection import Requested, Selection, SelectionError
+from adapters.chain.batch import apply_chain
+from adapters.catalog.catalog import Catalog, Entry
+from adapters.contract.processor import Ban, Edit, Stage, SteeringProcessor
+from adapters.catalog.selection import Requested, Selection, SelectionError
 from adapters.testing import CHECKS, CheckFailed, Subject, check_processor
 from adapters.testing.house import house_context
 
@@ -79,7 +81,7 @@ def test_trying_it_as_the_page_does(page_files: dict[str, str], capsys: pytest.C
 
 def test_everything_that_an_author_needs_is_in_one_place() -> None:
     imported = re.findall(r"from (adapters\.[\w.]+) import", _PAGE.read_text(encoding="utf-8"))
-    assert set(imported) == {"adapters.contract", "adapters.foreign", "adapters.catalog"}  # the last for trying only
+    assert set(imported) == {"adapters.contract.processor", "adapters.third_party.processors", "adapters.catalog.catalog"}  # the last for trying only
     for edit in get_args(edits.Edit):
         assert getattr(contract, edit.__name__) is edit
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters import processors as p
-from adapters.contract import Context, Reads, ShapingProcessor
+from adapters.contract.processor import Context, Reads, ShapingProcessor
 from adapters.pipe import LogitsPipe, Sample, Shaping, Softmax, TensorType, TopK
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary.vocabulary import Vocabulary
 
 CONTEXT = Context(Vocabulary(64))
 ARGUMENTS = {
@@ -127,5 +127,5 @@ def test_nan_made_by_a_processor_is_refused():
 
 
 def test_processors_do_not_import_the_pipe():
-    code = "import sys, adapters.catalog, adapters.processors; sys.exit('adapters.pipe' in sys.modules)"
+    code = "import sys, adapters.catalog.catalog, adapters.processors; sys.exit('adapters.pipe' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0

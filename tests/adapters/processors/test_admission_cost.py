@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from vocab_for_tests import context
 
-from adapters.catalog import Catalog
-from adapters.chain import ProcessorChain
-from adapters.selection import MAX_PROCESSORS, Requested, Selection, SelectionError
+from adapters.catalog.catalog import Catalog
+from adapters.chain.chain import ProcessorChain
+from adapters.catalog.selection import MAX_PROCESSORS, Requested, Selection, SelectionError
 
 CATALOG = Catalog.default()
 CONTEXT = context(watermark_keys={"house": bytes(32)})

@@ -21,15 +21,15 @@ from vocab_for_tests import (
     vocabulary,
 )
 
-from adapters.batch import apply_chain
-from adapters.chain import ProcessorChain
-from adapters.contract import ArgumentError, Context
-from adapters.edits import Force
-from adapters.plan import ProcessorFailed
+from adapters.chain.batch import apply_chain
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import ArgumentError, Context
+from adapters.contract.edits import Force
+from adapters.chain.plan import ProcessorFailed
 from adapters.processors.forcing import ForcedPrefix, ForcedSequence, ForceLastPhrase, end_token
 from adapters.processors.length import MinTokens
 from adapters.processors.masks import AllowedTokens, BannedTokens
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary.vocabulary import Vocabulary
 
 V = 16
 few = settings(max_examples=50, deadline=None)

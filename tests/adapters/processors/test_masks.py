@@ -22,11 +22,11 @@ from vocab_for_tests import (
     vocabulary,
 )
 
-from adapters.chain import ProcessorChain
-from adapters.contract import ArgumentError, Context
-from adapters.plan import ProcessorFailed
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import ArgumentError, Context
+from adapters.chain.plan import ProcessorFailed
 from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens, WordAutomaton
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary.vocabulary import Vocabulary
 
 V, EOS = 37, 5
 CONTEXT = Context(Vocabulary(V), end_token_ids=frozenset([EOS]))

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from vocab_for_tests import END, assert_rows_equal, context, replayed, run_row, step_by_step, vocabulary
 
-from adapters.chain import ProcessorChain
-from adapters.contract import ArgumentError, Context, Stage
-from adapters.edits import Force
-from adapters.plan import ProcessorFailed
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import ArgumentError, Context, Stage
+from adapters.contract.edits import Force
+from adapters.chain.plan import ProcessorFailed
 from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase, _behind_labels
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary.vocabulary import Vocabulary
 
 few = settings(max_examples=50, deadline=None)
 FACTS = context()

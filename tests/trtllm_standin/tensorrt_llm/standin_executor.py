@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-import adapters.chain
+import adapters.chain.chain
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.standin_switches import SWITCHES
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.errors import ServingError
-from worker.sampling import SamplingParams as EmbeddedParams
+from worker.sampling.params import SamplingParams as EmbeddedParams
 
-adapters.chain.DEFAULT_STEP_BUDGET_S = 3600.0  # of the row below, which is not a processor of the request
+adapters.chain.chain.DEFAULT_STEP_BUDGET_S = 3600.0  # of the row below, which is not a processor of the request
 
 
 class Fatal(Exception):

@@ -4,7 +4,7 @@ One step, and the file that answers each of its words::
 
     plan     = scheduler.schedule()                  # scheduler.py, kv_cache.py
     logits   = model.forward(plan)                   # model.py, attention.py
-    edits    = plan_edits(plan)                      # the requests' chains: adapters.batch
+    edits    = plan_edits(plan)                      # the requests' chains: adapters.chain.batch
     launched = sampler.launch(logits, edits, plan)   # sampler.py, rows.py; truncation.py, on CUDA device_sampler.py
     scheduler.settle(plan)                           # what needs no tokens, while a GPU chooses them
     outputs  = scheduler.commit(plan, launched.collect())
@@ -17,8 +17,8 @@ loop through `session.py`, whose requests come from `jobs.py` and whose results 
 """
 
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.engine import EmbeddedEngine
-from worker.engines.embedded.offline import Engine
+from worker.engines.embedded.serving.engine import EmbeddedEngine
+from worker.engines.embedded.offline.engine import Engine
 from worker.engines.embedded.plan import Chunk, Model, Plan, Request
 
 __all__ = ["Chunk", "EmbeddedConfig", "EmbeddedEngine", "Engine", "Model", "Plan", "Request"]

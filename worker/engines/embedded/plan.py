@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from adapters.batch import Planned
-from adapters.chain import ProcessorChain
-from adapters.plan import ProcessorFailed
+from adapters.chain.batch import Planned
+from adapters.chain.chain import ProcessorChain
+from adapters.chain.plan import ProcessorFailed
 from worker.engines import FinishReason, TokenLogprob
-from worker.sampling import SamplingParams
+from worker.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from worker.engines.embedded.blocks import Block
+    from worker.engines.embedded.kv_cache.blocks import Block
 
 logger = logging.getLogger(__name__)
 

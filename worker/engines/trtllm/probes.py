@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from adapters.processors.grammar import grammar_cache
-from adapters.side_channel import Reporter
-from adapters.token_bytes import byte_index
-from adapters.trtllm import Step, TrtllmAdapter
-from adapters.vocabulary import Vocabulary
+from adapters.trtllm.side_channel import Reporter
+from adapters.vocabulary.token_bytes import byte_index
+from adapters.trtllm.adapter import Step, TrtllmAdapter
+from adapters.vocabulary.vocabulary import Vocabulary
 from worker.engines.trtllm.capabilities import Package
 from worker.errors import StartupError
 

@@ -1,0 +1,298 @@
+"""The request channel: which processors a request selects, as bounded JSON data.
+
+An annotation ``logits_processors:{json}`` or a metadata value under ``logits-processors`` holds::
+
+    {"version": 1, "processors": [{"name": "min_tokens", "args": {"n": 8, "scope": "answer"}}], "receipt": true,
+     "deadline": 1790000000.5}
+
+Names and JSON data only: no code, no import path and no pickle ever comes from a request. Parsing is a pure function;
+whatever the input is, it gives a `Selection` or raises `SelectionError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn, cast, get_args
+
+from adapters.contract.scope import Scope
+
+ANNOTATION = "logits_processors:"
+"""Prefix of the annotation, in ``nvext.annotations``."""
+
+METADATA_KEY = "logits-processors"
+"""Key in the request's metadata; the header is ``x-dynamo-meta-logits-processors``."""
+
+VERSION = 1
+MAX_BYTES = 64 * 1024
+MAX_DEPTH = 16
+MAX_PROCESSORS = 16
+MAX_DEADLINE = 2**33
+"""Seconds since 1970; a deadline in milliseconds is beyond it."""
+
+MIN_INT, MAX_INT = -(2**63), 2**64 - 1
+NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(/[a-z][a-z0-9_]{0,63})?")
+"""A processor's name; third parties put theirs behind a slash if they like: ``acme/house_style``."""
+
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+
+ReceiptLevel = Literal[False, True, "debug"]
+
+Origin = Literal["client", "default", "mandatory"]
+"""Who asks for a processor: the client, or the operator's policy by default or for every request."""
+
+_FIELDS = ("version", "processors", "receipt", "deadline")
+_ENTRY_FIELDS = ("name", "args")
+_SHOWN = 60
+_PATH = 200
+_SCALARS = frozenset((int, float, bool, type(None)))
+
+
+class SelectionError(ValueError):
+    """What the request selects cannot be honoured; the caller's fault.
+
+    Args:
+        path: Where in the JSON, ``processors[1].args.tokens``; empty for the whole.
+        problem: What was expected and what came.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}" if path else problem)
+        self.path = path
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type[SelectionError], tuple[str, str]]:
+        return type(self), (self.path, self.problem)
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """One processor as it was asked for; neither its name nor its arguments are known to be good yet.
+
+    Attributes:
+        name: Name in the catalogue.
+        args: JSON data, without ``scope``.
+        scope: Part of the generation in which it lives.
+        path: Where it was asked for; the head of the path in every error about it.
+        origin: Who asks for it.
+    """
+
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    scope: Scope = "all"
+    path: str = ""
+    origin: Origin = "client"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The processors of a request, in its order, and what else its channel says.
+
+    Attributes:
+        processors: In the order of the request.
+        receipt: Whether it wants a receipt; ``"debug"``: with per-token attribution.
+        deadline: When the answer ends at the latest, in seconds since 1970; a stop criterion.
+    """
+
+    processors: tuple[Requested, ...] = ()
+    receipt: ReceiptLevel = False
+    deadline: float | None = None
+
+    def with_processors(self, *processors: Requested) -> Selection:
+        """This selection with more processors at its end."""
+        return replace(self, processors=(*self.processors, *processors)) if processors else self
+
+
+def from_channels(annotations: Sequence[str] = (), metadata: Mapping[str, str] | None = None) -> Selection | None:
+    """The selection of a request, None if it makes none.
+
+    Args:
+        annotations: The request's annotations; those of others are ignored.
+        metadata: The request's metadata.
+
+    Raises:
+        SelectionError: it is malformed, or there is more than one.
+    """
+    found = [text for text in annotations if text.startswith(ANNOTATION)]
+    header = (metadata or {}).get(METADATA_KEY)
+    if len(found) + (header is not None) > 1:
+        raise SelectionError("", "processors are selected more than once; give one annotation or one header")
+    if found:
+        return parse_selection(found[0][len(ANNOTATION) :])
+    return None if header is None else parse_selection(header)
+
+
+def parse_selection(text: str) -> Selection:
+    """The selection that ``text`` holds.
+
+    Raises:
+        SelectionError: it is not JSON within the limits, or not a selection.
+    """
+    data = _load(text)
+    _fields(data, _FIELDS, "")
+    if type(data.get("version")) is not int or data["version"] != VERSION:
+        raise SelectionError("version", f"expected {VERSION}, got {shown(data.get('version'))}")
+    processors = data.get("processors", [])
+    if not isinstance(processors, list):
+        raise SelectionError("processors", f"expected a list, got {shown(processors)}")
+    if len(processors) > MAX_PROCESSORS:
+        raise SelectionError("processors", f"expected at most {MAX_PROCESSORS}, got {len(processors)}")
+    receipt = data.get("receipt", False)
+    if not isinstance(receipt, bool) and receipt != "debug":
+        raise SelectionError("receipt", f'expected true, false or "debug", got {shown(receipt)}')
+    requested = [parse_processor(entry, f"processors[{i}]") for i, entry in enumerate(processors)]
+    return Selection(tuple(requested), cast(ReceiptLevel, receipt), _deadline(data.get("deadline")))
+
+
+def _deadline(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_DEADLINE:
+        raise SelectionError("deadline", f"expected seconds since 1970, at most {MAX_DEADLINE}, got {shown(value)}")
+    return float(value)
+
+
+def parse_processor(entry: object, path: str) -> Requested:
+    """One entry of a list of processors, ``{"name": ..., "args": {...}}``, from a request or a policy file.
+
+    Raises:
+        SelectionError: it is malformed.
+    """
+    _fields(entry, _ENTRY_FIELDS, path)
+    assert isinstance(entry, dict)
+    name, args = entry.get("name"), entry.get("args", {})
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise SelectionError(f"{path}.name", f"expected a processor's name, got {shown(name)}")
+    if not isinstance(args, dict):
+        raise SelectionError(f"{path}.args", f"expected an object, got {shown(args)}")
+    _check_data(args, f"{path}.args", 4)
+    scope = args.get("scope", "all")
+    if scope not in SCOPES:
+        raise SelectionError(f"{path}.args.scope", f"expected one of {', '.join(SCOPES)}, got {shown(scope)}")
+    return Requested(name, {key: value for key, value in args.items() if key != "scope"}, scope, path)
+
+
+def shown(value: object) -> str:
+    """``value`` for an error message, as short JSON."""
+    text = json.dumps(value, default=repr) if not isinstance(value, list | dict) else type(value).__name__
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def _load(text: str) -> dict[str, Any]:
+    if len(text) > MAX_BYTES or _num_bytes(text) > MAX_BYTES:
+        raise SelectionError("", f"expected at most {MAX_BYTES} bytes, got more")
+    if not _OPENING.match(text):
+        raise SelectionError("", "expected a JSON object")
+    try:
+        data = (_CHECKING_NUMBERS if _LARGE.search(text) else _PLAIN).decode(text)
+    except SelectionError:
+        raise
+    except RecursionError:
+        raise SelectionError("", f"is nested more than {MAX_DEPTH} deep") from None
+    except ValueError as error:
+        raise SelectionError("", f"is not JSON: {error}") from None
+    assert isinstance(data, dict)
+    return data
+
+
+def _num_bytes(text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise SelectionError("", "is not valid Unicode") from None
+
+
+def _fields(data: object, known: Sequence[str], path: str) -> None:
+    if not isinstance(data, dict):
+        raise SelectionError(path, f"expected an object, got {shown(data)}")
+    for key in data:
+        if key not in known:
+            raise SelectionError(path, f"unknown field {shown(key)}; known are {', '.join(known)}")
+
+
+def _check_data(value: object, path: str, depth: int) -> None:
+    """Refuses what JSON allows and nothing behind it can carry: deep nesting, lone surrogates, NUL.
+
+    Args:
+        value: JSON data.
+        path: Of the value.
+        depth: Of the value; the outermost object of the request is at 1.
+    """
+    flaw = _flaw(value, depth)
+    if flaw is not None:
+        raise SelectionError((path + flaw[0])[:_PATH], flaw[1])
+
+
+def _flaw(value: object, depth: int) -> tuple[str, str] | None:
+    """Path below ``value`` and problem of the first thing to refuse in it."""
+    if isinstance(value, str):
+        problem = _flaw_of_text(value)
+        return None if problem is None else ("", problem)
+    if not isinstance(value, dict | list):
+        return None
+    if depth > MAX_DEPTH:
+        return "", f"is nested more than {MAX_DEPTH} deep"
+    if isinstance(value, dict):
+        for key in value:
+            problem = _flaw_of_text(str(key))  # a policy file may hold integers as keys
+            if problem is not None:
+                return "", f"in a key: {problem}"
+    children = value.values() if isinstance(value, dict) else value
+    if _SCALARS.issuperset(map(type, children)):
+        return None
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+        flaw = _flaw(child, depth + 1)
+        if flaw is not None:
+            return (f"[{key}]" if isinstance(value, list) else f".{key}") + flaw[0], flaw[1]
+    return None
+
+
+def _flaw_of_text(text: str) -> str | None:
+    if "\0" in text:
+        return "a text must not hold NUL"
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "a text holds half of a surrogate pair"
+    return None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise SelectionError("", f"the key {shown(repeated)} occurs twice in one object")
+    return data
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or not MIN_INT <= int(digits) <= MAX_INT:
+        raise SelectionError("", f"the integer {shown(digits)} is out of range")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise SelectionError("", f"the number {shown(digits)} is out of range")
+    return value
+
+
+def _constant(name: str) -> NoReturn:
+    raise SelectionError("", f"{name} is not JSON")
+
+
+_OPENING = re.compile(r"[ \t\r\n]*\{")
+_LARGE = re.compile(r"[0-9]{19}|[0-9][eE]")
+"""Occurs in every text with a number out of range; without it the hooks, a Python call per number, are not needed."""
+
+_PLAIN = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+_CHECKING_NUMBERS = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer, parse_float=_float
+)

@@ -1,0 +1,258 @@
+"""Chains over rows: all rows' edits merged and applied in a handful of batched operations.
+
+Used by the embedded engine (many rows) and by the TensorRT-LLM adapter (one row), so that a chain does the same on
+both. What happens to a row never depends on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import thread_time
+from typing import TypeVar
+
+import torch
+
+from adapters.chain.chain import ProcessorChain
+from adapters.contract.processor import ShapingProcessor, Stage
+from adapters.devices import upload_ids
+from adapters.contract.edits import Edit, Sparse, apply_bitmask, apply_sparse
+from adapters.chain.plan import Member, ProcessorFailed, RowPlan
+
+T = TypeVar("T")
+
+Planned = tuple[int, ProcessorChain, RowPlan]
+"""Row of the logits, its chain, and what the chain asks of it."""
+
+_SOFT_STAGES = (Stage.BIAS, Stage.PENALTY, Stage.SOFT)
+_LATE_STAGES = (Stage.MASK, Stage.FORCE, Stage.TEMPERATURE, Stage.TRUNCATION, Stage.SAMPLING)
+
+
+PROBLEMS = {
+    "nan": "left NaN in the logits",
+    "infinite": "left +inf in the logits",
+    "empty": "left no token that can be sampled",
+}
+"""What `row_problem` finds, in words."""
+
+
+def row_problem(row: torch.Tensor) -> str | None:
+    """``nan``, ``infinite`` or ``empty`` if no token can be drawn from ``row`` (shape ``[V]``), else None.
+
+    The maximum tells all three, because it propagates NaN: one pass, and on CUDA one host synchronisation.
+    """
+    highest = float(row.max())
+    if highest != highest:
+        return "nan"
+    if highest == torch.inf:
+        return "infinite"
+    return "empty" if highest == -torch.inf else None
+
+
+def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planned], dict[int, ProcessorFailed]]:
+    """Plans of ``(row, chain)`` pairs and the failures by row. Needs no logits: call it while the forward runs."""
+    planned: list[Planned] = []
+    failures: dict[int, ProcessorFailed] = {}
+    for row, chain in chains:
+        try:
+            plan = chain.plan()
+        except ProcessorFailed as failure:
+            failures[row] = failure
+            continue
+        if not plan.is_empty:
+            planned.append((row, chain, plan))
+    return planned, failures
+
+
+def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
+    """The order law up to the hard masks, on the rows that are not forced. Forced rows are left untouched.
+
+    Args:
+        logits: float32 ``[B, V]``, edited in place.
+        planned: From `plan_rows`.
+
+    Returns:
+        Failures by row. A failed row may be partly edited; it must not be sampled.
+    """
+    free = [(row, chain, plan) for row, chain, plan in planned if plan.force is None]
+    failures: dict[int, ProcessorFailed] = {}
+    for stage in _SOFT_STAGES:
+        _apply_soft(logits, free, stage, failures)
+    _apply_masks(logits, free)
+    return failures
+
+
+def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
+    """Shaping at the stage of hard masks and after it, on the rows that are not forced. As `apply_edits` otherwise."""
+    failures: dict[int, ProcessorFailed] = {}
+    queues = [(row, chain, plan.late) for row, chain, plan in planned if plan.force is None and plan.late]
+    for stage in _LATE_STAGES:
+        steps = [(r, c, [m for m in members if m.processor.stage == stage]) for r, c, members in queues]
+        _in_waves(steps, lambda wave: _shape(logits, wave, failures))
+    return failures
+
+
+def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
+    """Apply one chain to one row, forcing included, in place; the dense form that TensorRT-LLM needs.
+
+    Args:
+        chain: At the position of the row.
+        row: float ``[V]``, edited in place.
+
+    Returns:
+        True if the row must be checked: masks or shaping processors may have left NaN, or no token.
+
+    Raises:
+        ProcessorFailed: as `ProcessorChain.plan`, or a processor failed on the logits.
+    """
+    return apply_plan(chain, chain.plan(), row)
+
+
+def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
+    """As `apply_chain`, with a plan that has been made."""
+    if plan.is_empty:
+        return False
+    if plan.force is not None:
+        if bool(row[plan.force] == -torch.inf):
+            raise chain.fail("forcing", "unsatisfiable", f"token {plan.force} cannot be sampled by this model")
+        row.fill_(-torch.inf)
+        row[plan.force] = 0.0
+        return False
+    work = row.unsqueeze(0) if row.dtype == torch.float32 else row.float().unsqueeze(0)
+    planned = [(0, chain, plan)]
+    for apply in (apply_edits, apply_late):
+        for failure in apply(work, planned).values():
+            raise failure
+    if row.dtype != torch.float32:
+        row.copy_(work[0])
+    return chain.has_shaping or bool(plan.allows or plan.bans)
+
+
+def replay(chain: ProcessorChain, prompt: Sequence[int], generated: Sequence[int], logits: torch.Tensor) -> None:
+    """Rebuild a chain whose state depends on logits, by applying it again to the logits of the generated positions.
+
+    Args:
+        chain: The chain to rebuild.
+        prompt: Token ids of the prompt.
+        generated: Tokens of the earlier run.
+        logits: float32 ``[len(generated), V]``, the model's own logits at those positions; overwritten.
+
+    Raises:
+        ProcessorFailed: as `apply_chain`.
+    """
+    chain.start(prompt, mode="migrated")
+    for token_id, row in zip(generated, logits, strict=True):
+        apply_chain(chain, row)
+        chain.replay_token(token_id)
+
+
+def _apply_soft(
+    logits: torch.Tensor, rows: Sequence[Planned], stage: Stage, failures: dict[int, ProcessorFailed]
+) -> None:
+    steps = [(row, chain, [step for s, step in plan.soft if s is stage]) for row, chain, plan in rows if plan.soft]
+    shaped = [(row, chain, queue) for row, chain, queue in steps if any(isinstance(x, Member) for x in queue)]
+    sparse = [(row, step) for row, _, queue in steps for step in queue if isinstance(step, Sparse)]
+    if not shaped:
+        apply_sparse(logits, list(sparse))
+        return
+
+    def apply_wave(wave: list[tuple[int, ProcessorChain, Edit | Member]]) -> None:
+        apply_sparse(logits, [(row, step) for row, _, step in wave if isinstance(step, Sparse)])
+        _shape(logits, [(row, chain, step) for row, chain, step in wave if isinstance(step, Member)], failures)
+
+    _in_waves(steps, apply_wave)
+
+
+def _in_waves(
+    queues: Sequence[tuple[int, ProcessorChain, Sequence[T]]],
+    apply: Callable[[list[tuple[int, ProcessorChain, T]]], None],
+) -> None:
+    """Hands out the first step of every row, then the second of every row, ..., so that each row keeps its order."""
+    depth = max((len(queue) for _, _, queue in queues), default=0)
+    for i in range(depth):
+        apply([(row, chain, queue[i]) for row, chain, queue in queues if i < len(queue)])
+
+
+def _apply_masks(logits: torch.Tensor, rows: Sequence[Planned]) -> None:
+    bans: list[tuple[int, Sparse]] = [(row, ban) for row, _, plan in rows for ban in plan.bans]
+    apply_sparse(logits, bans)
+    masked = [(row, plan.allows) for row, _, plan in rows if plan.allows]
+    if masked:
+        apply_bitmask(logits, torch.stack([_intersection(masks) for _, masks in masked]), [row for row, _ in masked])
+
+
+def _intersection(bitmasks: list[torch.Tensor]) -> torch.Tensor:
+    result = bitmasks[0]
+    for bitmask in bitmasks[1:]:
+        result = result & bitmask
+    return result
+
+
+def _shape(
+    logits: torch.Tensor, wave: list[tuple[int, ProcessorChain, Member]], failures: dict[int, ProcessorFailed]
+) -> None:
+    """One shaping step of some rows, each class batched."""
+    groups: dict[type[ShapingProcessor], list[tuple[int, ProcessorChain, Member]]] = {}
+    for row, chain, member in wave:
+        if row not in failures and isinstance(member.processor, ShapingProcessor):
+            groups.setdefault(type(member.processor), []).append((row, chain, member))
+    for kind, group in groups.items():
+        # a class that is not batched goes row by row, so that nobody is called twice when a batch-mate raises
+        for part in [group] if _is_batched(kind) else [[single] for single in group]:
+            _shape_group(kind, logits, part, failures)
+
+
+def _is_batched(kind: type[ShapingProcessor]) -> bool:
+    return kind.shape_rows.__func__ is not ShapingProcessor.shape_rows.__func__  # type: ignore[attr-defined]
+
+
+def _shape_group(
+    kind: type[ShapingProcessor],
+    logits: torch.Tensor,
+    group: list[tuple[int, ProcessorChain, Member]],
+    failures: dict[int, ProcessorFailed],
+) -> None:
+    """One class on its rows. A row in which no token is left ends here; no processor is shown one."""
+    processors = [member.processor for _, _, member in group if isinstance(member.processor, ShapingProcessor)]
+    rows = [row for row, _, _ in group]
+    index = upload_ids(rows, logits.device)
+    values = logits.index_select(0, index)  # a copy: if one of them raises, the batch is as it was
+    is_empty = values.amax(-1, keepdim=True) == -torch.inf
+    if logits.device.type == "cpu" or not _is_batched(kind):
+        empty = [one for one, is_so in zip(group, is_empty[:, 0].tolist(), strict=True) if is_so]
+        if empty:
+            failures.update((row, chain.no_token_left(before=member)) for row, chain, member in empty)
+            alive = [one for one in group if one[0] not in failures]
+            if alive:
+                _shape_group(kind, logits, alive, failures)
+            return
+    else:  # nothing is read from a device here: such a row is shown as another, and stays for the sampler to see
+        values.masked_fill_(is_empty, 0.0)
+    began = thread_time()
+    try:
+        kind.shape_rows(processors, values)
+        if not _is_batched(kind):
+            _check_shaped(logits[rows[0]], values[0], group[0][1], group[0][2])
+    except Exception as error:  # the processor boundary: third-party code
+        if len(group) == 1:
+            failures[rows[0]] = group[0][1].fail_from(group[0][2], error)
+            return
+        for single in group:  # one of them is to blame; its batch-mates must not notice
+            _shape_group(kind, logits, [single], failures)
+        return
+    if logits.device.type != "cpu":
+        values.masked_fill_(is_empty, -torch.inf)
+    logits.index_copy_(0, index, values)
+    seconds = (thread_time() - began) / len(group)
+    for row, chain, member in group:
+        try:
+            chain.charge(member, seconds)
+        except ProcessorFailed as failure:
+            failures[row] = failure
+
+
+def _check_shaped(before: torch.Tensor, after: torch.Tensor, chain: ProcessorChain, member: Member) -> None:
+    """Blames a row that nothing can be drawn from on the processor that made it so, and not on the model (NaN)."""
+    problem = row_problem(after)
+    if problem is not None and row_problem(before) is None:
+        reason = "unsatisfiable" if problem == "empty" else problem
+        raise ProcessorFailed(member.name, reason, f"{PROBLEMS[problem]} at position {chain.position}")

@@ -1,0 +1,469 @@
+"""`ProcessorChain`: the processors of one choice of one request, in the order of the law, over one history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from time import thread_time
+from typing import Any, Literal
+
+from adapters.contract.processor import Context, Processor, Reads, ShapingProcessor, Stage, Unsatisfiable
+from adapters.contract.edits import Allow, Ban, Edit, Force, MalformedEdit, bitmask_of, check_edit, count_allowed, is_allowed
+from adapters.chain.plan import NOTHING, Member, ProcessorFailed, RowPlan
+from adapters.chain.receipts import ProcessorRecord, Receipt
+from adapters.contract.scope import Scope, ThinkingTracker
+from adapters.vocabulary.vocabulary import Vocabulary
+
+DEFAULT_STEP_BUDGET_S = 0.1
+"""Most time that a third party's processor may take for one step, seconds of its thread's CPU time."""
+
+Mode = Literal["aggregated", "hand-off", "local prefill", "migrated"]
+
+
+class ProcessorChain:
+    """The ordered processors of one choice. Holds the history once; processors share it.
+
+    Args:
+        processors: In the order of the request; sorted by stage, ties keep that order.
+        context: Of the request.
+        scopes: Scope of each processor, ``all`` by default.
+        step_budget_s: Most time that a third party's processor may take for one step, seconds of its thread's CPU
+            time, so that a busy machine is not the processor's fault. `DEFAULT_STEP_BUDGET_S` by default.
+        attribution: Keep per-token attribution in the receipt.
+
+    Attributes:
+        has_shaping: A member maps the whole row, so that it can leave anything there.
+        failure: Why the chain failed, None while it has not.
+        wants_receipt: Whether the request asked for its receipt.
+        wants_draw: Whether a request that sets no temperature, top-k or top-p is to be drawn, because it names a
+            processor that acts at the temperature stage or later. Who builds a chain with an operator's says so here.
+
+    Raises:
+        ValueError: a scope is asked for and the model has no thinking tags.
+    """
+
+    def __init__(
+        self,
+        processors: Sequence[Processor],
+        context: Context,
+        *,
+        scopes: Sequence[Scope] | None = None,
+        step_budget_s: float | None = None,
+        attribution: bool = False,
+    ) -> None:
+        scopes = ["all"] * len(processors) if scopes is None else scopes
+        members = [_member(p, s, context.vocabulary) for p, s in zip(processors, scopes, strict=True)]
+        self.members = sorted(members, key=lambda member: member.processor.stage)
+        self.context = context
+        self.step_budget_s = DEFAULT_STEP_BUDGET_S if step_budget_s is None else step_budget_s
+        self.receipt = Receipt([member.record for member in self.members], attribution=attribution)
+        self.tokens: list[int] = []
+        self.prompt_length = 0
+        self.failure: ProcessorFailed | None = None
+        self.wants_receipt = False
+        self.wants_draw = self.shapes_late
+        self.has_shaping = _any_shapes(self.members)
+        self._pending: list[tuple[Member, str, int]] = []
+        self._derived: dict[Hashable, Any] = {}
+        self._scoped = [member for member in self.members if member.scope != "all"]
+        self._tracker = _tracker(context) if self._scoped else None
+        self._binding = next((member for member in self._scoped if _binds_the_answer(member)), None)
+        self._end_ban = Ban.of(context.end_token_ids - {*context.think_end})
+        self._scoped_counts: list[list[int]] = [[] for _ in self._scoped]
+
+    # Facts
+
+    @property
+    def observes_logits(self) -> bool:
+        """True if some state can only be rebuilt by replaying on logits (`adapters.chain.batch.replay`)."""
+        return any(member.processor.observes_logits for member in self.members)
+
+    @property
+    def shapes_late(self) -> bool:
+        """True if a member acts at the temperature stage or later; the request's own truncation then joins it."""
+        return any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
+
+    @property
+    def needs_last_token(self) -> bool:
+        """True if the chain needs the last sampled token, which engines that overlap steps do not show in time."""
+        return bool(self._scoped) or any(m.processor.reads is not Reads.NOTHING for m in self.members)
+
+    @property
+    def is_too_short(self) -> bool:
+        """True if a minimum length is not reached: that of thinking counts inside it, every other one everywhere."""
+        is_thinking = self._tracker is not None and self._tracker.thinking
+        members = (member for member in self.members if member.scope != "thinking" or is_thinking)
+        return any(member.processor.is_too_short for member in members)
+
+    @property
+    def position(self) -> int:
+        """Absolute index of the token to be chosen next."""
+        return len(self.tokens)
+
+    # History
+
+    def add(self, processors: Sequence[Processor], *, last: bool = False) -> None:
+        """Put ``processors`` before the chain's own of the same stage, or after them with ``last``.
+
+        They begin after the same history.
+
+        Raises:
+            ProcessorFailed: one of them raised on the history.
+        """
+        added = [_member(p, "all", self.context.vocabulary) for p in processors]
+        both = [*self.members, *added] if last else [*added, *self.members]
+        self.members = sorted(both, key=lambda member: member.processor.stage)
+        self.receipt.records = [member.record for member in self.members]
+        self.has_shaping = _any_shapes(self.members)
+        for member in added:
+            self._begin(member)
+
+    def start(self, prompt: Sequence[int], generated: Sequence[int] = (), *, mode: Mode = "aggregated") -> None:
+        """Begin after ``prompt``; ``generated`` tokens of an earlier run are replayed.
+
+        Raises:
+            ValueError: there are generated tokens and the chain observes logits; use `adapters.chain.batch.replay`.
+            ProcessorFailed: a processor raised on the prompt.
+        """
+        if generated and self.observes_logits:
+            names = ", ".join(m.name for m in self.members if m.processor.observes_logits)
+            raise ValueError(f"{names} can be rebuilt only by replaying on logits")
+        self.tokens = list(prompt)
+        self.prompt_length = len(prompt)
+        self._derived = {}
+        self.failure = None
+        if self._tracker is not None:
+            self._tracker.reset(prompt)
+            self._scoped_counts = [[] for _ in self._scoped]
+        for member in self.members:
+            self._begin(member)
+        self.receipt.begin(mode, len(prompt), len(generated))
+        for token_id in generated:
+            self._append(token_id)
+
+    def _begin(self, member: Member) -> None:
+        prompt = self.tokens[: self.prompt_length]
+        try:
+            shared = self.tokens if member.scope == "all" else None
+            member.processor.start(prompt, shared=shared, derived=self._derived)
+        except Exception as error:  # the processor boundary: third-party code
+            raise self.fail_from(member, error) from error
+
+    def accept(self, token_id: int, position: int) -> None:
+        """Take the chosen token. Idempotent by absolute position; another token at a known position rewinds first.
+
+        Raises:
+            ValueError: the position is inside the prompt, or beyond the next one.
+        """
+        if not self.prompt_length <= position <= len(self.tokens):
+            raise ValueError(f"position {position} is not between {self.prompt_length} and {len(self.tokens)}")
+        if position < len(self.tokens):
+            if self.tokens[position] == token_id:
+                return
+            self.rewind(position)
+        for member, kind, masked in self._pending:
+            member.record.add(position, kind, masked)
+            self.receipt.attribute(position, token_id, member.record, kind)
+        self._pending = []
+        self._append(token_id)
+
+    def replay_token(self, token_id: int) -> None:
+        """Take a token that an earlier run chose: counted as replayed, not as this run's work."""
+        self._pending = []
+        self._append(token_id)
+        self.receipt.replayed += 1
+
+    def rewind(self, position: int) -> None:
+        """Forget every token from ``position`` on, as when draft tokens are rejected.
+
+        Raises:
+            ValueError: the position is inside the prompt or in the future.
+        """
+        if not self.prompt_length <= position <= len(self.tokens):
+            raise ValueError(f"cannot rewind to {position}: not between {self.prompt_length} and {len(self.tokens)}")
+        self._pending = []
+        self.receipt.forget_from(position)
+        for member in self.members:
+            if member.scope == "all":
+                member.processor.forget_from(position)
+        num_generated = position - self.prompt_length
+        for member, counts in zip(self._scoped, self._scoped_counts, strict=True):
+            if num_generated < len(counts):
+                member.processor.truncate(self.prompt_length + counts[num_generated])
+                del counts[num_generated:]
+        if self._tracker is not None:
+            self._tracker.rewind(num_generated)
+        del self.tokens[position:]
+        self._count_outside()
+
+    def sync(self, tokens: Sequence[int], *, unchanged: int = 0) -> None:
+        """Make the history equal to ``tokens`` (prompt + generated), wherever they differ from what was known.
+
+        Args:
+            tokens: The whole history.
+            unchanged: So many at its beginning are known to be those of the chain's own history; only what is behind
+                them is looked at. By default all are, which costs a pass over them: for an engine's every step the
+                caller must know better (`adapters.trtllm.adapter.ChainAdapter`).
+
+        Raises:
+            ValueError: ``tokens`` is shorter than the prompt, or differs from it: this chain is another request's.
+        """
+        if len(tokens) < self.prompt_length:
+            raise ValueError(f"history of {len(tokens)} tokens is shorter than the prompt of {self.prompt_length}")
+        same = _num_equal(tokens, self.tokens, unchanged)
+        if same < self.prompt_length:
+            raise ValueError(f"history differs from the prompt at position {same}")
+        if same < len(self.tokens):
+            self.rewind(same)
+        for position in range(same, len(tokens)):
+            self.accept(tokens[position], position)
+
+    def _append(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        if self._tracker is None:
+            return
+        inside = self._tracker.accept(token_id)
+        for member, counts in zip(self._scoped, self._scoped_counts, strict=True):
+            processor = member.processor
+            counts.append(processor.num_generated)
+            if inside is not None and inside == (member.scope == "thinking"):
+                processor.append(token_id)
+        self._count_outside()
+
+    def _count_outside(self) -> None:
+        num_generated = len(self.tokens) - self.prompt_length
+        for member in self._scoped:
+            member.processor.num_outside = num_generated - member.processor.num_generated
+
+    # The step
+
+    def plan(self) -> RowPlan:
+        """What the chain asks of the row for the token at `position`. Needs no logits; a second call changes nothing.
+
+        Raises:
+            ProcessorFailed: a processor raised or was over its budget, or the chain cannot be satisfied here.
+        """
+        self._pending = []
+        plan = NOTHING
+        began = thread_time()
+        for member in self.members if self._tracker is None else self._active_members():
+            try:
+                edit = member.step()
+            except Exception as error:  # the processor boundary: third-party code
+                raise self.fail_from(member, error) from error
+            self.charge(member, thread_time() - began)
+            if edit is not None:
+                if plan is NOTHING:
+                    plan = RowPlan()
+                self._add(plan, member, edit)
+            began = thread_time()
+        if self._binding is not None:
+            plan = self._end_outside_thinking(plan, self._binding)
+        if plan.forced_by is not None or plan.allows:
+            self._check(plan)
+        return plan
+
+    def peek(self, draft: Sequence[int]) -> list[RowPlan]:
+        """Plans for the next position and for the one after each draft token; the history stays as it was.
+
+        Raises:
+            ProcessorFailed: as `plan`, for the next position only. The list is shorter than ``len(draft) + 1``
+                when the chain rules a draft token out, or fails, further on.
+        """
+        position = self.position
+        plans = [self.plan()]
+        pending, self._pending = self._pending, []
+        try:
+            for token_id in draft:
+                if not plans[-1].permits(token_id):
+                    break
+                self._append(token_id)
+                plans.append(self.plan())
+        except ProcessorFailed:
+            self.failure = None
+        finally:
+            self.rewind(position)
+            self._pending = pending
+        return plans
+
+    def _active_members(self) -> list[Member]:
+        assert self._tracker is not None
+        section = "thinking" if self._tracker.thinking else "answer"
+        return [member for member in self.members if member.scope in ("all", section)]
+
+    def charge(self, member: Member, seconds: float) -> None:
+        """Count CPU time of one step, and hold a third party's processor to the budget.
+
+        Raises:
+            ProcessorFailed: it took longer than the budget.
+        """
+        member.record.seconds += seconds
+        failure = self.over_budget(member, seconds, self.step_budget_s)
+        if failure is not None:
+            raise failure
+
+    def over_budget(self, member: Member, seconds: float, budget_s: float) -> ProcessorFailed | None:
+        """The failure of a third party's processor that took more than ``budget_s`` for one step, else None."""
+        if not member.is_third_party or seconds <= budget_s:
+            return None
+        message = f"took {seconds * 1e3:.0f} ms of CPU time for one step, the budget is {budget_s * 1e3:.0f} ms"
+        return self.fail(member.name, "budget", message)
+
+    def _add(self, plan: RowPlan, member: Member, edit: Edit | Member) -> None:
+        kind, masked = "biased", 0
+        if self._tracker is not None and self._tracker.may_open and member.scope == "answer":
+            edit = self._beside_the_opening_tag(edit)
+        if isinstance(edit, Member):
+            kind = "shaped"
+            if member.processor.stage <= Stage.SOFT:
+                plan.soft.append((member.processor.stage, member))
+            else:
+                plan.late.append(member)
+        elif isinstance(edit, Ban):
+            kind, masked = "masked", len(edit.token_ids)
+            plan.bans.append(edit)
+        elif isinstance(edit, Allow):
+            num_tokens = self.context.vocabulary.num_tokens
+            num_allowed = count_allowed(edit.bitmask, num_tokens)
+            kind, masked = "masked", num_tokens - num_allowed
+            plan.allows.append(edit.bitmask)
+            plan.fewest_allowed = min(plan.fewest_allowed, num_allowed)
+        elif isinstance(edit, Force):
+            kind = "forced"
+            self._force(plan, member, edit.token_id)
+        else:
+            plan.soft.append((member.processor.stage, edit))
+        self._pending.append((member, kind, masked))
+
+    def _force(self, plan: RowPlan, member: Member, token_id: int) -> None:
+        if plan.forced_by is not None and plan.force != token_id:
+            message = f"forces token {token_id} where {plan.forced_by.name} forces {plan.force}"
+            raise self.fail(member.name, "unsatisfiable", f"{message} at position {self.position}")
+        plan.forced_by, plan.force = member, token_id
+
+    def _beside_the_opening_tag(self, edit: Edit | Member) -> Edit | Member:
+        """What is asked of the answer's first token leaves the model free to open a thinking section with it instead.
+
+        A forced token stands beside the tag, and the model chooses one of the two.
+        """
+        tag, size = self.context.think_start, self.context.vocabulary.size
+        if len(tag) != 1:
+            return edit
+        if isinstance(edit, Allow) and not is_allowed(edit.bitmask, tag[0]):
+            return Allow(edit.bitmask | bitmask_of(tag, size)[: len(edit.bitmask)])
+        if isinstance(edit, Ban):
+            return Ban(edit.token_ids[edit.token_ids != tag[0]])
+        if isinstance(edit, Force):
+            return Allow.of({edit.token_id, tag[0]}, size)
+        return edit
+
+    def _end_outside_thinking(self, plan: RowPlan, member: Member) -> RowPlan:
+        """An end token in a thinking section would end a request whose answer ``member`` binds without an answer."""
+        if self._tracker is None or not self._tracker.thinking or not len(self._end_ban.token_ids):
+            return plan
+        plan = RowPlan() if plan is NOTHING else plan
+        self._add(plan, member, self._end_ban)
+        return plan
+
+    def _check(self, plan: RowPlan) -> None:
+        """A forced id that a mask forbids, or masks that leave nothing, are errors, never token 0 or NaN."""
+        if plan.forced_by is not None and plan.force is not None:
+            if not plan.masks_permit(plan.force):
+                message = f"forces token {plan.force}, which another processor forbids"
+                raise self.fail(plan.forced_by.name, "unsatisfiable", f"{message} at position {self.position}")
+        elif not plan.leaves_a_token():
+            raise self.no_token_left(["masked"])
+
+    def no_token_left(
+        self, kinds: Sequence[str] = ("masked", "shaped", "biased"), *, before: Member | None = None
+    ) -> ProcessorFailed:
+        """Record that nothing is left to sample at the position last planned; to blame is who did one of ``kinds``.
+
+        Args:
+            kinds: Of edits.
+            before: The member to which the row came empty; what acts after it is not to blame.
+        """
+        acted = self._pending if before is None else list(self._acted_before(before))
+        names = dict.fromkeys(member.name for member, kind, _ in acted if kind in kinds)
+        return self.fail(", ".join(names) or "model", "unsatisfiable", f"no token is left at position {self.position}")
+
+    def _acted_before(self, member: Member) -> Iterator[tuple[Member, str, int]]:
+        """What was asked for at the position last planned, and is applied before ``member``'s turn."""
+        is_late, is_before = member.processor.stage >= Stage.MASK, True
+        for asked in self._pending:  # in the order of the law; but masks come before all that shapes at their stage
+            is_before = is_before and asked[0] is not member
+            if is_before or (is_late and asked[1] == "masked"):
+                yield asked
+
+    def fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
+        """Record that ``member`` raised ``error``; returns the failure for the caller to raise or report."""
+        if isinstance(error, ProcessorFailed):
+            return self.fail(error.processor, error.reason, error.message)
+        if isinstance(error, MalformedEdit):
+            return self.fail(member.name, "raised", f"{error} at position {self.position}")
+        if isinstance(error, Unsatisfiable):
+            return self.fail(member.name, "unsatisfiable", f"{error} at position {self.position}")
+        return self.fail(member.name, "raised", f"raised {type(error).__name__} at position {self.position}")
+
+    def fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
+        """Record that processor ``name`` failed; returns the failure for the caller to raise or report."""
+        self._pending = []
+        self.failure = ProcessorFailed(name, reason, message)
+        return self.failure
+
+    # Two copies of one chain: one acts in the engine's process, the other keeps the receipt in the worker's
+
+    def asked(self) -> list[tuple[int, str, int]]:
+        """Who asked for what at the position last planned: index of the member, kind of edit, entries masked."""
+        indices = {id(member): index for index, member in enumerate(self.members)}
+        return [(indices[id(member)], kind, masked) for member, kind, masked in self._pending]
+
+    def record(self, token_id: int, asked: Sequence[tuple[int, str, int]]) -> None:
+        """Take the next token as chosen under what another copy `asked`; no processor of this copy is run."""
+        for index, kind, masked in asked:
+            record = self.members[index].record
+            record.add(self.position, kind, masked)
+            self.receipt.attribute(self.position, token_id, record, kind)
+        self.tokens.append(token_id)
+
+    def report(self, *, attribution: bool = True) -> dict[str, Any]:
+        """The receipt so far, as JSON data; the ``attribution``, if it is kept, belongs to the last one only."""
+        return self.receipt.as_json(attribution=attribution)
+
+
+def _num_equal(tokens: Sequence[int], known: list[int], start: int) -> int:
+    """How many tokens the two begin with in common, at least ``start``."""
+    end = min(len(tokens), len(known))
+    while start < end:
+        stop = min(start + 1024, end)
+        if list(tokens[start:stop]) != known[start:stop]:
+            return next(i for i in range(start, stop) if tokens[i] != known[i])
+        start = stop
+    return end
+
+
+def _tracker(context: Context) -> ThinkingTracker:
+    return ThinkingTracker(context.think_start, context.think_end, context.vocabulary.special_token_ids)
+
+
+def _binds_the_answer(member: Member) -> bool:
+    """Whether the answer has to be as the processor says: it masks or forces, there and not in the thinking."""
+    return member.scope == "answer" and member.processor.stage in (Stage.MASK, Stage.FORCE)
+
+
+def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Member:
+    member = Member(processor, scope, ProcessorRecord(processor.name, processor.version))
+    if member.edit is not None and member.is_third_party:
+        # Third parties' edits are looked at before anything is applied; those of the built-ins are, in tests.
+        soft = processor.stage <= Stage.SOFT
+        member.edit = partial(_checked_edit, member.edit, soft, vocabulary.size, vocabulary.num_tokens)
+    return member
+
+
+def _checked_edit(make: Callable[[], Edit | None], soft: bool, vocab_size: int, num_tokens: int) -> Edit | None:
+    edit = make()
+    return None if edit is None else check_edit(edit, soft=soft, vocab_size=vocab_size, num_tokens=num_tokens)
+
+
+def _any_shapes(members: list[Member]) -> bool:
+    return any(isinstance(member.processor, ShapingProcessor) for member in members)

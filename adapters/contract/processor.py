@@ -1,0 +1,349 @@
+"""The contract of a logits processor: steering or shaping, its stage in the order law, what it reads, its arguments.
+
+All that an author needs is imported from here: the edits and the bounded types of arguments too.
+
+One instance serves one choice of one request. It is a function of token history, never of how often it was
+called: the base class feeds it each generated token once, by absolute position, and when the history turns out
+shorter or different it resets the processor and replays.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from typing_extensions import Self
+
+from adapters.contract.argument_types import Count, PositiveCount, Text, TokenId, TokenIds
+from adapters.contract.edits import Allow, Ban, Bias, Edit, Force, Scale
+from adapters.contract.scope import Scope
+from adapters.vocabulary.vocabulary import Vocabulary
+
+__all__ = [
+    "Allow",
+    "ArgumentError",
+    "Ban",
+    "Bias",
+    "Context",
+    "Count",
+    "Edit",
+    "Force",
+    "PositiveCount",
+    "Processor",
+    "ProcessorArgs",
+    "Reads",
+    "Scale",
+    "ShapingProcessor",
+    "Stage",
+    "SteeringProcessor",
+    "Text",
+    "TokenId",
+    "TokenIds",
+    "Unsatisfiable",
+]
+
+T = TypeVar("T")
+
+
+class Stage(IntEnum):
+    """The order law, one on every engine. Within a stage processors run in the order the request names them."""
+
+    BIAS = 1
+    PENALTY = 2
+    SOFT = 3
+    MASK = 4
+    FORCE = 5
+    TEMPERATURE = 6
+    TRUNCATION = 7
+    SAMPLING = 8
+
+
+class Reads(Enum):
+    """What a processor looks at. ``NOTHING`` still knows the position, and what its own chain has forced."""
+
+    NOTHING = "nothing"
+    GENERATED = "generated"
+    PROMPT_AND_GENERATED = "prompt and generated"
+
+
+class ProcessorArgs(BaseModel):
+    """Base of every processor's arguments: JSON types only, strict, unknown names forbidden, no NaN, no infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ArgumentError(ValueError):
+    """An argument is well-formed but cannot be honoured for this model or request.
+
+    Args:
+        argument: Name of the argument.
+        problem: What was expected and what came.
+    """
+
+    def __init__(self, argument: str, problem: str) -> None:
+        super().__init__(f"{argument}: {problem}")
+        self.argument = argument
+        self.problem = problem
+
+
+class Unsatisfiable(Exception):
+    """No token can satisfy the chain at this position. The request ends with an error; token 0 is never sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a processor may know about the model and its request when it is built.
+
+    Attributes:
+        vocabulary: Width of a row, the tokenizer's view of the ids.
+        end_token_ids: Ids that end this request's answer.
+        seed: The request's seed, uint64; also the seed of every coin a processor tosses (`adapters.contract.draws`).
+        choice: Index of the choice, 0 unless n > 1.
+        max_tokens: Most tokens the answer may have, None if only the context bounds it.
+        watermark_keys: The operator's keys by id.
+        think_start: Ids of the tag that opens a thinking section, empty if the model has none.
+        think_end: Ids of the tag that closes it.
+    """
+
+    vocabulary: Vocabulary
+    end_token_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    choice: int = 0
+    max_tokens: int | None = None
+    watermark_keys: Mapping[str, bytes] = field(default_factory=dict)
+    think_start: tuple[int, ...] = ()
+    think_end: tuple[int, ...] = ()
+
+    @property
+    def end_token_id(self) -> int | None:
+        """The end token to force: of the model's own the lowest, else of the request's; None if it has none.
+
+        A request's end tokens include ids that its client stops at, which may be any word.
+        """
+        return min(self.end_token_ids & self.vocabulary.eos_token_ids or self.end_token_ids, default=None)
+
+    def check_ids(self, argument: str, token_ids: Sequence[int]) -> None:
+        """Raises `ArgumentError` if an id is outside the vocabulary."""
+        for token_id in token_ids:
+            if not 0 <= token_id < self.vocabulary.size:
+                expected = f"token ids between 0 and {self.vocabulary.size - 1}"
+                raise ArgumentError(argument, f"expected {expected}, got {token_id}")
+
+
+class Processor(ABC):
+    """One logits processor of one choice.
+
+    Authors write `reset` and `advance`, and `edit` (steering) or `shape` (shaping). In them ``self.prompt`` is
+    the prompt and ``self.generated`` the answer so far; both are read-only views of the history.
+
+    Class attributes:
+        name: Name in the catalogue.
+        version: Raised when the same arguments give other tokens than before.
+        stage: Place in the order law.
+        reads: What it looks at; by default everything.
+        Args: Its arguments; by default there are none.
+        observes_logits: State depends on logits (mirostat's mu): it can only be rebuilt by replaying on logits.
+        wraps_foreign: Runs another system's processor (`adapters.third_party.processors`, `adapters.trtllm.native_controls`).
+        scopes: The scopes that a request may give it.
+        once: A request may name it only once with the same scope.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    stage: ClassVar[Stage]
+    reads: ClassVar[Reads] = Reads.PROMPT_AND_GENERATED
+    observes_logits: ClassVar[bool] = False
+    wraps_foreign: ClassVar[bool] = False
+    scopes: ClassVar[tuple[Scope, ...]] = ("all", "thinking", "answer")
+    once: ClassVar[bool] = False
+    Args: ClassVar[type[ProcessorArgs]] = ProcessorArgs
+
+    num_outside: int
+    """Generated tokens that are not in `generated`, because the processor's scope leaves them out; its chain counts."""
+
+    _tokens: list[int]
+    _prompt_length: int
+    _consumed: int
+
+    _derived: dict[Hashable, Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        self._tokens, self._prompt_length, self._consumed = [], 0, -1
+        self._derived = {}
+        self.num_outside = 0
+        return self
+
+    def __init__(self, args: Any, context: Context) -> None:
+        """Authors take their own ``Args`` and the context, raise `ArgumentError`, and keep ids and tensors only:
+
+        a processor is pickled into the engine's process, so it must not keep the vocabulary or the tokenizer.
+        """
+
+    @classmethod
+    def build(cls, args: Any, context: Context) -> list[Processor]:
+        """The processors that this name stands for; more than one where a control acts at two stages."""
+        return [cls(args, context)]
+
+    # What authors write
+
+    def reset(self) -> None:
+        """Return to the state right after the prompt; ``self.prompt`` is set."""
+
+    def advance(self, token_id: int, index: int) -> None:
+        """Take generated token number ``index`` (0 is the first). Called once per token, in order."""
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        """Undo `advance` for ``token_ids``, the newest ones, oldest first; False makes the base class replay."""
+        return False
+
+    # What chains and engines call
+
+    @property
+    def position(self) -> int:
+        """Absolute index of the token to be chosen next: length of prompt + generated, in scope and out of it."""
+        return len(self._tokens) + self.num_outside
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens so far."""
+        return len(self._tokens) - self._prompt_length
+
+    @property
+    def is_too_short(self) -> bool:
+        """Whether nothing may end the answer here, a stop string neither; for processors with a minimum length."""
+        return False
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """Token ids of the prompt (a copy)."""
+        return self._tokens[: self._prompt_length]
+
+    @property
+    def generated(self) -> Sequence[int]:
+        """Generated token ids (a copy; do not take it every step)."""
+        return self._tokens[self._prompt_length :]
+
+    @property
+    def last_token(self) -> int | None:
+        """The newest token of prompt + generated, None if there is none."""
+        return self._tokens[-1] if self._tokens else None
+
+    def from_prompt(self, key: Hashable, make: Callable[[], T]) -> T:
+        """``make()``, once per prompt and key: what the processors of a chain derive from their prompt and share.
+
+        It must depend on the prompt and the key only, and is not to be changed. Begin the key with your class.
+        """
+        if key not in self._derived:
+            self._derived[key] = make()
+        value: T = self._derived[key]
+        return value
+
+    def start(
+        self,
+        prompt: Sequence[int],
+        *,
+        shared: list[int] | None = None,
+        derived: dict[Hashable, Any] | None = None,
+    ) -> None:
+        """Begin after ``prompt``.
+
+        Args:
+            prompt: Token ids.
+            shared: A list that starts with the prompt and that its owner extends.
+            derived: What `from_prompt` has made for others of the same prompt.
+        """
+        self._tokens = list(prompt) if shared is None else shared
+        self._derived = {} if derived is None else derived
+        self._prompt_length = len(prompt)
+        self._consumed = -1
+        self.num_outside = 0
+        self.catch_up()
+
+    def accept(self, token_id: int, position: int) -> None:
+        """Take one token by absolute position. Idempotent; a different token at a known position rewinds and replays.
+
+        Raises:
+            ValueError: the position is inside the prompt, or beyond the next one.
+        """
+        if not self._prompt_length <= position <= len(self._tokens):
+            raise ValueError(f"position {position} is not between {self._prompt_length} and {len(self._tokens)}")
+        if position < len(self._tokens):
+            if self._tokens[position] == token_id:
+                return
+            self.rewind(position)
+        self._tokens.append(token_id)
+        self.catch_up()
+
+    def rewind(self, position: int) -> None:
+        """Forget every token from ``position`` on.
+
+        Raises:
+            ValueError: the position is inside the prompt or in the future.
+        """
+        if not self._prompt_length <= position <= len(self._tokens):
+            raise ValueError(f"cannot rewind to {position}: not between {self._prompt_length} and {len(self._tokens)}")
+        self.truncate(position)
+        self.catch_up()
+
+    def truncate(self, position: int) -> None:
+        """As `rewind` for a history that is not shared, without bringing the state up to date at once."""
+        self.forget_from(position)
+        del self._tokens[position:]
+
+    def append(self, token_id: int) -> None:
+        """Add one token to a history that is not shared; the state takes it at the next `catch_up`."""
+        self._tokens.append(token_id)
+
+    def forget_from(self, position: int) -> None:
+        """Bring the state back to ``position``; the owner of a shared history then truncates it."""
+        if self._consumed > position:
+            try:
+                undone = self.retract(self._tokens[position : self._consumed])
+            except Exception:  # the processor boundary: a replay, at the next step, will show whether it is broken
+                undone = False
+            self._consumed = position if undone else -1
+
+    def catch_up(self) -> None:
+        """Consume the tokens that the history holds and the state has not seen."""
+        if self._consumed < 0:
+            self.reset()
+            self._consumed = self._prompt_length
+        tokens = self._tokens
+        while self._consumed < len(tokens):
+            self.advance(tokens[self._consumed], self._consumed - self._prompt_length)
+            self._consumed += 1
+
+
+class SteeringProcessor(Processor):
+    """Reads history, returns an `Edit`. Never reads logits, never touches another row."""
+
+    @abstractmethod
+    def edit(self) -> Edit | None:
+        """The edit for the token at `position`, None if there is nothing to do.
+
+        Raises:
+            Unsatisfiable: no token can satisfy this processor here.
+        """
+
+
+class ShapingProcessor(Processor):
+    """Maps a row of logits to a row of logits at its stage."""
+
+    @abstractmethod
+    def shape(self, logits: torch.Tensor) -> None:
+        """Edit ``logits`` (float32 ``[V]``) in place."""
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        """Edit ``logits`` (float32 ``[R, V]``), row i by ``processors[i]``; no row depends on another.
+
+        Override it where the class can be batched.
+        """
+        for processor, row in zip(processors, logits, strict=True):
+            processor.shape(row)

@@ -1,0 +1,387 @@
+"""Dynamo logits processors as TensorRT-LLM logits-processor callables.
+
+The calling contract (PyTorch backend): ``lp(req_id, logits, token_ids, stream_ptr, client_id)`` once per sampled
+token, ``logits`` a view of shape ``[beams, 1, V]`` that is edited in place, ``token_ids`` one list of prompt +
+generated ids per beam, ``stream_ptr`` a CUDA stream handle or None. An exception inside a callable fails every
+request of the batch in TensorRT-LLM, so nothing is ever raised here: a processor that fails has its edit undone,
+the failure is reported, and the row is forced to ``end_id`` from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import pickle
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from adapters.chain.batch import PROBLEMS, apply_plan, row_problem
+from adapters.chain.chain import ProcessorChain
+from adapters.chain.plan import ProcessorFailed
+
+if TYPE_CHECKING:
+    _Base = object
+elif importlib.util.find_spec("tensorrt_llm") is not None:
+    from tensorrt_llm.sampling_params import LogitsProcessor as _Base
+else:
+    _Base = object
+
+
+@runtime_checkable
+class BaseLogitsProcessor(Protocol):
+    """Dynamo's processor protocol, restated so that this package works where ai-dynamo is not installed."""
+
+    def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
+        """Edit ``logits`` (shape ``[V]``) in place, given prompt + generated ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a processor failed, in a form that can travel to another process as JSON.
+
+    Attributes:
+        request_id: The id the engine called with.
+        processor: Name of the processor.
+        reason: ``raised``, ``nan``, ``infinite``, ``empty``, ``shape``, ``unsatisfiable``, ``budget`` or ``skipped``.
+        message: One sentence for the caller; no prompt text, no path.
+        position: Absolute index of the token that was to be sampled, -1 if unknown.
+    """
+
+    request_id: str
+    processor: str
+    reason: str
+    message: str
+    position: int = -1
+
+    def __str__(self) -> str:
+        return f"logits processor {self.processor}: {self.message}"
+
+
+Report = Callable[[Failure], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a chain asked for at one position, told by the copy that the engine calls to the copy in the worker.
+
+    Attributes:
+        position: Absolute index of the token that was to be sampled.
+        asked: As `ProcessorChain.asked`.
+        seconds: CPU time spent in each member so far.
+        logprobs: ``(token id, log probability, rank)`` of the sampled token, then of the likeliest, where wanted.
+    """
+
+    position: int
+    asked: tuple[tuple[int, str, int], ...] = ()
+    seconds: tuple[float, ...] = ()
+    logprobs: tuple[tuple[int, float, int], ...] | None = None
+
+
+Watch = Callable[[Step], None]
+
+_CALL_SIGNATURE = inspect.Signature(
+    [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ("req_id", "logits", "token_ids", "stream_ptr", "client_id")
+    ]
+)
+
+
+_OURS = ("end_id", "report", "failure", "fails_open", "_known", "_unusable")
+"""State of an adapter that is this package's own; the rest may hold third parties' objects."""
+
+
+class TrtllmAdapter(_Base):
+    """Base of the callables: stream, shape check, sticky failure, forced end. Subclasses edit one row.
+
+    Attributes:
+        failure: The first failure, None while all is well. Once set, every call forces ``end_id``.
+        fails_open: What a failing processor did is undone and reported once, and decoding goes on without it, step by
+            step: the behaviour of Dynamo's own adapter.
+    """
+
+    fails_open = False
+    _named = ""
+
+    # TensorRT-LLM asks `inspect.signature` for the arity on every call: 15 us without this attribute, 3 us with it.
+    __signature__ = _CALL_SIGNATURE
+
+    def __init__(self, *, end_id: int | None = None, report: Report | None = None) -> None:
+        super().__init__()
+        self.end_id = end_id
+        self.report = report
+        self.failure: Failure | None = None
+        self._known = False
+        self._unusable: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Processors travel packed: one that cannot be loaded over there must not take the engine's process down."""
+        ours = {name: self.__dict__[name] for name in _OURS if name in self.__dict__}
+        rest = {name: value for name, value in self.__dict__.items() if name not in _OURS}
+        return {**ours, "_named": self.name, "_packed": pickle.dumps(rest)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        packed = state.pop("_packed")
+        self.__dict__.update(state)
+        try:
+            self.__dict__.update(pickle.loads(packed))
+        except Exception as error:  # the callback boundary: foreign code
+            self._unusable = f"cannot be loaded in the engine's process ({type(error).__name__})"
+
+    @abstractmethod
+    def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
+        """Edit ``logits`` (shape ``[1, 1, V]``) in place, or leave them as they were and say why it failed."""
+
+    def __call__(
+        self,
+        req_id: int | str,
+        logits: torch.Tensor,
+        token_ids: Sequence[Sequence[int]],
+        stream_ptr: int | None = None,
+        client_id: int | None = None,
+    ) -> None:
+        if stream_ptr is None:
+            self._step(req_id, logits, token_ids)
+            return
+        with _on_stream(stream_ptr, logits):
+            self._step(req_id, logits, token_ids)
+
+    def _step(self, req_id: int | str, logits: torch.Tensor, token_ids: Sequence[Sequence[int]]) -> None:
+        if self.failure is None:
+            shape = logits.shape
+            if self._unusable is not None:
+                failure: Failure | None = Failure(str(req_id), self._named, "raised", self._unusable)
+            elif len(shape) == 3 and shape[0] == 1 and shape[1] == 1 and len(token_ids) == 1:
+                failure = self.edit_row(req_id, token_ids[0], logits)
+            else:
+                message = (
+                    f"takes one sequence and one beam, logits [1, 1, V]; got {list(shape)}, {len(token_ids)} lists"
+                )
+                failure = Failure(str(req_id), self.name, "shape", message)
+            if failure is None:
+                return
+            self._fail(failure)
+        if not self.fails_open:
+            self._force_end(logits)
+
+    @property
+    def name(self) -> str:
+        """Name of the processor in reports."""
+        return type(self).__name__
+
+    def _fail(self, failure: Failure) -> None:
+        known, self._known = self._known, True
+        if not self.fails_open:
+            self.failure = failure
+        if self.report is not None and not known:
+            # The callback boundary: a broken reporter must not fail the batch either.
+            with contextlib.suppress(Exception):
+                self.report(failure)
+
+    def _force_end(self, logits: torch.Tensor) -> None:
+        if self.end_id is not None:
+            logits.fill_(-torch.inf)
+            logits[..., self.end_id] = 0.0
+
+
+class DynamoAdapter(TrtllmAdapter):
+    """One Dynamo `BaseLogitsProcessor` as one TensorRT-LLM callable."""
+
+    def __init__(
+        self, processor: BaseLogitsProcessor, *, end_id: int | None = None, report: Report | None = None
+    ) -> None:
+        super().__init__(end_id=end_id, report=report)
+        self.processor = processor
+
+    @property
+    def name(self) -> str:
+        return type(self.processor).__name__
+
+    def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
+        row = logits[0, 0]
+        before = row.clone()
+        failure = self._run(req_id, token_ids, row)
+        if failure is not None:
+            row.copy_(before)
+        return failure
+
+    def _run(self, req_id: int | str, token_ids: Sequence[int], row: torch.Tensor) -> Failure | None:
+        position = len(token_ids)
+        try:
+            self.processor(token_ids, row)
+        except Exception as error:  # the callback boundary: foreign code
+            message = f"raised {type(error).__name__} at position {position}"
+            return Failure(str(req_id), self.name, "raised", message, position)
+        problem = row_problem(row)
+        if problem is None:
+            return None
+        return Failure(str(req_id), self.name, problem, f"{PROBLEMS[problem]} at position {position}", position)
+
+
+class ChainAdapter(TrtllmAdapter):
+    """A whole `ProcessorChain` as one TensorRT-LLM callable; engines that batch take ``chain`` out of it.
+
+    It may be called again for a position it has seen (chunked prefill), or after tokens were dropped. A position
+    that it was not called for (an engine that preempted the request) is a failure: its token was sampled without it.
+    So a history that is one token longer than at the last call, for the same request, is the last one and that token,
+    and only its newest tokens are compared; any other is compared as a whole. One that differs in the prompt is a
+    failure: a callable serves one choice of one request.
+
+    Attributes:
+        watch: Told of every step, None for nobody. Must pickle like ``report``.
+        num_logprobs: Report log probabilities of the row before any edit: of the sampled token and this many of the
+            likeliest. Only for a chain that leaves one token to sample. None for no report.
+
+    Args:
+        chain: Started after the request's prompt.
+        lagged: The engine overlaps steps, so that ``token_ids`` may lack the newest token. The position is then
+            counted by calls, and the prompt must be prefilled in one chunk.
+
+    Raises:
+        ValueError: ``lagged``, and the chain needs the last sampled token.
+    """
+
+    def __init__(
+        self,
+        chain: ProcessorChain,
+        *,
+        end_id: int | None = None,
+        report: Report | None = None,
+        lagged: bool = False,
+    ) -> None:
+        super().__init__(end_id=end_id, report=report)
+        if lagged and chain.needs_last_token:
+            names = ", ".join(member.name for member in chain.members)
+            raise ValueError(f"{names} need the last sampled token, which an engine that overlaps steps shows late")
+        self.chain = chain
+        self.lagged = lagged
+        self.watch: Watch | None = None
+        self.num_logprobs: int | None = None
+        self.handed_over = 0  # tokens behind the prompt that another engine has sampled
+        self._called_for: int | str | None = None
+
+    @property
+    def name(self) -> str:
+        return "chain"
+
+    def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
+        chain, row, before = self.chain, None, None
+        try:
+            self._move_to(req_id, token_ids)
+            plan = chain.plan()
+            if not plan.is_empty:
+                row = logits[0, 0]
+                keep = self.end_id is None or self.fails_open  # nothing will be forced over it
+                shown = self.num_logprobs is not None
+                empties = keep and bool(plan.bans or plan.allows)
+                before = row.clone() if chain.has_shaping or empties or shown else None
+                if apply_plan(chain, plan, row):
+                    self._check(row)
+            if self.watch is not None:
+                self._tell(self.watch, logits[0, 0], before)
+        except ProcessorFailed as failed:
+            if row is not None and before is not None:
+                row.copy_(before)
+            return Failure(str(req_id), failed.processor, failed.reason, failed.message, chain.position)
+        except Exception as error:  # the callback boundary: nothing may reach the engine
+            message = f"raised {type(error).__name__} at position {chain.position}"
+            return Failure(str(req_id), self.name, "raised", message, chain.position)
+        return None
+
+    def _tell(self, watch: Watch, row: torch.Tensor, before: torch.Tensor | None) -> None:
+        chain, logprobs = self.chain, None
+        if self.num_logprobs is not None:
+            logprobs = _logprobs(row if before is None else before, int(row.argmax()), self.num_logprobs)
+        seconds = tuple(member.record.seconds for member in chain.members)
+        watch(Step(chain.position, tuple(chain.asked()), seconds, logprobs))
+
+    def _move_to(self, req_id: int | str, token_ids: Sequence[int]) -> None:
+        chain, known = self.chain, self._called_for is not None
+        if not self.lagged:
+            length = chain.position
+            if known and len(token_ids) > length + 1:
+                message = f"were not called for position {length + 1}: the engine went on without them"
+                raise chain.fail(self._names(), "skipped", message)
+            goes_on = self._called_for == req_id and len(token_ids) == length + 1
+            try:
+                chain.sync(token_ids, unchanged=max(0, length - _NEWEST) if goes_on else 0)
+            except ValueError as error:
+                raise chain.fail(self._names(), "skipped", f"were called for another request: {error}") from error
+        else:
+            for _ in range(1 if known else self.handed_over):
+                chain.accept(_UNSEEN, chain.position)
+        self._called_for = req_id
+
+    def _check(self, row: torch.Tensor) -> None:
+        problem = row_problem(row)
+        if problem is not None:
+            reason = "unsatisfiable" if problem == "empty" else problem
+            raise self.chain.fail(self._names(), reason, f"{PROBLEMS[problem]} at position {self.chain.position}")
+
+    def _names(self) -> str:
+        return ", ".join(dict.fromkeys(member.name for member in self.chain.members))
+
+
+def _logprobs(row: torch.Tensor, token_id: int, count: int) -> tuple[tuple[int, float, int], ...]:
+    """Of the sampled token, then of the likeliest ``count``, by falling probability and rising id."""
+    logprobs = row.double().log_softmax(-1)
+    values, ids = logprobs.sort(descending=True, stable=True)
+    rank = int((ids == token_id).nonzero()[0, 0]) + 1
+    top = zip(ids[:count].tolist(), values[:count].tolist(), strict=True)
+    likeliest = [(each, value, place) for place, (each, value) in enumerate(top, 1) if value > -torch.inf]
+    return ((token_id, float(logprobs[token_id]), rank), *likeliest)
+
+
+_NEWEST = 32
+"""Known tokens that are compared at a step that goes on by one: what an engine is likeliest to have changed."""
+
+_UNSEEN = -1
+"""Stands for a sampled token that the engine has not shown yet; no processor of a lagged chain looks at it."""
+
+
+def create_trtllm_adapters(
+    processors: Sequence[BaseLogitsProcessor | ProcessorChain],
+    *,
+    end_id: int | None = None,
+    report: Report | None = None,
+    lagged: bool = False,
+) -> list[TrtllmAdapter]:
+    """TensorRT-LLM logits-processor callables for Dynamo logits processors or chains, in their order.
+
+    Args:
+        processors: Callables ``(input_ids, logits[V]) -> None`` that edit in place, or `ProcessorChain` objects.
+        end_id: Token that a row is forced to once its processor has failed. Without it a failed row is only
+            left as it was.
+        report: Called once per failing processor with a `Failure`. It must pickle where the engine runs in
+            another process.
+        lagged: The engine overlaps steps, so that the ids it shows may lack the newest token (chains only).
+
+    Returns:
+        One callable per processor. They pickle if the processors do, carry a cached ``__signature__``, and
+        are instances of ``tensorrt_llm.sampling_params.LogitsProcessor`` where that is installed.
+
+    Raises:
+        TypeError: a processor is not callable, or is a class instead of an instance.
+        ValueError: ``lagged``, and a chain needs the last sampled token.
+    """
+    adapters: list[TrtllmAdapter] = []
+    for index, processor in enumerate(processors):
+        if isinstance(processor, ProcessorChain):
+            adapters.append(ChainAdapter(processor, end_id=end_id, report=report, lagged=lagged))
+        elif isinstance(processor, type) or not callable(processor):
+            raise TypeError(f"processors[{index}] must be a callable (input_ids, logits), got {processor!r}")
+        else:
+            adapters.append(DynamoAdapter(processor, end_id=end_id, report=report))
+    return adapters
+
+
+def _on_stream(stream_ptr: int | None, logits: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """The caller's CUDA stream; nothing to do on a CPU, where a handle has no meaning."""
+    if stream_ptr is None or not logits.is_cuda:
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream_ptr))  # type: ignore[no-untyped-call]

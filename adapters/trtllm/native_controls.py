@@ -1,0 +1,66 @@
+"""Processors that no request can name: what an engine's dense bias and foreign callables become in a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from adapters.contract.processor import ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.third_party.processors import ThirdPartyShape
+from adapters.chain.plan import ProcessorFailed
+from adapters.trtllm.adapter import Failure
+
+
+class EmbeddingBias(ShapingProcessor):
+    """Adds TensorRT-LLM's ``embedding_bias``, a dense bias over the whole vocabulary.
+
+    Args:
+        bias: float32 ``[V]``, finite or -inf, on the device of the logits.
+    """
+
+    name = "embedding_bias"
+    stage = Stage.BIAS
+    reads = Reads.NOTHING
+    Args = ProcessorArgs
+
+    def __init__(self, bias: torch.Tensor) -> None:
+        self._bias = bias
+
+    def shape(self, logits: torch.Tensor) -> None:
+        logits.add_(self._bias)
+
+
+class ForeignCallable(ThirdPartyShape):
+    """A TensorRT-LLM logits-processor callable, called under its contract: ``(req_id, [1, 1, V], [ids], None, None)``.
+
+    It is called once per sampled token. One that carries an attribute ``failure`` reports through it. The list of ids
+    is the same one at every call, grown by the new tokens, where TensorRT-LLM makes a new one each time: copy what is
+    to be kept. Where the callable has made it longer or shorter, the next call gets a new one.
+
+    Args:
+        processor: The callable.
+        request_number: The id it is called with.
+    """
+
+    name = "callable"
+    stage = Stage.SOFT
+
+    def __init__(self, processor: Callable[..., None], request_number: int) -> None:
+        super().__init__()
+        self.name = _name_of(processor)  # type: ignore[misc]  # each instance stands for its own callable
+        self._processor = processor
+        self._request_number = request_number
+
+    def shape(self, logits: torch.Tensor) -> None:
+        self._processor(self._request_number, logits.view(1, 1, -1), [self.shown_ids()], None, None)
+        failure = getattr(self._processor, "failure", None)
+        if isinstance(failure, Failure):
+            raise ProcessorFailed(failure.processor, failure.reason, failure.message)
+        if failure is not None:
+            raise ProcessorFailed(self.name, "raised", str(failure))
+
+
+def _name_of(processor: Callable[..., None]) -> str:
+    named = getattr(processor, "name", None) or getattr(processor, "__qualname__", None)
+    return str(named or type(processor).__qualname__)

@@ -1,0 +1,44 @@
+"""The sampler's own draw as the last processor of a chain, for engines whose seeds are not exact."""
+
+from __future__ import annotations
+
+import torch
+
+from adapters.contract.processor import ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.contract.draws import SAMPLE, uniform
+
+
+class SeededDraw(ShapingProcessor):
+    """Leaves one token: the likeliest, or the one that this request's draw for this position falls on.
+
+    The draw inverts the cumulative weights, in the order of the ids, at a number that depends on seed, choice and
+    position alone (`adapters.contract.draws`). Temperature and truncation come before it in the chain. No request can name it.
+
+    Args:
+        seed: Of the request, uint64; None takes the likeliest token, of equal ones the lowest id.
+        choice: Index of the choice.
+    """
+
+    name = "seeded_draw"
+    stage = Stage.SAMPLING
+    reads = Reads.NOTHING
+    Args = ProcessorArgs
+
+    def __init__(self, seed: int | None, choice: int = 0) -> None:
+        self._seed = seed
+        self._choice = choice
+
+    def shape(self, logits: torch.Tensor) -> None:
+        token_id = self._likeliest(logits) if self._seed is None else self._drawn(logits, self._seed)
+        value = logits[token_id].clone()
+        logits.fill_(-torch.inf)
+        logits[token_id] = value
+
+    def _likeliest(self, logits: torch.Tensor) -> int:
+        return int((logits == logits.max()).nonzero()[0, 0])
+
+    def _drawn(self, logits: torch.Tensor, seed: int) -> int:
+        cumulative = (logits.double() - logits.max().double()).exp_().cumsum_(-1)
+        target = cumulative[-1] * uniform(seed, self._choice, self.position, SAMPLE)
+        below = torch.nextafter(cumulative[-1], torch.zeros_like(target))  # never past the last with a weight
+        return int(torch.searchsorted(cumulative, torch.minimum(target, below), right=True))

@@ -1,0 +1,82 @@
+"""Texts as token ids that add exactly that text to an answer, whatever comes before.
+
+A tokenizer's own ``encode`` is made for whole texts. SentencePiece tokenizers put a space before one (Llama 2,
+Mistral: by a normaliser that prepends ``▁``, or by ``prepend_scheme`` ``first`` or ``always``), others normalise it:
+the ids would add another text than the one that was asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from adapters.vocabulary.token_bytes import ByteIndex, TokenSpelling, added_tokens
+
+if TYPE_CHECKING:
+    from adapters.vocabulary.vocabulary import Tokenizer
+
+_SENTINELS = ("\n", "=", ".", "a", "0")
+"""Texts that a text is encoded behind. One is found behind which the tokenizer cuts; a newline nearly always is."""
+
+_SHOWN = 60
+
+
+class TextEncoder:
+    """Encodes texts for one vocabulary.
+
+    A text is cut at the names of added tokens, which stand for themselves. What is between them is encoded as the
+    tokenizer does it, behind nothing and then behind some sentinels that are cut off again. The first ids whose bytes
+    are the text are taken, and where the tokenizer always changes it (a space, a normal form) the fewest tokens that
+    spell it.
+
+    Args:
+        tokenizer: Of the vocabulary.
+        size: Width of a row of logits; ids are below it.
+        index: Gives the bytes of all tokens; called where the tokenizer's own encoding will not do.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int, index: Callable[[], ByteIndex]) -> None:
+        self._tokenizer = tokenizer
+        self._size, self._index = size, index
+        self._bytes = TokenSpelling(tokenizer)
+        self._added = {text: token_id for text, token_id in added_tokens(tokenizer).items() if token_id < size}
+        names = sorted(self._added, key=len, reverse=True)
+        self._names = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``, none for an empty one.
+
+        Raises:
+            ValueError: it cannot be written in tokens of this vocabulary.
+        """
+        ids: list[int] = []
+        for part in [text] if self._names is None else self._names.split(text):
+            if part in self._added:
+                ids.append(self._added[part])
+            elif part:
+                ids += self._plain(part)
+        return ids
+
+    def _plain(self, text: str) -> list[int]:
+        wanted = text.encode()
+        for sentinel in ("", *_SENTINELS):
+            ids = self._tail(self._tokenizer.encode(sentinel + text, add_special_tokens=False), wanted)
+            if ids is not None:
+                return ids
+        spelled = self._index().spell(wanted)
+        if spelled is None:
+            raise ValueError(f"{text[:_SHOWN]!r} cannot be written in tokens of this model")
+        return spelled
+
+    def _tail(self, token_ids: Sequence[int], wanted: bytes) -> list[int] | None:
+        """The last ids, as many as have exactly the bytes ``wanted``; None if none have."""
+        pieces = self._bytes([token_id if token_id < self._size else 0 for token_id in token_ids])
+        left = len(wanted)
+        for count, (token_id, piece) in enumerate(zip(reversed(token_ids), reversed(pieces), strict=True), 1):
+            left -= len(piece)
+            if token_id >= self._size or not piece or left < 0 or not wanted.startswith(piece, left):
+                return None
+            if left == 0:
+                return list(token_ids[len(token_ids) - count :])
+        return None

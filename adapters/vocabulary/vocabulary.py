@@ -1,0 +1,172 @@
+"""What processors may know of the model's vocabulary, computed once per model and shared by all requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from threading import Lock, RLock
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from adapters.vocabulary.exact_text import TextEncoder
+from adapters.vocabulary.token_bytes import added_tokens, byte_index, known_ids, num_ids, special_ids, token_bytes
+
+T = TypeVar("T")
+
+Address: TypeAlias = tuple[str, int, tuple[int, ...]]
+"""Where a vocabulary can be loaded from again, the arguments of `vocabulary_at`."""
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face fast tokenizer that is used."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]: ...
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str: ...
+    def __len__(self) -> int: ...
+
+
+class Vocabulary:
+    """Ids, bytes and text of a model's tokens.
+
+    Args:
+        size: Width of a row of logits; ids are below it. Ids from `num_tokens` on are padding.
+        tokenizer: Hugging Face fast tokenizer, or None where only ids are used.
+        eos_token_ids: Ids that end an answer by default.
+        path: Directory that the tokenizer can be loaded from again, in another process.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Sequence[int] = (),
+        *,
+        path: str | None = None,
+    ) -> None:
+        self.size = size
+        self.path = path
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._derived: dict[str, Any] = {}
+        self._lock = RLock()
+
+    @classmethod
+    def from_pretrained(cls, path: str, size: int, eos_token_ids: Sequence[int] | None = None) -> Vocabulary:
+        """The vocabulary of a checkpoint.
+
+        Args:
+            path: Local directory of the checkpoint; code in it is never run.
+            size: Width of a row of logits.
+            eos_token_ids: The tokenizer's own by default.
+
+        Raises:
+            OSError: there is no tokenizer in it.
+        """
+        from transformers import AutoTokenizer
+
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if eos_token_ids is None:
+            eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        return cls(size, tokenizer, eos_token_ids, path=path)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Ids from here on stand for no token; the rest of the row is padding that is never sampled.
+
+        It is the tokenizer's highest id and one, not the number of its tokens: ids may have gaps.
+        """
+        return self.size if self.tokenizer is None else min(self.size, num_ids(self.tokenizer))
+
+    @cached_property
+    def gap_ids(self) -> frozenset[int]:
+        """Ids below `num_tokens` that stand for no token either."""
+        return frozenset() if self.tokenizer is None else frozenset(range(self.num_tokens)) - known_ids(self.tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids that add exactly ``text`` to whatever comes before them, as `TextEncoder` finds them.
+
+        Names of added tokens, special or not, are those tokens. No space is put before the text, whatever the
+        tokenizer does at the beginning of one. For a prompt ask the tokenizer.
+
+        Raises:
+            ValueError: there is no tokenizer, or the text cannot be written in its tokens.
+        """
+        return self._encoder.encode(text)
+
+    def tag(self, text: str) -> tuple[int, ...]:
+        """The id of ``text`` if the tokenizer has it as one token, else nothing."""
+        try:
+            ids = self.encode(text)
+        except ValueError:  # no tokenizer, or one that cannot write it
+            return ()
+        return tuple(ids) if len(ids) == 1 else ()
+
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        if self.tokenizer is None:
+            raise ValueError("text needs a tokenizer, and this model was loaded without one; give token ids")
+        return TextEncoder(self.tokenizer, self.size, lambda: byte_index(self))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``, special tokens included.
+
+        Raises:
+            ValueError: there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ValueError("decoding needs a tokenizer, and this model was loaded without one")
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """UTF-8 bytes of each id, ``b""`` for special tokens and padding. Single bytes of a character stay single."""
+        if self.tokenizer is None:
+            raise ValueError("token bytes need a tokenizer, and this model was loaded without one")
+        return token_bytes(self.tokenizer, self.size)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids of special tokens: those added as such, the tokenizer's own list, and the end tokens."""
+        return self.eos_token_ids if self.tokenizer is None else special_ids(self.tokenizer) | self.eos_token_ids
+
+    @cached_property
+    def added_token_ids(self) -> frozenset[int]:
+        """Ids of the tokens that stand outside the tokenizer's model, and of all special ones."""
+        added = () if self.tokenizer is None else added_tokens(self.tokenizer).values()
+        return frozenset(added) | self.special_token_ids
+
+    def derived(self, key: str, make: Callable[[], T]) -> T:
+        """``make()``, once per vocabulary and key: masks by script, tokenizer tries, the cache of compiled grammars."""
+        with self._lock:  # chains are built in threads, and the tokenizer's trie of a grammar takes a second to make
+            if key not in self._derived:
+                self._derived[key] = make()
+            value: T = self._derived[key]
+            return value
+
+    @property
+    def address(self) -> Address | None:
+        """Where it can be loaded from again, None without a path."""
+        return None if self.path is None else (self.path, self.size, tuple(sorted(self.eos_token_ids)))
+
+    def __reduce__(self) -> tuple[Callable[..., Vocabulary], tuple[Any, ...]]:
+        """By path where there is one, else with the tokenizer; what was derived is derived again."""
+        if self.address is not None:
+            return vocabulary_at, self.address
+        return Vocabulary, (self.size, self.tokenizer, tuple(sorted(self.eos_token_ids)))
+
+
+_BY_PATH: dict[tuple[str, int, tuple[int, ...] | None], Vocabulary] = {}
+_BY_PATH_LOCK = Lock()
+
+
+def vocabulary_at(path: str, size: int, eos_token_ids: tuple[int, ...] | None = None) -> Vocabulary:
+    """`Vocabulary.from_pretrained`, once per process: what is left of a vocabulary that was pickled into another one.
+
+    Raises:
+        OSError: there is no tokenizer at ``path``.
+    """
+    key = (path, size, eos_token_ids)
+    with _BY_PATH_LOCK:
+        if key not in _BY_PATH:
+            _BY_PATH[key] = Vocabulary.from_pretrained(path, size, eos_token_ids)
+        return _BY_PATH[key]

@@ -1,0 +1,264 @@
+"""The calls of torch's kernels by which a step attends, and how their results are put together.
+
+Partial softmaxes that read segments at a constant distance are one call over a strided view of the store: nothing is
+gathered, and the number of calls depends on how scattered the segments are, not on the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from worker.engines.embedded.kv_cache.store import Span
+from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
+
+_Pair = tuple[int, int, int, int, int]
+"""Segment, token, column of the table (-1 for a result that nobody wants), keys seen from and to."""
+
+_BYTES_PER_CALL = 2**20
+"""Keys and values that are read in about the time that a call takes besides reading."""
+
+_BYTES_OF_SCORES = 2**23
+"""Scores of one call over several segments of a prompt at most: few enough to stay in the processor's caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Entries of `tokens` query tokens each; entry i reads `length` keys of segment ``first + i * stride``.
+
+    `mask` is additive, ``[entries, 1, tokens * group, length]``, or None if every key is seen.
+    """
+
+    kernel: Kernel
+    first: int
+    stride: int
+    entries: int
+    tokens: int
+    length: int
+    mask: torch.Tensor | None
+
+    def view(self, store: torch.Tensor) -> torch.Tensor:
+        """``[entries, num_kv_heads, length, head_dim]`` of the store, in place."""
+        if self.stride == 0 or self.entries == 1:
+            return store[self.first : self.first + 1, :, : self.length].expand(self.entries, -1, -1, -1)
+        stop = self.first + self.stride * (self.entries - 1) + 1
+        return store[self.first : stop : self.stride, :, : self.length]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The calls of a step for one window, and how their partial results become one result per token.
+
+    Attributes:
+        calls: In the order of their results.
+        queries: Query token of each place in the calls' entries; None if that is every token in order.
+        last: Of each token, the result of its last segment; None if that is every result in order.
+        several: Tokens with more than one segment, None if there are none.
+        parts: Of those, the result of each segment, ascending ``[n, S]``; where a token has none, its last.
+        absent: Of those, 0 or, where a token has no such segment, -inf: ``[n, S, 1]``.
+    """
+
+    calls: list[Call]
+    queries: torch.Tensor | None
+    last: torch.Tensor | None
+    several: torch.Tensor | None
+    parts: torch.Tensor
+    absent: torch.Tensor
+
+
+class _Planner:
+    """Makes a `Layout`."""
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        keys: torch.Tensor,
+        window: int,
+        query: torch.Tensor,
+        may_flash: bool,
+        shapes: Shapes,
+    ) -> None:
+        self._spans = spans
+        self._kv_heads, self._size = keys.shape[1:3]
+        self._segment_bytes = 2 * keys[0].nbytes
+        self._window = window
+        self._group = query.shape[1] // self._kv_heads
+        self._like = query
+        self._may_flash = may_flash and query.device.type == "cpu"
+        self._shapes = shapes
+        self._calls: list[Call] = []
+        self._queries: list[torch.Tensor] = []
+        self._results = 0  # places in the calls so far
+        self._table: torch.Tensor = torch.empty(0)  # [T, S]: result of each segment, -1 where a token does not see it
+
+    def layout(self) -> Layout:
+        count = sum(span.stop - span.start for span in self._spans)
+        depth = max(len(self._seen(span)) for span in self._spans)
+        self._table = torch.full((count, depth), -1)
+        self._plan_single_tokens()
+        token = 0
+        for span in self._spans:
+            if span.stop - span.start > 1:
+                self._plan_many_tokens(span, token)
+            token += span.stop - span.start
+        return self._finish()
+
+    def _seen(self, span: Span) -> range:
+        """Segments, by their place in the sequence, that any token of `span` sees."""
+        first = max(0, span.start - self._window + 1) if self._window else 0
+        return range(first // self._size, (span.stop - 1) // self._size + 1)
+
+    def _plan_single_tokens(self) -> None:
+        pairs: list[_Pair] = []
+        token = 0
+        for span in self._spans:
+            if span.stop - span.start == 1:
+                lowest = max(0, span.stop - self._window) if self._window else 0
+                for column, place in enumerate(self._seen(span)):
+                    begin = place * self._size
+                    seen = max(0, lowest - begin), min(self._size, span.stop - begin)
+                    pairs.append((span.segments[place], token, column, *seen))
+            token += span.stop - span.start
+        if not pairs:
+            return
+        pairs = self._bridge(sorted(pairs))
+        _, tokens, columns, begins, ends = torch.tensor(pairs).unbind(1)
+        for start, stop, stride in _runs([pair[0] for pair in pairs]):
+            # rows that share a segment are the query tokens of one entry, so that its keys are read once
+            places = _tiles(torch.arange(start, stop), 1 if stride else self._shapes.tokens)
+            wanted = torch.arange(start, stop)[columns[start:stop] >= 0]
+            self._table[tokens[wanted], columns[wanted]] = wanted + (self._results - start)
+            self._call(pairs[start][0], stride, tokens[places], begins[places], ends[places])
+
+    def _bridge(self, pairs: list[_Pair]) -> list[_Pair]:
+        """Pairs with others between them that nobody wants, where reading those costs less than one more call.
+
+        What is wanted of scattered segments would be many calls, and reading a few segments too many costs little.
+        """
+        most = _BYTES_PER_CALL // self._segment_bytes
+        if not most or sum(1 for _ in _runs([pair[0] for pair in pairs])) <= 2:
+            return pairs
+        bridged = [pairs[0]]
+        for before, pair in pairwise(pairs):
+            if pair[0] - before[0] <= most + 1:
+                bridged += [(segment, pair[1], -1, 0, self._size) for segment in range(before[0] + 1, pair[0])]
+            bridged.append(pair)
+        return bridged
+
+    def _plan_many_tokens(self, span: Span, token: int) -> None:
+        seen = self._seen(span)
+        rows = torch.arange(token, token + span.stop - span.start)
+        num_whole = self._num_whole(span, len(rows))
+        scores = 4 * len(rows) * self._like.shape[1] * self._size  # bytes of one segment's
+        for start, stop, stride in _runs([span.segments[place] for place in seen[:num_whole]]):
+            most = max(1, _BYTES_OF_SCORES // scores) if stride > 0 else 1
+            for first in range(start, stop, most):
+                count = min(most, stop - first)
+                results = torch.arange(self._results, self._results + count * len(rows)).view(count, -1)
+                self._table[rows, first : first + count] = results.T
+                self._call(
+                    span.segments[seen[first]],
+                    stride,
+                    rows.expand(count, -1),
+                    torch.zeros(count, len(rows), dtype=torch.long),
+                    torch.full((count, len(rows)), self._size),
+                )
+        for column in range(num_whole, len(seen)):
+            self._plan_segment(span, token, column, seen[column])
+
+    def _num_whole(self, span: Span, tokens: int) -> int:
+        """Segments, from the first on, that every token sees whole, where their calls may be one."""
+        if self._window or self._shapes.tokens not in (None, tokens):
+            return 0
+        return span.start // self._size
+
+    def _plan_segment(self, span: Span, token: int, column: int, place: int) -> None:
+        begin = place * self._size
+        last = begin + self._size - 1 + self._window if self._window else span.stop
+        first, stop = max(span.start, begin), min(span.stop, last)
+        rows = torch.arange(token + first - span.start, token + stop - span.start)
+        self._table[rows, column] = torch.arange(self._results, self._results + len(rows))
+        padded = _tiles(rows, self._shapes.tokens)
+        positions = padded + (span.start - token)
+        ends = (positions + 1 - begin).clamp_(max=self._size)
+        begins = (positions + (1 - self._window - begin)).clamp_(min=0) if self._window else torch.zeros_like(ends)
+        self._call(span.segments[place], 0, padded, begins, ends)
+
+    def _call(self, first: int, stride: int, queries: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> None:
+        """Entries for query tokens ``[entries, tokens]``, each of which sees keys from `begins` to `ends`."""
+        entries, tokens = queries.shape
+        kernel = Kernel.PRODUCTS
+        if self._may_flash:
+            kernel = self._shapes.kernel_for(entries, tokens, self._kv_heads, self._like.dtype)
+        length = self._shapes.length(kernel, entries, tokens, int(ends.max()), self._size)
+        mask = None
+        if int(begins.max()) > 0 or int(ends.min()) < length:
+            keys = torch.arange(length)
+            hidden = (keys < begins[..., None]) | (keys >= ends[..., None])
+            dtype = torch.float32 if kernel is Kernel.PRODUCTS else self._like.dtype
+            additive = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            shape = (entries, tokens, self._group, length)
+            mask = additive[:, :, None].expand(shape).reshape(entries, 1, tokens * self._group, length)
+            mask = mask.to(self._like.device)
+        self._calls.append(Call(kernel, first, stride, entries, tokens, length, mask))
+        self._queries.append(queries.reshape(-1))
+        self._results += queries.numel()
+
+    def _finish(self) -> Layout:
+        table = self._table
+        queries = torch.cat(self._queries)
+        last = table.amax(1)
+        several = (table >= 0).sum(1).gt(1).nonzero()[:, 0] if table.shape[1] > 1 else table.new_empty(0)
+        parts = table[several]
+        absent = torch.zeros(parts.shape).masked_fill_(parts < 0, -torch.inf)[..., None]
+        parts = torch.where(parts < 0, last[several, None], parts)
+        device = self._like.device
+        return Layout(
+            self._calls,
+            None if _in_order(queries, len(table)) else queries.to(device),
+            None if _in_order(last, self._results) else last.to(device),
+            several.to(device) if len(several) else None,
+            parts.to(device),
+            absent.to(device),
+        )
+
+
+def _tiles(rows: torch.Tensor, tile: int | None) -> torch.Tensor:
+    """`rows` in tiles ``[n, tile]``, the last one filled up with its last row; one tile if `tile` is None."""
+    tile = tile or len(rows)
+    return torch.cat((rows, rows[-1:].expand(-len(rows) % tile))).view(-1, tile)
+
+
+def _in_order(index: torch.Tensor, count: int) -> bool:
+    return len(index) == count and torch.equal(index, torch.arange(count))
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Parts ``[start, stop)`` of ascending numbers that rise by a constant stride."""
+    start = 0
+    while start < len(numbers):
+        stop = start + 1
+        stride = numbers[stop] - numbers[start] if stop < len(numbers) else 0
+        while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == stride:
+            stop += 1
+        yield start, stop, stride
+        start = stop
+
+
+def lay_out(
+    spans: Sequence[Span], keys: torch.Tensor, window: int, query: torch.Tensor, may_flash: bool, shapes: Shapes
+) -> Layout:
+    """The calls of a step whose rows are `spans`.
+
+    Args:
+        spans: The rows, in the order of their tokens.
+        keys: Of one layer's store.
+        window: Tokens that a token sees, itself among them; 0 means all.
+        query: ``[T, H, D]``, of which only the sizes and the device count.
+        may_flash: Whether the fused kernel computes what is wanted, on a CPU.
+        shapes: How calls may be shaped.
+    """
+    return _Planner(spans, keys, window, query, may_flash, shapes).layout()

@@ -1,0 +1,334 @@
+"""`TextGenerationController`: prompts to answers in dynamic and in static batches, under Megatron-Core's public names.
+
+`docs/controller.md` maps each member of Megatron-Core's class to this one. Both kinds of batch run through the same
+step, so that an answer does not depend on the kind. One rank: nothing here is split over processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from worker.engines.embedded.controller.padding import PaddedBatches
+from worker.engines.embedded.controller.sampling import add_top_n, check_sampling, sample_rows
+from worker.engines.embedded.controller.state import Report, Running
+from worker.engines.embedded.controller.stream import Streaming
+from worker.engines.embedded.controller.text import ControllerTokenizer, HfControllerTokenizer
+from worker.engines.embedded.controller.types import (
+    DynamicStep,
+    InferenceParams,
+    InferenceRequest,
+    MaxSequenceLengthOverflowError,
+    RequestId,
+    Status,
+    TokenStream,
+    TopN,
+)
+from worker.engines.embedded.host.fair_lock import FairLock
+from worker.engines.embedded.offline.engine import Engine
+
+NO_TOKEN = -1
+"""What `TextGenerationController.sample_from_logits` gives for a row that holds no token that may be sampled."""
+
+StopWordCallback = Callable[[list[RequestId]], Iterable[RequestId]]
+
+_Key = TypeVar("_Key", bound=RequestId)
+
+
+class TextGenerationController(PaddedBatches, Streaming):
+    """Tokenises, decodes, samples and detokenises.
+
+    Methods that change requests may be called from any thread; they wait for each other.
+
+    Args:
+        engine: The loaded model. This controller alone may use it.
+        tokenizer: The engine's own by default.
+
+    Raises:
+        ValueError: the model has no tokenizer, and none is given.
+
+    Attributes:
+        engine: As given.
+        tokenizer: In use.
+        sampling_errors: Why rows of the last `sample_from_logits` have no token.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: ControllerTokenizer | None = None) -> None:
+        if tokenizer is None:
+            if engine.tokenizer is None or not engine.info.eos_token_ids:
+                raise ValueError("the model has no tokenizer or no end token; give one as tokenizer")
+            tokenizer = HfControllerTokenizer(engine.tokenizer, engine.info.eos_token_ids[0])
+        super().__init__(tokenizer)
+        self.engine = engine
+        self.sampling_errors: dict[int, str] = {}
+        self._session = engine.session
+        self._running: dict[str, Running] = {}  # by the session's id
+        self._paused: list[RequestId] = []
+        self._in_static_batch = False
+        self._stop_callback: StopWordCallback | None = None
+        self._lock = FairLock()
+
+    # Sampling
+
+    def sample_from_logits(
+        self,
+        last_token_logits: torch.Tensor,
+        sampling_params: InferenceParams | Sequence[InferenceParams],
+        vocab_size: int | None = None,
+        generation_started: torch.Tensor | Sequence[bool] | None = None,
+        top_n_logprobs_dict: MutableMapping[int, list[TopN]] | None = None,
+        logits: torch.Tensor | None = None,
+        *,
+        positions: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """A token for each row, and the likeliest ones of it.
+
+        A draw is a function of the row's seed, its number, its position and the row itself; without a seed it is
+        drawn anew by each call. A row without a token (NaN, +inf, all -inf) gets `NO_TOKEN`, the others are what they
+        would have been, and `sampling_errors` says why. The logits are not changed.
+
+        Args:
+            last_token_logits: floating ``[B, V]``.
+            sampling_params: For all rows, or one for each; their temperature, truncation, seed and top-n.
+            vocab_size: Ids from it on are padding and never sampled.
+            generation_started: bool ``[B]``: rows past their prompt; needed for top-n.
+            top_n_logprobs_dict: By row, a list to which this call adds what is likeliest: one entry if the row is past
+                its prompt or asks for the prompt's, too.
+            logits: floating ``[B, S, V]``: rows of the prompt, of which each adds an entry instead.
+            positions: Absolute position of each row's token; 0 by default.
+
+        Returns:
+            int64 ``[B]`` on the device of the logits.
+
+        Raises:
+            ValueError: a shape does not fit, or something is asked for that needs a request's history.
+        """
+        count, width = last_token_logits.shape
+        params = [sampling_params] * count if isinstance(sampling_params, InferenceParams) else list(sampling_params)
+        check_sampling(params, count, width, vocab_size, positions)
+        if any(one.top_n_logprobs for one in params):
+            add_top_n(params, last_token_logits, generation_started, top_n_logprobs_dict, logits)
+        samples = sample_rows(last_token_logits, params, vocab_size, positions)
+        self.sampling_errors = samples.errors
+        tokens = [NO_TOKEN if row in samples.errors else token for row, token in enumerate(samples.token_ids)]
+        return torch.tensor(tokens, dtype=torch.int64, device=last_token_logits.device)
+
+    # Requests
+
+    def add_request(self, request: InferenceRequest, stream: TokenStream | None = None) -> None:
+        """Queue a request for the dynamic batch.
+
+        Args:
+            request: Filled in as it goes on; `InferenceRequest.status` says how far.
+            stream: Gets a copy of what there is, at each step that adds to it.
+
+        Raises:
+            MaxSequenceLengthOverflowError: prompt and answer do not fit into the context.
+            InvalidRequest: it cannot be served.
+            ValueError: the id is taken, or a static batch is unfinished.
+        """
+        with self._lock:
+            if self._in_static_batch:
+                raise ValueError("a static batch is unfinished; nothing joins it")
+            self._add([request], {} if stream is None else {request.request_id: stream})
+
+    def suspend_request(self, request_id: RequestId) -> None:
+        """Take a request out of the batch; nothing of it is lost. Raises `KeyError` if there is none."""
+        with self._lock:
+            running = self._find(request_id)
+            self._session.suspend(running.job.id)
+            if running.request.status is not Status.SUSPENDED:
+                running.request.status = Status.SUSPENDED
+                self._paused.append(request_id)
+
+    def resume_request(self, request_id: RequestId) -> None:
+        """Go on with a suspended request. Raises `KeyError` if it is not."""
+        with self._lock:
+            running = self._find(request_id)
+            self._session.resume(running.job.id)
+            running.request.status = Status.ACTIVE
+
+    def abort_request(self, request_id: RequestId) -> None:
+        """End a request with what it has; unknown ids are ignored."""
+        with self._lock:
+            running = next((one for one in self._running.values() if one.request.request_id == request_id), None)
+            if running is not None:
+                self._session.abort(running.job.id)
+                self._close(running)
+
+    def set_stop_word_finished_ids_callback(self, callback: StopWordCallback | None) -> None:
+        """Have `callback` say, in each step, which of the active requests are to end with it.
+
+        It is called with the ids of requests that got a token and are not over; the newest token is the last of their
+        ``generated_tokens``, and stays there. None removes it.
+        """
+        self._stop_callback = callback
+
+    # Batches
+
+    async def async_generate_output_tokens_dynamic_batch(self) -> DynamicStep | None:
+        """One step of the dynamic batch, beside the event loop; None if there is nothing to compute.
+
+        Raises:
+            ValueError: the stop-word callback named a request that is not active; the step has been taken.
+        """
+        return await asyncio.to_thread(self.generate_output_tokens_dynamic_batch)
+
+    def generate_output_tokens_dynamic_batch(self) -> DynamicStep | None:
+        """The same in the caller's thread."""
+        with self._lock:
+            return None if self._session.is_idle else self._step()
+
+    def generate_all_output_tokens_static_batch(
+        self,
+        active_requests: Mapping[_Key, InferenceRequest],
+        active_streams: Mapping[_Key, TokenStream] | None = None,
+    ) -> Mapping[_Key, InferenceRequest]:
+        """Answer a batch that nothing joins; each request by its own parameters.
+
+        Args:
+            active_requests: Filled in.
+            active_streams: By the same keys; each gets a copy of what there is, at each step that adds to it.
+
+        Returns:
+            `active_requests`. A request that failed while it ran says so, and leaves the others as they are.
+
+        Raises:
+            MaxSequenceLengthOverflowError: prompt and answer of a request do not fit into the context.
+            InvalidRequest: a request cannot be served.
+            ValueError: there are more answers than the engine has places, or a dynamic batch is unfinished.
+        """
+        streams = {active_requests[key].request_id: stream for key, stream in (active_streams or {}).items()}
+        try:
+            with self._lock:
+                self._begin_static_batch(list(active_requests.values()), streams)
+            while self._step_static_batch():
+                pass
+        except BaseException as error:
+            for stream in streams.values():
+                stream.finish(error)
+            raise
+        return active_requests
+
+    def dummy_forward(self) -> None:
+        """Nothing: an idle rank of several would have to take part in their collectives, and there is one rank."""
+
+    # The step
+
+    def _begin_static_batch(
+        self, requests: Sequence[InferenceRequest], streams: Mapping[RequestId, TokenStream]
+    ) -> None:
+        if self._running or self._in_static_batch:
+            raise ValueError(f"{len(self._running)} requests of a dynamic batch are unfinished")
+        answers = sum(one.sampling_params.best_of or one.sampling_params.n for one in requests)
+        if answers > self.engine.info.max_num_seqs:
+            raise ValueError(f"batch size {answers} is above the most, {self.engine.info.max_num_seqs}")
+        self._add(requests, streams)
+        self._in_static_batch = True
+
+    def _step_static_batch(self) -> bool:
+        """One step; whether there is more to do. Between steps requests may be suspended, resumed and aborted."""
+        more = False
+        try:
+            if self._session.is_idle:  # all is suspended
+                self._session.wait()
+            with self._lock:
+                if self._running:
+                    self._step()
+                more = bool(self._running)
+            return more
+        finally:
+            if not more:
+                self._end_static_batch()
+
+    def _end_static_batch(self) -> None:
+        with self._lock:
+            for running in list(self._running.values()):
+                self._session.abort(running.job.id)
+                self._close(running)
+            self._in_static_batch = False
+
+    def _add(self, requests: Sequence[InferenceRequest], streams: Mapping[RequestId, TokenStream]) -> None:
+        """Check all, then queue all."""
+        taken = [one.request.request_id for one in self._running.values()] + [one.request_id for one in requests]
+        for request_id in taken:
+            if taken.count(request_id) > 1:
+                raise ValueError(f"request id {request_id!r} is taken")
+        prompts = [self._prompt_tokens(one) for one in requests]
+        for place, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+            self._check_length(f"prompts[{place}]", request.sampling_params, len(prompt))
+        params = [one.sampling_params.lower(len(prompt)) for one, prompt in zip(requests, prompts, strict=True)]
+        named = [one.sampling_params.processors for one in requests]
+        jobs = self._session.prepare(prompts, params, named)
+        for request, prompt, job in zip(requests, prompts, jobs, strict=True):
+            if request.prompt_tokens is None:
+                request.prompt_tokens = prompt
+            request.status = Status.ACTIVE
+            self._running[job.id] = Running(request, job, streams.get(request.request_id))
+            self._session.add(job)
+
+    def _check_length(self, field: str, params: InferenceParams, prompt_length: int) -> None:
+        total = prompt_length + (params.max_tokens(prompt_length) or 0)
+        most = self.engine.info.context_length
+        if total > most:
+            raise MaxSequenceLengthOverflowError(field, f"{total} tokens in all are more than the context of {most}")
+
+    def _step(self) -> DynamicStep:
+        events = self._session.step()
+        report = Report()
+        touched: dict[str, Running] = {}
+        for event in events:
+            running = self._running[event.job.id]
+            running.follow()
+            touched[event.job.id] = running
+            if not running.scores_only:
+                report.add(running, event)
+        self._finish_by_callback(touched)
+        for key, running in touched.items():
+            if key in self._running:  # the callback may have ended it
+                self._stream(running)
+                if running.job.is_done:
+                    self._close(running)
+            if running.job.is_done:
+                report.finished.append(running.request.request_id)
+        paused, self._paused = self._paused, []
+        return report.step(paused)
+
+    def _finish_by_callback(self, touched: Mapping[str, Running]) -> None:
+        active = {one.request.request_id: one for one in touched.values() if not one.job.is_done}
+        if self._stop_callback is None or not active:
+            return
+        named = list(self._stop_callback(list(active)))
+        unknown = [one for one in named if one not in active]
+        if unknown:
+            raise ValueError(f"the stop-word callback named {unknown}, which are not active")
+        for request_id in named:
+            self._session.finish(active[request_id].job.id)
+            active[request_id].follow()
+
+    def _close(self, running: Running) -> None:
+        """Fill in the request, and let go of it."""
+        running.complete()
+        request = running.request
+        assert request.prompt_tokens is not None
+        keeps = request.sampling_params.detokenize_stop_sequence
+        prompt = request.prompt
+        if prompt is None:
+            prompt = self.detokenize(self.tokenizer, request.prompt_tokens, False, not keeps)
+        request.text = prompt + (request.generated_text or "")
+        if request.sampling_params.return_segments:
+            ids = request.prompt_tokens + request.generated_tokens
+            _, segments = self.detokenize_generations(ids, len(ids), True, not keeps)
+            request.segments = None if segments is None else segments[0]
+        if running.stream is not None:
+            running.stream.finish()
+        del self._running[running.job.id]
+
+    def _find(self, request_id: RequestId) -> Running:
+        for running in self._running.values():
+            if running.request.request_id == request_id:
+                return running
+        raise KeyError(request_id)

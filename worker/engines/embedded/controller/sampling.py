@@ -1,0 +1,92 @@
+"""Sampling from rows of logits that belong to no request of the engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import MutableMapping, Sequence
+
+import torch
+
+from worker.engines.embedded.controller.state import entry
+from worker.engines.embedded.controller.types import InferenceParams, TopN
+from worker.engines.embedded.sampling.logprobs import token_logprobs
+from worker.engines.embedded.plan import Edits, Plan, Request, Samples
+from worker.engines.embedded.sampling.sampler import Sampler
+from worker.sampling.params import SamplingParams
+
+_NEEDS_HISTORY = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+
+
+def sample_rows(
+    logits: torch.Tensor, params: Sequence[InferenceParams], vocab_size: int | None, positions: Sequence[int] | None
+) -> Samples:
+    """A token for each row ``[B, V]``, which stays as it is; arguments checked by `check_sampling`."""
+    places = positions or [0] * len(params)
+    requests = tuple(_row_request(row, one, place) for row, (one, place) in enumerate(zip(params, places, strict=True)))
+    never = () if vocab_size is None else tuple(range(vocab_size, logits.shape[1]))
+    sampler = Sampler(logits.shape[1], never, logits.device)
+    with torch.inference_mode():
+        return sampler.sample(logits.to(torch.float32, copy=True), Edits(), Plan(requests, (), requests))
+
+
+def check_sampling(
+    params: Sequence[InferenceParams],
+    count: int,
+    width: int,
+    vocab_size: int | None,
+    positions: Sequence[int] | None,
+) -> None:
+    """Raises `ValueError` if a shape does not fit, or something is asked for that needs a request's history."""
+    default = InferenceParams()
+    if len(params) != count or (positions is not None and len(positions) != count):
+        raise ValueError(f"there are {count} rows, {len(params)} sampling_params and {positions} as positions")
+    if vocab_size is not None and not 0 < vocab_size <= width:
+        raise ValueError(f"vocab_size must be from 1 to the {width} columns of the logits, got {vocab_size}")
+    for name in _NEEDS_HISTORY:
+        if any(getattr(one, name) != getattr(default, name) for one in params):
+            raise ValueError(f"{name} needs the history of a request; it is applied in batches")
+    if any(one.processors or one.logits_processor for one in params):
+        raise ValueError("logits processors need the history of a request; they are applied in batches")
+
+
+def add_top_n(
+    params: Sequence[InferenceParams],
+    last: torch.Tensor,
+    started: torch.Tensor | Sequence[bool] | None,
+    target: MutableMapping[int, list[TopN]] | None,
+    logits: torch.Tensor | None,
+) -> None:
+    """Add to `target` what is likeliest in each row that asks; see `TextGenerationController.sample_from_logits`.
+
+    Raises:
+        ValueError: something is missing for it, or the prompt's are both given and to be skipped.
+    """
+    if target is None or started is None:
+        raise ValueError("top_n_logprobs needs generation_started and top_n_logprobs_dict")
+    for row, one in enumerate(params):
+        if not one.top_n_logprobs:
+            continue
+        if logits is not None and one.skip_prompt_log_probs:
+            raise ValueError("logits of the prompt are given, and skip_prompt_log_probs is set")
+        if logits is not None:
+            target.setdefault(row, []).extend(_top_n(logits[row], one.top_n_logprobs))
+        elif bool(started[row]) or not one.skip_prompt_log_probs:
+            target.setdefault(row, []).extend(_top_n(last[row : row + 1], one.top_n_logprobs))
+
+
+def _top_n(rows: torch.Tensor, count: int) -> list[TopN]:
+    """The likeliest of each row of ``[S, V]``."""
+    tokens = rows.nan_to_num(-torch.inf).argmax(-1).tolist()
+    return [entry(one) for one in token_logprobs(rows, tokens, [count] * len(tokens))]
+
+
+def _row_request(row: int, params: InferenceParams, position: int) -> Request:
+    """What the sampler needs to know of a row."""
+    seed = secrets.randbits(64) if params.seed is None else params.seed
+    controls = SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.lower(1).top_p,
+        min_p=params.min_p or None,
+    )
+    return Request(str(row), row, controls, [0] * position, position, position + 1, frozenset(), seed, choice=row)

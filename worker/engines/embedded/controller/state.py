@@ -1,0 +1,140 @@
+"""What the `TextGenerationController` keeps of a request while it runs, and of a step while it is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from worker.engines import TokenLogprob
+from worker.engines.embedded.offline.results import Answer, Job
+from worker.engines.embedded.controller.types import (
+    DynamicStep,
+    InferenceParams,
+    InferenceRequest,
+    RequestId,
+    Status,
+    TokenStream,
+    TopN,
+)
+from worker.engines.embedded.offline.session import Event
+
+_STATUS = {"error": Status.FAILED, "cancelled": Status.CANCELLED}
+
+
+class Running:
+    """A request and the job that answers it.
+
+    Args:
+        request: Filled in as it goes on.
+        job: The session's.
+        stream: Of the request, if it has one.
+
+    Attributes:
+        num_streamed: Tokens that the stream has been given.
+        is_reported: Whether a step has told of it.
+        scores_only: No token is wanted; the one that is generated is thrown away.
+    """
+
+    def __init__(self, request: InferenceRequest, job: Job, stream: TokenStream | None) -> None:
+        self.request = request
+        self.job = job
+        self.stream = stream
+        self.num_streamed = 0
+        self.is_reported = False
+        self.scores_only = request.sampling_params.max_tokens(len(job.prompt_token_ids)) == 0
+
+    def follow(self) -> None:
+        """Keep the request's tokens up to date."""
+        if not self.scores_only:
+            self.request.generated_tokens = list(self.job.answers[0].token_ids)
+            self.request.generated_length = len(self.request.generated_tokens)
+
+    def complete(self) -> None:
+        """Fill in all that the answers say."""
+        request, params, result = self.request, self.request.sampling_params, self.job.result()
+        request.prompt_logits = result.context_logits
+        self._fill_prompt(params)
+        best = self.job.best[0]
+        first = result.outputs[0]
+        request.status = _STATUS.get(first.finish_reason, Status.COMPLETED)
+        request.finish_reason, request.stop_reason, request.error = first.finish_reason, first.stop_reason, first.error
+        if self.scores_only:
+            request.generated_text = ""
+            if params.return_log_probs:
+                request.generated_log_probs = []
+            return
+        request.completions = result.outputs
+        request.generated_tokens, request.generated_text = first.token_ids, first.text
+        request.generated_length = len(first.token_ids)
+        request.generated_logits = first.generation_logits
+        request.tpot = [
+            now - before for before, now in zip([0.0, *first.token_times_s], first.token_times_s, strict=False)
+        ]
+        if params.return_log_probs:
+            request.generated_log_probs = [one[0].logprob for one in best.token_logprobs]
+        if params.top_n_logprobs:
+            request.generated_top_n_logprobs = [entry(one) for one in best.token_logprobs]
+
+    def _fill_prompt(self, params: InferenceParams) -> None:
+        collector = self.job.answers[0].collector
+        scores = collector.prompt_logprobs if collector is not None else None
+        if scores is None:
+            return
+        known = [one for one in scores if one is not None]
+        if params.return_log_probs:
+            self.request.prompt_log_probs = [one[0].logprob for one in known]
+        if params.top_n_logprobs:
+            self.request.prompt_top_n_logprobs = [entry(one) for one in known]
+
+
+class Report:
+    """What a step has done, while it is put together."""
+
+    def __init__(self) -> None:
+        self.finished: list[RequestId] = []
+        self._ids: list[RequestId] = []
+        self._choices: list[int] = []
+        self._tokens: list[int] = []
+        self._log_probs: list[list[float] | None] = []
+        self._top_n: dict[int, list[TopN]] = {}
+
+    def add(self, running: Running, event: Event) -> None:
+        """One answer's token."""
+        if event.token_id is None:
+            return
+        params, place = running.request.sampling_params, len(self._ids)
+        self._ids.append(running.request.request_id)
+        self._choices.append(event.answer.request.choice)
+        self._tokens.append(event.token_id)
+        entries = self._entries(running, event.answer)
+        self._log_probs.append([one[0].logprob for one in entries] if params.return_log_probs else None)
+        if params.top_n_logprobs:
+            self._top_n[place] = [entry(one) for one in entries]
+
+    @staticmethod
+    def _entries(running: Running, answer: Answer) -> list[list[TokenLogprob]]:
+        """Log probabilities that are new: of the prompt, once, and of the token."""
+        collector = answer.collector
+        scores = None if collector is None or running.is_reported else collector.prompt_logprobs
+        running.is_reported = True
+        return [one for one in (*(scores or ()), answer.last_logprobs) if one is not None]
+
+    def step(self, paused: list[RequestId]) -> DynamicStep:
+        """The whole."""
+        return {
+            "active_request_ids": self._ids,
+            "choices": self._choices,
+            "sample": torch.tensor(self._tokens, dtype=torch.int64),
+            "log_probs": self._log_probs,
+            "top_n_logprobs": self._top_n or None,
+            "finished_request_ids": self.finished,
+            "newly_paused_request_ids": paused,
+            "accepted_tokens": None,
+            "cuda_graph_request_count": None,
+        }
+
+
+def entry(logprobs: Sequence[TokenLogprob]) -> TopN:
+    """The top-n part of a token's log probabilities."""
+    return {one.token_id: one.logprob for one in logprobs[1:]}

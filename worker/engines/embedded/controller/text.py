@@ -1,0 +1,154 @@
+"""Text to tokens and back: the tokenizer that Megatron-Core's controller asks for, and what is done with it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from worker.engines.embedded.controller.types import InferenceRequest
+from worker.engines.embedded.offline.stop_strings import IncrementalText
+
+
+class ControllerTokenizer(Protocol):
+    """What the controller needs of a tokenizer.
+
+    Attributes:
+        bos: Id that a prompt may begin with, None if there is none.
+        eod: Id that ends a text.
+    """
+
+    @property
+    def bos(self) -> int | None: ...
+    @property
+    def eod(self) -> int: ...
+    @property
+    def detokenize(self) -> Any: ...  # its signature is looked at: not each one takes skip_special_tokens
+    def tokenize(self, text: str) -> list[int]: ...
+    def offsets(self, ids: list[int], text: str) -> list[int]: ...
+
+
+class HfControllerTokenizer:
+    """Implements `ControllerTokenizer`.
+
+    Args:
+        tokenizer: Hugging Face fast tokenizer.
+        eod: Id that ends a text.
+        bos: Id that a prompt may begin with; the tokenizer's own by default.
+    """
+
+    def __init__(self, tokenizer: Any, eod: int, bos: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.eod = eod
+        self.bos: int | None = tokenizer.bos_token_id if bos is None else bos
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of `text`, without special tokens."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`."""
+        text: str = self._tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def offsets(self, ids: list[int], text: str) -> list[int]:
+        """Where in `text`, the text of `ids` with or without special tokens, each token begins.
+
+        A character that several tokens make up belongs to the last of them.
+        """
+        skips = self.detokenize(ids) == text
+        pieces = IncrementalText(partial(self.detokenize, skip_special_tokens=skips))
+        places, place = [], 0
+        for token_id in ids:
+            places.append(place)
+            place = min(len(text), place + len(pieces.append(token_id)))
+        return places
+
+
+class Texts:
+    """The part of `TextGenerationController` that is about text.
+
+    Args:
+        tokenizer: In use.
+    """
+
+    def __init__(self, tokenizer: ControllerTokenizer) -> None:
+        self.tokenizer: ControllerTokenizer = tokenizer
+
+    @staticmethod
+    def tokenize_prompt(tokenizer: ControllerTokenizer, prompt: str, add_BOS: bool = False) -> list[int]:  # noqa: N803
+        """Ids of `prompt`: every ``bos`` at its head is dropped, and one put there if asked for.
+
+        Raises:
+            ValueError: one is asked for, and the tokenizer has none.
+        """
+        ids = list(tokenizer.tokenize(prompt))
+        bos = tokenizer.bos
+        if add_BOS and bos is None:
+            raise ValueError("add_BOS: the tokenizer has no bos")
+        first = next((place for place, token_id in enumerate(ids) if token_id != bos), len(ids))
+        return [bos, *ids[first:]] if add_BOS and bos is not None else ids[first:]
+
+    @staticmethod
+    def detokenize(
+        tokenizer: ControllerTokenizer,
+        tokens: Sequence[int],
+        remove_EOD: bool = True,  # noqa: N803
+        skip_special_tokens: bool = True,
+    ) -> str:
+        """Text of `tokens`.
+
+        Args:
+            tokenizer: Its ``detokenize`` is given `skip_special_tokens` only if it takes it.
+            tokens: Ids.
+            remove_EOD: Drop every ``eod`` at the end.
+            skip_special_tokens: Leave special tokens out.
+        """
+        ids = list(tokens)
+        while remove_EOD and ids and ids[-1] == tokenizer.eod:
+            ids.pop()
+        kinds = inspect.signature(tokenizer.detokenize).parameters
+        takes = "skip_special_tokens" in kinds or any(one.kind is one.VAR_KEYWORD for one in kinds.values())
+        text: str = (
+            tokenizer.detokenize(ids, skip_special_tokens=skip_special_tokens) if takes else (tokenizer.detokenize(ids))
+        )
+        return text
+
+    def detokenize_generations(
+        self,
+        tokens: torch.Tensor | Sequence[int],
+        lengths: torch.Tensor | int,
+        detokenize_segments: bool,
+        skip_special_tokens: bool = True,
+    ) -> tuple[str, list[list[str]] | None]:
+        """Text of a sequence, and the text of each of its tokens.
+
+        Args:
+            tokens: Ids ``[T]``.
+            lengths: How many of them count.
+            detokenize_segments: Whether the second part is wanted; it is None otherwise.
+            skip_special_tokens: Leave special tokens out.
+
+        Returns:
+            The text without ``eod`` at the end, and one list with a text for each token; that of an ``eod`` at the
+            end is empty.
+        """
+        ids = [int(one) for one in tokens][: int(lengths)]
+        text = self.detokenize(self.tokenizer, ids, skip_special_tokens=skip_special_tokens)
+        if not detokenize_segments:
+            return text, None
+        places = [min(place, len(text)) for place in self.tokenizer.offsets(ids, text)]
+        ends = [*places[1:], len(text)]
+        return text, [[text[start:end] for start, end in zip(places, ends, strict=True)] if ids else []]
+
+    def _prompt_tokens(self, request: InferenceRequest) -> list[int]:
+        if request.prompt_tokens is not None:
+            return list(request.prompt_tokens)
+        if request.prompt is None:
+            raise ValueError(f"request {request.request_id!r} has neither prompt nor prompt_tokens")
+        return self.tokenize_prompt(self.tokenizer, request.prompt, request.sampling_params.add_BOS)

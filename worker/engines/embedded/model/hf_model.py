@@ -1,0 +1,290 @@
+"""The model of one step: a Hugging Face causal language model over a packed batch, with our own KV store."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from worker.engines.embedded import native
+
+from worker.engines.embedded.attention.attention import attention
+
+from worker.engines.embedded.host import memory as host_memory
+
+from worker.engines.embedded.model.hf_model import llama
+
+from worker.engines.embedded.model.hf_model import transformers_network
+from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
+from worker.engines.embedded.kv_cache.store import KvStore
+from worker.engines.embedded.model.linear import linears
+from worker.engines.embedded.model.llama import LlamaNetwork
+from worker.engines.embedded.model.numerics import AttentionSizes, choose
+from worker.engines.embedded.host.own_thread import in_own_thread
+from worker.engines.embedded.model.batch_packing import pack
+from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
+from worker.engines.embedded.plan import Plan
+from worker.engines.embedded.model.transformers_network import TransformersNetwork
+from worker.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+MODEL_TYPES = (*llama.MODEL_TYPES, *transformers_network.MODEL_TYPES)
+"""Architectures that are tested; others may hide attention variants that `attention.py` does not know."""
+
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+_LARGE_BYTES = 64 * 2**20
+"""Weights of this size do not stay in the processor's caches from step to step."""
+
+
+class HfModel:
+    """Implements `Model`. Build it with `load_model`.
+
+    Args:
+        network: transformers' causal language model, on its device; taken apart, and of no use afterwards.
+        eos_token_ids: Ids that end an answer.
+        undecodable_ids: Ids that the tokenizer does not know.
+        numerics: One of `config.NUMERICS`.
+        kernels: One of `config.KERNELS`.
+
+    Attributes:
+        numerics: ``exact`` or ``fast``; known once there is a KV store, as are the following ones.
+        made_by: See `Numerics.made_by`.
+        wants_dense_kv: Whether a step is faster where the segments that it reads lie densely.
+    """
+
+    def __init__(
+        self,
+        network: Any,
+        eos_token_ids: tuple[int, ...],
+        undecodable_ids: tuple[int, ...],
+        numerics: str = "auto",
+        kernels: str = "auto",
+    ) -> None:
+        config = network.config
+        self.device: torch.device = network.device
+        self.dtype: torch.dtype = network.dtype
+        self.vocab_size = int(config.vocab_size)
+        self.context_length = int(config.max_position_embeddings)
+        self.eos_token_ids = eos_token_ids
+        self.undecodable_ids = undecodable_ids
+        self._layers = int(config.num_hidden_layers)
+        self._heads = int(config.num_attention_heads)
+        self._kv_heads = int(config.num_key_value_heads)
+        self._head_dim = int(network.model.layers[0].self_attn.head_dim)
+        self._softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
+        self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
+        self._may_be_native = _may_be_native(kernels, self.device, self.dtype)
+        self._network = (LlamaNetwork if llama.serves(config) else TransformersNetwork)(network, self._may_be_native)
+        self._store = KvStore([], [])
+        self._segment_size = 0
+        self._wanted_numerics = numerics
+        self._row_step = 1
+        self._tile = 0
+        self._shapes = Shapes()
+        self.numerics = self.made_by = "fast"
+        self.wants_dense_kv = True
+
+    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
+        """Allocate the KV store. Raises `StartupError` if the memory is not there."""
+        in_own_thread(lambda: self._allocate_kv(num_segments, segment_size))
+
+    def _allocate_kv(self, num_segments: int, segment_size: int) -> None:
+        shape = (num_segments, self._kv_heads, segment_size, self._head_dim)
+        try:
+            tensors = host_memory.zeros(2 * self._layers, shape, self.dtype, self.device)
+        except RuntimeError as error:  # out of memory, on either device
+            raise StartupError(
+                f"--kv-blocks: no memory for the KV of {num_segments * segment_size} tokens ({first_line(error)})"
+            ) from error
+        self._store = KvStore(tensors[: self._layers], tensors[self._layers :])
+        self._segment_size = segment_size
+        self._choose_numerics()
+        if self.device.type == "cpu" and sum(layer.num_bytes for layer in linears(self._network)) >= _LARGE_BYTES:
+            host_memory.collapse_resident()
+            host_memory.keep_freed()
+
+    @torch.inference_mode()
+    def _choose_numerics(self) -> None:
+        sizes = AttentionSizes(
+            self._heads,
+            self._kv_heads,
+            self._head_dim,
+            self._softcap,
+            self._segment_size,
+            self.dtype,
+            self._may_be_native and native.takes_heads(self._heads, self._kv_heads, self._head_dim, self.dtype),
+        )
+        layers = list(linears(self._network))
+        chosen = choose(self._wanted_numerics, layers, sizes, self.device)
+        for layer in layers:
+            layer.tiles = chosen.tiles[layer.shape]
+        self._row_step = min((layer.tiles.step for layer in layers), default=1)
+        self._tile = max((layer.tiles.most or 0 for layer in layers), default=0)
+        self._shapes = chosen.shapes
+        self.numerics, self.made_by = chosen.name, chosen.made_by
+        logger.info("numerics: %s", self.made_by)
+        self.wants_dense_kv = chosen.shapes.kernel is not Kernel.NATIVE  # which needs one call in any case
+
+    def _padding(self, count: int) -> int:
+        """Rows that `count` are filled up with: what every product needs, and a tile that is nearly full."""
+        tile = self._tile
+        is_nearly_full = tile and count > tile and -count % tile < tile // 4
+        return -count % (tile if is_nearly_full else self._row_step)
+
+    def kv_tensors(self) -> list[torch.Tensor]:
+        """The store: keys of each layer, then values of each layer, ``[segments, heads, segment_size, head_dim]``."""
+        return [*self._store.keys, *self._store.values]
+
+    @torch.inference_mode()
+    def forward(self, plan: Plan) -> torch.Tensor:
+        """Logits in the model's dtype; see `Model.forward`."""
+        batch = pack(plan, self._segment_size)
+        self._store.copy(plan.copies)
+        self._store.open(batch.opened)
+        tensors = torch.tensor([batch.ids, batch.positions, batch.segments, batch.slots])
+        tensors = tensors.to(self.device, non_blocking=True)
+        step = attention.AttentionStep(self._store, batch.spans, tensors[2:], self._shapes)
+        padding = self._padding(len(batch.ids))
+        ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
+        hidden = self._network.hidden(ids, positions, step)
+        if plan.scored:
+            plan.show_scored(hidden, self._network.logits)
+        if plan.chunks:
+            hidden = hidden[torch.tensor(plan.logit_rows(), dtype=torch.long, device=self.device)]
+        elif padding:
+            hidden = hidden[: len(batch.ids)]
+        return self._network.logits(hidden)
+
+
+def _may_be_native(kernels: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether native kernels are used where they can be. Raises `StartupError` if they are asked for and cannot be."""
+    if kernels == "torch":
+        return False
+    reason = native.unavailable(dtype) if device.type == "cpu" else f"they compute on a CPU, not on {device}"
+    if kernels == "native" and reason is not None:
+        raise StartupError(f"--kernels native: {reason}")
+    return reason is None and (kernels == "native" or not native.is_outrun(dtype))
+
+
+def load_model(config: EmbeddedConfig) -> HfModel:
+    """Load the checkpoint in ``config.model_path``.
+
+    Raises:
+        StartupError: it is missing, unreadable, incomplete or of an architecture that is not served.
+    """
+    return in_own_thread(lambda: _load_model(config))
+
+
+def _load_model(config: EmbeddedConfig) -> HfModel:
+    directory = Path(config.model_path)
+    settings = _read_settings(directory)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device, _checkpoint_dtype(settings))
+    network = _load_network(directory, dtype).to(device).eval()
+    vocab_size = int(network.config.vocab_size)
+    eos_token_ids = tuple(token for token in _eos_token_ids(directory, settings) if token < vocab_size)
+    return HfModel(network, eos_token_ids, _undecodable_ids(directory, vocab_size), config.numerics, config.kernels)
+
+
+def _read_settings(directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise StartupError(f"--model-path {directory}: no such directory")
+    settings = _read_json(directory / "config.json")
+    if settings is None:
+        raise StartupError(f"--model-path {directory}: it has no config.json")
+    kind = settings.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise StartupError(
+            f"--model-path {directory}: model type {kind!r} is not served by the embedded engine, "
+            f"which knows {', '.join(MODEL_TYPES)}"
+        )
+    if settings.get("quantization_config"):
+        raise StartupError(f"--model-path {directory}: quantised checkpoints are not served by the embedded engine")
+    length_dependent = _rope_types(settings) & _LENGTH_DEPENDENT_ROPE
+    if length_dependent:
+        raise StartupError(
+            f"--model-path {directory}: rope type {min(length_dependent)!r} depends on the longest sequence of a batch "
+            "and is not served by the embedded engine"
+        )
+    if not any(directory.glob("*.safetensors")):
+        raise StartupError(f"--model-path {directory}: it has no safetensors weights")
+    return settings
+
+
+def _rope_types(settings: dict[str, Any]) -> set[str]:
+    """The kinds of rotary embedding; Gemma-3 has one for each kind of layer."""
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    found = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    return {str(each.get("rope_type", each.get("type"))) for each in found}
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StartupError(f"--model-path: cannot read {path}: {first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise StartupError(f"--model-path: {path} does not hold a JSON object")
+    return content
+
+
+def _checkpoint_dtype(settings: dict[str, Any]) -> torch.dtype:
+    name = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _load_network(directory: Path, dtype: torch.dtype) -> Any:
+    loader: Any = AutoModelForCausalLM
+    try:
+        network, report = loader.from_pretrained(
+            directory,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+        raise StartupError(f"--model-path {directory}: cannot load it: {first_line(error)}") from error
+    for problem in ("missing_keys", "mismatched_keys"):
+        if report.get(problem):
+            names = sorted(str(name) for name in report[problem])
+            raise StartupError(f"--model-path {directory}: weights are incomplete, {problem}: {', '.join(names[:3])}")
+    return network
+
+
+def _eos_token_ids(directory: Path, settings: dict[str, Any]) -> tuple[int, ...]:
+    generation = _read_json(directory / "generation_config.json") or {}
+    found = generation.get("eos_token_id", settings.get("eos_token_id"))
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+def _undecodable_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
+    """Ids of padding rows. Without a ``tokenizer.json`` nothing is known about ids, and all may be sampled."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return ()
+    try:
+        known = set(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values())
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise StartupError(f"--model-path: cannot read {path}: {first_line(error)}") from error
+    return tuple(token for token in range(vocab_size) if token not in known)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

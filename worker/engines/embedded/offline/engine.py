@@ -1,0 +1,192 @@
+"""The engine without services: prompts in, results out, in the caller's own thread."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+from typing_extensions import Self
+
+from adapters.catalog.catalog import Catalog
+from adapters.vocabulary.vocabulary import Vocabulary
+from worker.engines.embedded.offline.results import Result
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.serving.engine import load
+from worker.engines.embedded.offline.request_builder import Desk, Named
+from worker.engines.embedded.plan import Model
+from worker.engines.embedded.offline.session import Session
+from worker.errors import InvalidRequest
+from worker.sampling.params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """Answers prompts offline, for one thread; others may suspend, resume and abort::
+
+        engine = Engine("/models/tiny", max_num_seqs=8)
+        for result in engine.generate(["Once upon", "The end"], SamplingParams(max_tokens=16)):
+            print(result.text)
+
+    Args:
+        model_path: Directory of the checkpoint. It needs a tokenizer only where text goes in or comes out.
+        model: A model to use instead of the checkpoint's; the tokenizer is still read from `model_path`.
+        catalog: Logits processors that may be named; the built-in ones by default.
+        settings: Of `EmbeddedConfig`; prompts are computed in whole steps unless `max_mixed_chunk` is among them.
+
+    Raises:
+        StartupError: the checkpoint or a setting cannot be served.
+        TypeError: a setting is unknown.
+
+    Attributes:
+        config: The settings.
+        info: Of the loaded model.
+        session: What computes; for `worker.engines.embedded.controller.controller`.
+    """
+
+    def __init__(
+        self, model_path: str | Path, *, model: Model | None = None, catalog: Catalog | None = None, **settings: Any
+    ) -> None:
+        self.config = EmbeddedConfig(model_path=model_path, **settings)
+        stepper, self.info = load(self.config, model)
+        if self.config.max_mixed_chunk is None:  # what counts is when the last answer ends
+            stepper.scheduler.max_mixed_chunk = None
+        vocabulary = _vocabulary(Path(model_path), self.info.vocab_size, self.info.eos_token_ids)
+        desk = Desk(stepper.model, self.info.context_length, vocabulary, catalog or Catalog.default())
+        self.session = Session(stepper, self.info, desk)
+        self._done: list[Result] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for job_id in self.session.job_ids:
+            self.session.abort(job_id)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, None if it has none."""
+        return self.session.desk.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+        *,
+        processors: Sequence[Named] | Sequence[Sequence[Named]] | None = None,
+    ) -> list[Result]:
+        """Answer prompts; returns one result each, in their order.
+
+        An answer that fails while it runs ends with ``finish_reason`` ``error`` and leaves the others as they are.
+
+        Args:
+            prompts: Texts or lists of token ids, or a single one.
+            sampling_params: For all prompts, or one for each; `SamplingParams()` by default.
+            progress: Show a progress bar if standard error is a terminal.
+            processors: Logits processors by name, ``[{"name": "min_tokens", "args": {"n": 8}}]``: one list for all
+                prompts, or a list for each. Every answer has its own.
+
+        Raises:
+            InvalidRequest: a prompt cannot be served; no prompt has been started. The field names its place.
+            ValueError: there are not as many parameters or lists of processors as prompts.
+        """
+        asked = _prompts(prompts)
+        params = _per_prompt(sampling_params, len(asked))
+        jobs = self.session.prepare(asked, params, _named(processors, len(asked)))
+        for job in jobs:
+            self.session.add(job)
+        mine = {job.id for job in jobs}
+        results: dict[str, Result] = {}
+        hidden = not (progress and sys.stderr.isatty())
+        try:
+            with tqdm(total=len(jobs), disable=hidden, unit="prompt", dynamic_ncols=True) as bar:
+                while len(results) < len(jobs):
+                    done = self._advance()
+                    if not done and self.session.is_idle:  # all is suspended, or has been aborted
+                        self.session.wait()
+                        done = [job.result() for job in jobs if job.is_done and job.id not in results]
+                    results |= {one.request_id: one for one in done if one.request_id in mine}
+                    self._done += [one for one in done if one.request_id not in mine]
+                    bar.update(sum(one.request_id in mine for one in done))
+        finally:
+            for job_id in mine - set(results):
+                self.session.abort(job_id)
+        return [results[job.id] for job in jobs]
+
+    def add(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, processors: Sequence[Named] = ()
+    ) -> str:
+        """Queue one prompt for `step`; returns its id.
+
+        Raises:
+            InvalidRequest: it cannot be served.
+        """
+        (job,) = self.session.prepare([prompt], [sampling_params or SamplingParams()], [processors])
+        self.session.add(job)
+        return job.id
+
+    def step(self) -> list[Result]:
+        """Compute one step; returns the prompts that are done with it."""
+        earlier, self._done = self._done, []
+        return earlier + self._advance()
+
+    def abort(self, request_id: str) -> Result | None:
+        """End a prompt's answers where they are; None if it is done already. Suspended ones may be aborted, too."""
+        job = self.session.abort(request_id)
+        return None if job is None else job.result()
+
+    def suspend(self, request_id: str) -> None:
+        """Take a prompt out of the engine, so that others have its place. Raises `KeyError` if it is not here."""
+        self.session.suspend(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """Go on with a suspended prompt: its answers are what they would have been. Raises `KeyError` if it is not."""
+        self.session.resume(request_id)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Ids of prompts that are not done, suspended ones too."""
+        return self.session.job_ids
+
+    def _advance(self) -> list[Result]:
+        ended = dict.fromkeys(event.job for event in self.session.step())  # several answers may end in one step
+        return [job.result() for job in ended if job.is_done]
+
+
+def _vocabulary(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    if not (path / "tokenizer_config.json").is_file() and not (path / "tokenizer.json").is_file():
+        return Vocabulary(size, None, eos_token_ids)
+    return Vocabulary.from_pretrained(str(path), size, eos_token_ids)
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) and all(type(one) is int for one in prompts)):
+        return [prompts]  # type: ignore[list-item]  # mypy does not see that all of them are integers
+    for place, prompt in enumerate(prompts):
+        if not isinstance(prompt, (str, list, tuple)):
+            raise InvalidRequest(f"prompts[{place}]", f"must be a text or a list of token ids, got {prompt!r}")
+    return list(prompts)  # type: ignore[arg-type]  # as above
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"there are {count} prompts and {len(params)} sampling_params")
+    return list(params)
+
+
+def _named(processors: Sequence[Named] | Sequence[Sequence[Named]] | None, count: int) -> list[Sequence[Named]]:
+    given: list[Any] = list(processors or ())
+    if not given or not isinstance(given[0], (list, tuple)):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"there are {count} prompts and {len(given)} lists of processors")
+    return given

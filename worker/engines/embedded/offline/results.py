@@ -1,0 +1,254 @@
+"""Answers while they grow, and the results that callers get of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from adapters.chain.receipts import Receipt
+from worker.engines import FinishReason, TokenLogprob
+from worker.engines.embedded.plan import Output, Request
+from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
+from worker.engines.embedded.offline.stop_strings import AnswerText
+from worker.sampling.params import SamplingParams
+
+Logprobs = list[list[TokenLogprob]] | list[float]
+PromptLogprobs = list[list[TokenLogprob] | None] | list[float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One answer.
+
+    Attributes:
+        index: Which of the answers to its prompt, 0 first; with ``best_of`` 0 is the best.
+        text: None without a tokenizer, or with ``detokenize=False``.
+        token_ids: Generated ids. Neither a stop token nor a token that holds any part of a stop string is among them,
+            unless ``include_stop_str_in_output`` is set.
+        logprobs: Of each of `token_ids` itself first, then the top-n; with ``logprobs_simple_format`` its own alone.
+        cumulative_logprob: Sum over `token_ids`; None if no log probabilities were asked for.
+        finish_reason: ``stop``, ``length``, ``cancelled`` or ``error``.
+        stop_reason: The stop token or the stop string that ended the answer, if one did.
+        generation_logits: float32 ``[len(token_ids), V]``, the model's own, if asked for.
+        error: Why it failed, exactly when `finish_reason` is ``error``.
+        receipt: What its logits processors did, if it had any.
+        token_times_s: When each of `token_ids` came, in seconds since the request was added.
+        num_cached_tokens: Tokens of the prompt whose KV was known already.
+    """
+
+    index: int
+    text: str | None
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    generation_logits: torch.Tensor | None = None
+    error: str | None = None
+    receipt: Receipt | None = None
+    token_times_s: list[float] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What has come of one prompt.
+
+    Attributes:
+        request_id: Given by the engine.
+        prompt: Its text, None if it came as token ids.
+        prompt_token_ids: Its ids.
+        outputs: The answers, ``n`` of them.
+        prompt_logprobs: Of each prompt token; None in place of the first one's, which nothing precedes. With
+            ``prompt_logprobs_simple_format`` one number each. Shorter where the first answer was cancelled, or failed,
+            before the prompt had been computed.
+        context_logits: float32 ``[len(prompt_token_ids), V]``, the model's own, if asked for; shorter likewise.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    prompt_logprobs: PromptLogprobs | None = None
+    context_logits: torch.Tensor | None = None
+
+    @property
+    def text(self) -> str | None:
+        """Text of the only answer. This and the next three raise `ValueError` if there are several."""
+        return self._only.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the only answer."""
+        return self._only.token_ids
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """Log probabilities of the only answer."""
+        return self._only.logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """How the only answer ended."""
+        return self._only.finish_reason
+
+    @property
+    def _only(self) -> Completion:
+        if len(self.outputs) != 1:
+            raise ValueError(f"there are {len(self.outputs)} answers; take one of outputs")
+        return self.outputs[0]
+
+
+class Answer:
+    """One answer while it grows: a `Request` of the engine, and what has come of it.
+
+    Args:
+        request: Admitted, not queued yet.
+        text: None if there is no tokenizer.
+        collector: The request's tap, None if it has none.
+
+    Attributes:
+        token_ids: Shown tokens; those that belong to a stop string go when it is found.
+        token_times_s: When they came.
+        token_logprobs: Of each, if asked for.
+        last_logprobs: Of the newest token, also if it has gone with a stop string; None if it is not shown.
+        finish_reason: None while it grows.
+    """
+
+    def __init__(self, request: Request, text: AnswerText | None, collector: LogitsCollector | None) -> None:
+        self.request = request
+        self.text = text
+        self.collector = collector
+        self.token_ids: list[int] = []
+        self.token_times_s: list[float] = []
+        self.token_logprobs: list[list[TokenLogprob]] = []
+        self.last_logprobs: list[TokenLogprob] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.num_cached_tokens = 0
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum over the tokens; None if no log probabilities were asked for."""
+        return None if self.request.params.logprobs is None else sum(one[0].logprob for one in self.token_logprobs)
+
+    @property
+    def num_shown(self) -> int:
+        """Tokens that stay, whatever comes next."""
+        return len(self.token_ids) if self.text is None else min(self.text.num_shown_tokens, len(self.token_ids))
+
+    def take(self, output: Output, time_s: float) -> None:
+        """Add what a step says; it is over when `finish_reason` is set, also if `output` has none."""
+        ended = False
+        self.last_logprobs = output.logprobs
+        if not self.token_ids:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.token_id is not None:
+            self.token_ids.append(output.token_id)
+            self.token_times_s.append(time_s)
+            if output.logprobs is not None:
+                self.token_logprobs.append(output.logprobs)
+            ended = self.text is not None and self.text.append(output.token_id)
+        if ended:
+            self._stop_at_text()
+        elif output.finish_reason is not None:
+            self.end(output.finish_reason, output.stop_reason, output.error)
+
+    def end(self, reason: FinishReason, stop_reason: int | None = None, error: str | None = None) -> None:
+        """No more tokens come."""
+        if self.text is not None and self.text.finish() and reason == "length":
+            self._stop_at_text()
+            return
+        self._cut()
+        self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
+
+    def _stop_at_text(self) -> None:
+        assert self.text is not None
+        self._cut()
+        self.finish_reason, self.stop_reason = "stop", self.text.stopped_by
+
+    def _cut(self) -> None:
+        count = len(self.token_ids) if self.text is None else self.text.num_tokens
+        for one in (self.token_ids, self.token_times_s, self.token_logprobs):
+            del one[count:]
+
+    def completion(self, index: int, wanted: SamplingParams) -> Completion:
+        """The result, of what the caller asked for."""
+        assert self.finish_reason is not None
+        chain = self.request.chain
+        logprobs: Logprobs | None = None
+        if wanted.logprobs is not None:
+            logprobs = _simple(self.token_logprobs) if wanted.logprobs_simple_format else self.token_logprobs
+        return Completion(
+            index=index,
+            text=self.text.text if self.text is not None and wanted.detokenize else None,
+            token_ids=self.token_ids,
+            logprobs=logprobs,
+            cumulative_logprob=None if logprobs is None else self.cumulative_logprob,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            generation_logits=None if self.collector is None else self.collector.generated_logits(len(self.token_ids)),
+            error=self.error,
+            receipt=None if chain is None else chain.receipt,
+            token_times_s=self.token_times_s,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+@dataclass(eq=False)
+class Job:
+    """One prompt and its answers.
+
+    Attributes:
+        id: Given by the engine.
+        prompt: Text, None if it came as token ids.
+        prompt_token_ids: Its ids.
+        wanted: What the caller asked for.
+        answers: ``best_of`` of them.
+        started_s: When it was added.
+    """
+
+    id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    wanted: SamplingParams
+    answers: list[Answer]
+    started_s: float = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every answer has ended."""
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    @property
+    def best(self) -> list[Answer]:
+        """The ``n`` answers to return: with a larger ``best_of`` the likeliest first, failed ones last."""
+        if len(self.answers) <= self.wanted.n:
+            return self.answers
+        return sorted(self.answers, key=_rank)[: self.wanted.n]
+
+    def result(self) -> Result:
+        """The result, once `is_done`."""
+        collector = self.answers[0].collector
+        scores: PromptLogprobs | None = None if collector is None else collector.prompt_logprobs
+        if scores is not None and self.wanted.prompt_logprobs_simple_format:
+            scores = [one[0].logprob if isinstance(one, list) else None for one in scores]
+        return Result(
+            request_id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[answer.completion(index, self.wanted) for index, answer in enumerate(self.best)],
+            prompt_logprobs=scores,
+            context_logits=None if collector is None else collector.prompt_logits,
+        )
+
+
+def _rank(answer: Answer) -> tuple[bool, float]:
+    return answer.finish_reason in ("error", "cancelled"), -(answer.cumulative_logprob or 0.0)
+
+
+def _simple(logprobs: Sequence[list[TokenLogprob]]) -> list[float]:
+    return [one[0].logprob for one in logprobs]

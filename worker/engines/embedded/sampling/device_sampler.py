@@ -1,0 +1,119 @@
+"""A step's tokens on a device: what is begun between logits and tokens, and what is read once they are on the host."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from adapters.chain.batch import Planned
+from adapters.devices import upload_ids
+from worker.engines.embedded.sampling.device_truncation import Select, draw_rows
+from worker.engines.embedded.host.device_copy import HostCopy
+from worker.engines.embedded.sampling.logprobs import Logprobs
+from worker.engines.embedded.plan import Samples
+from worker.engines.embedded.sampling.rows import RowTable
+from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
+from worker.engines.embedded.sampling.integer_weights import logarithms, weight_bits
+
+_MOST_ROWS = 32
+"""Rows that are weighed together. Their weights take ten times the memory of their logits."""
+
+
+class DeviceStep:
+    """The choice of tokens for one step, begun by making it, without a value on the host.
+
+    Args:
+        logits: float32 ``[B, V]``, after all edits.
+        table: Of these rows.
+        planned: What the chains ask for.
+        raw: Logits before all edits, of the rows ``table.raw``; None if there are none.
+        errors: Rows that are known to have failed.
+        select: How prefixes are found.
+    """
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        table: RowTable,
+        planned: list[Planned],
+        raw: torch.Tensor | None,
+        errors: dict[int, str],
+        select: Select,
+    ) -> None:
+        logits = logits.contiguous()
+        self._table = table
+        self._planned = planned
+        self._errors = errors
+        self._forced = forced_rows(planned)
+        highest = logits.amax(-1)
+        tokens = logits.argmax(-1) if table.greedy else torch.empty_like(highest, dtype=torch.int64)
+        weights = self._draw(logits, highest, tokens, select) if table.random else None
+        values = self._force(logits, tokens)
+        self._copy = HostCopy(tokens, highest, values)
+        self._logprobs: list[tuple[list[int], Logprobs]] = []
+        if raw is not None:
+            self._start_logprobs(raw, tokens, table.raw, table.raw_index)
+        if table.processed:
+            index = upload_ids(table.processed, logits.device)
+            self._start_logprobs(self._distributions(logits, index, weights), tokens, table.processed, index)
+
+    def collect(self) -> Samples:
+        """The tokens; waits for them, and for what is asked for about them."""
+        tokens, highest, values = (one.tolist() for one in self._copy.wait())
+        samples = Samples(tokens, self._errors)
+        samples.errors |= unfit(highest, self._planned, samples.errors)
+        for forced, value in zip(self._forced, values, strict=True):
+            if forced.row not in samples.errors and value == -math.inf:
+                samples.errors[forced.row] = forced.refuse()
+        for rows, logprobs in self._logprobs:
+            samples.logprobs |= dict(zip(rows, logprobs.read(), strict=True))
+        return samples
+
+    def _draw(
+        self, logits: torch.Tensor, highest: torch.Tensor, tokens: torch.Tensor, select: Select
+    ) -> torch.Tensor | None:
+        """Draws into `tokens`; returns the weights of ``drawn.processed_rows``, None if there are none."""
+        drawn = self._table.drawn
+        if drawn.padded_index is not None:
+            logits = logits.index_select(0, drawn.padded_index)
+            highest = highest.index_select(0, drawn.padded_index)
+        numbers = drawn.numbers()
+        found, weights = [], []
+        for start in range(0, len(logits), _MOST_ROWS):
+            part = slice(start, start + _MOST_ROWS)
+            columns = drawn.columns.part(part)
+            ids, kept = draw_rows(logits[part], highest[part, None], columns, numbers[part], select)
+            found.append(ids)
+            if drawn.num_processed:
+                weights.append(kept)
+        tokens.index_copy_(0, drawn.index, torch.cat(found)[: len(self._table.random)])
+        return torch.cat(weights).index_select(0, drawn.processed_rows) if weights else None
+
+    def _force(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Overrides tokens by those that are forced; returns their logits."""
+        if not self._forced:
+            return logits.new_empty(0)
+        width = logits.shape[1]
+        rows = upload_ids([one.row for one in self._forced], logits.device)
+        ids = upload_ids([one.token_id for one in self._forced], logits.device)
+        tokens.index_copy_(0, rows, ids)
+        return logits.view(-1).index_select(0, rows * width + ids)
+
+    def _distributions(self, logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """What the rows ``table.processed`` are drawn from, float64 ``[m, V]``: logarithms, not normalised."""
+        final = logits.index_select(0, index).double()
+        if weights is not None:
+            logarithms_ = logarithms(weights, weight_bits(logits.shape[1]))
+            final.index_copy_(0, self._table.drawn.processed_places, logarithms_)
+        forced = {one.row: one.token_id for one in self._forced}
+        places = [(place, forced[row]) for place, row in enumerate(self._table.processed) if row in forced]
+        if places:
+            final.index_fill_(0, upload_ids([place for place, _ in places], logits.device), -torch.inf)
+            flat = [place * logits.shape[1] + token_id for place, token_id in places]
+            final.view(-1).index_fill_(0, upload_ids(flat, logits.device), 0.0)
+        return final
+
+    def _start_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: list[int], index: torch.Tensor) -> None:
+        counts = [self._table.logprob_counts[row] for row in rows]
+        self._logprobs.append((rows, Logprobs(logits, tokens.index_select(0, index), counts)))

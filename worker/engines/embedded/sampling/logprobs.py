@@ -1,0 +1,64 @@
+"""Log probabilities of sampled tokens and of their likeliest rivals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from worker.engines import TokenLogprob
+from worker.engines.embedded.host.device_copy import HostCopy
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[list[TokenLogprob]]:
+    """The sampled token, then the top-n, for each row.
+
+    Ranks are 1-based, by falling probability and then rising id. Tokens that cannot occur are not in the top-n.
+
+    Args:
+        logits: floating ``[m, V]``, not normalised.
+        token_ids: Sampled id of each row.
+        counts: n of each row's top-n.
+    """
+    return Logprobs(logits, torch.tensor(token_ids, device=logits.device), counts).read()
+
+
+class Logprobs:
+    """As `token_logprobs`, in two steps: making one needs no value on the host.
+
+    Args:
+        logits: As there.
+        token_ids: int64 ``[m]``, on the device of `logits`.
+        counts: As there.
+    """
+
+    def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> None:
+        self._counts = counts
+        self._logprobs = logits.double().log_softmax(-1)
+        sampled = token_ids[:, None]
+        chosen = self._logprobs.gather(-1, sampled)
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+        ahead = (self._logprobs > chosen) | ((self._logprobs == chosen) & (ids < sampled))
+        found = [token_ids, chosen[:, 0], ahead.sum(-1) + 1]
+        if max(counts):
+            # one more than asked for, to see whether `topk`, which takes any of equal values, had a choice
+            found += self._logprobs.topk(min(max(counts) + 1, logits.shape[-1]))
+        self._copy = HostCopy(*found)
+
+    def read(self) -> list[list[TokenLogprob]]:
+        """What `token_logprobs` returns; waits for it."""
+        token_ids, values, ranks, *found = (one.tolist() for one in self._copy.wait())
+        tops = self._tops(*found) if found else [[]] * len(token_ids)
+        return [[TokenLogprob(token_ids[row], values[row], ranks[row]), *top] for row, top in enumerate(tops)]
+
+    def _tops(self, all_values: list[list[float]], all_ids: list[list[int]]) -> list[list[TokenLogprob]]:
+        tops = []
+        for row, (count, values, ids) in enumerate(zip(self._counts, all_values, all_ids, strict=True)):
+            if 0 < count < len(values) and values[count - 1] == values[-1]:
+                ids = (self._logprobs[row] >= values[-1]).nonzero()[:, 0].tolist()
+                values = self._logprobs[row, ids].tolist()
+            best = sorted(zip(values, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))[:count]
+            ranked = enumerate(best, start=1)
+            tops.append([TokenLogprob(token, value, rank) for rank, (value, token) in ranked if value > -math.inf])
+        return tops

@@ -1,0 +1,93 @@
+"""Log probabilities of a prompt's tokens, and the logits themselves, for requests that ask: what a tap collects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from worker.engines import TokenLogprob
+from worker.engines.embedded.sampling.logprobs import token_logprobs
+
+_ROWS_AT_ONCE = 32
+"""Rows that are turned into float64 log probabilities at a time; a whole chunk of a large vocabulary would not fit."""
+
+
+class LogitsCollector:
+    """A `LogitsTap` that keeps what one answer's result is made of.
+
+    Args:
+        prompt: Token ids of the prompt.
+        top_n: Alternatives per prompt token, 0 for the tokens themselves alone, None for no log probabilities.
+        never: Ids that are never sampled; they take no part in log probabilities, as in those of sampled tokens.
+        keep_prompt: Keep the logits of the prompt.
+        keep_generated: Keep the logits that tokens are sampled from.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        *,
+        top_n: int | None = None,
+        never: Sequence[int] = (),
+        keep_prompt: bool = False,
+        keep_generated: bool = False,
+    ) -> None:
+        self.wants_generated = keep_generated
+        self._prompt = list(prompt)
+        self._top_n = top_n
+        self._never = list(never)
+        self._keep_prompt = keep_prompt
+        self._num_seen = 0
+        self._logprobs: list[list[TokenLogprob] | None] = [None]
+        self._prompt_logits: list[torch.Tensor] = []
+        self._generated: dict[int, torch.Tensor] = {}
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether the prompt is asked for and has not been seen to its end; what is computed again is not wanted."""
+        return (self._keep_prompt or self._top_n is not None) and self._num_seen < len(self._prompt)
+
+    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
+        """Rows ``[n, V]`` of the tokens from `start` on; what was seen before, or is no prompt, is passed over."""
+        rows = logits[: max(0, len(self._prompt) - start)]
+        if not len(rows) or start + len(rows) <= self._num_seen:
+            return
+        assert start <= self._num_seen, f"logits of prompt tokens {self._num_seen} to {start} were never shown"
+        rows = rows[self._num_seen - start :]
+        if self._top_n is not None:
+            self._score(rows)
+        if self._keep_prompt:
+            self._prompt_logits.append(rows.float().cpu().clone())
+        self._num_seen += len(rows)
+
+    def see_generated(self, position: int, logits: torch.Tensor) -> None:
+        """The row ``[V]`` from which the token at `position` is sampled."""
+        self._generated[position] = logits.float().cpu().clone()
+
+    def _score(self, rows: torch.Tensor) -> None:
+        assert self._top_n is not None
+        followed = self._prompt[self._num_seen + 1 : self._num_seen + 1 + len(rows)]  # the last token is not followed
+        for start in range(0, len(followed), _ROWS_AT_ONCE):
+            tokens = followed[start : start + _ROWS_AT_ONCE]
+            part = rows[start : start + len(tokens)].float().clone()
+            if self._never:
+                part[:, self._never] = -torch.inf
+            self._logprobs += token_logprobs(part, tokens, [self._top_n] * len(tokens))
+
+    @property
+    def prompt_logprobs(self) -> list[list[TokenLogprob] | None] | None:
+        """Of each prompt token, itself first and then the top-n; None for the first one, which nothing precedes."""
+        return None if self._top_n is None else self._logprobs
+
+    @property
+    def prompt_logits(self) -> torch.Tensor | None:
+        """float32 ``[prompt tokens, V]`` on the CPU, None if they were not asked for."""
+        return torch.cat(self._prompt_logits) if self._keep_prompt and self._prompt_logits else None
+
+    def generated_logits(self, count: int) -> torch.Tensor | None:
+        """float32 ``[count, V]`` on the CPU: of the first `count` generated tokens, None if they were not asked for."""
+        if not self.wants_generated or not count:
+            return None
+        first = len(self._prompt)
+        return torch.stack([self._generated[position] for position in range(first, first + count)])

@@ -1,0 +1,62 @@
+"""Why a row has no token: judged on the host, from values that were read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from adapters.chain.batch import Planned
+from adapters.chain.chain import ProcessorChain
+from adapters.chain.plan import RowPlan
+
+_UNSATISFIABLE = "unsatisfiable: the request's controls leave no token that may be sampled"
+_NOT_FINITE = "the row of logits holds NaN or +inf"
+
+
+def unfit(highest: list[float], planned: Iterable[Planned], known: dict[int, str]) -> dict[int, str]:
+    """Why nothing can be drawn from a row, for the rows that are not in `known`; their chains hear of it.
+
+    Args:
+        highest: The highest logit of each row, NaN if it holds NaN.
+        planned: The rows that have a chain.
+        known: Rows whose failure is known.
+    """
+    if all(map(math.isfinite, highest)):
+        return {}
+    chains = {row: chain for row, chain, _ in planned}
+    errors: dict[int, str] = {}
+    for row, value in enumerate(highest):
+        if math.isfinite(value) or row in known:
+            continue
+        if value == -math.inf and row in chains:
+            errors[row] = str(chains[row].no_token_left())
+        else:
+            errors[row] = _UNSATISFIABLE if value == -math.inf else _NOT_FINITE
+    return errors
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """A row whose token is decided by a processor.
+
+    Attributes:
+        row: Which.
+        token_id: The token.
+    """
+
+    row: int
+    token_id: int
+    chain: ProcessorChain
+    plan: RowPlan
+
+    def refuse(self) -> str:
+        """The failure of forcing a token that this engine never samples; the chain hears of it."""
+        name = self.plan.forced_by.name if self.plan.forced_by is not None else "model"
+        message = f"forces token {self.token_id}, which this model never samples, at position {self.chain.position}"
+        return str(self.chain.fail(name, "unsatisfiable", message))
+
+
+def forced_rows(planned: Iterable[Planned]) -> list[Forced]:
+    """The rows whose token is decided."""
+    return [Forced(row, plan.force, chain, plan) for row, chain, plan in planned if plan.force is not None]

@@ -1,0 +1,172 @@
+"""Which rows of a batch need which treatment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from adapters.devices import upload, upload_ids
+from adapters.contract.draws import SAMPLE, uniform_rows
+from worker.engines.embedded.sampling.device_truncation import DrawColumns, padded
+from worker.engines.embedded.plan import Request
+from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows
+from worker.sampling.params import SamplingParams
+
+
+class RowTable:
+    """Which rows of a batch need which treatment; made once per set of rows, not once per step.
+
+    Args:
+        requests: The sampled requests.
+        offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive positions; one row each by
+            default.
+        vocab_size: Width of a row.
+        device: Where logits are.
+
+    Attributes:
+        owners: Of each row: its request, and how many of the request's rows come before it.
+        greedy: Rows that take the likeliest token.
+        random: Rows that draw, and `controls`, what each of them asks for.
+        raw: Rows whose raw log probabilities are asked for.
+        processed: Rows whose processed ones are.
+        logprob_counts: Of each row: how many tokens' log probabilities are asked for, beside its own token's.
+
+    Raises:
+        ValueError: the offsets do not start at 0, fall, or do not fit the requests.
+    """
+
+    def __init__(
+        self, requests: tuple[Request, ...], offsets: Sequence[int] | None, vocab_size: int, device: torch.device
+    ) -> None:
+        self.requests = requests
+        self.offsets = offsets
+        self.device = device
+        self.vocab_size = vocab_size
+        owners = _owners(len(requests), offsets)
+        self.owners = [(requests[owner], depth) for owner, depth in owners]
+        params = [request.params for request, _ in self.owners]
+        self.logprob_counts = [one.logprobs or 0 for one in params]
+        self.greedy = _rows(params, lambda one: one.is_greedy)
+        self.random = _rows(params, lambda one: not one.is_greedy)
+        self._seeds = [self.owners[row][0].seed for row in self.random]
+        self._choices = [self.owners[row][0].choice for row in self.random]
+        logprobs = _rows(params, lambda one: one.logprobs is not None)
+        self.raw = [row for row in logprobs if params[row].logprobs_mode == "raw"]
+        self.processed = [row for row in logprobs if params[row].logprobs_mode == "processed"]
+        self.controls = {row: controls_of(params[row]) for row in self.random}
+
+    def is_for(self, requests: tuple[Request, ...], offsets: Sequence[int] | None) -> bool:
+        """Whether these are the same objects as those that the table was made of."""
+        return self.requests is requests and self.offsets is offsets
+
+    @cached_property
+    def raw_index(self) -> torch.Tensor:
+        """`raw`, on the device."""
+        return upload_ids(self.raw, self.device)
+
+    @cached_property
+    def greedy_index(self) -> torch.Tensor:
+        """`greedy`, on the device."""
+        return upload_ids(self.greedy, self.device)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The rows that draw, by strategy."""
+        return group_rows(self.controls, self.vocab_size, self.device)
+
+    @cached_property
+    def drawn(self) -> DrawnRows:
+        """The rows that draw, for a device."""
+        return DrawnRows(self)
+
+    def positions(self) -> list[int]:
+        """Where the tokens are to be that this step draws."""
+        return [len(request.tokens) + depth for request, depth in (self.owners[row] for row in self.random)]
+
+    def numbers(self, positions: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """The number of each row that draws, ``[R]``."""
+        return uniform_rows(self._seeds, self._choices, positions, SAMPLE)
+
+    def uniforms(self) -> dict[int, float]:
+        """This step's number by row, for each row that draws."""
+        if not self.random:
+            return {}
+        return dict(zip(self.random, self.numbers(self.positions()).tolist(), strict=True))
+
+
+class DrawnRows:
+    """The rows of a table that draw, on its device, filled up to a number that many batches share.
+
+    Args:
+        table: At least one row of it draws.
+
+    Attributes:
+        index: Which rows they are, int64 ``[R]``.
+        padded_index: The same with the first one again and again, int64 ``[padded(R)]``; None if every row draws and
+            none has to be added.
+        columns: What they ask for.
+        num_processed: How many of ``table.processed`` draw.
+        processed_places: Their places in ``table.processed``, int64.
+        processed_rows: Their places in `index`, int64.
+    """
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._extra = padded(len(table.random)) - len(table.random)
+        rows = table.random + table.random[:1] * self._extra
+        self.index = upload_ids(table.random, table.device)
+        every = not self._extra and len(rows) == len(table.owners)
+        self.padded_index = None if every else upload_ids(rows, table.device)
+        self.columns = DrawColumns.of([table.controls[row] for row in rows], table.vocab_size, table.device)
+        place_of = {row: place for place, row in enumerate(table.random)}
+        both = [(place, place_of[row]) for place, row in enumerate(table.processed) if row in place_of]
+        self.num_processed = len(both)
+        self.processed_places = upload_ids([place for place, _ in both], table.device)
+        self.processed_rows = upload_ids([row for _, row in both], table.device)
+        self._next: tuple[list[int], torch.Tensor] | None = None
+
+    def numbers(self) -> torch.Tensor:
+        """This step's numbers, float64 ``[padded(R), 1]`` on the device."""
+        positions = self._table.positions()
+        if self._next is not None and self._next[0] == positions:
+            return self._next[1]
+        return self._upload(positions)
+
+    def prepare_next(self) -> None:
+        """Bring the next step's numbers to the device, for when every row goes on by one token."""
+        positions = [position + 1 for position in self._table.positions()]
+        self._next = (positions, self._upload(positions))
+
+    def _upload(self, positions: Sequence[int]) -> torch.Tensor:
+        numbers = self._table.numbers(positions)
+        filled = np.concatenate((numbers, np.repeat(numbers[:1], self._extra)))
+        return upload(torch.from_numpy(filled)[:, None], self._table.device)
+
+
+def controls_of(params: SamplingParams) -> Controls:
+    """Temperature and truncation of a request that is not greedy; what it does not set is off."""
+    return Controls(
+        temperature=1.0 if params.temperature is None else params.temperature,
+        min_p=params.min_p or 0.0,
+        top_k=params.top_k or 0,
+        top_p=1.0 if params.top_p is None else params.top_p,
+    )
+
+
+def _owners(count: int, offsets: Sequence[int] | None) -> list[tuple[int, int]]:
+    """Of each row: which request's it is, and how many of the request's rows come before it."""
+    if offsets is None:
+        return [(request, 0) for request in range(count)]
+    falls = any(stop < start for start, stop in pairwise(offsets))
+    if len(offsets) != count + 1 or offsets[0] != 0 or falls:
+        raise ValueError(f"offsets must be {count + 1} rising numbers from 0, got {list(offsets)}")
+    return [(request, depth) for request in range(count) for depth in range(offsets[request + 1] - offsets[request])]
+
+
+def _rows(params: Sequence[SamplingParams], wanted: Callable[[SamplingParams], bool]) -> list[int]:
+    return [row for row, one in enumerate(params) if wanted(one)]

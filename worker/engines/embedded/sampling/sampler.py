@@ -1,0 +1,227 @@
+"""Logits to tokens, in the order law: the chains' edits, then temperature, truncation and the draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from adapters.chain.batch import Planned, apply_edits, apply_late
+from adapters.candidates import block_maxima, highest_ids
+from adapters.devices import upload_ids
+from adapters.contract.edits import apply_bitmask
+from worker.engines.embedded.sampling.device_sampler import DeviceStep
+from worker.engines.embedded.sampling.logprobs import token_logprobs
+from worker.engines.embedded.plan import Edits, Plan, Samples
+from worker.engines.embedded.sampling.rows import RowTable
+from worker.engines.embedded.sampling.selection_kernels import choose_select
+from worker.engines.embedded.sampling.truncation import draw
+from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
+
+_NARROW = 8192
+"""Up to this width searching all of a row is faster than searching by blocks."""
+
+
+class Launched(Protocol):
+    """Tokens that a device may still be choosing."""
+
+    def collect(self) -> Samples:
+        """The tokens; waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Tokens that are chosen already."""
+
+    samples: Samples
+
+    def collect(self) -> Samples:
+        """The tokens."""
+        return self.samples
+
+
+class Sampler:
+    """Chooses a token for each row; a row's result depends on that row alone.
+
+    Args:
+        vocab_size: Width of a row.
+        undecodable_ids: Ids that are never sampled.
+        device: Where logits are.
+        blind: Never look at a value on the host before the tokens are chosen, so that the host need not wait for the
+            device. By default so on every device but the CPU; the tokens are the same either way.
+    """
+
+    def __init__(
+        self, vocab_size: int, undecodable_ids: tuple[int, ...], device: torch.device, blind: bool | None = None
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._never = _never(undecodable_ids, vocab_size, device)
+        self._table = RowTable((), None, vocab_size, device)
+        self._select = choose_select(device) if (device.type != "cpu" if blind is None else blind) else None
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        edits: Edits,
+        plan: Plan,
+        offsets: Sequence[int] | None = None,
+        bitmask: torch.Tensor | None = None,
+    ) -> Samples:
+        """Tokens for ``plan.sampled``: `launch`, and `collect` at once."""
+        return self.launch(logits, edits, plan, offsets, bitmask).collect()
+
+    def launch(
+        self,
+        logits: torch.Tensor,
+        edits: Edits,
+        plan: Plan,
+        offsets: Sequence[int] | None = None,
+        bitmask: torch.Tensor | None = None,
+    ) -> Launched:
+        """Begin to choose tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it is float32.
+
+        The requests' tokens must stay as they are until it returns. On a device it does not wait for the logits, but
+        for a request with a shaping processor that is not batched, whose result is checked.
+
+        Args:
+            logits: One row per request, or as many as `offsets` say.
+            edits: By row.
+            plan: Its ``sampled`` requests own the rows.
+            offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive positions from the
+                length of its tokens on; a request may have none.
+            bitmask: int32 ``[n, ceil(V / 32)]``, a hard mask on top of the chains'; see `adapters.contract.edits.Allow`.
+
+        Raises:
+            ValueError: as `RowTable`, or a shape does not fit.
+        """
+        if not self._table.is_for(plan.sampled, offsets):
+            self._table = RowTable(plan.sampled, offsets, self._vocab_size, self._device)
+        table = self._table
+        self._check_shapes(logits, bitmask)
+        if not table.owners:
+            return Chosen(Samples([]))
+        logits = logits.float()
+        self._mask_never(logits)
+        raw = logits.index_select(0, table.raw_index) if table.raw else None
+        errors = {row: str(failure) for row, failure in edits.failures.items()}
+        if edits.planned or bitmask is not None:
+            self._edit(logits, edits.planned, bitmask, errors)
+        if self._select is not None:
+            return DeviceStep(logits, table, edits.planned, raw, errors, self._select)
+        samples = self._choose(logits, table, edits.planned, errors)
+        if raw is not None:
+            _attach_logprobs(samples, raw, table, table.raw)
+        return Chosen(samples)
+
+    def prepare_next(self) -> None:
+        """Prepare what the next step needs on the device, while it is busy with this one. Only saves time."""
+        if self._select is not None and self._table.random:
+            self._table.drawn.prepare_next()
+
+    def _check_shapes(self, logits: torch.Tensor, bitmask: torch.Tensor | None) -> None:
+        count, width = len(self._table.owners), self._vocab_size
+        if tuple(logits.shape) != (count, width):
+            raise ValueError(f"logits must have shape ({count}, {width}), got {tuple(logits.shape)}")
+        words = -(-width // 32)
+        if bitmask is not None and (tuple(bitmask.shape) != (count, words) or bitmask.dtype != torch.int32):
+            found = f"{str(bitmask.dtype).removeprefix('torch.')} {tuple(bitmask.shape)}"
+            raise ValueError(f"the bitmask must be int32 of shape ({count}, {words}), got {found}")
+
+    def _edit(
+        self, logits: torch.Tensor, planned: list[Planned], bitmask: torch.Tensor | None, errors: dict[int, str]
+    ) -> None:
+        errors |= {row: str(failure) for row, failure in apply_edits(logits, planned).items()}
+        if bitmask is not None:
+            apply_bitmask(logits, bitmask)
+        errors |= {row: str(failure) for row, failure in apply_late(logits, planned).items()}
+        self._mask_never(logits)  # a shaping processor may have written there
+
+    def _mask_never(self, logits: torch.Tensor) -> None:
+        if isinstance(self._never, slice):
+            logits[:, self._never] = -torch.inf
+        elif self._never is not None:
+            logits.index_fill_(-1, self._never, -torch.inf)
+
+    def _choose(self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]) -> Samples:
+        plain = not (table.random or table.processed or planned)
+        if plain and logits.shape[1] <= _NARROW:
+            return _choose_plain(logits, errors)
+        maxima = block_maxima(logits)
+        groups = table.groups
+        highest = maxima.amax(-1).tolist()  # NaN in a row is NaN here
+        hopeless = {row for row, value in enumerate(highest) if not math.isfinite(value)}
+        if hopeless:
+            errors |= unfit(highest, planned, errors)
+            groups = [group.without(hopeless) for group in groups]
+        samples = Samples([0] * len(table.owners), errors)
+        if table.greedy:
+            _take_highest(samples, logits, maxima, table)
+        drawn, distributions = draw(logits, groups, table.uniforms(), maxima, frozenset(table.processed))
+        for row, token_id in drawn.items():
+            samples.token_ids[row] = token_id
+        forced = self._force(logits, samples, planned)
+        if table.processed:
+            final = logits[table.processed].double()
+            for place, row in enumerate(table.processed):
+                if row in distributions:
+                    final[place] = distributions[row]
+                if row in forced:
+                    final[place] = -torch.inf
+                    final[place, forced[row]] = 0.0
+            _attach_logprobs(samples, final, table, table.processed)
+        return samples
+
+    def _force(self, logits: torch.Tensor, samples: Samples, planned: list[Planned]) -> dict[int, int]:
+        """Override the sampled ids; returns the forced id by row. One that this engine never samples is an error."""
+        rows = [one for one in forced_rows(planned) if one.row not in samples.errors]
+        if not rows:
+            return {}
+        values = logits[[one.row for one in rows], [one.token_id for one in rows]].tolist()
+        forced: dict[int, int] = {}
+        for one, value in zip(rows, values, strict=True):
+            if value == -math.inf:
+                samples.errors[one.row] = one.refuse()
+            else:
+                samples.token_ids[one.row] = forced[one.row] = one.token_id
+        return forced
+
+
+def _take_highest(samples: Samples, logits: torch.Tensor, maxima: torch.Tensor, table: RowTable) -> None:
+    if not table.random:
+        samples.token_ids = highest_ids(logits, maxima).tolist()
+        return
+    token_ids = highest_ids(logits, maxima.index_select(0, table.greedy_index), table.greedy_index).tolist()
+    for row, token_id in zip(table.greedy, token_ids, strict=True):
+        samples.token_ids[row] = token_id
+
+
+def _choose_plain(logits: torch.Tensor, errors: dict[int, str]) -> Samples:
+    """The same for narrow rows that are all greedy and have no chain: one search, whose ties are the lowest id.
+
+    By numpy: torch's maximum wakes a second thread for it, which takes longer than the search.
+    """
+    rows = logits.numpy()
+    token_ids: list[int] = rows.argmax(-1).tolist()  # of a row with NaN, the first NaN
+    values = [float(row[token]) for row, token in zip(rows, token_ids, strict=True)]
+    if not all(map(math.isfinite, values)):
+        errors |= unfit(values, [], errors)
+    return Samples(token_ids, errors)
+
+
+def _never(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> slice | torch.Tensor | None:
+    """Ids as an index; padding is a tail nearly always, and a slice is much cheaper to fill."""
+    if not ids:
+        return None
+    if ids == tuple(range(ids[0], vocab_size)):
+        return slice(ids[0], vocab_size)
+    return upload_ids(ids, device)
+
+
+def _attach_logprobs(samples: Samples, logits: torch.Tensor, table: RowTable, rows: list[int]) -> None:
+    counts = [table.logprob_counts[row] for row in rows]
+    found = token_logprobs(logits, [samples.token_ids[row] for row in rows], counts)
+    samples.logprobs |= dict(zip(rows, found, strict=True))

@@ -1,0 +1,58 @@
+"""Which function finds the ends of prefixes on a device: our Triton kernel where it runs and agrees, else sorting."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from functools import lru_cache
+
+import torch
+
+from worker.engines.embedded.sampling.device_truncation import Select, select_by_sorting
+
+logger = logging.getLogger(__name__)
+
+
+@lru_cache
+def choose_select(device: torch.device) -> Select:
+    """The fastest function that is known to be right on `device`.
+
+    The kernel is compiled and compared with sorting here, once per device and process, so that a machine without a
+    compiler, or with a Triton that does something else, is as slow as sorting and not wrong.
+    """
+    if device.type != "cuda":
+        return select_by_sorting
+    try:
+        from triton.errors import TritonError
+
+        from worker.engines.embedded.sampling.triton_select import select_by_digits
+    except ImportError as error:
+        logger.info("prefixes are found by sorting: %s", error)
+        return select_by_sorting
+    try:
+        agrees = agree(select_by_digits, select_by_sorting, device)
+    except (TritonError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.warning("prefixes are found by sorting: the Triton kernel does not run: %s", error)
+        return select_by_sorting
+    if not agrees:
+        logger.error("prefixes are found by sorting: the Triton kernel finds others")
+        return select_by_sorting
+    return select_by_digits
+
+
+def agree(one: Select, other: Select, device: torch.device) -> bool:
+    """Whether two functions find the same ends, of a few rows with ties, masked tokens and both signs."""
+    width = 9008  # divisible by 16, as vocabularies are: kernels are compiled apart for others
+    generator = torch.Generator().manual_seed(1)
+    keys = (torch.randn(4, width, generator=generator) * 3).to(device)
+    keys[1] = (keys[1] * 2).round() / 2
+    keys[2, 5:] = -torch.inf
+    keys[3] = 0.0
+    masses = ((keys - keys.amax(-1, keepdim=True)).double().exp() * 2.0**44).to(torch.int64)
+    totals = masses.sum(-1, keepdim=True)
+    cases: list[tuple[torch.Tensor | None, torch.Tensor]] = [(masses, totals), (masses, (totals * 0.9).to(torch.int64))]
+    cases += [(None, torch.full_like(totals, count)) for count in (1, 5, width)]
+    for given, targets in cases:
+        if not all(map(torch.equal, one(keys, given, targets), other(keys, given, targets))):
+            return False
+    return True

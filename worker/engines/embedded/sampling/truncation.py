@@ -1,0 +1,348 @@
+"""Temperature, min-p, top-k, top-p and the draw on the CPU: a row of logits and a uniform number to a token.
+
+Order: temperature, then min-p, then top-k, renormalised, then top-p. Weights are those of `weights`, whose sums are
+exact, so that a token depends on its row, its controls and its number alone, bit for bit, however it is found.
+A few hundred of the highest logits nearly always hold all that can be drawn, and it is known when they do not: then
+the whole row is weighed, one row at a time. `device_draw` does the same without ever looking at a value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from adapters.candidates import BLOCK, block_maxima, num_blocks, prefix_of_mass, sort_ids, top_in_order
+from worker.engines.embedded.sampling.integer_weights import (
+    as_units,
+    exponential_,
+    logarithms,
+    point_in_one,
+    points_in,
+    rounding,
+    share_of,
+    share_of_one,
+    weight_bits,
+)
+
+_WIDTHS = (32, 64, 128, 256, 512, 1024)
+_WIDTH_WITHOUT_TOP_K = 128
+_ROOM_FOR_TIES = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What one row asks for.
+
+    Attributes:
+        temperature: Above 0.
+        min_p: Keep tokens at least this likely relative to the likeliest; off: 0.
+        top_k: Keep the k highest logits, and ties with the lowest of them; off: 0.
+        top_p: Keep the shortest prefix, by falling logit and rising id, of at least this mass; above 0, off: 1.
+    """
+
+    temperature: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def min_p_depth(self) -> float:
+        """How far below the highest logit those are that min-p still keeps: at most 0, -inf if it is off."""
+        return self.temperature * math.log(self.min_p) if self.min_p > 0 else -math.inf
+
+
+def draw(
+    logits: torch.Tensor,
+    groups: Sequence[Group],
+    uniforms: Mapping[int, float],
+    maxima: torch.Tensor | None = None,
+    wanted: AbstractSet[int] = frozenset(),
+) -> tuple[dict[int, int], dict[int, torch.Tensor]]:
+    """Draw a token for every row of the groups.
+
+    Args:
+        logits: float32 ``[B, V]`` on the CPU; the rows of `groups` hold a finite value, and otherwise finite ones or
+            -inf.
+        groups: From `group_rows`.
+        uniforms: A number in [0, 1) for each row.
+        maxima: `adapters.candidates.block_maxima` of `logits`.
+        wanted: Rows whose distribution is asked for.
+
+    Returns:
+        Token id by row; and for the rows `wanted`, float64 ``[V]``: the logarithm of each token's weight, -inf for a
+        token that cannot be drawn.
+    """
+    if maxima is None:
+        maxima = block_maxima(logits)
+    drawing = _Drawing(logits, maxima, uniforms, wanted)
+    for group in groups:
+        drawing.draw(group)
+    return drawing.token_ids, drawing.distributions
+
+
+class Group:
+    """Rows that are treated alike: the same number of candidates, found and weighed together.
+
+    Args:
+        controls: By row; top-k below `vocab_size`.
+        width: Candidates per row; 0 for rows that are weighed whole.
+        vocab_size: Width of a row of logits.
+        device: Where logits are.
+
+    Attributes:
+        is_wide: Whether no row's prefix was among the candidates when the group was drawn last. The next ones will
+            likely not be either, so that looking for candidates would be in vain.
+    """
+
+    def __init__(self, controls: dict[int, Controls], width: int, vocab_size: int, device: torch.device) -> None:
+        def column(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+
+        rows = list(controls.values())
+        self.controls = controls
+        self.rows = list(controls)
+        self.width = width
+        self.is_wide = False
+        self.vocab_size = vocab_size
+        self.index = torch.tensor(self.rows, dtype=torch.long, device=device)
+        self.temperature = column([one.temperature for one in rows])
+        self.depth = column([one.min_p_depth for one in rows]) if any(one.min_p for one in rows) else None
+        self.last = None
+        if any(one.top_k for one in rows):
+            places = [min(one.top_k or width, width) - 1 for one in rows]
+            self.last = torch.tensor(places, dtype=torch.long, device=device)[:, None]
+        self.top_p = None
+        if any(one.top_p < 1 for one in rows):
+            self.top_p = column([one.top_p for one in rows])
+
+    def without(self, rows: AbstractSet[int]) -> Group:
+        """This group less some rows."""
+        rest = {row: one for row, one in self.controls.items() if row not in rows}
+        return self if len(rest) == len(self.rows) else Group(rest, self.width, self.vocab_size, self.index.device)
+
+
+def group_rows(controls: Mapping[int, Controls], vocab_size: int, device: torch.device) -> list[Group]:
+    """Rows by strategy, so that none pays for what another asks."""
+    found: dict[int, dict[int, Controls]] = {}
+    for row, one in controls.items():
+        if one.top_k >= vocab_size:
+            one = replace(one, top_k=0)
+        found.setdefault(_width(one, vocab_size), {})[row] = one
+    return [Group(members, width, vocab_size, device) for width, members in sorted(found.items())]
+
+
+def _width(controls: Controls, vocab_size: int) -> int:
+    """Candidates that will do for nearly every row; depends on the row's own controls alone."""
+    if controls.top_k:
+        needed = controls.top_k + max(_ROOM_FOR_TIES, controls.top_k // 4)
+    elif controls.min_p > 0 or controls.top_p < 1:
+        needed = _WIDTH_WITHOUT_TOP_K
+    else:
+        return 0
+    # half the vocabulary as candidates would save nothing
+    return next((min(width, vocab_size) for width in _WIDTHS if needed <= width), 0)
+
+
+@dataclass(slots=True)
+class _Candidates:
+    """The highest logits of some rows, by falling logit and rising id.
+
+    Attributes:
+        values: float32 ``[R, n]``.
+        ids: int64 ``[R, n]``.
+        weights: int64 ``[R, n]``; 0 where min-p or top-k leave a token out.
+        complete: bool ``[R, 1]``; whether no token beyond the candidates has a weight.
+    """
+
+    values: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    complete: torch.Tensor
+
+
+class _Drawing:
+    """One call of `draw`."""
+
+    def __init__(
+        self, logits: torch.Tensor, maxima: torch.Tensor, uniforms: Mapping[int, float], wanted: AbstractSet[int]
+    ) -> None:
+        self._logits = logits
+        self._maxima = maxima
+        self._uniforms = uniforms
+        self._wanted = wanted
+        self._bits = weight_bits(logits.shape[1])
+        self.token_ids: dict[int, int] = {}
+        self.distributions: dict[int, torch.Tensor] = {}
+
+    @cached_property
+    def _row(self) -> _WholeRow:
+        return _WholeRow(self._logits.shape[1])
+
+    @cached_property
+    def _highest(self) -> list[float]:
+        highest: list[float] = self._maxima.amax(-1).tolist()
+        return highest
+
+    def draw(self, group: Group) -> None:
+        if not group.width or group.is_wide:
+            kept = [self._draw_whole(row, group.controls[row]) for row in group.rows]
+            group.is_wide = min(kept, default=0) > group.width > 0
+            return
+        found = self._candidates(group)
+        targets = None if group.top_p is None else share_of(found.weights.sum(-1, keepdim=True), group.top_p)
+        done: set[int] = set()
+        if not bool(found.complete.all()):
+            done = self._settle_incomplete(group, found, targets)
+        if len(done) < len(group.rows):
+            self._draw_candidates(group, found, targets, done)
+        group.is_wide = len(done) == len(group.rows) and group.depth is None and group.last is None
+
+    def _candidates(self, group: Group) -> _Candidates:
+        every = len(group.rows) == len(self._logits)
+        maxima = self._maxima if every else self._maxima.index_select(0, group.index)
+        values, ids = top_in_order(self._logits, group.width, maxima, None if every else group.index)
+        below = values.double() - values[:, :1].double()
+        weights = as_units(exponential_(below / group.temperature), self._bits)
+        last = values[:, -1:]
+        complete = (last == -torch.inf) if group.width < group.vocab_size else torch.ones_like(last, dtype=torch.bool)
+        if group.depth is not None:
+            complete = complete | (below[:, -1:] < group.depth)
+            weights = weights * (below >= group.depth)
+        if group.last is not None:
+            lowest = values.gather(1, group.last)
+            complete = complete | (lowest > last)
+            weights = weights * (values >= lowest)
+        return _Candidates(values, ids, weights, complete)
+
+    def _settle_incomplete(self, group: Group, found: _Candidates, targets: torch.Tensor | None) -> set[int]:
+        """Rows of which more than the candidates has a weight: `targets` for those whose prefix ends among them all the
+        same, tokens for the others. Returns which places in the group have a token."""
+        sure = (found.weights * (found.values > found.values[:, -1:])).sum(-1).tolist()
+        done: set[int] = set()
+        for place, complete in enumerate(found.complete[:, 0].tolist()):
+            if complete:
+                continue
+            row = group.rows[place]
+            controls = group.controls[row]
+            lowest = None if not controls.top_k else found.values[place, min(controls.top_k, group.width) - 1]
+            target = self._weigh(row, controls, lowest)
+            if targets is not None and controls.top_p < 1 and sure[place] >= target:
+                targets[place] = target
+            else:
+                self._draw_from_row(row, target)
+                done.add(place)
+        return done
+
+    def _draw_candidates(
+        self, group: Group, found: _Candidates, targets: torch.Tensor | None, done: AbstractSet[int]
+    ) -> None:
+        weights = found.weights
+        if targets is not None:
+            weights = weights * (weights.cumsum(-1) - weights < targets)
+        ids, order = sort_ids(found.ids)
+        cumulative = weights.gather(1, order).cumsum_(-1)
+        numbers = torch.tensor([self._uniforms[row] for row in group.rows], dtype=torch.float64)[:, None]
+        places = torch.searchsorted(cumulative, points_in(cumulative[:, -1:], numbers), right=True)
+        token_ids = ids.gather(1, places)[:, 0].tolist()
+        for place, row in enumerate(group.rows):
+            if place not in done:
+                self.token_ids[row] = token_ids[place]
+                if row in self._wanted:
+                    self._keep_distribution(row, found.ids[place], weights[place])
+
+    def _draw_whole(self, row: int, controls: Controls) -> int:
+        lowest = self._logits[row].topk(controls.top_k).values[-1] if controls.top_k else None
+        return self._draw_from_row(row, self._weigh(row, controls, lowest))
+
+    def _weigh(self, row: int, controls: Controls, lowest: torch.Tensor | None) -> int:
+        """Weighs the whole row; returns the weight that is to be kept of it."""
+        total = self._row.weigh(self._logits[row], self._highest[row], controls, lowest)
+        return share_of_one(total, controls.top_p)
+
+    def _draw_from_row(self, row: int, target: int) -> int:
+        """A token of the row that was weighed last; returns how many tokens top-p leaves of it."""
+        weighed = self._row
+        if target < weighed.total:
+            ids, weights = weighed.prefix(self._logits[row], target)
+            cumulative = weights.numpy().cumsum()  # numpy's calls take half as long, and these are small
+            point = point_in_one(int(cumulative[-1]), self._uniforms[row])
+            place = int(cumulative.searchsorted(point, "right"))
+            self.token_ids[row] = place if ids is None else int(ids[place])
+            if row in self._wanted:
+                self._keep_distribution(row, ids, weights)
+            return int(np.count_nonzero(weights.numpy()))
+        self.token_ids[row] = weighed.token_at(point_in_one(weighed.total, self._uniforms[row]))
+        if row in self._wanted:
+            self.distributions[row] = logarithms(weighed.weights(), self._bits)
+        return self._logits.shape[1]
+
+    def _keep_distribution(self, row: int, ids: torch.Tensor | None, weights: torch.Tensor) -> None:
+        if ids is not None:
+            weights = torch.zeros(self._logits.shape[1], dtype=torch.int64).scatter_(0, ids, weights)
+        self.distributions[row] = logarithms(weights, self._bits)
+
+
+class _WholeRow:
+    """Weights of one row after the other, in one place: a fresh one per row would cost more than the weighing.
+
+    Args:
+        vocab_size: Width of a row.
+
+    Attributes:
+        total: Weight of the row that was weighed last.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        offset, self._zero = rounding(weight_bits(vocab_size))
+        self._offset = offset
+        self._zero_of_block = _wrapped(BLOCK * self._zero)
+        # filled up to whole blocks with weights of 0; an integer is the weight and `_zero`
+        self._all = torch.full((num_blocks(vocab_size) * BLOCK,), offset, dtype=torch.float64)
+        self._floats = self._all[:vocab_size]
+        self._integers = self._floats.view(torch.int64)
+        self.total = 0
+
+    def weigh(self, logits: torch.Tensor, highest: float, controls: Controls, lowest: torch.Tensor | None) -> int:
+        """Weigh `logits` ``[V]``, leaving out what is below `lowest` or left out by min-p; returns the sum."""
+        floats = self._floats
+        floats.copy_(logits).sub_(highest)
+        kept = None if lowest is None else logits >= lowest
+        if controls.min_p > 0:
+            near = floats >= controls.min_p_depth
+            kept = near if kept is None else kept & near
+        if controls.temperature != 1:
+            floats.div_(controls.temperature)
+        exponential_(floats)
+        if kept is not None:
+            floats.mul_(kept)
+        floats.add_(self._offset)
+        self._sums = self._all.view(torch.int64).view(-1, BLOCK).sum(-1).sub_(self._zero_of_block)
+        self.total = int(self._sums.sum())
+        return self.total
+
+    def weights(self) -> torch.Tensor:
+        """int64 ``[V]``."""
+        return self._integers - self._zero
+
+    def prefix(self, logits: torch.Tensor, target: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The shortest prefix with a weight of at least `target`: ids and weights; see `prefix_of_mass`."""
+        return prefix_of_mass(logits, self._integers, self.total, target, self._zero)
+
+    def token_at(self, point: int) -> int:
+        """The token whose units include the place `point`: first of the blocks, then of the tokens of one block."""
+        cumulative = self._sums.numpy().cumsum()
+        block = int(cumulative.searchsorted(point, "right"))
+        before = int(cumulative[block - 1]) if block else 0
+        inside = self._all.numpy()[block * BLOCK : (block + 1) * BLOCK].view(np.int64) - self._zero
+        return block * BLOCK + int(inside.cumsum().searchsorted(point - before, "right"))
+
+
+def _wrapped(value: int) -> int:
+    """What an int64 makes of a value that is too large: the low 64 bits, the highest of them for the sign."""
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,246 @@
+"""The async edge: requests go to the step thread, outputs come back as streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from itertools import count
+
+import torch
+
+from worker.engines import EngineInfo, KeepKv, KvEventSink, ReadKv, TokenDelta
+from worker.engines.embedded.admission import admit
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.transfer.connector import Exchange, note_mode, open_exchange
+from worker.engines.embedded.transfer.handle import fingerprint, handle_from_json
+from worker.engines.embedded.kv_cache.budget import choose_kv_blocks
+from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.plan import Model, Output, Request
+from worker.engines.embedded.step import Stepper, make_stepper
+from worker.engines.embedded.serving.step_thread import MIN_AHEAD, RUN_AHEAD, Abort, Listen, StepThread, Stop, Submit
+from worker.engines.embedded.serving.stream import Stream
+from worker.engines.embedded.host.threads import limit_threads
+from worker.engines.embedded.transfer.nixl import KvHandle
+from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, ServingError, StartupError
+from worker.sampling.params import SamplingParams
+
+
+def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, EngineInfo]:
+    """The stepper of an engine, and what the engine tells of itself.
+
+    Args:
+        config: Settings, checked here.
+        model: A model to use instead of the checkpoint in ``config.model_path``.
+
+    Raises:
+        StartupError: with one clear line.
+    """
+    config.check()
+    model = model or load_model(config)
+    context_length = config.context_length or model.context_length
+    if context_length > model.context_length:
+        raise StartupError(
+            f"--context-length {context_length} is above the model's own limit of {model.context_length} tokens"
+        )
+    num_kv_blocks = choose_kv_blocks(config, model, context_length)
+    info = EngineInfo(
+        name="embedded",
+        version=torch.__version__,
+        context_length=context_length,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        kv_block_size=config.kv_block_size,
+        total_kv_blocks=num_kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    stepper = make_stepper(config, model, num_kv_blocks)
+    if config.role != "aggregated":
+        if not isinstance(model, HfModel):
+            raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to hand over")
+        identity = fingerprint(config.model_path)
+        stepper.exchange = open_exchange(model.kv_tensors(), stepper.scheduler, config, identity, model.made_by)
+    return stepper, info
+
+
+class EmbeddedEngine:
+    """Implements `worker.engines.Engine` in torch.
+
+    Args:
+        config: Settings.
+        model: A model to use instead of the checkpoint in ``config.model_path``.
+    """
+
+    def __init__(self, config: EmbeddedConfig, model: Model | None = None) -> None:
+        self.config = config
+        self._injected_model = model
+        self._model: Model | None = None
+        self._info: EngineInfo | None = None
+        self._thread: StepThread | None = None
+        self._exchange: Exchange | None = None
+        self._streams: dict[str, Stream] = {}
+        self._behind: set[Stream] = set()  # those whose consumers are behind
+        self._numbers = count()
+        self._refusal: ServingError | None = None
+
+    def __repr__(self) -> str:
+        state = "not started" if self._info is None else repr(self._refusal) if self._refusal else "serving"
+        return f"EmbeddedEngine({state}, {len(self._streams)} unfinished)"
+
+    async def start(self) -> EngineInfo:
+        """Load the model and start the step thread.
+
+        Raises:
+            StartupError: with one clear line.
+        """
+        if self._info is not None:
+            raise StartupError("the embedded engine was started twice")
+        stepper, info = await asyncio.to_thread(self._load)
+        loop = asyncio.get_running_loop()
+        self._thread = StepThread(stepper, self._deliver, self._break, loop, self.config.step_timeout_s)
+        self._model = stepper.model
+        self._exchange = stepper.exchange
+        self._info = info
+        self._thread.start()
+        return info
+
+    def _load(self) -> tuple[Stepper, EngineInfo]:
+        limit_threads(self.config.model_path)  # before the model: which numerics are exact depends on it
+        return load(self.config, self._injected_model)
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        kv: KeepKv | ReadKv | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Decode one request; see `worker.engines.Engine.generate`."""
+        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt)
+        try:
+            while True:
+                delta = await stream.take()
+                self._catch_up(stream)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self._catch_up(stream)
+            if self._streams.get(request_id) is stream:
+                self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Free the request's slot and KV before the next step; its stream ends as ``cancelled``."""
+        if request_id in self._streams and self._thread is not None:
+            self._thread.tell(Abort(request_id))
+
+    def num_unfinished(self) -> int:
+        """Requests admitted and not yet finished."""
+        return len(self._streams)
+
+    def num_held(self) -> int:
+        """Prompts whose KV is held for other workers."""
+        return 0 if self._exchange is None else self._exchange.num_held
+
+    def report_blocks(self, sink: KvEventSink) -> None:
+        """Tell `sink` of the blocks in the cache, and from now on of what becomes of them."""
+        assert self._thread is not None
+        self._thread.tell(Listen(sink))
+
+    def transfers(self) -> dict[str, float]:
+        """Hand-offs so far by what became of them, the seconds that reads took, and the blocks in use now."""
+        if self._exchange is None:
+            return {}
+        exchange = self._exchange
+        return {**exchange.counts, "seconds": exchange.seconds, "used_blocks": exchange.num_used_blocks}
+
+    def hand_off(self) -> int:
+        """End every unfinished request with `Draining`, and refuse new ones; returns how many were ended."""
+        return self._end_all(Draining("the worker is shutting down"))
+
+    async def stop(self) -> None:
+        """Stop the step thread and drop the model. Idempotent."""
+        self._end_all(Draining("the engine was stopped"))
+        thread, self._thread, self._model = self._thread, None, None
+        if thread is not None:
+            thread.tell(Stop())
+            await asyncio.to_thread(thread.join)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _admit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        kv: KeepKv | ReadKv | None,
+        cache_salt: str | None,
+    ) -> Stream:
+        if self._refusal is not None:
+            raise self._refusal
+        if self._thread is None or self._model is None or self._info is None:
+            raise EngineBroken("the engine has not been started")
+        if request_id in self._streams:
+            raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
+        request = admit(request_id, next(self._numbers), prompt, params, self._model, self._info.context_length)
+        request.cache_salt = cache_salt
+        handle = self._part(request, kv)
+        places = self.config.max_num_seqs + self.config.max_queue
+        if len(self._streams) >= places:
+            raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
+        stream = self._streams[request_id] = Stream(request_id)
+        self._thread.tell(Submit(request, handle))
+        return stream
+
+    def _part(self, request: Request, kv: KeepKv | ReadKv | None) -> KvHandle | None:
+        """Make `request` this worker's part of what was asked; where its prompt's KV is, if elsewhere."""
+        if kv is None:
+            if self.config.role == "decode":
+                note_mode(request, "local prefill")
+            return None
+        assert self._exchange is not None, f"an {self.config.role} engine exchanges no KV"
+        if isinstance(kv, ReadKv):
+            return handle_from_json(kv.handle, self._exchange.layout, request.prompt_length)
+        request.keeps_kv = True
+        request.params, request.chain, request.end_ids = SamplingParams(), None, frozenset()
+        request.limit = request.prompt_length + 1
+        return None
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        limit = max(MIN_AHEAD, RUN_AHEAD // max(1, len(self._streams)))
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue  # ended by hand_off or stop
+            stream.push(output)
+            if stream.finished:
+                del self._streams[output.request_id]
+                self._behind.discard(stream)
+            elif stream.num_pending >= limit:
+                self._behind.add(stream)
+        self._pace()
+
+    def _catch_up(self, stream: Stream) -> None:
+        if stream in self._behind:
+            self._behind.remove(stream)
+            self._pace()
+
+    def _pace(self) -> None:
+        """Hold decoding back while most consumers are behind; a few slow ones do not slow the others."""
+        if self._thread is not None:
+            self._thread.hold(2 * len(self._behind) > len(self._streams))
+
+    def _break(self, cause: str) -> None:
+        self._end_all(EngineBroken(cause))
+
+    def _end_all(self, failure: ServingError) -> int:
+        """Fail every stream and refuse new requests, for the first reason ever given."""
+        self._refusal = self._refusal or failure
+        streams, self._streams = self._streams, {}
+        self._behind.clear()
+        for stream in streams.values():
+            stream.fail(failure)
+            if self._thread is not None:
+                self._thread.tell(Abort(stream.request_id))
+        return len(streams)

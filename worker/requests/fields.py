@@ -1,0 +1,413 @@
+"""Every field that a request from Dynamo can have, and what becomes of it.
+
+A field is *honoured* (it becomes part of the `GenerationRequest`), *frontend* (Dynamo's frontend has applied it or
+will), *no effect* (by design, with the reason), or *refused* (`InvalidRequest` with the reason). A field without a row
+is refused. `docs/request.md` shows the same table.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from adapters.processors.arguments import MAX_LIST
+from adapters.catalog.selection import ANNOTATION, MAX_BYTES
+from worker.errors import InvalidRequest
+from worker.sampling.params import MAX_LOGPROBS
+
+Fate = Literal["honoured", "frontend", "no effect", "refused"]
+
+MAX_ANNOTATIONS = 64
+MAX_ANNOTATION_CHARACTERS = 65_536
+"""Annotations are a client's free text; all of one request's together may have this many characters."""
+
+MAX_STOP_TOKEN_IDS = 1024
+MAX_STOP_STRINGS = 64
+MAX_TOKENS_LIMIT = 2**31 - 1
+
+
+Parser = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field that can be in a request.
+
+    Attributes:
+        path: Dotted path, for example ``sampling_options.top_p``.
+        fate: What becomes of it.
+        why: What it does, or why it has no effect or is refused (then it is the error's text).
+        parse: For honoured and frontend fields, value → typed value, or `InvalidRequest`.
+        target: For honoured fields, the `GenerationRequest` attribute that it sets.
+        neutral: For refused fields, values that ask for nothing and are let through.
+    """
+
+    path: str
+    fate: Fate
+    why: str
+    parse: Parser | None = None
+    target: str | None = None
+    neutral: tuple[Any, ...] = field(default=(False,))
+
+
+def number(low: float, high: float = math.inf, *, above_low: bool = False) -> Parser:
+    """A finite number in [low, high], or (low, high] with ``above_low``."""
+    bound = f"{'above' if above_low else 'at least'} {low:g}" if math.isfinite(low) else "a finite number"
+    bound += f" and at most {high:g}" if math.isfinite(high) else ""
+
+    def parse(path: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise InvalidRequest(path, f"must be a number, got {shown(value)}")
+        try:
+            result = float(value)
+        except OverflowError:
+            raise InvalidRequest(path, f"must be {bound}, got {shown(value)}") from None
+        if not math.isfinite(result) or not low <= result <= high or (above_low and result == low):
+            raise InvalidRequest(path, f"must be {bound}, got {shown(value)}")
+        return result
+
+    return parse
+
+
+def integer(low: int, high: int) -> Parser:
+    """An integer in [low, high]."""
+
+    def parse(path: str, value: Any) -> int:
+        if type(value) is not int:
+            raise InvalidRequest(path, f"must be an integer, got {shown(value)}")
+        if not low <= value <= high:
+            raise InvalidRequest(path, f"must be between {low} and {high}, got {shown(value)}")
+        return value
+
+    return parse
+
+
+def boolean(path: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise InvalidRequest(path, f"must be true or false, got {shown(value)}")
+    return value
+
+
+def text(path: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(path, f"must be a text, got {shown(value)}")
+    return value
+
+
+def prefill_result(path: str, value: Any) -> Mapping[str, Any]:
+    """What the frontend passes on from the prefill worker."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(path, f"must be a mapping, got {shown(value)}")
+    for name in sorted(set(value) - {"disaggregated_params", "prompt_tokens_details"}):
+        raise InvalidRequest(f"{path}.{name}", "unknown field")
+    return value
+
+
+def integers(most: int) -> Parser:
+    """A list of at most ``most`` integers, as a frozenset."""
+
+    def parse(path: str, value: Any) -> frozenset[int]:
+        if not isinstance(value, (list, tuple)) or any(type(item) is not int for item in value):
+            raise InvalidRequest(path, f"must be a list of token ids, got {shown(value)}")
+        if len(value) > most:
+            raise InvalidRequest(path, f"must have at most {most} token ids, got {len(value)}")
+        return frozenset(value)
+
+    return parse
+
+
+def texts(path: str, value: Any, most: int, most_characters: int) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+        raise InvalidRequest(path, f"must be a list of texts, got {shown(value)}")
+    if len(value) > most:
+        raise InvalidRequest(path, f"must have at most {most} entries, got {len(value)}")
+    characters = sum(map(len, value))
+    if characters > most_characters:
+        raise InvalidRequest(path, f"must have at most {most_characters} characters in all, got {characters}")
+    return tuple(value)
+
+
+def stop_strings(path: str, value: Any) -> tuple[str, ...]:
+    return texts(path, value, MAX_STOP_STRINGS, MAX_ANNOTATION_CHARACTERS)
+
+
+_FOR_THIS_WORKER = re.compile(r"logits|processor", re.IGNORECASE)
+
+
+def client_annotations(path: str, value: Any) -> tuple[str, ...]:
+    """A client's annotations. One that nearly has the name of the request channel is a mistake, not somebody else's."""
+    entries = texts(path, value, MAX_ANNOTATIONS, MAX_ANNOTATION_CHARACTERS)
+    for entry in entries:
+        name = entry.partition(":")[0]
+        if not entry.startswith(ANNOTATION) and _FOR_THIS_WORKER.search(name):
+            raise InvalidRequest(path, f"{shown(name)} is not known; processors are selected by {ANNOTATION}{{json}}")
+    return entries
+
+
+def token_sequences(path: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """A list of token id sequences; a bare id is a sequence of one."""
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequest(path, f"must be a list of lists of token ids, got {shown(value)}")
+    sequences = [tuple(item) if isinstance(item, (list, tuple)) else (item,) for item in value]
+    if any(type(token_id) is not int for ids in sequences for token_id in ids):
+        raise InvalidRequest(path, "must be a list of lists of token ids")
+    return tuple(sequences)
+
+
+_GUIDES = ("json", "regex", "choice", "grammar")
+_GUIDE_OPTIONS = ("backend", "whitespace_pattern", "structural_tag")
+
+
+def guided_decoding(path: str, value: Any) -> dict[str, Any] | None:
+    """What the answer must match: one kind of guide, or none at all. It is checked further when it is compiled."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(path, f"must be a mapping, got {shown(value)}")
+    given = {name: each for name, each in value.items() if each is not None}
+    for name in given:
+        if name not in _GUIDES + _GUIDE_OPTIONS:
+            raise InvalidRequest(f"{path}.{shown(name).strip(chr(39))}", "unknown field")
+    if not given:
+        return None
+    if given.pop("backend", "llguidance") not in ("llguidance", "guidance", "auto"):
+        raise InvalidRequest(f"{path}.backend", "this worker decodes grammars with llguidance")
+    for name in ("whitespace_pattern", "structural_tag"):
+        if given.pop(name, None) is not None:
+            raise InvalidRequest(f"{path}.{name}", "is not supported; give a json, regex, choice or grammar guide")
+    if len(given) != 1:
+        raise InvalidRequest(path, f"must have exactly one of {', '.join(_GUIDES)}, got {', '.join(given) or 'none'}")
+    if isinstance(given.get("json"), str):
+        given["json"] = _schema(f"{path}.json", given["json"])
+    return given
+
+
+def _schema(path: str, text_: str) -> Any:
+    if len(text_) > MAX_BYTES:
+        raise InvalidRequest(path, f"must have at most {MAX_BYTES} characters, got {len(text_)}")
+    try:
+        return json.loads(text_)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(path, "must be a JSON Schema") from None
+
+
+def prompt_ids(path: str, value: Any) -> list[int]:
+    """The prompt: a list of ids, or the same packed as little-endian int32 (``DYN_TOKEN_IDS_AS_BYTES``)."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _unpacked(path, bytes(value))
+    if not isinstance(value, (list, tuple)) or any(type(item) is not int for item in value):
+        raise InvalidRequest(path, f"must be a list of token ids, got {shown(value)}")
+    return list(value)
+
+
+def _unpacked(path: str, packed: bytes) -> list[int]:
+    if len(packed) % 4:
+        raise InvalidRequest(path, f"packed token ids must be a multiple of 4 bytes, got {len(packed)}")
+    ids = array.array("i" if array.array("i").itemsize == 4 else "l", packed)
+    if sys.byteorder != "little":
+        ids.byteswap()
+    return ids.tolist()
+
+
+def shown(value: Any) -> str:
+    """``value`` for an error message: short, and never more than a glimpse of what the client sent."""
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    if isinstance(value, (Mapping, bytes)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    written = repr(value)
+    return written if len(written) <= 60 else written[:57] + "..."
+
+
+def _honoured(path: str, parse: Parser, why: str, target: str | None = None) -> Field:
+    return Field(path, "honoured", why, parse, target or path.rpartition(".")[2])
+
+
+def _frontend(path: str, why: str, parse: Parser | None = None) -> Field:
+    return Field(path, "frontend", why, parse)
+
+
+def _no_effect(path: str, why: str) -> Field:
+    return Field(path, "no effect", why)
+
+
+def _refused(path: str, why: str, *neutral: Any) -> Field:
+    return Field(path, "refused", why, neutral=(False, *neutral))
+
+
+_U64 = 2**64
+_ROUTER = "for the router, which has acted on it"
+_PICTURES = "this worker serves text only"
+_HAND_OFF = "hand-offs of this kind are not supported: prefill answers before decode begins"
+_ALLOWED = "Runs as the processor allowed_tokens: only these. An end token, too, must be listed, as in vLLM."
+_BAD_WORDS = "Runs as the processor bad_words: sequences of token ids that the answer must not have."
+
+FIELDS: tuple[Field, ...] = (
+    _honoured("token_ids", prompt_ids, "The prompt.", "prompt_token_ids"),
+    _honoured("model", text, "Name that the client asked for."),
+    _honoured(
+        "stop_conditions.max_tokens",
+        integer(1, MAX_TOKENS_LIMIT),
+        "Tokens to generate at most; absent or past the end of the context means up to the end of the context.",
+    ),
+    _honoured(
+        "stop_conditions.min_tokens",
+        integer(0, MAX_TOKENS_LIMIT),
+        "No stop token ends the answer before; more than max_tokens means exactly max_tokens.",
+    ),
+    _honoured(
+        "stop_conditions.ignore_eos",
+        boolean,
+        "The model's end tokens do not end the answer; the frontend then also clears stop strings and stop token ids.",
+    ),
+    _frontend(
+        "stop_conditions.stop",
+        "Stop strings: the frontend matches them on the decoded text, cuts the answer and cancels the request here.",
+        stop_strings,
+    ),
+    _honoured(
+        "stop_conditions.stop_token_ids",
+        integers(MAX_STOP_TOKEN_IDS),
+        "End the answer; shown only with include_stop_str_in_output.",
+    ),
+    _honoured("stop_conditions.stop_token_ids_visible", integers(MAX_STOP_TOKEN_IDS), "End the answer and are shown."),
+    _honoured(
+        "stop_conditions.stop_token_ids_hidden", integers(MAX_STOP_TOKEN_IDS), "End the answer and are not shown."
+    ),
+    _honoured(
+        "stop_conditions.max_thinking_tokens",
+        integer(0, MAX_TOKENS_LIMIT),
+        "Runs as the processor thinking_budget; refused for a model without thinking tags.",
+    ),
+    _refused(
+        "sampling_options.n",
+        "more than one choice cannot be streamed: Dynamo's unified backend ends the stream "
+        "with the first choice that finishes; send one request per choice",
+        1,
+    ),
+    _refused(
+        "sampling_options.best_of", "best_of above 1 is not supported; it needs several choices per request", 0, 1
+    ),
+    _refused("sampling_options.use_beam_search", "beam search is not supported"),
+    _refused("sampling_options.length_penalty", "belongs to beam search, which is not supported", 1),
+    _honoured(
+        "sampling_options.presence_penalty",
+        number(-2, 2),
+        "Subtracted once from the logit of every token that the answer has.",
+    ),
+    _honoured(
+        "sampling_options.frequency_penalty",
+        number(-2, 2),
+        "As presence_penalty, times how often the answer has the token.",
+    ),
+    _honoured(
+        "sampling_options.repetition_penalty",
+        number(0, 100, above_low=True),
+        "Scales the logits of all tokens of prompt and answer away from being drawn (below 1: towards).",
+    ),
+    _honoured("sampling_options.temperature", number(0, 100), "0 is greedy; nothing set is greedy too."),
+    _honoured("sampling_options.top_p", number(0, 1), "Shortest prefix of the ranked tokens whose mass reaches it."),
+    _honoured("sampling_options.top_k", integer(-1, 2**31 - 1), "Tokens to draw from; -1 and 0 mean all."),
+    _honoured(
+        "sampling_options.min_p", number(0, 1), "Tokens less likely than this times the likeliest are not drawn."
+    ),
+    _honoured(
+        "sampling_options.seed", integer(-(2**63), _U64 - 1), "Fixes the draws; negative seeds are taken modulo 2^64."
+    ),
+    _honoured(
+        "sampling_options.include_stop_str_in_output",
+        boolean,
+        "Shows stop_token_ids; the frontend does the same for stop strings.",
+        "include_stop",
+    ),
+    _honoured(
+        "sampling_options.guided_decoding",
+        guided_decoding,
+        "Runs as the processor json_schema, regex, choice or grammar; with require_reasoning after the thinking.",
+    ),
+    _honoured("sampling_options.allowed_token_ids", integers(MAX_LIST), _ALLOWED),
+    _honoured("sampling_options.bad_words_token_ids", token_sequences, _BAD_WORDS),
+    _no_effect("sampling_options.detokenize", "This worker sends token ids; the frontend makes the text."),
+    _honoured(
+        "output_options.logprobs",
+        integer(0, MAX_LOGPROBS),
+        "Alternatives to report per token; 0 is the chosen token alone.",
+    ),
+    _refused(
+        "output_options.prompt_logprobs", "log probabilities of the prompt are not supported (echo asks for them too)"
+    ),
+    _frontend("output_options.skip_special_tokens", "The frontend makes the text.", boolean),
+    _frontend("output_options.return_tokens_as_token_ids", "The frontend makes the text.", boolean),
+    _frontend("output_options.no_stop_trim", "The frontend makes the text.", boolean),
+    _no_effect("output_options.formatted_prompt", "The frontend reports the prompt that it made."),
+    _honoured(
+        "eos_token_ids", integers(MAX_STOP_TOKEN_IDS), "The model's end tokens; hidden stop tokens unless ignore_eos."
+    ),
+    _honoured(
+        "annotations",
+        client_annotations,
+        "`logits_processors:{json}` selects processors (docs/processors.md). Another one whose name (the part before "
+        "a colon) has `logits` or `processor` in it is refused as a mistake. The rest are the client's own or the "
+        "frontend's (formatted_prompt, token_ids, llm_metrics, request_id, query_instance_id) and have no effect here.",
+    ),
+    _honoured("_HEALTH_CHECK", boolean, "Marks the runtime's health probe, which runs like any request.", "is_probe"),
+    _no_effect("mdc_sum", "Checksum of the model card."),
+    _no_effect("request_timestamp_ms", "Timing of the frontend."),
+    _no_effect("migration_link", "Trace of the worker that served the request before."),
+    _no_effect("migration_state", "State of the frontend's migration."),
+    _no_effect("jail_seed", "State of the frontend's stop strings after a migration."),
+    _no_effect("agent_context", "Identity of the client's session, for traces."),
+    _no_effect("router", "Parameters of the router."),
+    _no_effect("router_config_override", _ROUTER),
+    _no_effect("kv_hint", "A hint about reuse of KV blocks; it changes no token."),
+    _honoured("require_reasoning", boolean, "A grammar starts after the thinking, if the model has thinking tags."),
+    _no_effect("image_cache_scope", "Scope of cached pictures; " + _PICTURES + "."),
+    _no_effect("routing.backend_instance_id", _ROUTER),
+    _no_effect("routing.prefill_worker_id", _ROUTER),
+    _no_effect("routing.decode_worker_id", _ROUTER),
+    _no_effect("routing.dp_rank", _ROUTER),
+    _no_effect("routing.prefill_dp_rank", _ROUTER),
+    _no_effect("routing.expected_output_tokens", _ROUTER),
+    _refused("routing.lora_name", "this worker serves no LoRA adapters"),
+    _honoured("routing.cache_salt", text, "Requests share the KV of common beginnings only if their salt is the same."),
+    _no_effect("routing.priority_jump", _ROUTER),
+    _no_effect("routing.strict_priority", _ROUTER),
+    _no_effect(
+        "routing.priority", "A hint about order: the router acts on it, this worker serves in order of arrival."
+    ),
+    _no_effect("routing.allowed_worker_ids", _ROUTER),
+    _no_effect("routing.routing_constraints", _ROUTER),
+    _no_effect("extra_args.nvext.cache_salt", "As routing.cache_salt, where the frontend puts it too."),
+    _no_effect("extra_args.nvext.extra_fields", "The frontend adds these fields to the response."),
+    _no_effect("extra_args.nvext.token_in", "Says that the client sent token ids; they are in token_ids."),
+    _honoured("extra_args.sampling_options.allowed_token_ids", integers(MAX_LIST), _ALLOWED),
+    _honoured("extra_args.sampling_options.bad_words_token_ids", token_sequences, _BAD_WORDS),
+    _no_effect("extra_args.sampling_options.detokenize", "This worker sends token ids; the frontend makes the text."),
+    _refused("extra_args.formatted_prompt", _PICTURES),
+    _refused("extra_args.messages", _PICTURES),
+    _refused("multi_modal_data", _PICTURES),
+    _refused("multi_modal_uuids", _PICTURES),
+    _refused("mm_routing_info", _PICTURES),
+    _refused("mm_processor_kwargs", _PICTURES),
+    _refused("media_io_kwargs", _PICTURES),
+    _refused("encoder_result", _PICTURES),
+    _refused("prompt_embeds", "prompts are token ids here, not embeddings"),
+    _refused("generate_request", "the engine-native generate API is not supported"),
+    _honoured(
+        "prefill_result", prefill_result, "On a decode worker: where the prompt's KV is (docs/disaggregation.md)."
+    ),
+    _refused("bootstrap_info", _HAND_OFF),
+    _refused("staged_kv_cleanup", _HAND_OFF),
+)
+
+
+SECTIONS = frozenset(
+    ".".join(row.path.split(".")[:depth]) for row in FIELDS for depth in range(1, row.path.count(".") + 1)
+)
+"""Paths whose value is a mapping of further fields."""

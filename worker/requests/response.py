@@ -1,0 +1,74 @@
+"""`TokenDelta` of an engine → the chunk that Dynamo's frontend takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from worker.engines import TokenDelta, TokenLogprob
+from worker.errors import RequestFailed
+from worker.requests.request import GenerationRequest
+
+
+class ResponseBuilder:
+    """Builds the chunks of one request and counts its tokens.
+
+    Attributes:
+        num_prompt_tokens: Tokens of the prompt.
+        num_generated_tokens: Tokens sent so far.
+        num_cached_tokens: Prompt tokens whose KV the engine found in its cache.
+    """
+
+    def __init__(self, request: GenerationRequest, hidden: frozenset[int]) -> None:
+        """``hidden`` are the stop tokens that end the answer without being part of it."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_generated_tokens = 0
+        self.num_cached_tokens = 0
+        self._logprobs = request.logprobs
+        self._hidden = hidden
+
+    def chunk(self, delta: TokenDelta) -> dict[str, Any]:
+        """The chunk for ``delta``. The caller drops one without tokens, finish or engine data.
+
+        Raises:
+            RequestFailed: the engine says that the request failed.
+        """
+        if delta.finish_reason == "error":
+            raise RequestFailed(delta.error or "the engine gave no reason")
+        shown = len(delta.token_ids) - self._ends_hidden(delta)
+        self.num_generated_tokens += shown
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        chunk: dict[str, Any] = {"token_ids": delta.token_ids[:shown], "index": delta.index}
+        if self._logprobs is not None and delta.logprobs is not None:
+            _add_logprobs(chunk, delta.logprobs[:shown], self._logprobs)
+        if delta.engine_data is not None:
+            chunk["engine_data"] = delta.engine_data
+        if delta.finish_reason is not None:
+            chunk["finish_reason"] = delta.finish_reason
+            chunk["completion_usage"] = self.usage()
+        return chunk
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage of the request so far."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_generated_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+    def _ends_hidden(self, delta: TokenDelta) -> bool:
+        """Whether the last token is a stop token that only the request's shown ones brought into the output."""
+        return delta.stop_reason in self._hidden and delta.token_ids[-1:] == [delta.stop_reason]
+
+
+def _add_logprobs(chunk: dict[str, Any], positions: list[list[TokenLogprob]], top: int) -> None:
+    """The chosen token's log probability, and the ``top`` likeliest tokens by rank where any were asked for."""
+    chunk["log_probs"] = [entries[0].logprob for entries in positions]
+    if top > 0:
+        chunk["top_logprobs"] = [_ranked(entries, top) for entries in positions]
+
+
+def _ranked(entries: list[TokenLogprob], top: int) -> list[dict[str, Any]]:
+    by_id = {entry.token_id: entry for entry in entries if entry.rank <= top}
+    ranked = sorted(by_id.values(), key=lambda entry: (entry.rank, entry.token_id))
+    return [{"rank": e.rank, "token_id": e.token_id, "logprob": e.logprob} for e in ranked]

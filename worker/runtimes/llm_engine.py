@@ -1,0 +1,454 @@
+"""`WorkerEngine`: Dynamo's `LLMEngine`, serving one of our engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import random
+import secrets
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dynamo.common.backend.engine import EngineConfig, LLMEngine
+from dynamo.common.backend.health_check import build_health_check_payload
+from dynamo.common.backend.metrics import register_engine_registry
+from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
+from prometheus_client import CollectorRegistry
+
+from adapters import create_trtllm_adapters
+from adapters.catalog.selection import Selection
+from worker import __version__
+from worker.arguments import Arguments
+from worker.requests.deadline import until
+from worker.disaggregation.hand_offs import HandOffs, TransferMetrics
+from worker.lifecycle.drain import Flight, Gate, drain
+from worker.engines import Engine, EngineInfo, SelfReporting, TokenDelta
+from worker.errors import (
+    Draining,
+    EngineBroken,
+    GrammarsUnavailable,
+    InvalidRequest,
+    Overloaded,
+    ProcessorUnavailable,
+    RequestFailed,
+    ServingError,
+    StartupError,
+)
+from worker.lifecycle.faults import FaultWindow
+from worker.requests.lowering import lower
+from worker.metrics import WorkerMetrics
+from worker.processors.builder import ProcessorDesk, make_desk
+from worker.requests.request import GenerationRequest, RequestLimits, parse_request
+from worker.requests.response import ResponseBuilder
+from worker.runtimes import dynamo as runtime
+from worker.sampling.params import SamplingParams
+from worker.disaggregation.seal import Seal
+from worker.processors.smoke import SmokeTest
+
+logger = logging.getLogger(__name__)
+
+CATALOG_CONTROL = "logits_processors"
+
+_OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
+    (InvalidRequest, "refused"),
+    (RequestFailed, "failed"),
+    (Overloaded, "overloaded"),
+    (Draining, "handed_off"),
+    (EngineBroken, "engine_broken"),
+    (ProcessorUnavailable, "unavailable"),
+    (GrammarsUnavailable, "unavailable"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """One admitted request."""
+
+    flight: Flight
+    builder: ResponseBuilder
+    deltas: AsyncGenerator[TokenDelta, None]
+    request: GenerationRequest
+    selection: Selection
+
+
+class _Aborted(Exception):
+    """The client is gone before its request reached the engine."""
+
+
+@dataclass(eq=False, slots=True)
+class _Admission:
+    """A request whose chain is being built.
+
+    Attributes:
+        task: Builds it.
+        failure: What the request ends with, once the task was cancelled for that.
+    """
+
+    task: asyncio.Task[SamplingParams]
+    failure: Exception | None = None
+
+    def end(self, failure: Exception) -> None:
+        """Stop building; the request ends with ``failure``."""
+        self.failure = self.failure or failure
+        self.task.cancel()
+
+
+class WorkerEngine(LLMEngine):
+    """Serves `engine` through Dynamo's unified backend.
+
+    Attributes:
+        startup_error: Why `start` failed, for the one line that the operator sees.
+        broken: Why the engine cannot serve any more, None while it can.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        arguments: Arguments,
+        *,
+        seal: Seal | None = None,
+        smoke: bool = False,
+        leave: Callable[[], None] = runtime.leave,
+        open_desk: Callable[[Arguments, EngineInfo, CollectorRegistry], ProcessorDesk] = make_desk,
+    ) -> None:
+        """``seal`` signs hand-offs; prefill and decode workers need one.
+
+        ``leave`` asks the runtime to shut this process down; it is called at most once, when the engine broke.
+
+        ``open_desk`` makes the desk that turns selections into chains, in a thread, once the model is loaded.
+        """
+        self.engine = engine
+        self.arguments = arguments
+        self.gate = Gate()
+        self.metrics = WorkerMetrics(self.gate)
+        self.hand_offs = HandOffs(
+            arguments.disaggregation_mode, seal, arguments.kv_hold_s, arguments.max_local_prefills
+        )
+        self.startup_error: str | None = None
+        self.broken: str | None = None
+        self._open_desk = open_desk
+        self._desk: ProcessorDesk | None = None
+        self._admissions: dict[str, _Admission] = {}
+        self._smoke_wanted = smoke
+        self._smoke: SmokeTest | None = None
+        self._faults = FaultWindow()
+        self._seeds = random.Random(secrets.randbits(128))  # the system's own would let go of the interpreter each time
+        self._leave = leave
+        self._info: EngineInfo | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._publisher: Any = None
+        self._used_blocks: int | None = None  # as the engine itself says, where it does
+        self._published_blocks = -1
+        self._num_signals = 0
+        self._drained = False
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> Any:
+        """The SDK's factory; ``python -m worker`` builds the engine itself (`worker.__main__`)."""
+        from worker.__main__ import build
+
+        return build(argv)
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        self._loop = asyncio.get_running_loop()
+        try:
+            info = await self.engine.start()
+            self._desk = await asyncio.to_thread(self._open_desk, self.arguments, info, self.metrics.registry)
+            if self._smoke_wanted:
+                eos = info.eos_token_ids[0] if info.eos_token_ids else None
+                self._smoke = await asyncio.to_thread(SmokeTest, self.arguments.model_path, eos)
+        except Exception as error:  # the start-up boundary: the operator gets one line, the log the traceback
+            if not isinstance(error, StartupError):
+                logger.exception("start-up failed")
+            self.startup_error = " ".join(str(error).split()) or type(error).__name__
+            raise
+        gc.collect()
+        gc.freeze()  # model and vocabulary stay; collections that look at them would hold up a step for milliseconds
+        self._info = info
+        self.gate.block_size = info.kv_block_size
+        if isinstance(self.engine, SelfReporting):
+            self.engine.tell_broken(self._break)
+            self.engine.tell_load(self._take_load)
+        self.metrics.describe_engine(info)
+        if self.arguments.disaggregation_mode != "aggregated":
+            TransferMetrics(self.engine, self.hand_offs, self.metrics.registry)
+        return runtime.engine_config(info, self.arguments)
+
+    async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
+        """One request. Everything that can refuse it does so before the first chunk."""
+        finished = False
+        try:
+            serving = await self._admit(context.id(), request, context.metadata or {})
+            try:
+                async with contextlib.aclosing(serving.deltas) as deltas:
+                    async for delta in deltas:
+                        chunk = self._chunk(serving, delta)
+                        finished = delta.finish_reason is not None
+                        if chunk is not None:
+                            yield chunk
+            finally:
+                self._in_loop(self._leave_gate, serving)
+        except (GeneratorExit, asyncio.CancelledError):  # the runtime drops a stream that nobody reads any more
+            if not finished:
+                self._in_loop(self.metrics.count_outcome, "cancelled")
+            raise
+        except ServingError as error:
+            self._record(context.id(), error)
+            raise runtime.to_dynamo(error) from None
+        except Exception as error:  # the request boundary: one request's unknown error stays its own
+            logger.exception("request %s failed", context.id())
+            self.metrics.count_outcome("unknown_error")
+            if self._faults.record():
+                self._break(f"{self._faults.limit} unknown errors within {self._faults.window_s:g} s")
+            raise runtime.to_dynamo(ServingError("internal error")) from error
+
+    async def _admit(self, request_id: str, raw: Mapping[str, Any], metadata: Mapping[str, str]) -> _Serving:
+        info, desk = self._ready()
+        request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size))
+        prompt = request.prompt_token_ids
+        selection = desk.select(request, metadata)
+        part = self.hand_offs.part_of(request, selection)
+        flight = self.gate.enter(request_id, 0)  # inside while its grammars compile, but without KV
+        try:
+            work = self._parameters(request, desk, selection, info)
+            params = await (self._while_inside(flight, work) if selection.processors else work)
+            builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
+            builder.num_cached_tokens = part.num_cached_tokens
+            deltas = self.engine.generate(request_id, prompt, params, part.kv, request.cache_salt)
+            if selection.deadline is not None:
+                deltas = until(selection.deadline, deltas)
+            self.hand_offs.check_room(part)
+        except _Aborted:
+            return _Serving(flight, ResponseBuilder(request, frozenset()), _cancelled(), request, selection)
+        except BaseException:
+            self._in_loop(self.gate.leave, flight)
+            raise
+        self.gate.grow(flight, len(prompt))
+        self.hand_offs.enter(flight, part)
+        self._publish_load()
+        return _Serving(flight, builder, deltas, request, selection)
+
+    async def _while_inside(self, flight: Flight, work: Coroutine[Any, Any, SamplingParams]) -> SamplingParams:
+        """What ``work`` returns, unless `abort` or `hand_off` end it."""
+        admission = _Admission(asyncio.create_task(work))
+        self._admissions[flight.request_id] = admission
+        try:
+            await asyncio.wait([admission.task])
+            if admission.failure is not None:
+                raise admission.failure
+            return admission.task.result()
+        finally:
+            self._in_loop(self._leave_admission, flight, admission)
+
+    def _leave_admission(self, flight: Flight, admission: _Admission) -> None:
+        admission.task.cancel()  # nobody waits for it any more, and it may not be done
+        if self._admissions.get(flight.request_id) is admission:
+            del self._admissions[flight.request_id]
+
+    def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
+        self._count_processors(delta)
+        self.hand_offs.leave(serving.flight)
+        chunk = serving.builder.chunk(delta)
+        self.gate.grow(serving.flight, len(delta.token_ids))
+        self._publish_load()
+        if delta.kv is not None:
+            prompt = serving.request.prompt_token_ids
+            chunk["disaggregated_params"] = self.hand_offs.hand_over(prompt, serving.selection, delta)
+        if delta.finish_reason is not None:
+            self.metrics.count_outcome(delta.finish_reason)
+        elif not chunk["token_ids"] and "engine_data" not in chunk:
+            return None
+        return chunk
+
+    def _ready(self) -> tuple[EngineInfo, ProcessorDesk]:
+        if self.broken is not None:
+            raise EngineBroken(self.broken)
+        if self._info is None or self._desk is None:
+            raise Draining("this worker is not serving yet")
+        return self._info, self._desk
+
+    async def _parameters(
+        self, request: GenerationRequest, desk: ProcessorDesk, selection: Selection, info: EngineInfo
+    ) -> SamplingParams:
+        """What the engine gets: fields, the smoke test's processors, and the chain of everything selected."""
+        prompt = request.prompt_token_ids
+        smoke = self._smoke.processors(len(prompt)) if self._smoke else []
+        seed = self._seeds.getrandbits(64) if request.seed is None else request.seed
+        params = lower(request, info.eos_token_ids, smoke, seed if info.draws_by_seed else None)
+        budget = request.max_tokens
+        if self.arguments.disaggregation_mode == "prefill":  # is asked for one token, whatever decode will be asked for
+            budget = info.context_length - len(prompt)
+        chain = await desk.chain(selection, prompt, params.end_token_ids, seed, budget, request.cache_salt)
+        if chain is None:
+            return params
+        return replace(params, logits_processor=[*smoke, *create_trtllm_adapters([chain], end_id=params.end_id)])
+
+    def _count_processors(self, delta: TokenDelta) -> None:
+        """On the last delta of a request that had processors: metrics, and the breakers of third parties."""
+        if delta.receipt is None or self._desk is None:
+            return
+        self._desk.metrics.count(delta.receipt, delta.failure)
+        if delta.failure is not None and delta.failure.reason != "unsatisfiable":
+            self._desk.breaker.record(delta.failure.processor)
+        elif delta.finish_reason in ("stop", "length"):
+            self._desk.breaker.record_success(record.name for record in delta.receipt.records)
+
+    def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        """A stream that the runtime drops is closed by the garbage collector, and that runs in any thread."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(call, *arguments)
+        else:
+            call(*arguments)
+
+    def _leave_gate(self, serving: _Serving) -> None:
+        self.gate.leave(serving.flight)
+        self.hand_offs.leave(serving.flight)
+        self._publish_load()
+        builder = serving.builder
+        self.metrics.count_tokens(builder.num_prompt_tokens, builder.num_cached_tokens, builder.num_generated_tokens)
+
+    def _record(self, request_id: str, error: ServingError) -> None:
+        outcome = next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "unknown_error")
+        self.metrics.count_outcome(outcome)
+        if isinstance(error, InvalidRequest):
+            self.metrics.count_refusal(error.field)
+            # 1.4.2's frontend keeps the message from many clients. A bad hand-off is none's fault, but the workers'.
+            level = logging.ERROR if error.field.startswith("prefill_result") else logging.WARNING
+            logger.log(level, "request %s refused: %s", request_id, error)
+        if isinstance(error, EngineBroken):
+            self._break(str(error))
+
+    def _break(self, reason: str) -> None:
+        """Stop serving for good: hand everything off and let the process leave with a non-zero status."""
+        if self.broken is None:
+            self.broken = " ".join(reason.split())
+            logger.error("engine broken, leaving: %s", self.broken)
+            self.gate.close()
+            self._end_admissions(EngineBroken(self.broken))
+            self.engine.hand_off()
+            self._leave()
+
+    def hand_off(self) -> int:
+        """End every request that is left with `Draining`, those that have not reached the engine too."""
+        return self._end_admissions(Draining("this worker is shutting down")) + self.engine.hand_off()
+
+    def _end_admissions(self, failure: Exception) -> int:
+        admissions = list(self._admissions.values())
+        for admission in admissions:
+            admission.end(failure)
+        return len(admissions)
+
+    async def abort(self, context: Any) -> None:
+        """Free everything that the request holds. Called by the runtime when the client is gone."""
+        request_id = context.id()
+        if request_id in self._admissions:
+            self._admissions[request_id].end(_Aborted())
+        self.engine.abort(request_id)
+        self.hand_offs.evict(request_id)
+        if self.gate.evict(request_id):
+            self._publish_load()
+
+    async def is_quiescent(self) -> bool:
+        """Whether no decode worker reads from here any more; the runtime asks a prefill worker that is to leave."""
+        return self.engine.num_held() == 0
+
+    def signalled(self) -> None:
+        """A signal to leave arrived. The second one ends the drain at once: what is in flight is handed off."""
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self.gate.hurry()
+
+    async def cleanup(self) -> None:
+        """Drain, then stop the engine. Also called after a failed `start`; idempotent."""
+        if self._info is not None and not self._drained:
+            self._drained = True
+            budget_s = 0.0 if self.broken is not None else self.arguments.drain_timeout_s
+            outcome = await drain(self.gate, self, budget_s)
+            self.metrics.count_drain(outcome)
+            logger.info("drained: %d finished, %d handed off", outcome.num_finished, outcome.num_handed_off)
+        if self._desk is not None:
+            await self._desk.close()
+        await self.engine.stop()
+
+    async def register_prometheus(self, metrics: Any) -> None:
+        register_engine_registry(metrics, self.metrics.registry)
+
+    async def kv_event_sources(self) -> list[KvEventSource]:
+        """One source of KV events, where they are published: the engine reports its blocks itself."""
+        if not self.arguments.publishes_kv_events or self._info is None:
+            return []
+        block_size = self._info.kv_block_size
+
+        def on_ready(publisher: Any) -> None:
+            self.engine.report_blocks(runtime.RouterEvents(publisher, block_size))
+
+        return [PushSource(on_ready=on_ready, dp_rank=0)]
+
+    def component_metrics_dp_ranks(self) -> list[int]:
+        return [0]
+
+    def attach_snapshot_publisher(self, publisher: Any) -> None:
+        self._publisher = publisher
+        self._publish_load()
+
+    def _take_load(self, used: int, total: int) -> None:
+        """The engine's own count of KV blocks."""
+        if self._info is not None and self._info.total_kv_blocks != total:
+            self._info = replace(self._info, total_kv_blocks=total)
+        self._used_blocks = used
+        self._publish_load()
+
+    def _publish_load(self) -> None:
+        """Tell the router how many KV blocks the requests in flight need, whenever that number changes."""
+        if self._publisher is None or self._info is None:
+            return
+        total = self._info.total_kv_blocks
+        used = min(self.gate.num_blocks if self._used_blocks is None else self._used_blocks, total)
+        if used != self._published_blocks:
+            self._published_blocks = used
+            snapshot = ComponentSnapshot(used, total, used / total if total else 0.0, dp_rank=0)
+            self._publisher.publish(0, snapshot)
+
+    async def health_check_payload(self) -> dict[str, Any] | None:
+        """One greedy token through the real path; any id of the vocabulary will do as the prompt."""
+        eos = self._info.eos_token_ids if self._info is not None else ()
+        return build_health_check_payload(eos[0] if eos else 0)
+
+    def supported_controls(self) -> set[str]:
+        return {"info", CATALOG_CONTROL}
+
+    async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
+        """``POST /engine/control/info`` or ``/logits_processors``: what this worker is, and which processors it has."""
+        if control == CATALOG_CONTROL and self._desk is not None:
+            return {"status": "ok", "history": self.arguments.history, **self._desk.catalog.as_json()}
+        if control != "info" or self._info is None:
+            return await super().engine_control(control, body)
+        info = self._info
+        return {
+            "status": "ok",
+            "worker_version": __version__,
+            "engine": info.name,
+            "engine_version": info.version,
+            "model": self.arguments.served_model_name,
+            "dtype": self.arguments.dtype,
+            "history": self.arguments.history,
+            "processor_errors": self.arguments.processor_errors,
+            "context_length": info.context_length,
+            "max_num_seqs": info.max_num_seqs,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "total_kv_blocks": info.total_kv_blocks,
+            "in_flight": len(self.gate),
+            "draining": self.gate.closed,
+            "smoke_test": self._smoke is not None,
+        }
+
+
+async def _cancelled() -> AsyncGenerator[TokenDelta, None]:
+    """What an engine says of a request that was aborted."""
+    yield TokenDelta(finish_reason="cancelled")
