@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from adapters.vocabulary.vocabulary import vocabulary
+from adapters import vocabulary
 from adapters.vocabulary.token_bytes import num_ids
 
 
