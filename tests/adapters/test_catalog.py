@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.catalog.catalog import catalog as catalogs
+from adapters.catalog import catalog as catalogs
 from adapters.chain.batch import apply_chain
 from adapters.catalog.catalog import BuildFailed, Catalog, CatalogError, Entry
 from adapters.contract.processor import Context, ShapingProcessor, SteeringProcessor

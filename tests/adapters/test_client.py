@@ -8,7 +8,7 @@ import pytest
 
 from adapters import client
 
-from adapters.catalog.catalog import selection
+from adapters.catalog import selection
 from adapters.catalog.catalog import Catalog
 from adapters.client import from_openai_logit_bias, logits_processors, processor
 from adapters.catalog.selection import Requested, from_channels, parse_selection

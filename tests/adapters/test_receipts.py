@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from adapters.chain.chain import receipts
+from adapters.chain import receipts
 from adapters.chain.chain import ProcessorChain
 from adapters.contract.processor import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.contract.edits import Allow, Ban, Edit

@@ -17,7 +17,7 @@ from test_disagg_faults import connections
 
 from adapters.catalog.selection import Selection
 from worker.engines.embedded import Engine
-from worker.engines.embedded.transfer.nixl import handle as handoff
+from worker.engines.embedded.transfer import handle as handoff
 from worker.sampling.params import SamplingParams
 from worker.disaggregation.seal import Seal
 

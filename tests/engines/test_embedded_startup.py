@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 
-from worker.engines.embedded.kv_cache.cache import budget as memory
+from worker.engines.embedded.kv_cache import budget as memory
 from worker.engines.embedded.config import resolve_dtype
 from worker.errors import StartupError
 from worker.sampling.params import SamplingParams

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.catalog.selection import Requested, Selection
-from worker.engines.embedded.transfer.nixl import handle as handoff
+from worker.engines.embedded.transfer import handle as handoff
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle
 from worker.errors import InvalidRequest, StartupError

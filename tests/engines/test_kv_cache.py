@@ -8,7 +8,7 @@ import pytest
 from kv_doubles import RecallModel, recall_request
 from test_scheduler_properties import House, operate
 
-from worker.engines.embedded.kv_cache.cache import blocks
+from worker.engines.embedded.kv_cache import blocks
 from worker.engines.embedded.kv_cache.blocks import ROOT, BlocksRemoved, BlocksStored, hash_block
 from worker.engines.embedded.kv_cache.cache import FREE_AHEAD, KvCache
 from worker.engines.embedded.kv_cache.budget import choose_segment_size

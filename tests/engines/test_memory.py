@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.engines.embedded.kv_cache.cache import budget as memory
+from worker.engines.embedded.kv_cache import budget as memory
 from worker.engines.embedded.kv_cache.budget import free_in_container, free_memory
 
 

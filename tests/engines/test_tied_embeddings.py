@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from random_checkpoints import COMMON, EVERY_TYPE, GEMMA, MIXTURE
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from worker.engines.embedded.model.hf_model import llama
+from worker.engines.embedded.model import llama
 
-from worker.engines.embedded.model.hf_model import gemm as products
+from worker.engines.embedded.model import gemm as products
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model.linear import Linear, embed_with, linears
 from worker.engines.embedded.model.llama import LlamaNetwork

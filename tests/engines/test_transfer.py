@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_peer import LAYOUT, NUM_SEGMENTS, Peer, store
 
-from worker.engines.embedded.transfer.nixl import nixl as transfer
+from worker.engines.embedded.transfer import nixl as transfer
 from worker.engines.embedded.transfer.layout import KvLayout, descriptors, pieces, slices
 from worker.engines.embedded.transfer.nixl import KvHandle, KvPort, KvRead
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from worker.engines.embedded.transfer.nixl import nixl as transfer
+from worker.engines.embedded.transfer import nixl as transfer
 from worker.engines.embedded.transfer.connector import Exchange
 from worker.engines.embedded.transfer.layout import Array, KvLayout
 from worker.engines.embedded.plan import SegmentCopy

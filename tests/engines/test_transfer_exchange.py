@@ -10,7 +10,7 @@ import pytest
 from exchange_doubles import BLOCK, CONTEXT, Side, run
 from kv_doubles import WIDTH, answer
 
-from worker.engines.embedded.transfer.nixl import nixl as transfer
+from worker.engines.embedded.transfer import nixl as transfer
 
 
 class Pair(SimpleNamespace):

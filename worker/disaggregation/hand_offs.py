@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from adapters.catalog.selection import Selection
 from worker.lifecycle.drain import Flight
 from worker.engines import Engine, KeepKv, ReadKv, TokenDelta
-from worker.engines.embedded.transfer.nixl import handle as handoff
+from worker.engines.embedded.transfer import handle as handoff
 from worker.errors import ConfigurationError, InvalidRequest, Overloaded
 from worker.requests.request import GenerationRequest
 from worker.disaggregation.seal import FIELD, SECRET, Seal

@@ -12,9 +12,9 @@ import broken_processors
 import pytest
 import torch
 
-from adapters.contract.processor import processor as contract
+from adapters.contract import processor as contract
 
-from adapters.contract.processor import edits
+from adapters.contract import edits
 from adapters.__main__ import main
 from adapters.chain.batch import apply_chain
 from adapters.catalog.catalog import Catalog, Entry

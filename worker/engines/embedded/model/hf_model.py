@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import native
 
-from worker.engines.embedded.attention.attention import attention
+from worker.engines.embedded.attention import attention
 
 from worker.engines.embedded.host import memory as host_memory
 
-from worker.engines.embedded.model.hf_model import llama
+from worker.engines.embedded.model import llama
 
-from worker.engines.embedded.model.hf_model import transformers_network
+from worker.engines.embedded.model import transformers_network
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
 from worker.engines.embedded.kv_cache.store import KvStore
 from worker.engines.embedded.model.linear import linears

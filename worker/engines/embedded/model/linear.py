@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from worker.engines.embedded.model.hf_model import gemm as products
+from worker.engines.embedded.model import gemm as products
 from worker.engines.embedded.model.panels import Lookup, Panels, lookup
 
 Shape = tuple[int, int, type]
