@@ -8,7 +8,7 @@ from adapters.openmp import bound_spin  # isort: split
 bound_spin()  # before torch is imported
 
 from adapters.basic import ForcedSequenceProcessor, HelloWorldProcessor, TemperatureProcessor  # noqa: E402
-from adapters.trtllm.adapter import BaseLogitsProcessor, Failure, TrtllmAdapter, create_trtllm_adapters  # noqa: E402
+from adapters.trtllm import BaseLogitsProcessor, Failure, TrtllmAdapter, create_trtllm_adapters  # noqa: E402
 
 __all__ = [
     "BaseLogitsProcessor",

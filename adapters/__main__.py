@@ -16,8 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from adapters.catalog.catalog import Catalog, CatalogError
-from adapters.catalog.page import entry_page, list_page, table, with_table
+from adapters.catalog import Catalog, CatalogError, entry_page, list_page, table, with_table
 from adapters.processors.watermark import add_detect_command
 from adapters.testing.cli import add_check_command
 

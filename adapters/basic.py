@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from adapters import vocabulary
-from adapters.vocabulary.token_bytes import num_ids
+from adapters.vocabulary import num_ids
 
 
 class Tokenizer(vocabulary.Tokenizer, Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from workload import LONGEST, MOST_ROWS, Reply, Stopwatch, Task, serve
 
 from worker.engines.embedded import Engine
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 
 def answer(engine: Engine, task: Task) -> Reply:

@@ -54,7 +54,7 @@ from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle, KvPort
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
 
 LAYOUT = KvLayout("benchmark", "bfloat16", layers=12, kv_heads=4, head_dim=64, block_size=16, segment_size=256)

@@ -43,7 +43,7 @@ from adapters.client import processor
 from adapters.grammars.compiler import byte_tables, compile_grammar, load_tokenizer
 from adapters.grammars.sandbox import GrammarSandbox
 from adapters.processors.grammar import tokenizer_tables
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 from worker.tiny_model import write_tiny_model
 
 HERE = Path(__file__).resolve().parent

@@ -40,7 +40,7 @@ from workload import VOCABULARY
 
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.host.own_thread import in_own_thread
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 HERE = Path(__file__).resolve().parent
 KEPT, REPORT = HERE / "results" / "load.json", HERE / "results" / "load.md"

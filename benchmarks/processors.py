@@ -36,14 +36,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from adapters import create_trtllm_adapters
-from adapters.chain.batch import apply_edits, plan_rows
-from adapters.catalog.catalog import Catalog
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context
-from adapters.contract.edits import Bias, apply_sparse
+from adapters.catalog import Catalog, Requested, Selection
+from adapters.chain import ProcessorChain, apply_edits, plan_rows
+from adapters.contract import Bias, Context, apply_sparse
 from adapters.processors.grammar import grammar_cache
-from adapters.catalog.selection import Requested, Selection
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 VOCAB = 151_936
 ROWS = 32

@@ -38,10 +38,10 @@ from transformers import (
 )
 
 from adapters.candidates import block_maxima
-from adapters.contract.edits import apply_bitmask
+from adapters.contract import apply_bitmask
 from worker.engines.embedded.plan import Edits, Plan, Request
 from worker.engines.embedded.sampling.sampler import Sampler
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 RESULTS = Path(__file__).resolve().parent / "results"
 VOCAB_SIZES = (32_000, 128_256, 151_936)

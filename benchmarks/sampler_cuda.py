@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from sampler import Case, cases, plan_of
 
-from worker.engines.embedded.sampling.device_truncation import Select, draw_rows, select_by_sorting
 from worker.engines.embedded.plan import Edits
+from worker.engines.embedded.sampling.device_truncation import Select, draw_rows, select_by_sorting
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.engines.embedded.sampling.selection_kernels import choose_select
 

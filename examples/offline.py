@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 
 from worker.engines.embedded import Engine
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
 
 PROMPTS = ["Once upon a time", "What is the capital of France?"]

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worker.arguments import Arguments, parse_arguments
-from worker.errors import ConfigurationError, ServingError, StartupError
-from worker.runtimes import dynamo as runtime
 from worker.disaggregation.seal import take_seal
+from worker.errors import ConfigurationError, ServingError, StartupError
 from worker.processors.smoke import smoke_enabled
+from worker.runtimes import dynamo as runtime
 
 if TYPE_CHECKING:
     from worker.engines import Engine

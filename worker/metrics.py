@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from worker.lifecycle.drain import DrainOutcome, Gate
 from worker.engines import EngineInfo
+from worker.lifecycle.drain import DrainOutcome, Gate
 from worker.requests.fields import FIELDS
 
 PREFIX = "dlw_"

@@ -1,0 +1,58 @@
+"""The catalogue: every processor that a request may name, and how a selection becomes a chain.
+
+`catalog` has the entries and builds chains; `selection` reads what a request selects, as bounded JSON data; `policy` is
+the operator's word on it; `page` writes the catalogue as text.
+"""
+
+from adapters.catalog.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError, Entry, RuledOut, load_class
+from adapters.catalog.page import TABLE_BEGIN, TABLE_END, describe, entry_page, list_page, table, with_table
+from adapters.catalog.policy import FieldValue, ModelPolicy, Policy, PolicyError
+from adapters.catalog.selection import (
+    ANNOTATION,
+    MAX_BYTES,
+    MAX_PROCESSORS,
+    METADATA_KEY,
+    NAME,
+    SCOPES,
+    Origin,
+    Requested,
+    Selection,
+    SelectionError,
+    from_channels,
+    parse_selection,
+    shown,
+)
+
+__all__ = [
+    "ANNOTATION",
+    "BUILT_IN",
+    "MAX_BYTES",
+    "MAX_PROCESSORS",
+    "METADATA_KEY",
+    "NAME",
+    "SCOPES",
+    "TABLE_BEGIN",
+    "TABLE_END",
+    "BuildFailed",
+    "Catalog",
+    "CatalogError",
+    "Entry",
+    "FieldValue",
+    "ModelPolicy",
+    "Origin",
+    "Policy",
+    "PolicyError",
+    "Requested",
+    "RuledOut",
+    "Selection",
+    "SelectionError",
+    "describe",
+    "entry_page",
+    "from_channels",
+    "list_page",
+    "load_class",
+    "parse_selection",
+    "shown",
+    "table",
+    "with_table",
+]

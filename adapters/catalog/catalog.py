@@ -17,22 +17,31 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import (
+from adapters.catalog.selection import (
+    MAX_DEADLINE,
+    MAX_PROCESSORS,
+    NAME,
+    VERSION,
+    Requested,
+    Selection,
+    SelectionError,
+    shown,
+)
+from adapters.chain import ProcessorChain
+from adapters.contract import (
     ArgumentError,
     Context,
     Processor,
     ProcessorArgs,
+    Scope,
     ShapingProcessor,
     Stage,
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.third_party.processors import wrap_foreign
 from adapters.processors import BUILTINS
 from adapters.processors.grammar import GrammarProcessor
-from adapters.contract.scope import Scope
-from adapters.catalog.selection import MAX_DEADLINE, MAX_PROCESSORS, NAME, VERSION, Requested, Selection, SelectionError, shown
+from adapters.third_party import wrap_foreign
 
 GROUP = "logits_processors"
 """Entry-point group of third parties' processors."""

@@ -33,9 +33,9 @@ from typing import Any, NoReturn
 import yaml
 
 from adapters.catalog.catalog import Catalog
-from adapters.contract.processor import Context
-from adapters.processors.watermark import checked_key, read_key
 from adapters.catalog.selection import Origin, Requested, Selection, SelectionError, parse_processor
+from adapters.contract import Context
+from adapters.processors.watermark import checked_key, read_key
 
 ANY_MODEL = "*"
 

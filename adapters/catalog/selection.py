@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, cast, get_args
 
-from adapters.contract.scope import Scope
+from adapters.contract import Scope
 
 ANNOTATION = "logits_processors:"
 """Prefix of the annotation, in ``nvext.annotations``."""

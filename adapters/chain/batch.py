@@ -13,10 +13,9 @@ from typing import TypeVar
 import torch
 
 from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ShapingProcessor, Stage
-from adapters.devices import upload_ids
-from adapters.contract.edits import Edit, Sparse, apply_bitmask, apply_sparse
 from adapters.chain.plan import Member, ProcessorFailed, RowPlan
+from adapters.contract import Edit, ShapingProcessor, Sparse, Stage, apply_bitmask, apply_sparse
+from adapters.devices import upload_ids
 
 T = TypeVar("T")
 

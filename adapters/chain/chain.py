@@ -7,12 +7,28 @@ from functools import partial
 from time import thread_time
 from typing import Any, Literal
 
-from adapters.contract.processor import Context, Processor, Reads, ShapingProcessor, Stage, Unsatisfiable
-from adapters.contract.edits import Allow, Ban, Edit, Force, MalformedEdit, bitmask_of, check_edit, count_allowed, is_allowed
 from adapters.chain.plan import NOTHING, Member, ProcessorFailed, RowPlan
 from adapters.chain.receipts import ProcessorRecord, Receipt
-from adapters.contract.scope import Scope, ThinkingTracker
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.contract import (
+    Allow,
+    Ban,
+    Context,
+    Edit,
+    Force,
+    MalformedEdit,
+    Processor,
+    Reads,
+    Scope,
+    ShapingProcessor,
+    Stage,
+    ThinkingTracker,
+    Unsatisfiable,
+    bitmask_of,
+    check_edit,
+    count_allowed,
+    is_allowed,
+)
+from adapters.vocabulary import Vocabulary
 
 DEFAULT_STEP_BUDGET_S = 0.1
 """Most time that a third party's processor may take for one step, seconds of its thread's CPU time."""

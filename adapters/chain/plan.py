@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from adapters.contract.processor import Processor, Stage, SteeringProcessor
-from adapters.contract.edits import Ban, Edit, bitmask_of, is_allowed
 from adapters.chain.receipts import ProcessorRecord
-from adapters.contract.scope import Scope
+from adapters.contract import Ban, Edit, Processor, Scope, Stage, SteeringProcessor, bitmask_of, is_allowed
 
 
 class ProcessorFailed(Exception):

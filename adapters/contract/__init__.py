@@ -1,0 +1,79 @@
+"""The contract of a logits processor, which is all that an author needs.
+
+`processor` has the classes to derive from, the context they are made with and their stage in the order law; `edits` what
+a steering processor returns; `argument_types` bounded types for arguments; `scope` how a processor is limited to the
+thinking section or to the answer; `draws` counter-based random numbers.
+"""
+
+from adapters.contract.argument_types import MAX_INT, MAX_LIST, MAX_TEXT, Count, PositiveCount, Text, TokenId, TokenIds
+from adapters.contract.draws import SAMPLE, uniform, uniform_rows, uniforms, uniforms_at
+from adapters.contract.edits import (
+    Allow,
+    Ban,
+    Bias,
+    Edit,
+    Force,
+    MalformedEdit,
+    Scale,
+    Sparse,
+    apply_bitmask,
+    apply_sparse,
+    bitmask_of,
+    check_edit,
+    count_allowed,
+    is_allowed,
+)
+from adapters.contract.processor import (
+    ArgumentError,
+    Context,
+    Processor,
+    ProcessorArgs,
+    Reads,
+    ShapingProcessor,
+    Stage,
+    SteeringProcessor,
+    Unsatisfiable,
+)
+from adapters.contract.scope import Scope, ThinkingTracker, turn_begin
+
+__all__ = [
+    "MAX_INT",
+    "MAX_LIST",
+    "MAX_TEXT",
+    "SAMPLE",
+    "Allow",
+    "ArgumentError",
+    "Ban",
+    "Bias",
+    "Context",
+    "Count",
+    "Edit",
+    "Force",
+    "MalformedEdit",
+    "PositiveCount",
+    "Processor",
+    "ProcessorArgs",
+    "Reads",
+    "Scale",
+    "Scope",
+    "ShapingProcessor",
+    "Sparse",
+    "Stage",
+    "SteeringProcessor",
+    "Text",
+    "ThinkingTracker",
+    "TokenId",
+    "TokenIds",
+    "Unsatisfiable",
+    "apply_bitmask",
+    "apply_sparse",
+    "bitmask_of",
+    "check_edit",
+    "count_allowed",
+    "is_allowed",
+    "turn_begin",
+    "uniform",
+    "uniform_rows",
+    "uniforms",
+    "uniforms_at",
+]

@@ -22,7 +22,7 @@ from typing_extensions import Self
 from adapters.contract.argument_types import Count, PositiveCount, Text, TokenId, TokenIds
 from adapters.contract.edits import Allow, Ban, Bias, Edit, Force, Scale
 from adapters.contract.scope import Scope
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 __all__ = [
     "Allow",

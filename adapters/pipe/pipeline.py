@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from adapters.contract.processor import ShapingProcessor
+from adapters.contract import ShapingProcessor
 from adapters.pipe.compiler import compile_processors
 from adapters.pipe.fusion_rules import FusionRule, joint_rule
 from adapters.pipe.legalization import LegalizationError, infer_initial_type, legalize_processors

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from adapters.contract.processor import Context, Reads, ShapingProcessor
+from adapters.contract import Context, Reads, ShapingProcessor
 from adapters.pipe.op import Op, ParameterizedOp
 from adapters.pipe.parameters import check_length
 from adapters.pipe.processors import LogitsProcessor
 from adapters.pipe.rows import check_highest, checked_rows
 from adapters.pipe.types import TaggedTensor, TensorType
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 
 class Shaping(LogitsProcessor):

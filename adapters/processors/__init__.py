@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adapters.contract.processor import Processor
+from adapters.contract import Processor
 from adapters.processors.bias import LogitBias
 from adapters.processors.forcing import ForcedPrefix, ForcedSequence, ForceLastPhrase
 from adapters.processors.grammar import Choice, Grammar, JsonSchema, Regex

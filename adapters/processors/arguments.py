@@ -7,8 +7,19 @@ from collections.abc import Sequence
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from adapters.contract.argument_types import MAX_INT, MAX_LIST, MAX_TEXT, Count, PositiveCount, Text, TokenId, TokenIds
-from adapters.contract.processor import ArgumentError, Context, ProcessorArgs
+from adapters.contract import (
+    MAX_INT,
+    MAX_LIST,
+    MAX_TEXT,
+    ArgumentError,
+    Context,
+    Count,
+    PositiveCount,
+    ProcessorArgs,
+    Text,
+    TokenId,
+    TokenIds,
+)
 
 __all__ = [
     "MAX_INT",

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from adapters.contract.processor import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.contract.edits import Bias, Edit
+from adapters.contract import Bias, Context, Edit, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.processors.arguments import MAX_LIST
 
 MAX_BIAS = 100.0

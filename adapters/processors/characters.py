@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from adapters.contract.edits import Ban
-from adapters.vocabulary.vocabulary import Address, Vocabulary, vocabulary_at
+from adapters.contract import Ban
+from adapters.vocabulary import Address, Vocabulary, vocabulary_at
 
 MOST_MISSING = 3
 """Most bytes of a begun character that can be missing."""

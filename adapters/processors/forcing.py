@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 
-from adapters.processors.characters import MOST_MISSING, split_characters
-from adapters.contract.processor import (
+from adapters.contract import (
     ArgumentError,
     Context,
+    Edit,
+    Force,
     Processor,
     ProcessorArgs,
     Reads,
@@ -19,8 +20,8 @@ from adapters.contract.processor import (
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.contract.edits import Edit, Force
 from adapters.processors.arguments import Phrase, Text, check_tokens, encode
+from adapters.processors.characters import MOST_MISSING, split_characters
 
 
 class ForcedSequence(SteeringProcessor):

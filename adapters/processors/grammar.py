@@ -20,13 +20,23 @@ import torch
 from llguidance import LLMatcher
 from pydantic import Field
 
-from adapters.contract.processor import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor, Unsatisfiable
-from adapters.contract.edits import Allow, Edit, bitmask_of
+from adapters.contract import (
+    Allow,
+    ArgumentError,
+    Context,
+    Edit,
+    ProcessorArgs,
+    Reads,
+    Scope,
+    Stage,
+    SteeringProcessor,
+    Unsatisfiable,
+    bitmask_of,
+)
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compiler import byte_tables, hugging_face_tables, load_tokenizer, short_reason
 from adapters.processors.arguments import MAX_LIST, MAX_TEXT
-from adapters.contract.scope import Scope
-from adapters.vocabulary.vocabulary import Vocabulary, vocabulary_at
+from adapters.vocabulary import Vocabulary, vocabulary_at
 
 MAX_SOURCE = 1024 * 1024
 """Most characters of a grammar's source."""

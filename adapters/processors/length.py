@@ -9,9 +9,12 @@ import torch
 from pydantic import Field
 from typing_extensions import Self
 
-from adapters.contract.processor import (
+from adapters.contract import (
     ArgumentError,
+    Ban,
+    Bias,
     Context,
+    Edit,
     Processor,
     ProcessorArgs,
     Reads,
@@ -19,9 +22,8 @@ from adapters.contract.processor import (
     Stage,
     SteeringProcessor,
 )
-from adapters.contract.edits import Ban, Bias, Edit
 from adapters.processors.arguments import Count
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 LARGEST = 1e30
 """Where growing numbers stop: far beyond any logit, and safe in float32 with a logit beside it."""

@@ -10,10 +10,9 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from adapters.contract.processor import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.contract.edits import Allow, Ban, Edit
+from adapters.contract import Allow, ArgumentError, Ban, Context, Edit, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.processors.arguments import TokenId, TokenIds, check_tokens, encode
-from adapters.vocabulary.token_bytes import ByteIndex, byte_index
+from adapters.vocabulary import ByteIndex, byte_index
 
 MAX_WORDS = 1024
 """Most words of one request."""

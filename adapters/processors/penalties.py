@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from adapters.contract.processor import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.contract.edits import Bias, Edit, Scale
+from adapters.contract import Bias, Context, Edit, ProcessorArgs, Reads, Scale, Stage, SteeringProcessor
 from adapters.processors.ngrams import Ids
 
 

@@ -13,10 +13,13 @@ import torch
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from adapters.processors.characters import MOST_MISSING, split_characters
-from adapters.contract.processor import (
+from adapters.contract import (
+    Allow,
     ArgumentError,
+    Bias,
     Context,
+    Edit,
+    Force,
     Processor,
     ProcessorArgs,
     Reads,
@@ -25,10 +28,10 @@ from adapters.contract.processor import (
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.contract.edits import Allow, Bias, Edit, Force
 from adapters.processors.arguments import PositiveCount, Text, encode
+from adapters.processors.characters import MOST_MISSING, split_characters
 from adapters.processors.text_match import TextMatcher
-from adapters.vocabulary.token_bytes import ByteIndex, byte_index
+from adapters.vocabulary import ByteIndex, byte_index
 
 _ShortText = Annotated[str, Field(min_length=1, max_length=256)]
 _Boost = Annotated[float, Field(ge=-100, le=100)]

@@ -11,21 +11,24 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from adapters.processors.characters import split_characters
-from adapters.contract.processor import (
+from adapters.contract import (
     ArgumentError,
+    Ban,
+    Bias,
     Context,
+    Edit,
+    Force,
     ProcessorArgs,
     Reads,
     Stage,
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.contract.edits import Ban, Bias, Edit, Force
 from adapters.processors.arguments import Count
+from adapters.processors.characters import split_characters
 from adapters.processors.ngrams import PromptNgrams
 from adapters.processors.suffixes import SuffixAutomaton
-from adapters.vocabulary.token_bytes import byte_index
+from adapters.vocabulary import byte_index
 
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 _LN_FLOAT32_MAX = 88.72

@@ -13,10 +13,19 @@ import regex  # type: ignore[import-untyped]
 import torch
 from pydantic import Field
 
+from adapters.contract import (
+    Allow,
+    ArgumentError,
+    Context,
+    Edit,
+    ProcessorArgs,
+    Reads,
+    Stage,
+    SteeringProcessor,
+    bitmask_of,
+)
 from adapters.processors.characters import begun, num_missing, seconds
-from adapters.contract.processor import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.contract.edits import Allow, Edit, bitmask_of
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 _Name = Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[A-Za-z][A-Za-z _-]*$")]
 _Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]

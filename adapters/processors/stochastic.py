@@ -10,8 +10,7 @@ import torch
 from pydantic import Field
 from typing_extensions import Self
 
-from adapters.contract.processor import Context, ProcessorArgs, Reads, ShapingProcessor, Stage
-from adapters.contract.draws import uniform
+from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, uniform
 
 XTC = 1
 """Purpose of the coin that `Xtc` tosses (`adapters.contract.draws`)."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from adapters.vocabulary.token_bytes import byte_index
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary, byte_index
 
 
 class TextMatcher:

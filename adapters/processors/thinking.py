@@ -8,14 +8,21 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from adapters.processors.characters import MOST_MISSING, split_characters
-from adapters.contract.processor import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.contract.edits import Edit, Force
+from adapters.contract import (
+    ArgumentError,
+    Context,
+    Edit,
+    Force,
+    ProcessorArgs,
+    Reads,
+    Stage,
+    SteeringProcessor,
+    turn_begin,
+)
 from adapters.processors.arguments import Count, encode
+from adapters.processors.characters import MOST_MISSING, split_characters
 from adapters.processors.text_match import TextMatcher
-from adapters.contract.scope import turn_begin
-from adapters.vocabulary.token_bytes import byte_index
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary, byte_index
 
 _Tag = Annotated[str, Field(min_length=1, max_length=256)]
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from typing_extensions import Self
 
 from adapters.candidates import block_maxima, highest_ids, top
-from adapters.contract.processor import Context, ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage
 from adapters.processors.arguments import MAX_INT
 
 GREEDY_BELOW = 1e-5

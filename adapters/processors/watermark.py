@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from adapters.contract.processor import ArgumentError, Context, ProcessorArgs, Reads, ShapingProcessor, Stage
-from adapters.contract.draws import uniforms_at
+from adapters.contract import ArgumentError, Context, ProcessorArgs, Reads, ShapingProcessor, Stage, uniforms_at
 
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 DEFAULT_CONTEXT, MAX_CONTEXT = 4, 64

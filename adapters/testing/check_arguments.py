@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from adapters.contract.processor import (
+from adapters.catalog import NAME
+from adapters.contract import (
     ArgumentError,
     Processor,
     ProcessorArgs,
@@ -18,7 +19,6 @@ from adapters.contract.processor import (
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.catalog.selection import NAME
 from adapters.testing.generation import each, junk, valid
 from adapters.testing.registry import check
 from adapters.testing.schemas import mutants, unbounded

@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex, overload
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adapters.chain.chain import ProcessorChain
+from adapters.chain import ProcessorChain
 from adapters.testing.registry import check
 from adapters.testing.stories import chosen, logits_of, prompt_of, step
 from adapters.testing.subject import Case, CheckFailed, Subject

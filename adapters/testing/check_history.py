@@ -8,10 +8,8 @@ import random
 import numpy as np
 import torch
 
-from adapters.chain.batch import apply_edits
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Reads
-from adapters.chain.plan import ProcessorFailed, RowPlan
+from adapters.chain import ProcessorChain, ProcessorFailed, RowPlan, apply_edits
+from adapters.contract import Reads
 from adapters.testing.registry import check
 from adapters.testing.stories import (
     Outcome,
@@ -27,7 +25,7 @@ from adapters.testing.stories import (
     tell,
 )
 from adapters.testing.subject import CheckFailed, Subject
-from adapters.trtllm.adapter import ChainAdapter
+from adapters.trtllm import ChainAdapter
 
 
 @check("double_call", "asking again at the same position, or telling the same token again, changes nothing")

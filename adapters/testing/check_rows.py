@@ -7,11 +7,23 @@ from collections.abc import Iterator
 
 import torch
 
-from adapters.chain.batch import apply_chain
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
-from adapters.contract.edits import Ban, Bias, Edit, MalformedEdit, Scale, check_edit, is_allowed
-from adapters.chain.plan import ProcessorFailed
+from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain
+from adapters.contract import (
+    Ban,
+    Bias,
+    Context,
+    Edit,
+    MalformedEdit,
+    ProcessorArgs,
+    Reads,
+    Scale,
+    ShapingProcessor,
+    Stage,
+    SteeringProcessor,
+    Unsatisfiable,
+    check_edit,
+    is_allowed,
+)
 from adapters.testing.registry import check
 from adapters.testing.stories import (
     Outcome,
@@ -25,7 +37,7 @@ from adapters.testing.stories import (
     stories,
 )
 from adapters.testing.subject import CheckFailed, Subject
-from adapters.trtllm.adapter import ChainAdapter
+from adapters.trtllm import ChainAdapter
 
 
 @check("runs", "along whole stories nothing is raised, and no NaN, no +inf and no empty row is left")

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from adapters.catalog.catalog import CatalogError, load_class
+from adapters.catalog import CatalogError, load_class
 
 
 def add_check_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -8,8 +8,8 @@ import tempfile
 from functools import cache
 from typing import Any
 
-from adapters.contract.processor import Context
-from adapters.vocabulary.vocabulary import Vocabulary, vocabulary_at
+from adapters.contract import Context
+from adapters.vocabulary import Vocabulary, vocabulary_at
 
 END, THINK, THINK_END = "<|end|>", "<think>", "</think>"
 

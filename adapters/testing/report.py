@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.contract.processor import Context
+from adapters.contract import Context
 from adapters.testing.registry import CHECKS, Check
 from adapters.testing.subject import CheckFailed, Subject
 

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from adapters.chain.batch import apply_edits, apply_late, plan_rows, replay
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context
-from adapters.chain.plan import ProcessorFailed
+from adapters.chain import ProcessorChain, ProcessorFailed, apply_edits, apply_late, plan_rows, replay
+from adapters.contract import Context
 from adapters.testing.subject import Case, CheckFailed, Subject
 
 NUM_STEPS = 21

@@ -11,13 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context, Processor, ProcessorArgs, Unsatisfiable
-from adapters.third_party.processors import ForeignProcessor, wrap_foreign
-from adapters.contract.scope import Scope
+from adapters.chain import ProcessorChain
+from adapters.contract import ArgumentError, Context, Processor, ProcessorArgs, Scope, Unsatisfiable
 from adapters.testing.generation import each, valid
 from adapters.testing.house import house_context
 from adapters.testing.schemas import Schema
+from adapters.third_party import ForeignProcessor, wrap_foreign
 
 NUM_GENERATED_CASES = 2
 _TRIES = 60

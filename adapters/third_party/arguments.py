@@ -10,7 +10,7 @@ from typing import Annotated, Any, Union
 
 from pydantic import Field, create_model
 
-from adapters.contract.processor import ArgumentError, Context, ProcessorArgs
+from adapters.contract import ArgumentError, Context, ProcessorArgs
 from adapters.processors.arguments import MAX_INT, MAX_LIST, MAX_TEXT
 
 _MAX_FLOAT = 1e9

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from adapters.contract.processor import ArgumentError, Context, Processor, ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.contract import ArgumentError, Context, Processor, ProcessorArgs, Reads, ShapingProcessor, Stage
 from adapters.third_party.arguments import END_TOKENS, args_model, constructor_parameters, from_context
 
 ForeignProtocol = Literal["dynamo", "huggingface", "trtllm"]

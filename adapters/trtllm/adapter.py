@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from adapters.chain.batch import PROBLEMS, apply_plan, row_problem
-from adapters.chain.chain import ProcessorChain
-from adapters.chain.plan import ProcessorFailed
+from adapters.chain import PROBLEMS, ProcessorChain, ProcessorFailed, apply_plan, row_problem
 
 if TYPE_CHECKING:
     _Base = object

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from adapters.contract.processor import ProcessorArgs, Reads, ShapingProcessor, Stage
-from adapters.third_party.processors import ThirdPartyShape
-from adapters.chain.plan import ProcessorFailed
+from adapters.chain import ProcessorFailed
+from adapters.contract import ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.third_party import ThirdPartyShape
 from adapters.trtllm.adapter import Failure
 
 

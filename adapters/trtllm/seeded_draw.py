@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from adapters.contract.processor import ProcessorArgs, Reads, ShapingProcessor, Stage
-from adapters.contract.draws import SAMPLE, uniform
+from adapters.contract import SAMPLE, ProcessorArgs, Reads, ShapingProcessor, Stage, uniform
 
 
 class SeededDraw(ShapingProcessor):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from adapters.__main__ import main
-from adapters.catalog.catalog import Catalog
-from adapters.catalog.page import TABLE_BEGIN, TABLE_END, describe, table, with_table
+from adapters.catalog import TABLE_BEGIN, TABLE_END, Catalog, describe, table, with_table
 
 LOUD = ["--logits-processor", "acme/loud=third_party:Loud"]
 

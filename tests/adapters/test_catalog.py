@@ -12,13 +12,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapters.catalog import (
+    NAME,
+    SCOPES,
+    BuildFailed,
+    Catalog,
+    CatalogError,
+    Entry,
+    Requested,
+    Selection,
+    SelectionError,
+    parse_selection,
+)
 from adapters.catalog import catalog as catalogs
-from adapters.chain.batch import apply_chain
-from adapters.catalog.catalog import BuildFailed, Catalog, CatalogError, Entry
-from adapters.contract.processor import Context, ShapingProcessor, SteeringProcessor
+from adapters.chain import apply_chain
+from adapters.contract import Context, ShapingProcessor, SteeringProcessor
 from adapters.processors import BUILTINS
-from adapters.catalog.selection import NAME, SCOPES, Requested, Selection, SelectionError, parse_selection
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 CONTEXT = Context(Vocabulary(50), end_token_ids=frozenset({1}))
 THINKING = Context(Vocabulary(50), end_token_ids=frozenset({1}), think_start=(2,), think_end=(3,))

@@ -14,16 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters import create_trtllm_adapters
-from adapters.chain.batch import apply_chain, apply_edits, apply_late, plan_rows, replay
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context, Reads, ShapingProcessor, Stage, SteeringProcessor, Unsatisfiable
-from adapters.contract.edits import Allow, Ban, Bias, Force
-from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
-from adapters.chain.plan import ProcessorFailed
+from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain, apply_edits, apply_late, plan_rows, replay
+from adapters.contract import (
+    Allow,
+    Ban,
+    Bias,
+    Context,
+    Force,
+    Reads,
+    ShapingProcessor,
+    Stage,
+    SteeringProcessor,
+    Unsatisfiable,
+)
 from adapters.processors.penalties import FrequencyPenalty
 from adapters.processors.truncation import MinP
+from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
 from adapters.trtllm.seeded_draw import SeededDraw
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 VOCAB = 40
 THINK, ANSWER = 38, 39

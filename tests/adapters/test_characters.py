@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from adapters.processors.characters import SplitCharacters, begun, num_missing, split_characters
 from adapters.testing.house import house_vocabulary
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 PIECES = [
     b"",  # special

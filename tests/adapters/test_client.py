@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 
 from adapters import client
-
-from adapters.catalog import selection
-from adapters.catalog.catalog import Catalog
+from adapters.catalog import Catalog, Requested, from_channels, parse_selection, selection
 from adapters.client import from_openai_logit_bias, logits_processors, processor
-from adapters.catalog.selection import Requested, from_channels, parse_selection
 
 
 def test_the_annotation_is_what_the_worker_reads():

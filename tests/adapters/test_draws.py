@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.contract.draws import uniform, uniform_rows
+from adapters.contract import uniform, uniform_rows
 
 words = st.integers(0, 2**64 - 1)
 counts = st.integers(0, 2**40)

@@ -8,7 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.contract.edits import Allow, Ban, Bias, Scale, apply_bitmask, apply_sparse, bitmask_of, count_allowed, is_allowed
+from adapters.contract import (
+    Allow,
+    Ban,
+    Bias,
+    Scale,
+    apply_bitmask,
+    apply_sparse,
+    bitmask_of,
+    count_allowed,
+    is_allowed,
+)
 
 VOCAB = 70
 

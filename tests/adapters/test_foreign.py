@@ -21,11 +21,9 @@ from transformers import (
 )
 
 from adapters.basic import TemperatureProcessor
-from adapters.chain.batch import apply_chain, apply_edits, apply_late, plan_rows, replay
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.contract.edits import Bias, Force
-from adapters.third_party.processors import (
+from adapters.chain import ProcessorChain, apply_chain, apply_edits, apply_late, plan_rows, replay
+from adapters.contract import ArgumentError, Bias, Context, Force, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.third_party import (
     NUM_KEPT_STATES,
     DynamoProcessor,
     HuggingFaceProcessor,
@@ -35,7 +33,7 @@ from adapters.third_party.processors import (
     protocol_of,
     wrap_foreign,
 )
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 V = 12
 few = settings(max_examples=50, deadline=None)

@@ -7,13 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.chain.batch import apply_edits, apply_late, plan_rows
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
-from adapters.contract.edits import Allow, Ban, Bias, Edit, Force, Scale, bitmask_of
-from adapters.chain.plan import ProcessorFailed
-from adapters.trtllm.adapter import ChainAdapter
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.chain import ProcessorChain, ProcessorFailed, apply_edits, apply_late, plan_rows
+from adapters.contract import (
+    Allow,
+    Ban,
+    Bias,
+    Context,
+    Edit,
+    Force,
+    ProcessorArgs,
+    Reads,
+    Scale,
+    ShapingProcessor,
+    Stage,
+    SteeringProcessor,
+    bitmask_of,
+)
+from adapters.trtllm import ChainAdapter
+from adapters.vocabulary import Vocabulary
 
 V = 70
 CONTEXT = Context(Vocabulary(V), end_token_ids=frozenset({1}))

@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 import third_party
 
-from adapters.catalog.catalog import Catalog, Entry
-from adapters.contract.processor import Context
-from adapters.catalog.policy import ModelPolicy, Policy, PolicyError
-from adapters.catalog.selection import Selection, SelectionError, parse_selection
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.catalog import (
+    Catalog,
+    Entry,
+    ModelPolicy,
+    Policy,
+    PolicyError,
+    Selection,
+    SelectionError,
+    parse_selection,
+)
+from adapters.contract import Context
+from adapters.vocabulary import Vocabulary
 
 CATALOG = Catalog([*Catalog.default().entries, Entry("acme/loud", third_party.Loud, "test")])
 KEY = "00112233445566778899aabbccddeeff"

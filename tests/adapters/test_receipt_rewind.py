@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.contract.edits import Ban, Edit, Force
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.chain import ProcessorChain
+from adapters.contract import Ban, Context, Edit, Force, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.vocabulary import Vocabulary
 
 CONTEXT = Context(Vocabulary(80), end_token_ids=frozenset({1}))
 PROMPT = [2, 3, 4]

@@ -8,11 +8,9 @@ import json
 import pytest
 import torch
 
-from adapters.chain import receipts
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.contract.edits import Allow, Ban, Edit
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.chain import ProcessorChain, receipts
+from adapters.contract import Allow, Ban, Context, Edit, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.vocabulary import Vocabulary
 
 CONTEXT = Context(Vocabulary(80), end_token_ids=frozenset({1}))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.contract.scope import ThinkingTracker
+from adapters.contract import ThinkingTracker
 
 tags = st.sampled_from([([7], [8]), ([7, 1], [8, 2]), ([1, 2], [1, 3]), ([5], [5, 6])])
 tokens = st.lists(st.integers(0, 8), max_size=20)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.contract.draws import SAMPLE, uniform
+from adapters.contract import SAMPLE, uniform
 from adapters.trtllm.seeded_draw import SeededDraw
 
 

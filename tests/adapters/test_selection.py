@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.catalog.selection import (
+from adapters.catalog import (
     ANNOTATION,
     MAX_BYTES,
     METADATA_KEY,

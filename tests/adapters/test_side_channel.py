@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from adapters import Failure, create_trtllm_adapters
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
 from adapters.processors.masks import BannedTokens
+from adapters.trtllm import ChainAdapter, Step
 from adapters.trtllm.side_channel import PATIENCE_S, Reporter, SideChannel
-from adapters.trtllm.adapter import ChainAdapter, Step
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 PROMPT = [1, 2]
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from adapters import Failure, ForcedSequenceProcessor, TemperatureProcessor, create_trtllm_adapters
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
 from adapters.processors.masks import BannedTokens
+from adapters.trtllm import ChainAdapter, Step
 from adapters.trtllm.seeded_draw import SeededDraw
-from adapters.trtllm.adapter import ChainAdapter, Step
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 VOCAB = 16
 END = 3

@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from adapters.testing.house import house_vocabulary
-from adapters.vocabulary.token_bytes import ByteIndex, byte_index, token_bytes
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import ByteIndex, Vocabulary, byte_index, token_bytes
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",

@@ -11,13 +11,11 @@ import torch
 import transformers
 from transformers import LogitsProcessor
 
-from adapters.chain.batch import apply_chain, replay
-from adapters.catalog.catalog import Catalog
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context
-from adapters.third_party.processors import ForeignProcessor, wrap_foreign
-from adapters.catalog.selection import Requested, Selection
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.catalog import Catalog, Requested, Selection
+from adapters.chain import ProcessorChain, apply_chain, replay
+from adapters.contract import ArgumentError, Context
+from adapters.third_party import ForeignProcessor, wrap_foreign
+from adapters.vocabulary import Vocabulary
 
 V = 96
 PROMPT = [5, 6, 7, 8]

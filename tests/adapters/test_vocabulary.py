@@ -10,16 +10,15 @@ import tokenizers
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from adapters.chain.batch import apply_edits, plan_rows
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context
+from adapters.chain import ProcessorChain, apply_edits, plan_rows
+from adapters.contract import ArgumentError, Context
 from adapters.processors.arguments import check_tokens
 from adapters.processors.forcing import ForcedPrefix
 from adapters.processors.grammar import Choice
 from adapters.processors.masks import BannedTokens
 from adapters.processors.scripts import BanScripts
 from adapters.testing.house import house_vocabulary
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 FIRST_MOVED, GAP = 370, 20
 

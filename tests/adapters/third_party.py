@@ -7,9 +7,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from adapters.contract.processor import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.contract.edits import Bias, Edit
-from adapters.contract.scope import Scope
+from adapters.contract import Bias, Context, Edit, ProcessorArgs, Reads, Scope, Stage, SteeringProcessor
 
 
 class Loud(SteeringProcessor):

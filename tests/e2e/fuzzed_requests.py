@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from e2e_stack import MODEL
 
-from adapters.catalog.catalog import Catalog
+from adapters.catalog import Catalog
 from adapters.client import ANNOTATION, HEADER
 from adapters.testing.schemas import branches
 

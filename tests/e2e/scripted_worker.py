@@ -16,7 +16,7 @@ import worker.__main__
 from worker.arguments import Arguments
 from worker.engines import EngineInfo, TokenDelta
 from worker.errors import Draining, EngineBroken, Overloaded
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 BREAKS = os.environ.get("SCRIPT_BREAKS") == "true"
 STEP_S = float(os.environ.get("SCRIPT_STEP_S", "0.02"))

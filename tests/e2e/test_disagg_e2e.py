@@ -15,8 +15,8 @@ from processor_requests import KEY, PATIENT, THIRD_PARTIES, chat, send, with_thi
 from test_processors_e2e import BUILT_INS
 
 from worker.engines.embedded import Engine
-from worker.sampling.params import SamplingParams
 from worker.processors.smoke import SMOKE_VARIABLES
+from worker.sampling import SamplingParams
 
 COMMON = ("--device", "cpu", "--numerics", "exact", "--max-num-seqs", "16")
 ENGINE = (*COMMON, "--dtype", "float32")

@@ -19,7 +19,7 @@ from e2e_stack import MODEL, Process, Stack, Worker, running_stack, wait_for
 from processor_requests import Reply, send
 
 from worker.engines.embedded import Engine
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 COMMON = ("--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--max-num-seqs", "16")
 HOLD_S = 3

@@ -25,7 +25,7 @@ from processor_requests import (
     with_third_parties,
 )
 
-from adapters.catalog.catalog import Catalog
+from adapters.catalog import Catalog
 from adapters.client import logits_processors, processor
 
 Shared = tuple[Stack, Worker]

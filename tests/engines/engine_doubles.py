@@ -10,7 +10,7 @@ from worker.engines import TokenDelta
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Plan, Request
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.step import Stepper, make_stepper
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 StartEngine = Callable[..., Awaitable[EmbeddedEngine]]
 

@@ -9,11 +9,11 @@ import torch
 from kv_doubles import RecallModel, recall_request
 
 from worker.engines.embedded import EmbeddedConfig, Request
+from worker.engines.embedded.plan import Output, Plan
+from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.transfer.connector import Exchange
 from worker.engines.embedded.transfer.handle import handle_from_json
 from worker.engines.embedded.transfer.layout import KvLayout
-from worker.engines.embedded.plan import Output, Plan
-from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.transfer.nixl import KvHandle, KvPort
 
 CONTEXT = 256

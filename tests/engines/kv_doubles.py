@@ -9,7 +9,7 @@ import torch
 from worker.engines.embedded import Plan, Request
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.plan import Samples
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 WIDTH = 96
 UNWRITTEN = -1

@@ -20,17 +20,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context, Reads, ShapingProcessor, Stage, SteeringProcessor
-from adapters.contract.edits import Allow, Ban, Edit, Force, bitmask_of
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.chain import ProcessorChain
+from adapters.contract import (
+    Allow,
+    Ban,
+    Context,
+    Edit,
+    Force,
+    Reads,
+    ShapingProcessor,
+    Stage,
+    SteeringProcessor,
+    bitmask_of,
+)
+from adapters.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
-from worker.engines.embedded.sampling.device_truncation import DrawColumns, draw_rows, padded, select_by_sorting
-from worker.engines.embedded.sampling.device_sampler import DeviceStep
 from worker.engines.embedded.plan import Edits, Output, Plan, Request, Samples
-from worker.engines.embedded.sampling.sampler import Sampler
-from worker.engines.embedded.step import plan_edits
-from worker.engines.embedded.sampling.truncation import Controls, draw, group_rows
+from worker.engines.embedded.sampling.device_sampler import DeviceStep
+from worker.engines.embedded.sampling.device_truncation import DrawColumns, draw_rows, padded, select_by_sorting
 from worker.engines.embedded.sampling.integer_weights import (
     exponential_,
     logarithms,
@@ -40,7 +47,10 @@ from worker.engines.embedded.sampling.integer_weights import (
     share_of_one,
     weight_bits,
 )
-from worker.sampling.params import SamplingParams
+from worker.engines.embedded.sampling.sampler import Sampler
+from worker.engines.embedded.sampling.truncation import Controls, draw, group_rows
+from worker.engines.embedded.step import plan_edits
+from worker.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")

@@ -10,7 +10,7 @@ from engine_doubles import END, WIDTH, ScriptedModel, request
 
 from worker.engines.embedded.admission import HONOURED, IRRELEVANT, REFUSED, unclassified_fields
 from worker.errors import InvalidRequest
-from worker.sampling.params import GuidedDecodingParams, SamplingParams
+from worker.sampling import GuidedDecodingParams, SamplingParams
 
 MODEL = ScriptedModel()
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from worker.engines.embedded import native
 from worker.engines.embedded.attention.attention import AttentionStep
-from worker.engines.embedded.kv_cache.store import KvStore, Span
 from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
+from worker.engines.embedded.kv_cache.store import KvStore, Span
 from worker.engines.embedded.plan import SegmentCopy
 
 COMPUTED = [(torch.float32, kernel) for kernel in (None, Kernel.FLASH, Kernel.PRODUCTS)] + [

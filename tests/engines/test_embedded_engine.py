@@ -14,11 +14,11 @@ from engine_doubles import END, ScriptedModel, StartEngine, collect, config
 
 from worker.engines import TokenDelta
 from worker.engines.embedded import EmbeddedEngine, Plan
-from worker.engines.embedded.serving import step_thread
 from worker.engines.embedded.kv_cache.cache import KvCache
+from worker.engines.embedded.serving import step_thread
 from worker.engines.embedded.serving.step_thread import RUN_AHEAD
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 PROMPT = [5, 6, 7]
 

@@ -15,12 +15,11 @@ from random_checkpoints import EVERY_TYPE
 from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Model, Request
-
-from worker.engines.embedded.kv_cache import budget as memory
 from worker.engines.embedded.admission import admit
+from worker.engines.embedded.kv_cache import budget as kv_budget
 from worker.engines.embedded.model.hf_model import load_model
 from worker.engines.embedded.step import Stepper, make_stepper
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 from worker.tiny_model import SLIDING_WINDOW
 
 LENGTHS = (1, 7, 33, 64, 130)
@@ -129,7 +128,7 @@ SEGMENT = 32
 
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SEGMENT_TOKENS", SEGMENT)
+    monkeypatch.setattr(kv_budget, "SEGMENT_TOKENS", SEGMENT)
 
 
 def small_driver(case: Case, *, budget: int = 4096, num_seqs: int = 8, num_segments: int = 32) -> Stepper:

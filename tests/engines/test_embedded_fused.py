@@ -9,10 +9,10 @@ import pytest
 import torch
 from engine_doubles import WIDTH, ScriptedModel, request, run_alone
 
-from adapters.contract.edits import bitmask_of
+from adapters.contract import bitmask_of
 from worker.engines.embedded.fused import NO_TOKEN, FusedSamplingProcessor
 from worker.engines.embedded.sampling.sampler import Sampler
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 PROMPT = [5, 6, 7]
 MODEL = ScriptedModel()

@@ -15,7 +15,7 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model.hf_model import HfModel, load_model
 from worker.engines.embedded.step import make_stepper
 from worker.errors import StartupError
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, changes) for kind, changes in TYPES.items()},

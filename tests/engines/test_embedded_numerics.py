@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from random_checkpoints import EVERY_TYPE
 
 from worker.engines.embedded.admission import admit
-from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model.linear import Linear, Tiles
-from worker.engines.embedded.model.hf_model import HfModel, load_model
-from worker.engines.embedded.model.numerics import Numerics
 from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
-from worker.engines.embedded.plan import Chunk, Plan, Request, SegmentCopy
+from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model.gemm import NativeProduct, OneDnnProduct
-from worker.sampling.params import SamplingParams
+from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.model.linear import Linear, Tiles
+from worker.engines.embedded.model.numerics import Numerics
+from worker.engines.embedded.plan import Chunk, Plan, Request, SegmentCopy
+from worker.sampling import SamplingParams
 
 SEGMENT = 32
 NUM_SEGMENTS = 24

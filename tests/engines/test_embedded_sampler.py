@@ -13,11 +13,11 @@ from engine_doubles import END, PADDING, WIDTH, ScriptedModel, request, run_alon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.contract.edits import bitmask_of
+from adapters.contract import bitmask_of
 from worker.engines import TokenLogprob
 from worker.engines.embedded.plan import Edits, Plan
 from worker.engines.embedded.sampling.sampler import Sampler
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 PROMPT = [5, 6, 7]
 USABLE = WIDTH - PADDING

@@ -12,7 +12,7 @@ from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.plan import TILE, Output, Plan, Request
 from worker.engines.embedded.scheduler import FEW_ROWS, Scheduler
 from worker.engines.embedded.step import Stepper
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 MODEL = ScriptedModel()
 BLOCK = 16

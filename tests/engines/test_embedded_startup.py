@@ -14,11 +14,10 @@ from engine_doubles import collect
 from safetensors.torch import load_file, save_file
 
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
-
-from worker.engines.embedded.kv_cache import budget as memory
 from worker.engines.embedded.config import resolve_dtype
+from worker.engines.embedded.kv_cache import budget as kv_budget
 from worker.errors import StartupError
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 
 @pytest.fixture
@@ -104,7 +103,7 @@ async def test_settings(checkpoints: dict[str, Path], changes: dict[str, Any], s
 async def test_a_context_that_does_not_fit_into_memory(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda device: 1_000_000)
+    monkeypatch.setattr(kv_budget, "free_memory", lambda device: 1_000_000)
     assert "lower it" in await complaint(checkpoints["llama"])
 
 
@@ -112,7 +111,7 @@ async def test_the_store_is_as_large_as_memory_allows(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, width, float32, tokens
-    monkeypatch.setattr(memory, "free_memory", lambda device: 600 * block)
+    monkeypatch.setattr(kv_budget, "free_memory", lambda device: 600 * block)
     engine = EmbeddedEngine(EmbeddedConfig(model_path=checkpoints["llama"], device="cpu"))
     info = await engine.start()
     await engine.stop()

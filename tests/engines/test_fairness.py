@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from kv_doubles import WIDTH, answer, mix, recall_request
 
 from worker.engines.embedded import Request
-from worker.engines.embedded.transfer.connector import Exchange
 from worker.engines.embedded.kv_cache.cache import KvCache
-from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.step import Stepper
+from worker.engines.embedded.transfer.connector import Exchange
+from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle
 
 ROLES = ("aggregated", "prefill", "decode")

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.catalog.selection import Requested, Selection
-from worker.engines.embedded.transfer import handle as handoff
+from adapters.catalog import Requested, Selection
+from worker.engines.embedded.transfer import handle
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle
 from worker.errors import InvalidRequest, StartupError
@@ -29,20 +29,20 @@ def over_the_wire(data: Any) -> Any:
 
 
 def payload() -> dict[str, Any]:
-    written = handoff.write(PROMPT, CHOSEN, handoff.handle_as_json(HANDLE), 16)
+    written = handle.write(PROMPT, CHOSEN, handle.handle_as_json(HANDLE), 16)
     return dict(over_the_wire(written))
 
 
 def test_what_was_written_is_read() -> None:
-    found = handoff.read(payload(), PROMPT, CHOSEN)
+    found = handle.read(payload(), PROMPT, CHOSEN)
     assert found.num_cached_tokens == 16
     assert found.prompt_length == len(PROMPT)
-    assert handoff.handle_from_json(found.kv, LAYOUT, len(PROMPT)) == HANDLE
+    assert handle.handle_from_json(found.kv, LAYOUT, len(PROMPT)) == HANDLE
 
 
 def refused(data: Any, prompt: list[int] = PROMPT, selection: Selection = CHOSEN) -> str:
     with pytest.raises(InvalidRequest) as error:
-        handoff.read(data, prompt, selection)
+        handle.read(data, prompt, selection)
     return str(error.value)
 
 
@@ -51,7 +51,7 @@ def refused(data: Any, prompt: list[int] = PROMPT, selection: Selection = CHOSEN
     [None, {}, [], "text", 3, {"sample_handle": "b917", "completed_tokens": [1]}, {"format": "other", "version": 1}],
 )
 def test_a_foreign_one_is_refused_by_name(foreign: Any) -> None:
-    assert refused(foreign).startswith(f"prefill_result.disaggregated_params: must be of format {handoff.FORMAT}")
+    assert refused(foreign).startswith(f"prefill_result.disaggregated_params: must be of format {handle.FORMAT}")
 
 
 def test_another_version_is_refused_with_both() -> None:
@@ -87,7 +87,7 @@ def test_one_for_other_processors_is_refused(selection: Selection) -> None:
 
 def test_where_processors_were_asked_for_does_not_matter() -> None:
     elsewhere = Selection(tuple(replace(one, path="policy") for one in CHOSEN.processors), receipt="debug")
-    assert handoff.read(payload(), PROMPT, elsewhere).prompt_length == len(PROMPT)
+    assert handle.read(payload(), PROMPT, elsewhere).prompt_length == len(PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_where_processors_were_asked_for_does_not_matter() -> None:
     ],
 )
 def test_another_layout_is_refused_with_both_values(field: str, value: object) -> None:
-    data = handoff.handle_as_json(replace(HANDLE, layout=replace(LAYOUT, **{field: value})))
+    data = handle.handle_as_json(replace(HANDLE, layout=replace(LAYOUT, **{field: value})))
     with pytest.raises(InvalidRequest) as error:
-        handoff.handle_from_json(over_the_wire(data), LAYOUT, len(PROMPT))
+        handle.handle_from_json(over_the_wire(data), LAYOUT, len(PROMPT))
     said = str(error.value)
     assert f"{field} is {value!r} on the prefill worker and {getattr(LAYOUT, field)!r}" in said
 
@@ -125,9 +125,9 @@ BROKEN: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize(("field", "value"), [(name, value) for name in BROKEN for value in BROKEN[name]])
 def test_a_broken_handle_is_refused_by_name(field: str, value: Any) -> None:
-    data = handoff.handle_as_json(HANDLE) | {field: value}
+    data = handle.handle_as_json(HANDLE) | {field: value}
     with pytest.raises(InvalidRequest, match=f"kv.{field}"):
-        handoff.handle_from_json(data, LAYOUT, len(PROMPT))
+        handle.handle_from_json(data, LAYOUT, len(PROMPT))
 
 
 JSON = st.recursive(
@@ -140,10 +140,10 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from([*payload(), "other"]), JSON), JSON)
 def test_anything_else_is_refused_and_nothing_else_is_raised(changes: dict[str, Any], kv: Any) -> None:
     for data in (kv, payload() | changes, payload() | {"kv": kv}):
-        field = handoff.FIELD
+        field = handle.FIELD
         try:
-            found = handoff.read(data, PROMPT, CHOSEN)
-            handoff.handle_from_json(found.kv, LAYOUT, len(PROMPT))
+            found = handle.read(data, PROMPT, CHOSEN)
+            handle.handle_from_json(found.kv, LAYOUT, len(PROMPT))
         except InvalidRequest as error:
             field = error.field
         assert field.startswith("prefill_result.disaggregated_params")
@@ -151,7 +151,7 @@ def test_anything_else_is_refused_and_nothing_else_is_raised(changes: dict[str, 
 
 @given(st.lists(st.integers(0, 2**40)), st.lists(st.integers(0, 2**40)))
 def test_prompts_have_their_own_digests(one: list[int], other: list[int]) -> None:
-    assert (handoff.digest_prompt(one) == handoff.digest_prompt(other)) == (one == other)
+    assert (handle.digest_prompt(one) == handle.digest_prompt(other)) == (one == other)
 
 
 def test_a_fingerprint_knows_the_weights_and_not_the_place(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
@@ -159,17 +159,17 @@ def test_a_fingerprint_knows_the_weights_and_not_the_place(tmp_path: Path, check
     copied = shutil.copytree(here, tmp_path / "elsewhere")
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | {"transformers_version": "0.0"}))
-    assert handoff.fingerprint(copied) == handoff.fingerprint(here)
+    assert handle.fingerprint(copied) == handle.fingerprint(here)
     (copied / "config.json").write_text(json.dumps(config | {"rope_theta": 7.0}))
-    assert handoff.fingerprint(copied) != handoff.fingerprint(here)
+    assert handle.fingerprint(copied) != handle.fingerprint(here)
     (copied / "config.json").write_text(json.dumps(config))
     weights = next(iter(copied.glob("*.safetensors")))
     content = bytearray(weights.read_bytes())
     start = 8 + int.from_bytes(content[:8], "little")
     content[start] ^= 1
     weights.write_bytes(content)
-    assert handoff.fingerprint(copied) != handoff.fingerprint(here)
+    assert handle.fingerprint(copied) != handle.fingerprint(here)
     weights.unlink()
     (copied / "config.json").unlink()
     with pytest.raises(StartupError, match="No such file"):
-        handoff.fingerprint(copied)
+        handle.fingerprint(copied)

@@ -10,8 +10,8 @@ from test_scheduler_properties import House, operate
 
 from worker.engines.embedded.kv_cache import blocks
 from worker.engines.embedded.kv_cache.blocks import ROOT, BlocksRemoved, BlocksStored, hash_block
-from worker.engines.embedded.kv_cache.cache import FREE_AHEAD, KvCache
 from worker.engines.embedded.kv_cache.budget import choose_segment_size
+from worker.engines.embedded.kv_cache.cache import FREE_AHEAD, KvCache
 from worker.engines.embedded.plan import Request, SegmentCopy
 
 BLOCK, SEGMENT, CONTEXT = 4, 16, 64

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.engines.embedded.kv_cache import budget as memory
+from worker.engines.embedded.kv_cache import budget as kv_budget
 from worker.engines.embedded.kv_cache.budget import free_in_container, free_memory
 
 
@@ -47,8 +47,8 @@ def test_no_limit(tmp_path: Path, files: dict[str, str]) -> None:
 
 def test_the_stricter_of_machine_and_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"memory.max": "4096\n", "memory.current": "96\n", "memory.stat": "inactive_file 0\n"}
-    monkeypatch.setattr(memory, "CGROUPS", write(tmp_path, files))
+    monkeypatch.setattr(kv_budget, "CGROUPS", write(tmp_path, files))
     assert free_memory(torch.device("cpu")) == 4000
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "nothing")
+    monkeypatch.setattr(kv_budget, "CGROUPS", tmp_path / "nothing")
     machine = free_memory(torch.device("cpu"))
     assert machine is None or machine > 4000

@@ -23,7 +23,7 @@ from worker.engines.embedded.kv_cache.store import Span
 from worker.engines.embedded.model.hf_model import HfModel, _may_be_native, load_model
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
 """Of a result, relative: half a unit in the last place of bfloat16, and what a few operations lose in float32."""

@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapters import TemperatureProcessor, create_trtllm_adapters
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
 from adapters.processors.length import MinTokens
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
 from worker.engines.embedded import Engine
 from worker.engines.embedded.admission import REFUSED
-from worker.engines.embedded.offline.results import Result
 from worker.engines.embedded.offline.request_builder import ALLOWED
+from worker.engines.embedded.offline.results import Result
 from worker.engines.embedded.plan import SCORED_AT_ONCE
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
 from worker.errors import InvalidRequest, StartupError
-from worker.sampling.params import GuidedDecodingParams, SamplingParams
+from worker.sampling import GuidedDecodingParams, SamplingParams
 
 TEXTS = ["Once upon a time", "What is the capital of France?", "def add(left: int", "Grüße aus Köln"]
 

@@ -11,7 +11,7 @@ import pytest
 from worker.arguments import parse_arguments
 from worker.engines.embedded.admission import HONOURED, IRRELEVANT, REFUSED
 from worker.errors import ConfigurationError
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "docs" / "sampling.md").read_text().partition("<!-- features -->")[2]

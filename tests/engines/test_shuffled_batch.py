@@ -18,18 +18,25 @@ import torch
 from engine_doubles import ScriptedModel
 
 from adapters import create_trtllm_adapters
-from adapters.catalog.catalog import Catalog, Entry
-from adapters.contract.processor import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
-from adapters.contract.edits import Bias, Edit
-from adapters.third_party.processors import wrap_foreign
-from adapters.contract.scope import Scope
-from adapters.catalog.selection import Requested, Selection
+from adapters.catalog import Catalog, Entry, Requested, Selection
+from adapters.contract import (
+    Bias,
+    Context,
+    Edit,
+    ProcessorArgs,
+    Reads,
+    Scope,
+    ShapingProcessor,
+    Stage,
+    SteeringProcessor,
+)
 from adapters.testing import house_context, house_vocabulary
+from adapters.third_party import wrap_foreign
 from worker.engines.embedded import EmbeddedConfig
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.plan import Output
 from worker.engines.embedded.step import Stepper, make_stepper
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 NUM_TOKENS = 20
 SEEDS = (0, 1, 2)

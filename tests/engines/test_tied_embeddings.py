@@ -18,15 +18,13 @@ from hypothesis import strategies as st
 from random_checkpoints import COMMON, EVERY_TYPE, GEMMA, MIXTURE
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from worker.engines.embedded.model import llama
-
-from worker.engines.embedded.model import gemm as products
 from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.model import gemm, llama
+from worker.engines.embedded.model.gemm import NativeProduct, OneDnnProduct, TorchProduct
+from worker.engines.embedded.model.hf_model import load_model
 from worker.engines.embedded.model.linear import Linear, embed_with, linears
 from worker.engines.embedded.model.llama import LlamaNetwork
-from worker.engines.embedded.model.hf_model import load_model
 from worker.engines.embedded.model.panels import Panels, lookup
-from worker.engines.embedded.model.gemm import NativeProduct, OneDnnProduct, TorchProduct
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -61,7 +59,7 @@ def blocked(weight: torch.Tensor, columns: int, inner_block: int) -> torch.Tenso
     rows=st.integers(1, 200),
     inner=st.integers(1, 70),
     dtype=st.sampled_from(DTYPES),
-    columns=st.sampled_from(products._ONEDNN_COLUMNS),
+    columns=st.sampled_from(gemm._ONEDNN_COLUMNS),
     inner_block=st.sampled_from([1, 8, 16, 64]),
     data=st.data(),
 )
@@ -70,7 +68,7 @@ def test_rows_are_found_in_every_layout_of_onednn(
 ) -> None:
     weight = randn(rows, inner, dtype)
     words = blocked(weight, columns, inner_block)
-    layouts = list(products.onednn_layouts(words, weight.shape, dtype))
+    layouts = list(gemm.onednn_layouts(words, weight.shape, dtype))
     assert any(panels.words.shape[2] == columns and panels.hold(weight) for panels in layouts)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), max_size=9)), dtype=torch.int64)
     found = lookup(weight, layouts)

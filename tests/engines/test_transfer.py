@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_peer import LAYOUT, NUM_SEGMENTS, Peer, store
 
-from worker.engines.embedded.transfer import nixl as transfer
+from worker.engines.embedded.transfer import nixl
 from worker.engines.embedded.transfer.layout import KvLayout, descriptors, pieces, slices
 from worker.engines.embedded.transfer.nixl import KvHandle, KvPort, KvRead
 
@@ -68,12 +68,12 @@ def test_exactly_the_positions_asked_for(
         assert not got[:, stop:].any()
         others = [segment for segment in range(NUM_SEGMENTS) if segment not in target]
         assert not here[others].any()
-    assert len(port._free_landing) == transfer.MAX_TICKETS
+    assert len(port._free_landing) == nixl.MAX_TICKETS
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 100, 1000])
 def test_long_reads_come_in_slices(peer: Peer, port: KvPort, slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(nixl, "SLICE_BYTES", slice_bytes)
     handle = peer.hold([1, 2, 7])
     read = port.read(handle, [4, 3, 2], 0, 41)
     polls = 1
@@ -103,7 +103,7 @@ def test_a_note_alone_lets_the_holder_go(peer: Peer, port: KvPort) -> None:
     handle = peer.hold([4])
     port.let_go(handle)
     assert peer.wait_note() == handle.ticket
-    assert len(port._free_landing) == transfer.MAX_TICKETS
+    assert len(port._free_landing) == nixl.MAX_TICKETS
 
 
 def test_a_note_for_what_is_held_no_more_is_nobodys(port: KvPort) -> None:
@@ -168,9 +168,9 @@ def test_a_read_that_is_given_up_tells_the_holder(peer: Peer, port: KvPort) -> N
 
 
 def test_tickets_run_out_and_come_back(port: KvPort) -> None:
-    handles = [port.publish([0]) for _ in range(transfer.MAX_TICKETS)]
+    handles = [port.publish([0]) for _ in range(nixl.MAX_TICKETS)]
     assert port.publish([0]) is None
-    assert len({handle.ticket for handle in handles if handle is not None}) == transfer.MAX_TICKETS
+    assert len({handle.ticket for handle in handles if handle is not None}) == nixl.MAX_TICKETS
     for handle in handles:
         assert handle is not None
         port.withdraw(handle)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from worker.engines.embedded.transfer import nixl as transfer
+from worker.engines.embedded.plan import SegmentCopy
+from worker.engines.embedded.transfer import nixl
 from worker.engines.embedded.transfer.connector import Exchange
 from worker.engines.embedded.transfer.layout import Array, KvLayout
-from worker.engines.embedded.plan import SegmentCopy
 from worker.engines.embedded.transfer.nixl import KvPort, Nixl
 
 LAYOUT = KvLayout("m", "bfloat16", layers=1, kv_heads=2, head_dim=4, block_size=4, segment_size=16)
@@ -83,7 +83,7 @@ class RecordingAgent:
 
 def port_on(index: int, addresses: tuple[int, ...], done: list[str], monkeypatch: pytest.MonkeyPatch) -> KvPort:
     api = SimpleNamespace(nixl_agent=RecordingAgent, nixl_agent_config=lambda **settings: settings)
-    monkeypatch.setattr(transfer, "load_nixl", lambda devices: Nixl(api, ()))
+    monkeypatch.setattr(nixl, "load_nixl", lambda devices: Nixl(api, ()))
     tensors: Any = [OnCuda(address, torch.device("cuda", index), done) for address in addresses]
     return KvPort(tensors, LAYOUT)
 

@@ -10,7 +10,7 @@ import pytest
 from exchange_doubles import BLOCK, CONTEXT, Side, run
 from kv_doubles import WIDTH, answer
 
-from worker.engines.embedded.transfer import nixl as transfer
+from worker.engines.embedded.transfer import nixl
 
 
 class Pair(SimpleNamespace):
@@ -121,7 +121,7 @@ def test_a_hold_ends_in_time_and_a_late_reader_computes(pair: Pair, now: list[fl
 def test_a_hold_that_ends_under_a_reader_is_noticed(
     pair: Pair, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "SLICE_BYTES", 64)
+    monkeypatch.setattr(nixl, "SLICE_BYTES", 64)
     monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
     prompt = prompt_of(200)
     pair.prefill.prefill("torn", prompt)
@@ -153,7 +153,7 @@ def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.Mon
     pair.serve("connect", prompt_of(40, 9), 2)
     exchange = pair.decode.exchange
     if phase == "reading":
-        monkeypatch.setattr(transfer, "SLICE_BYTES", 64)
+        monkeypatch.setattr(nixl, "SLICE_BYTES", 64)
         monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
     pair.prefill.prefill("one", prompt)
     pair.run(lambda: pair.prefill.finished("one"))

@@ -10,7 +10,7 @@ import pytest
 from engine_doubles import ScriptedModel, StartEngine, collect
 
 from worker.engines.embedded.host.watchdog import Watchdog
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 HERE = Path(__file__).parent
 

@@ -14,8 +14,8 @@ from kubernetes_fields import problems
 from manifest_files import FOLDER, GRAPHS, REPOSITORY, SECRETS, WORKERS, Component, components, load_graph
 
 from worker.arguments import Arguments, parse_arguments
-from worker.runtimes.dynamo import SHUTDOWN_LIMIT, allow_drain
 from worker.disaggregation.seal import SECRET, take_seal
+from worker.runtimes.dynamo import SHUTDOWN_LIMIT, allow_drain
 
 RUNTIME_GRACE_PERIOD_S = 5  # of ai-dynamo, where DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS is not set
 HIGHEST_SYSTEM_PORT = 32767  # of ai-dynamo 1.4.2

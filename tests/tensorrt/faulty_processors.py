@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from adapters.trtllm.adapter import Report
+from adapters.trtllm import Report
 
 
 class Faulty:

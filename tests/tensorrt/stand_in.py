@@ -14,7 +14,7 @@ from worker.arguments import parse_arguments
 from worker.engines import TokenDelta
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.trtllm import TrtllmEngine, config_from
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 STAND_IN = Path(__file__).resolve().parents[1] / "trtllm_standin"
 

@@ -11,11 +11,10 @@ import pytest
 from stand_in import embedded, running
 
 from adapters import create_trtllm_adapters
-from adapters.catalog.catalog import Catalog
-from adapters.contract.processor import Context
-from adapters.catalog.selection import Requested, Selection
-from adapters.vocabulary.vocabulary import Vocabulary
-from worker.sampling.params import SamplingParams
+from adapters.catalog import Catalog, Requested, Selection
+from adapters.contract import Context
+from adapters.vocabulary import Vocabulary
+from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.asyncio
 

@@ -11,14 +11,13 @@ import pytest
 from stand_in import collect
 
 from adapters import create_trtllm_adapters
-from adapters.catalog.catalog import BUILT_IN, Catalog
-from adapters.contract.processor import Context
-from adapters.catalog.selection import Requested, Selection
+from adapters.catalog import BUILT_IN, Catalog, Requested, Selection
+from adapters.contract import Context
 from adapters.testing.house import KEY_ID
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 from worker.engines.embedded import EmbeddedEngine
 from worker.engines.trtllm import TrtllmEngine
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "adapters" / "conformance"))
 from builtin_examples import EXAMPLES

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from stand_in import collect, engine, stand_in
 
 from adapters import create_trtllm_adapters
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
 from adapters.processors.forcing import ForcedPrefix
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 from worker.engines import KeepKv, ReadKv, TokenDelta
 from worker.engines.trtllm import TrtllmEngine, handoff
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.flight import Flight
 from worker.engines.trtllm.settings import Role
 from worker.errors import InvalidRequest, RequestFailed
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 
 @dataclasses.dataclass(kw_only=True)

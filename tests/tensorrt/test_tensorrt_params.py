@@ -14,7 +14,7 @@ from worker.errors import InvalidRequest
 from worker.requests.fields import FIELDS
 from worker.requests.lowering import lower as lower_request
 from worker.requests.request import RequestLimits, parse_request
-from worker.sampling.params import GuidedDecodingParams, SamplingParams
+from worker.sampling import GuidedDecodingParams, SamplingParams
 
 PROMPT = [9, 30, 41]
 EOS = (4, 1)

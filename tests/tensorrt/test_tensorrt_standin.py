@@ -12,10 +12,10 @@ import pytest
 from faulty_processors import Raw
 from stand_in import running, stand_in
 
+from adapters.trtllm import Step
 from adapters.trtllm.side_channel import SideChannel
-from adapters.trtllm.adapter import Step
 from worker.engines.trtllm.probes import CallProbe
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 PROMPT = [9, 30, 41, 77]
 

@@ -12,16 +12,16 @@ from faulty_processors import Faulty, Raw
 from stand_in import collect, embedded, engine, running, stand_in
 
 from adapters import create_trtllm_adapters
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context, Processor
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, Processor
 from adapters.processors.forcing import ForcedPrefix, ForcedSequence
 from adapters.processors.masks import BannedTokens
 from adapters.processors.penalties import RepetitionPenalty
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 from worker.engines import TokenDelta
 from worker.engines.trtllm import TrtllmEngine
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 PROMPT = [9, 30, 41, 77]
 CONTEXT = Context(Vocabulary(1024), frozenset({1, 4}))

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.trtllm.adapter import Step
+from adapters.trtllm import Step
 from worker.arguments import parse_arguments
 from worker.engines.trtllm import TrtllmEngine, config_from, reports, verify
 from worker.engines.trtllm.cache_reports import EventRelay, kv_blocks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from worker.processors.breaker import Breaker
 from worker.errors import ProcessorUnavailable
+from worker.processors.breaker import Breaker
 
 
 class Clock:

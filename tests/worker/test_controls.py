@@ -12,20 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from adapters.chain.batch import apply_chain
-from adapters.catalog.catalog import Catalog
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Processor, Stage
-from adapters.catalog.policy import ModelPolicy, Policy
+from adapters.catalog import Catalog, ModelPolicy, Origin, Policy, Requested, Selection
+from adapters.chain import ProcessorChain, apply_chain
+from adapters.contract import Processor, Stage
 from adapters.processors import BUILTINS
-from adapters.catalog.selection import Origin, Requested, Selection
-from worker.sampling.controls import CONTROLS, Control, is_drawn, with_field_processors
 from worker.errors import InvalidRequest
+from worker.processors.builder import Facts, ProcessorDesk
 from worker.requests.fields import FIELDS
 from worker.requests.lowering import lower
-from worker.processors.builder import Facts, ProcessorDesk
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
+from worker.sampling.controls import CONTROLS, Control, is_drawn, with_field_processors
 from worker.tiny_model import write_tiny_model
 
 CATALOG = Catalog.default()

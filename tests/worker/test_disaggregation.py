@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from adapters.catalog.selection import Requested, Selection
+from adapters.catalog import Requested, Selection
 from worker.disaggregation.hand_offs import HandOffs, TransferMetrics
-from worker.lifecycle.drain import Flight
+from worker.disaggregation.seal import CLOCK_SKEW_S, Seal
 from worker.engines import KeepKv, ReadKv, TokenDelta
 from worker.errors import ConfigurationError, InvalidRequest, Overloaded
+from worker.lifecycle.drain import Flight
 from worker.requests.request import GenerationRequest
-from worker.disaggregation.seal import CLOCK_SKEW_S, Seal
 
 POOL = "a secret of this pool, and of no other"
 PROMPT = [5, 6, 7]

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from worker.lifecycle.drain import DrainOutcome, Gate, drain
 from worker.errors import Draining, InvalidRequest
+from worker.lifecycle.drain import DrainOutcome, Gate, drain
 
 
 @pytest.fixture(autouse=True)

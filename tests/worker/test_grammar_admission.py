@@ -13,16 +13,15 @@ from prometheus_client import CollectorRegistry
 from test_llm_engine import ARGUMENTS, Context, FakeEngine, outcomes, two_tokens
 from test_llm_engine import request as raw_request
 
-from adapters.catalog.catalog import Catalog
+from adapters.catalog import Catalog, Policy
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable
-from adapters.catalog.policy import Policy
 from adapters.processors.grammar import grammar_cache, tokenizer_tables
 from worker.arguments import Arguments, parse_arguments
 from worker.engines import EngineInfo
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
-from worker.runtimes.llm_engine import WorkerEngine
 from worker.processors.builder import Facts, ProcessorDesk, make_desk
 from worker.requests.request import GenerationRequest
+from worker.runtimes.llm_engine import WorkerEngine
 from worker.tiny_model import write_tiny_model
 
 FOREVER_S = 600.0

@@ -13,17 +13,16 @@ from dynamo.common.backend.engine import GenerateRequest
 from dynamo.llm import exceptions
 from prometheus_client import CollectorRegistry
 
-from adapters.catalog.catalog import Catalog
-from adapters.catalog.policy import Policy
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.catalog import Catalog, Policy
+from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments, parse_arguments
+from worker.disaggregation.seal import Seal
 from worker.engines import EngineInfo, TokenDelta
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
-from worker.runtimes.llm_engine import WorkerEngine
 from worker.metrics import OUTCOMES
 from worker.processors.builder import Facts, ProcessorDesk
-from worker.sampling.params import SamplingParams
-from worker.disaggregation.seal import Seal
+from worker.runtimes.llm_engine import WorkerEngine
+from worker.sampling import SamplingParams
 
 ARGUMENTS = parse_arguments(["--model-path", "/models/tiny", "--drain-timeout-s", "0.01"], {})
 SEAL = Seal("a secret of this pool, and of no other")

@@ -10,19 +10,17 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from adapters.catalog.catalog import Catalog
-from adapters.contract.edits import is_allowed
-from adapters.chain.plan import ProcessorFailed
-from adapters.catalog.policy import Policy, PolicyError
-from adapters.chain.receipts import ProcessorRecord, Receipt
-from adapters.vocabulary.vocabulary import Vocabulary
-from worker.sampling.controls import with_field_processors
-from worker.requests.deadline import until
+from adapters.catalog import Catalog, Policy, PolicyError
+from adapters.chain import ProcessorFailed, ProcessorRecord, Receipt
+from adapters.contract import is_allowed
+from adapters.vocabulary import Vocabulary
 from worker.engines import TokenDelta
 from worker.errors import InvalidRequest, ProcessorUnavailable
 from worker.processors.builder import Facts, ProcessorDesk
+from worker.requests.deadline import until
 from worker.requests.request import GenerationRequest
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
+from worker.sampling.controls import with_field_processors
 from worker.tiny_model import write_tiny_model
 
 END = frozenset({2})

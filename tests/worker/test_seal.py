@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.errors import ConfigurationError, InvalidRequest
 from worker.disaggregation.seal import CLOCK_SKEW_S, FIELD, SECRET, SECRET_FILE, Seal, take_seal
+from worker.errors import ConfigurationError, InvalidRequest
 
 POOL = "a secret of this pool, and of no other"
 BODY = {"kv": {"metadata": "AAEC", "bases": [2**63 + 5], "ticket": 7}, "prompt_length": 3, "logprob": -0.1}

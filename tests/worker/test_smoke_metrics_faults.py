@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from worker.lifecycle.drain import DrainOutcome, Gate
 from worker.errors import ConfigurationError
+from worker.lifecycle.drain import DrainOutcome, Gate
 from worker.lifecycle.faults import FaultWindow
 from worker.metrics import OUTCOMES, WorkerMetrics
 from worker.processors.smoke import SMOKE_VARIABLES, smoke_enabled

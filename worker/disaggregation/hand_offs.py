@@ -10,13 +10,13 @@ from typing import Any, Literal
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from adapters.catalog.selection import Selection
-from worker.lifecycle.drain import Flight
-from worker.engines import Engine, KeepKv, ReadKv, TokenDelta
-from worker.engines.embedded.transfer import handle as handoff
-from worker.errors import ConfigurationError, InvalidRequest, Overloaded
-from worker.requests.request import GenerationRequest
+from adapters.catalog import Selection
 from worker.disaggregation.seal import FIELD, SECRET, Seal
+from worker.engines import Engine, KeepKv, ReadKv, TokenDelta
+from worker.engines.embedded.transfer import handle
+from worker.errors import ConfigurationError, InvalidRequest, Overloaded
+from worker.lifecycle.drain import Flight
+from worker.requests.request import GenerationRequest
 
 Role = Literal["aggregated", "prefill", "decode"]
 
@@ -94,7 +94,7 @@ class HandOffs:
             return self._local_part("missing")
         assert self._seal is not None
         opened = self._seal.open(given)
-        found = handoff.read(opened.body, request.prompt_token_ids, selection)
+        found = handle.read(opened.body, request.prompt_token_ids, selection)
         return self._local_part("late") if opened.is_late else Part(ReadKv(found.kv), found.num_cached_tokens)
 
     def _local_part(self, reason: str) -> Part:
@@ -129,7 +129,7 @@ class HandOffs:
         """The ``disaggregated_params`` of the only chunk of a prefill worker, whose engine said `delta`."""
         assert delta.kv is not None
         assert self._seal is not None
-        written = handoff.write(prompt, selection, delta.kv, delta.num_cached_tokens)
+        written = handle.write(prompt, selection, delta.kv, delta.num_cached_tokens)
         return self._seal.close(written, self._hold_s)
 
 

@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from adapters.chain.plan import ProcessorFailed
-from adapters.chain.receipts import Receipt
-from worker.sampling.params import SamplingParams
+from adapters.chain import ProcessorFailed, Receipt
+from worker.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
 from worker.errors import InvalidRequest
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 _BEAMS = "this worker has no beam search"
 _OUTPUT = "this worker returns token ids and log probabilities only"

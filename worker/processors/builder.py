@@ -17,29 +17,37 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from adapters.catalog.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError, RuledOut
-from adapters.chain.chain import ProcessorChain
-from adapters.processors.characters import split_characters
-from adapters.contract.processor import Context
+from adapters.catalog import (
+    BUILT_IN,
+    BuildFailed,
+    Catalog,
+    CatalogError,
+    FieldValue,
+    Policy,
+    PolicyError,
+    Requested,
+    RuledOut,
+    Selection,
+    SelectionError,
+    from_channels,
+)
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import Context, Scope
 from adapters.grammars.cache import Compiled, GrammarCache
 from adapters.grammars.compiler import GrammarRefused
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable
-from adapters.chain.plan import ProcessorFailed
-from adapters.catalog.policy import FieldValue, Policy, PolicyError
+from adapters.processors.characters import split_characters
 from adapters.processors.grammar import grammar_cache, tokenizer_tables
-from adapters.contract.scope import Scope
-from adapters.catalog.selection import Requested, Selection, SelectionError, from_channels
-from adapters.vocabulary.token_bytes import byte_index
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary, byte_index
 from worker.arguments import Arguments
-from worker.processors.breaker import Breaker
-from worker.sampling.controls import CONTROLS, Control
 from worker.engines import EngineInfo
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
-from worker.requests.fields import FIELDS
+from worker.processors.breaker import Breaker
 from worker.processors.grammar_metrics import GrammarMetrics
 from worker.processors.metrics import ProcessorMetrics
+from worker.requests.fields import FIELDS
 from worker.requests.request import GenerationRequest
+from worker.sampling.controls import CONTROLS, Control
 
 logger = logging.getLogger(__name__)
 

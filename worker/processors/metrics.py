@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from adapters.chain.plan import ProcessorFailed
-from adapters.chain.receipts import Receipt
+from adapters.chain import ProcessorFailed, Receipt
 
 PREFIX = "dlw_processor_"
 

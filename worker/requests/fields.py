@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from adapters.catalog import ANNOTATION, MAX_BYTES
 from adapters.processors.arguments import MAX_LIST
-from adapters.catalog.selection import ANNOTATION, MAX_BYTES
 from worker.errors import InvalidRequest
-from worker.sampling.params import MAX_LOGPROBS
+from worker.sampling import MAX_LOGPROBS
 
 Fate = Literal["honoured", "frontend", "no effect", "refused"]
 

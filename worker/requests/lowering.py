@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from worker.errors import InvalidRequest
 from worker.requests.request import GenerationRequest
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 
 def lower(

@@ -18,7 +18,6 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from worker.arguments import Arguments
-from worker.lifecycle.drain import FLUSH_S, HAND_OFF_TIMEOUT_S
 from worker.errors import (
     ConfigurationError,
     Draining,
@@ -31,6 +30,7 @@ from worker.errors import (
     ServingError,
     StartupError,
 )
+from worker.lifecycle.drain import FLUSH_S, HAND_OFF_TIMEOUT_S
 
 if TYPE_CHECKING:
     from dynamo.common.backend.engine import EngineConfig

@@ -19,12 +19,11 @@ from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, Pu
 from prometheus_client import CollectorRegistry
 
 from adapters import create_trtllm_adapters
-from adapters.catalog.selection import Selection
+from adapters.catalog import Selection
 from worker import __version__
 from worker.arguments import Arguments
-from worker.requests.deadline import until
 from worker.disaggregation.hand_offs import HandOffs, TransferMetrics
-from worker.lifecycle.drain import Flight, Gate, drain
+from worker.disaggregation.seal import Seal
 from worker.engines import Engine, EngineInfo, SelfReporting, TokenDelta
 from worker.errors import (
     Draining,
@@ -37,16 +36,17 @@ from worker.errors import (
     ServingError,
     StartupError,
 )
+from worker.lifecycle.drain import Flight, Gate, drain
 from worker.lifecycle.faults import FaultWindow
-from worker.requests.lowering import lower
 from worker.metrics import WorkerMetrics
 from worker.processors.builder import ProcessorDesk, make_desk
+from worker.processors.smoke import SmokeTest
+from worker.requests.deadline import until
+from worker.requests.lowering import lower
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
 from worker.runtimes import dynamo as runtime
-from worker.sampling.params import SamplingParams
-from worker.disaggregation.seal import Seal
-from worker.processors.smoke import SmokeTest
+from worker.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 

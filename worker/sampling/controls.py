@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context, Processor, Stage
+from adapters.chain import ProcessorChain
+from adapters.contract import ArgumentError, Context, Processor, Stage
 from adapters.processors.grammar import Choice, Grammar, JsonSchema, Regex
 from adapters.processors.length import MinTokens
 from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens

@@ -9,8 +9,20 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from adapters.contract.processor import ArgumentError, Context, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
-from adapters.contract.edits import Allow, Ban, Bias, Edit, Force
+from adapters.contract import (
+    Allow,
+    ArgumentError,
+    Ban,
+    Bias,
+    Context,
+    Edit,
+    Force,
+    ProcessorArgs,
+    Reads,
+    ShapingProcessor,
+    Stage,
+    SteeringProcessor,
+)
 
 
 class Amount(ProcessorArgs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import broken_processors as broken
 import pytest
 
-from adapters.contract.processor import Processor
+from adapters.contract import Processor
 from adapters.testing import check_processor
 
 CAUGHT: dict[type[Processor], set[str]] = {

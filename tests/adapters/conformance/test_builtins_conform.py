@@ -15,7 +15,7 @@ from builtin_examples import EXAMPLES
 from adapters.processors import BUILTINS
 from adapters.testing import Subject
 from adapters.testing.stories import restarted, stories
-from adapters.trtllm.adapter import ChainAdapter
+from adapters.trtllm import ChainAdapter
 
 pytestmark = [pytest.mark.logits_processor(builtin, EXAMPLES.get(builtin.name, ())) for builtin in BUILTINS]
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from builtin_examples import EXAMPLES
 
-from adapters.contract.processor import Context, Processor, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.contract.edits import Edit
+from adapters.contract import Context, Edit, Processor, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.processors import BUILTINS
 from adapters.testing import CHECKS, Subject, run_check
 

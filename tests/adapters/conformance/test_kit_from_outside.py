@@ -12,14 +12,11 @@ import broken_processors
 import pytest
 import torch
 
-from adapters.contract import processor as contract
-
-from adapters.contract import edits
 from adapters.__main__ import main
-from adapters.chain.batch import apply_chain
-from adapters.catalog.catalog import Catalog, Entry
-from adapters.contract.processor import Ban, Edit, Stage, SteeringProcessor
-from adapters.catalog.selection import Requested, Selection, SelectionError
+from adapters.catalog import Catalog, Entry, Requested, Selection, SelectionError
+from adapters.chain import apply_chain
+from adapters.contract import Ban, Edit, Stage, SteeringProcessor, edits
+from adapters.contract import processor as contract
 from adapters.testing import CHECKS, CheckFailed, Subject, check_processor
 from adapters.testing.house import house_context
 
@@ -81,7 +78,11 @@ def test_trying_it_as_the_page_does(page_files: dict[str, str], capsys: pytest.C
 
 def test_everything_that_an_author_needs_is_in_one_place() -> None:
     imported = re.findall(r"from (adapters\.[\w.]+) import", _PAGE.read_text(encoding="utf-8"))
-    assert set(imported) == {"adapters.contract.processor", "adapters.third_party.processors", "adapters.catalog.catalog"}  # the last for trying only
+    assert set(imported) == {
+        "adapters.contract.processor",
+        "adapters.third_party.processors",
+        "adapters.catalog.catalog",
+    }  # the last for trying only
     for edit in get_args(edits.Edit):
         assert getattr(contract, edit.__name__) is edit
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters import processors as p
-from adapters.contract.processor import Context, Reads, ShapingProcessor
+from adapters.contract import Context, Reads, ShapingProcessor
 from adapters.pipe import LogitsPipe, Sample, Shaping, Softmax, TensorType, TopK
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 CONTEXT = Context(Vocabulary(64))
 ARGUMENTS = {

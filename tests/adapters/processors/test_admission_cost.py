@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from vocab_for_tests import context
 
-from adapters.catalog.catalog import Catalog
-from adapters.chain.chain import ProcessorChain
-from adapters.catalog.selection import MAX_PROCESSORS, Requested, Selection, SelectionError
+from adapters.catalog import MAX_PROCESSORS, Catalog, Requested, Selection, SelectionError
+from adapters.chain import ProcessorChain
 
 CATALOG = Catalog.default()
 CONTEXT = context(watermark_keys={"house": bytes(32)})

@@ -12,11 +12,10 @@ from pydantic import ValidationError
 from transformers import SequenceBiasLogitsProcessor
 from vocab_for_tests import assert_rows_equal, replayed, run_row, step_by_step
 
-from adapters.chain.batch import apply_edits, plan_rows
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context
+from adapters.chain import ProcessorChain, apply_edits, plan_rows
+from adapters.contract import ArgumentError, Context
 from adapters.processors.bias import LogitBias
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 V = 20
 CONTEXT = Context(Vocabulary(V))

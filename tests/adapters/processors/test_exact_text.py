@@ -9,15 +9,13 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from trained_tokenizers import KINDS, PREFIXED, context_of, prompt_of, said, speak, vocabulary_of
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context
-from adapters.contract.edits import Force
+from adapters.chain import ProcessorChain
+from adapters.contract import ArgumentError, Context, Force
 from adapters.processors.forcing import ForcedPrefix, ForcedSequence, ForceLastPhrase
 from adapters.processors.masks import BadWords
 from adapters.processors.prompts import MultipleChoice, TriggerPhrase
 from adapters.processors.thinking import ThinkingBudget
-from adapters.vocabulary.token_bytes import byte_index
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary, byte_index
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 prefixed = pytest.mark.parametrize("kind", PREFIXED)

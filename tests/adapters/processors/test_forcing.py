@@ -21,15 +21,12 @@ from vocab_for_tests import (
     vocabulary,
 )
 
-from adapters.chain.batch import apply_chain
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context
-from adapters.contract.edits import Force
-from adapters.chain.plan import ProcessorFailed
+from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain
+from adapters.contract import ArgumentError, Context, Force
 from adapters.processors.forcing import ForcedPrefix, ForcedSequence, ForceLastPhrase, end_token
 from adapters.processors.length import MinTokens
 from adapters.processors.masks import AllowedTokens, BannedTokens
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 V = 16
 few = settings(max_examples=50, deadline=None)

@@ -15,14 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.chain.batch import apply_edits, plan_rows
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context
-from adapters.contract.edits import is_allowed
+from adapters.chain import ProcessorChain, ProcessorFailed, apply_edits, plan_rows
+from adapters.contract import ArgumentError, Context, is_allowed
 from adapters.grammars import compiler
-from adapters.chain.plan import ProcessorFailed
 from adapters.processors.grammar import Choice, Grammar, GrammarProcessor, JsonSchema, Regex
-from adapters.vocabulary.vocabulary import Vocabulary, vocabulary_at
+from adapters.vocabulary import Vocabulary, vocabulary_at
 from worker.tiny_model import write_tiny_model
 
 NUM_BYTES, END, OTHER_END, WIDTH = 256, 256, 257, 270

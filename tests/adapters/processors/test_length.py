@@ -12,11 +12,10 @@ from pydantic import ValidationError
 from transformers import ExponentialDecayLengthPenalty, MinNewTokensLengthLogitsProcessor
 from vocab_for_tests import END, assert_rows_equal, context, replayed, run_row, step_by_step, vocabulary
 
-from adapters.chain.batch import apply_edits, plan_rows
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context, Reads
+from adapters.chain import ProcessorChain, apply_edits, plan_rows
+from adapters.contract import ArgumentError, Context, Reads
 from adapters.processors.length import ExponentialDecayLength, GenLength, MinTokens, sentence_ends
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 V = 12
 ENDS = [3, 7]

@@ -22,11 +22,10 @@ from vocab_for_tests import (
     vocabulary,
 )
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context
-from adapters.chain.plan import ProcessorFailed
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import ArgumentError, Context
 from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens, WordAutomaton
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 V, EOS = 37, 5
 CONTEXT = Context(Vocabulary(V), end_token_ids=frozenset([EOS]))

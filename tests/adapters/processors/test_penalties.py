@@ -13,11 +13,10 @@ from pydantic import ValidationError
 from transformers import RepetitionPenaltyLogitsProcessor
 from vocab_for_tests import after_rewinding, assert_rows_equal, replayed, run_row, step_by_step
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context
-from adapters.contract.edits import Bias, Scale
+from adapters.chain import ProcessorChain
+from adapters.contract import Bias, Context, Scale
 from adapters.processors.penalties import FrequencyPenalty, Occurrences, PresencePenalty, RepetitionPenalty
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 V = 12
 CONTEXT = Context(Vocabulary(V))

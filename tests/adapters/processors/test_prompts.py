@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from vocab_for_tests import END, assert_rows_equal, context, replayed, run_row, step_by_step, vocabulary
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context, Stage
-from adapters.contract.edits import Force
-from adapters.chain.plan import ProcessorFailed
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import ArgumentError, Context, Force, Stage
 from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase, _behind_labels
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 few = settings(max_examples=50, deadline=None)
 FACTS = context()

@@ -16,15 +16,13 @@ from pydantic import ValidationError
 from transformers import NoRepeatNGramLogitsProcessor
 from vocab_for_tests import END, assert_rows_equal, context, plan_after, replayed, run_row, step_by_step, vocabulary
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context
-from adapters.contract.edits import Bias, Force
-from adapters.chain.plan import ProcessorFailed
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import ArgumentError, Bias, Context, Force
 from adapters.processors import repetition
 from adapters.processors.ngrams import PromptNgrams, draw_base
 from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
 from adapters.processors.suffixes import SuffixAutomaton
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 few = settings(max_examples=50, deadline=None)
 PLAIN = Context(Vocabulary(12), end_token_ids=frozenset([9, 7]))

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from vocab_for_tests import END, PADDING, assert_rows_equal, context, replayed, run_row, step_by_step, vocabulary
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context
+from adapters.chain import ProcessorChain
+from adapters.contract import ArgumentError, Context
 from adapters.processors.scripts import BanScripts
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 
 class Bytes:

@@ -12,13 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from adapters.chain.batch import apply_chain, apply_edits, apply_late, plan_rows, replay
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context, ProcessorArgs, Reads, Stage, SteeringProcessor
-from adapters.contract.draws import uniform
-from adapters.contract.edits import Force
+from adapters.chain import ProcessorChain, apply_chain, apply_edits, apply_late, plan_rows, replay
+from adapters.contract import Context, Force, ProcessorArgs, Reads, Stage, SteeringProcessor, uniform
 from adapters.processors.stochastic import XTC, Mirostat, Xtc
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 V = 24
 few = settings(max_examples=50, deadline=None)

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from vocab_for_tests import assert_rows_equal, context, replayed, step_by_step, tokenizer, vocabulary
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context
-from adapters.contract.edits import Force
+from adapters.chain import ProcessorChain
+from adapters.contract import ArgumentError, Context, Force
 from adapters.processors.text_match import TextMatcher
 from adapters.processors.thinking import ThinkingBudget
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 START, END = [1, 2], [3, 4, 3, 5]
 PLAIN = Context(Vocabulary(10), think_start=tuple(START), think_end=tuple(END))

@@ -21,10 +21,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from adapters.chain.batch import apply_chain, apply_edits, apply_late, plan_rows
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context
-from adapters.contract.edits import Ban
+from adapters.chain import ProcessorChain, apply_chain, apply_edits, apply_late, plan_rows
+from adapters.contract import Ban, Context
 from adapters.processors.truncation import (
     EpsilonCutoff,
     EtaCutoff,
@@ -35,7 +33,7 @@ from adapters.processors.truncation import (
     TopP,
     TypicalP,
 )
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 V = 40
 CONTEXT = Context(Vocabulary(V))
@@ -327,7 +325,7 @@ def test_within_a_stage_the_order_is_that_of_the_request():
 
 
 def test_a_mask_before_truncation_counts():
-    from adapters.contract.processor import ProcessorArgs, Reads, Stage, SteeringProcessor
+    from adapters.contract import ProcessorArgs, Reads, Stage, SteeringProcessor
 
     class BanBest(SteeringProcessor):
         name, stage, reads, Args = "ban_best", Stage.MASK, Reads.NOTHING, ProcessorArgs

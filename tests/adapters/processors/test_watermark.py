@@ -15,13 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from adapters.chain.batch import apply_edits, apply_late, plan_rows
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import ArgumentError, Context
-from adapters.contract.draws import uniforms, uniforms_at
+from adapters.chain import ProcessorChain, apply_edits, apply_late, plan_rows
+from adapters.contract import ArgumentError, Context, uniforms, uniforms_at
 from adapters.processors.truncation import Temperature, TopK
 from adapters.processors.watermark import Watermark, add_detect_command, detect, noise_key, read_key
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 
 V = 32
 KEY = bytes(range(32))

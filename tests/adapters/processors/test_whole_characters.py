@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from trained_tokenizers import context_of, prompt_of, said, speak, vocabulary_of
 from vocab_for_tests import run_row
 
-from adapters.chain.chain import ProcessorChain
+from adapters.chain import ProcessorChain
 from adapters.processors.characters import begun
 from adapters.processors.forcing import ForceLastPhrase
 from adapters.processors.prompts import TriggerPhrase
 from adapters.processors.repetition import LoopStop
 from adapters.processors.thinking import ThinkingBudget
-from adapters.vocabulary.token_bytes import byte_index
+from adapters.vocabulary import byte_index
 
 kinds = pytest.mark.parametrize("kind", ["llama-legacy", "unigram-first", "byte-level"])
 few = settings(max_examples=40, deadline=None)

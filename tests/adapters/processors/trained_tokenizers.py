@@ -14,10 +14,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 from vocab_for_tests import run_row
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context
-from adapters.vocabulary.token_bytes import byte_index
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.vocabulary import Vocabulary, byte_index
 
 CORPUS = [
     "The answer is Yes, and the secret is that Yes is the answer.",

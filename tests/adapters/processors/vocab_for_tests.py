@@ -10,11 +10,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from adapters.chain.batch import apply_edits, apply_late, plan_rows
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context, Processor
-from adapters.chain.plan import RowPlan
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.chain import ProcessorChain, RowPlan, apply_edits, apply_late, plan_rows
+from adapters.contract import Context, Processor
+from adapters.vocabulary import Vocabulary
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and the fox sleeps.\n",

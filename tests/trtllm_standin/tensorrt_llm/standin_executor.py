@@ -22,7 +22,7 @@ from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.standin_switches import SWITCHES
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.errors import ServingError
-from worker.sampling.params import SamplingParams as EmbeddedParams
+from worker.sampling import SamplingParams as EmbeddedParams
 
 adapters.chain.chain.DEFAULT_STEP_BUDGET_S = 3600.0  # of the row below, which is not a processor of the request
 

@@ -17,8 +17,8 @@ loop through `session.py`, whose requests come from `jobs.py` and whose results 
 """
 
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.serving.engine import EmbeddedEngine
-from worker.engines.embedded.offline.engine import Engine
+from worker.engines.embedded.offline import Engine
 from worker.engines.embedded.plan import Chunk, Model, Plan, Request
+from worker.engines.embedded.serving import EmbeddedEngine
 
 __all__ = ["Chunk", "EmbeddedConfig", "EmbeddedEngine", "Engine", "Model", "Plan", "Request"]

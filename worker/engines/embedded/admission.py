@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context, Processor
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import Context, Processor
+from adapters.trtllm import ChainAdapter
 from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
-from adapters.chain.plan import ProcessorFailed
-from adapters.trtllm.adapter import ChainAdapter
-from adapters.vocabulary.vocabulary import Vocabulary
-from worker.sampling.controls import with_field_processors
+from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.errors import InvalidRequest
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
+from worker.sampling.controls import with_field_processors
 
 HONOURED = frozenset(
     {

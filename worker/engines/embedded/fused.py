@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from worker.engines.embedded.plan import Plan, Request
-from worker.engines.embedded.sampling.sampler import Sampler
+from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.step import plan_edits
 
 NO_TOKEN = -1

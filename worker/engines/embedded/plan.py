@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from adapters.chain.batch import Planned
-from adapters.chain.chain import ProcessorChain
-from adapters.chain.plan import ProcessorFailed
+from adapters.chain import Planned, ProcessorChain, ProcessorFailed
 from worker.engines import FinishReason, TokenLogprob
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from worker.engines.embedded.kv_cache.blocks import Block
+    from worker.engines.embedded.kv_cache import Block
 
 logger = logging.getLogger(__name__)
 

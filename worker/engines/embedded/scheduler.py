@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from itertools import islice
 from operator import attrgetter
 
-from adapters.chain.chain import ProcessorChain
-from worker.engines.embedded.kv_cache.blocks import hash_blocks
-from worker.engines.embedded.kv_cache.cache import KvCache
+from adapters.chain import ProcessorChain
+from worker.engines.embedded.kv_cache import KvCache, hash_blocks
 from worker.engines.embedded.plan import TILE, Chunk, Output, Plan, Request, Samples, SegmentCopy
 
 FAIR_CHUNK = 128

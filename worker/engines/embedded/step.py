@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from adapters.chain.batch import plan_rows
+from adapters.chain import plan_rows
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.transfer.connector import Exchange
-from worker.engines.embedded.kv_cache.cache import KvCache
-from worker.engines.embedded.kv_cache.budget import choose_segment_size
+from worker.engines.embedded.kv_cache import KvCache, choose_segment_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
-from worker.engines.embedded.sampling.sampler import Sampler
+from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.scheduler import Scheduler
-from worker.engines.embedded.transfer.nixl import KvHandle
+from worker.engines.embedded.transfer import Exchange, KvHandle
 
 MIXED_CHUNKS = {"cpu": 64, "cuda": 512}
 """What takes about as long as decoding two steps; see `EmbeddedConfig.max_mixed_chunk`."""

@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from adapters.trtllm import ChainAdapter, Failure, Step
 from adapters.trtllm.side_channel import SideChannel
-from adapters.trtllm.adapter import ChainAdapter, Failure, Step
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 from worker.engines import EngineInfo, KeepKv, ReadKv, TokenDelta, TokenLogprob
 from worker.engines.trtllm import handoff
 from worker.engines.trtllm.cache_reports import kv_blocks
@@ -34,7 +34,7 @@ from worker.errors import (
     ServingError,
     StartupError,
 )
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from adapters.chain.chain import ProcessorChain
-from adapters.chain.plan import ProcessorFailed
-from adapters.trtllm.adapter import Failure, Step
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.trtllm import Failure, Step
 from worker.engines import TokenDelta, TokenLogprob
 from worker.engines.trtllm.deltas import Cursor, entries_of
 from worker.errors import ServingError

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from adapters.processors.grammar import grammar_cache
+from adapters.trtllm import Step, TrtllmAdapter
 from adapters.trtllm.side_channel import Reporter
-from adapters.vocabulary.token_bytes import byte_index
-from adapters.trtllm.adapter import Step, TrtllmAdapter
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary, byte_index
 from worker.engines.trtllm.capabilities import Package
 from worker.errors import StartupError
 

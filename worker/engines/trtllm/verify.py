@@ -17,19 +17,19 @@ from typing import Any
 import torch
 
 from adapters import create_trtllm_adapters
-from adapters.chain.chain import ProcessorChain
-from adapters.contract.processor import Context, Processor
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, Processor
 from adapters.processors.forcing import ForcedPrefix
 from adapters.processors.masks import BannedTokens
 from adapters.processors.penalties import RepetitionPenalty
-from adapters.vocabulary.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary
 from worker.arguments import parse_arguments
 from worker.engines import EngineInfo, TokenDelta
 from worker.engines.trtllm.capabilities import read_package
 from worker.engines.trtllm.engine import TrtllmEngine
 from worker.engines.trtllm.settings import config_from
 from worker.errors import ConfigurationError, InvalidRequest, ServingError
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 PROMPT = [9, 30, 41, 77, 12]
 NUM_TOKENS = 24

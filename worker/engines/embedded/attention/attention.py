@@ -16,9 +16,9 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from worker.engines.embedded import native
-from worker.engines.embedded.attention.torch_calls import Layout, lay_out
-from worker.engines.embedded.kv_cache.store import KvStore, Span
 from worker.engines.embedded.attention.online_softmax import Kernel, Shapes, partial_softmax
+from worker.engines.embedded.attention.torch_calls import Layout, lay_out
+from worker.engines.embedded.kv_cache import KvStore, Span
 
 IMPLEMENTATION = "embedded_kv_store"
 STEP_ARGUMENT = "embedded_step"

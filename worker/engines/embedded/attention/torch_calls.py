@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import torch
 
-from worker.engines.embedded.kv_cache.store import Span
 from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
+from worker.engines.embedded.kv_cache import Span
 
 _Pair = tuple[int, int, int, int, int]
 """Segment, token, column of the table (-1 for a result that nobody wants), keys seen from and to."""

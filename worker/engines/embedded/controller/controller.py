@@ -27,8 +27,8 @@ from worker.engines.embedded.controller.types import (
     TokenStream,
     TopN,
 )
-from worker.engines.embedded.host.fair_lock import FairLock
-from worker.engines.embedded.offline.engine import Engine
+from worker.engines.embedded.host import FairLock
+from worker.engines.embedded.offline import Engine
 
 NO_TOKEN = -1
 """What `TextGenerationController.sample_from_logits` gives for a row that holds no token that may be sampled."""

@@ -9,10 +9,9 @@ import torch
 
 from worker.engines.embedded.controller.state import entry
 from worker.engines.embedded.controller.types import InferenceParams, TopN
-from worker.engines.embedded.sampling.logprobs import token_logprobs
 from worker.engines.embedded.plan import Edits, Plan, Request, Samples
-from worker.engines.embedded.sampling.sampler import Sampler
-from worker.sampling.params import SamplingParams
+from worker.engines.embedded.sampling import Sampler, token_logprobs
+from worker.sampling import SamplingParams
 
 _NEEDS_HISTORY = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from worker.engines import TokenLogprob
-from worker.engines.embedded.offline.results import Answer, Job
 from worker.engines.embedded.controller.types import (
     DynamicStep,
     InferenceParams,
@@ -17,7 +16,7 @@ from worker.engines.embedded.controller.types import (
     TokenStream,
     TopN,
 )
-from worker.engines.embedded.offline.session import Event
+from worker.engines.embedded.offline import Answer, Event, Job
 
 _STATUS = {"error": Status.FAILED, "cancelled": Status.CANCELLED}
 

@@ -13,9 +13,9 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from worker.engines import FinishReason
-from worker.engines.embedded.offline.results import Completion
+from worker.engines.embedded.offline import Completion
 from worker.errors import InvalidRequest
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 RequestId = int | str
 TopN = dict[int, float]

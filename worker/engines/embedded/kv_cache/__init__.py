@@ -1,0 +1,24 @@
+"""The paged KV cache.
+
+`cache` is the bookkeeping: who owns which pages, automatic prefix caching, copy-on-write; `blocks` are the hashed units of
+prefix caching; `store` holds the tensors of keys and values; `budget` decides how large it is.
+"""
+
+from worker.engines.embedded.kv_cache.blocks import ROOT, Block, BlocksRemoved, BlocksStored, hash_blocks
+from worker.engines.embedded.kv_cache.budget import choose_kv_blocks, choose_segment_size, is_out_of_memory
+from worker.engines.embedded.kv_cache.cache import KvCache
+from worker.engines.embedded.kv_cache.store import KvStore, Span
+
+__all__ = [
+    "ROOT",
+    "Block",
+    "BlocksRemoved",
+    "BlocksStored",
+    "KvCache",
+    "KvStore",
+    "Span",
+    "choose_kv_blocks",
+    "choose_segment_size",
+    "hash_blocks",
+    "is_out_of_memory",
+]

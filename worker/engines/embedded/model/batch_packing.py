@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from worker.engines.embedded.kv_cache.store import Span
+from worker.engines.embedded.kv_cache import Span
 from worker.engines.embedded.plan import Plan, Request
 
 

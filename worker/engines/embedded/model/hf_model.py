@@ -14,24 +14,18 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import native
-
-from worker.engines.embedded.attention import attention
-
-from worker.engines.embedded.host import memory as host_memory
-
-from worker.engines.embedded.model import llama
-
-from worker.engines.embedded.model import transformers_network
+from worker.engines.embedded.attention import Kernel, Shapes, attention
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
-from worker.engines.embedded.kv_cache.store import KvStore
+from worker.engines.embedded.host import in_own_thread
+from worker.engines.embedded.host import memory as host_memory
+from worker.engines.embedded.kv_cache import KvStore
+from worker.engines.embedded.model import llama, transformers_network
+from worker.engines.embedded.model.batch_packing import pack
 from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.numerics import AttentionSizes, choose
-from worker.engines.embedded.host.own_thread import in_own_thread
-from worker.engines.embedded.model.batch_packing import pack
-from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
-from worker.engines.embedded.plan import Plan
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
+from worker.engines.embedded.plan import Plan
 from worker.errors import StartupError
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from worker.engines.embedded.model import gemm as products
+from worker.engines.embedded.model import gemm
 from worker.engines.embedded.model.panels import Lookup, Panels, lookup
 
 Shape = tuple[int, int, type]
@@ -58,13 +58,13 @@ class Linear(torch.nn.Module):
         self._dtype = weight.dtype
         self._weight: torch.Tensor | None = weight.detach()
         self._bias = bias.detach() if bias is not None else None
-        self._product: products.Product = products.TorchProduct(self._weight, self._bias)
+        self._product: gemm.Product = gemm.TorchProduct(self._weight, self._bias)
 
     def pack(self, may_be_native: bool) -> None:
         """Choose the kernels, our own only if they are allowed, and lay out the weight for them; once."""
         if self._weight is None:
             raise RuntimeError("the layer is packed already")
-        self._product = products.make(self._weight, self._bias, may_be_native)
+        self._product = gemm.make(self._weight, self._bias, may_be_native)
         self._weight = None
 
     def layouts(self) -> Iterator[Panels]:

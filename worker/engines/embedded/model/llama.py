@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from worker.engines.embedded import native
-from worker.engines.embedded.attention.attention import AttentionStep
+from worker.engines.embedded.attention import AttentionStep
 from worker.engines.embedded.model.linear import Linear, embed_with, fuse, has_tied_embeddings, pack_all
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

@@ -13,12 +13,11 @@ from itertools import pairwise
 
 import torch
 
-from worker.engines.embedded.attention.attention import AttentionStep
-from worker.engines.embedded.kv_cache.store import KvStore, Span
-from worker.engines.embedded.model.linear import Linear, Shape, Tiles
-from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
-from worker.engines.embedded.plan import TILE
+from worker.engines.embedded.attention import AttentionStep, Kernel, Shapes
+from worker.engines.embedded.kv_cache import KvStore, Span
 from worker.engines.embedded.model.gemm import NativeProduct
+from worker.engines.embedded.model.linear import Linear, Shape, Tiles
+from worker.engines.embedded.plan import TILE
 from worker.errors import StartupError
 
 _BLOCKS = (128, 96, 64)

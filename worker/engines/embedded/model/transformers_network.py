@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from worker.engines.embedded.attention import attention
-from worker.engines.embedded.model.linear import Linear, embed_with, fuse, has_tied_embeddings, pack_all, replace_linears
+from worker.engines.embedded.model.linear import (
+    Linear,
+    embed_with,
+    fuse,
+    has_tied_embeddings,
+    pack_all,
+    replace_linears,
+)
 from worker.engines.embedded.model.moe import Experts, Router
 
 MODEL_TYPES = ("gemma2", "gemma3_text", "qwen3_moe")

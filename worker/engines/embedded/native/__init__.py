@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from worker.engines.embedded.kv_cache.store import Span
+from worker.engines.embedded.kv_cache import Span
 
 _VERSION = 1
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")

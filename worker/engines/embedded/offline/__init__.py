@@ -1,0 +1,12 @@
+"""The engine without services: prompts in, results out, in the caller's own thread.
+
+`engine` is the public `Engine`; `request_builder` makes requests of prompts and `SamplingParams`; `session` drives the
+steps; `results` are the answers while they grow and what callers get; `stop_strings` ends an answer at a text.
+"""
+
+from worker.engines.embedded.offline.engine import Engine
+from worker.engines.embedded.offline.results import Answer, Completion, Job
+from worker.engines.embedded.offline.session import Event
+from worker.engines.embedded.offline.stop_strings import IncrementalText
+
+__all__ = ["Answer", "Completion", "Engine", "Event", "IncrementalText", "Job"]

@@ -11,16 +11,16 @@ from typing import Any
 from tqdm import tqdm
 from typing_extensions import Self
 
-from adapters.catalog.catalog import Catalog
-from adapters.vocabulary.vocabulary import Vocabulary
-from worker.engines.embedded.offline.results import Result
+from adapters.catalog import Catalog
+from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.serving.engine import load
 from worker.engines.embedded.offline.request_builder import Desk, Named
-from worker.engines.embedded.plan import Model
+from worker.engines.embedded.offline.results import Result
 from worker.engines.embedded.offline.session import Session
+from worker.engines.embedded.plan import Model
+from worker.engines.embedded.serving import load
 from worker.errors import InvalidRequest
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
 

@@ -11,20 +11,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from adapters.catalog.catalog import Catalog
-from adapters.contract.processor import Context
-from adapters.contract.scope import Scope
-from adapters.catalog.selection import Requested, SelectionError, parse_selection
-from adapters.trtllm.adapter import ChainAdapter, DynamoAdapter, create_trtllm_adapters
-from adapters.vocabulary.vocabulary import Vocabulary
-from worker.sampling.controls import GUIDES
+from adapters.catalog import Catalog, Requested, SelectionError, parse_selection
+from adapters.contract import Context, Scope
+from adapters.trtllm import ChainAdapter, DynamoAdapter, create_trtllm_adapters
+from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.admission import admit, end_ids_of
 from worker.engines.embedded.offline.results import Answer, Job
-from worker.engines.embedded.plan import Model, Request
-from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
 from worker.engines.embedded.offline.stop_strings import AnswerText
+from worker.engines.embedded.plan import Model, Request
+from worker.engines.embedded.sampling import LogitsCollector
 from worker.errors import InvalidRequest
-from worker.sampling.params import GuidedDecodingParams, SamplingParams
+from worker.sampling import GuidedDecodingParams, SamplingParams
+from worker.sampling.controls import GUIDES
 
 Named = Mapping[str, Any]
 """A processor by its name in the catalogue: ``{"name": ..., "args": {...}}``."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from adapters.chain.receipts import Receipt
+from adapters.chain import Receipt
 from worker.engines import FinishReason, TokenLogprob
-from worker.engines.embedded.plan import Output, Request
-from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
 from worker.engines.embedded.offline.stop_strings import AnswerText
-from worker.sampling.params import SamplingParams
+from worker.engines.embedded.plan import Output, Request
+from worker.engines.embedded.sampling import LogitsCollector
+from worker.sampling import SamplingParams
 
 Logprobs = list[list[TokenLogprob]] | list[float]
 PromptLogprobs = list[list[TokenLogprob] | None] | list[float | None]

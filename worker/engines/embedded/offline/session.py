@@ -10,12 +10,12 @@ from threading import Event as Signal
 from time import perf_counter
 
 from worker.engines import EngineInfo, FinishReason
-from worker.engines.embedded.offline.results import Answer, Job
-from worker.engines.embedded.host.fair_lock import FairLock
+from worker.engines.embedded.host import FairLock
 from worker.engines.embedded.offline.request_builder import Desk, Named
+from worker.engines.embedded.offline.results import Answer, Job
 from worker.engines.embedded.plan import Output
 from worker.engines.embedded.step import Stepper
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 _LONGEST_WAIT_S = 0.1
 

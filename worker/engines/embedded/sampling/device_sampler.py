@@ -6,15 +6,15 @@ import math
 
 import torch
 
-from adapters.chain.batch import Planned
+from adapters.chain import Planned
 from adapters.devices import upload_ids
-from worker.engines.embedded.sampling.device_truncation import Select, draw_rows
-from worker.engines.embedded.host.device_copy import HostCopy
-from worker.engines.embedded.sampling.logprobs import Logprobs
+from worker.engines.embedded.host import HostCopy
 from worker.engines.embedded.plan import Samples
-from worker.engines.embedded.sampling.rows import RowTable
-from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
+from worker.engines.embedded.sampling.device_truncation import Select, draw_rows
 from worker.engines.embedded.sampling.integer_weights import logarithms, weight_bits
+from worker.engines.embedded.sampling.logprobs import Logprobs
+from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
+from worker.engines.embedded.sampling.rows import RowTable
 
 _MOST_ROWS = 32
 """Rows that are weighed together. Their weights take ten times the memory of their logits."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from adapters.devices import upload
-from worker.engines.embedded.sampling.truncation import Controls
 from worker.engines.embedded.sampling.integer_weights import as_units, exponential_, points_in, share_of, weight_bits
+from worker.engines.embedded.sampling.truncation import Controls
 
 Select = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Where prefixes end: `select_by_sorting`, or a kernel that does the same."""

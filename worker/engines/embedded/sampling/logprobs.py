@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from worker.engines import TokenLogprob
-from worker.engines.embedded.host.device_copy import HostCopy
+from worker.engines.embedded.host import HostCopy
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[list[TokenLogprob]]:

@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from adapters.chain.batch import Planned
-from adapters.chain.chain import ProcessorChain
-from adapters.chain.plan import RowPlan
+from adapters.chain import Planned, ProcessorChain, RowPlan
 
 _UNSATISFIABLE = "unsatisfiable: the request's controls leave no token that may be sampled"
 _NOT_FINITE = "the row of logits holds NaN or +inf"

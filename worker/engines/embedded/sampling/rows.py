@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from adapters.contract import SAMPLE, uniform_rows
 from adapters.devices import upload, upload_ids
-from adapters.contract.draws import SAMPLE, uniform_rows
-from worker.engines.embedded.sampling.device_truncation import DrawColumns, padded
 from worker.engines.embedded.plan import Request
+from worker.engines.embedded.sampling.device_truncation import DrawColumns, padded
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 
 class RowTable:

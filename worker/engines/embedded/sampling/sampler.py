@@ -9,17 +9,17 @@ from typing import Protocol
 
 import torch
 
-from adapters.chain.batch import Planned, apply_edits, apply_late
 from adapters.candidates import block_maxima, highest_ids
+from adapters.chain import Planned, apply_edits, apply_late
+from adapters.contract import apply_bitmask
 from adapters.devices import upload_ids
-from adapters.contract.edits import apply_bitmask
+from worker.engines.embedded.plan import Edits, Plan, Samples
 from worker.engines.embedded.sampling.device_sampler import DeviceStep
 from worker.engines.embedded.sampling.logprobs import token_logprobs
-from worker.engines.embedded.plan import Edits, Plan, Samples
+from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.selection_kernels import choose_select
 from worker.engines.embedded.sampling.truncation import draw
-from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 
 _NARROW = 8192
 """Up to this width searching all of a row is faster than searching by blocks."""

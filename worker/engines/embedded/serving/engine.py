@@ -11,18 +11,16 @@ import torch
 from worker.engines import EngineInfo, KeepKv, KvEventSink, ReadKv, TokenDelta
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.transfer.connector import Exchange, note_mode, open_exchange
-from worker.engines.embedded.transfer.handle import fingerprint, handle_from_json
-from worker.engines.embedded.kv_cache.budget import choose_kv_blocks
-from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.host import limit_threads
+from worker.engines.embedded.kv_cache import choose_kv_blocks
+from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Model, Output, Request
-from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.serving.step_thread import MIN_AHEAD, RUN_AHEAD, Abort, Listen, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
-from worker.engines.embedded.host.threads import limit_threads
-from worker.engines.embedded.transfer.nixl import KvHandle
+from worker.engines.embedded.step import Stepper, make_stepper
+from worker.engines.embedded.transfer import Exchange, KvHandle, fingerprint, handle_from_json, note_mode, open_exchange
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, ServingError, StartupError
-from worker.sampling.params import SamplingParams
+from worker.sampling import SamplingParams
 
 
 def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, EngineInfo]:

@@ -13,12 +13,11 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from worker.engines import KvEventSink
-from worker.engines.embedded.kv_cache.blocks import ROOT, BlocksRemoved, BlocksStored
-from worker.engines.embedded.kv_cache.budget import is_out_of_memory
+from worker.engines.embedded.host import Watchdog
+from worker.engines.embedded.kv_cache import ROOT, BlocksRemoved, BlocksStored, is_out_of_memory
 from worker.engines.embedded.plan import Output, Request
 from worker.engines.embedded.step import Stepper
-from worker.engines.embedded.transfer.nixl import KvHandle
-from worker.engines.embedded.host.watchdog import Watchdog
+from worker.engines.embedded.transfer import KvHandle
 
 logger = logging.getLogger(__name__)
 

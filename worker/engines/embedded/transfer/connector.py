@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from adapters.chain.chain import Mode
+from adapters.chain import Mode
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.transfer.handle import handle_as_json
-from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.plan import Output, Plan, Request, SegmentCopy
 from worker.engines.embedded.scheduler import Scheduler
+from worker.engines.embedded.transfer.handle import handle_as_json
+from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle, KvPort, KvRead
 
 logger = logging.getLogger(__name__)

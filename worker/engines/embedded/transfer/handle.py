@@ -16,11 +16,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from adapters.catalog.selection import Selection, shown
+from adapters.catalog import Selection, shown
+from worker.disaggregation.seal import FIELD
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle
 from worker.errors import InvalidRequest, StartupError
-from worker.disaggregation.seal import FIELD
 
 FORMAT = "dynamo-logits-worker/kv"
 VERSION = 1
