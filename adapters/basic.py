@@ -1,7 +1,8 @@
-"""Three Dynamo logits processors: temperature, a forced sequence, and the smoke test that says ``Hello world!``.
+"""Three Dynamo logits processors: temperature, a forced sequence, and the smoke test that says
+``Hello world!``.
 
-They are driven by position, never by a call counter: the same history gives the same edit, however often and in
-whatever order the engine calls.
+They are driven by position, never by a call counter: the same history gives the same edit, however
+often and in whatever order the engine calls.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class ForcedSequenceProcessor:
     Args:
         token_ids: The answer, without its end token. Empty means an empty answer.
         eos_id: Token that ends the answer and is forced from then on.
-        prompt_length: Tokens before the first generated one. Without it the first call is taken to be at the
-            first generated position, which is right only where a request is never moved between engines.
+        prompt_length: Tokens before the first generated one. Without it the first call is taken to
+            be at the first generated position, which is right only where a request is never moved
+            between engines.
     """
 
     def __init__(self, token_ids: Sequence[int], eos_id: int, *, prompt_length: int | None = None) -> None:
@@ -70,7 +72,8 @@ class ForcedSequenceProcessor:
 
 
 class HelloWorldProcessor(ForcedSequenceProcessor):
-    """The smoke test: every answer is ``Hello world!``. Keeps token ids, not the tokenizer, so it pickles small.
+    """The smoke test: every answer is ``Hello world!``. Keeps token ids, not the tokenizer, so it
+    pickles small.
 
     Raises:
         ValueError: the tokenizer has no end token, or no tokens for the text.

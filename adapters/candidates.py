@@ -1,9 +1,9 @@
 """The likeliest tokens of rows of logits, found without sorting a row.
 
-A row is read once, for the maximum of each block of 64 tokens. The `n` highest tokens are in the `n` blocks with the
-highest maxima, so that all else happens on a small part of the row. Where more of a row is needed than a few hundred
-tokens, a sample tells where to look. What happens to a row never depends on the rows beside it. Everything but
-`prefix_of_mass` works on any torch device.
+A row is read once, for the maximum of each block of 64 tokens. The `n` highest tokens are in the
+`n` blocks with the highest maxima, so that all else happens on a small part of the row. Where more
+of a row is needed than a few hundred tokens, a sample tells where to look. What happens to a row
+never depends on the rows beside it. Everything but `prefix_of_mass` works on any torch device.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ def num_blocks(width: int) -> int:
 
 
 def block_maxima(values: torch.Tensor) -> torch.Tensor:
-    """``[R, num_blocks(V)]`` from floating ``[R, V]``; the maximum of a block that holds NaN is NaN."""
+    """``[R, num_blocks(V)]`` from floating ``[R, V]``; the maximum of a block that holds NaN is
+    NaN.
+    """
     maxima = _blocks(values).amax(-1)
     tail = values[:, maxima.shape[1] * BLOCK :]
     return torch.cat((maxima, tail.amax(-1, keepdim=True)), 1) if tail.shape[1] else maxima
 
 
 def highest_ids(values: torch.Tensor, maxima: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """The highest value's id in each row, of equals the lowest; torch's own argmax reads a row ten times as slowly.
+    """The highest value's id in each row, of equals the lowest; torch's own argmax reads a row ten
+    times as slowly.
 
     Args:
         values: floating ``[B, V]``.
@@ -80,7 +83,8 @@ def top(
         rows: int64 ``[R]``, all rows by default.
 
     Returns:
-        Values, descending, and int64 ids, both ``[R, count]``. Every other value of a row is at most its last one.
+        Values, descending, and int64 ids, both ``[R, count]``. Every other value of a row is at
+        most its last one.
     """
     width = values.shape[1]
     if width <= 2 * _STRIDES * count:
@@ -101,10 +105,11 @@ def top(
 def top_in_order(
     values: torch.Tensor, count: int, maxima: torch.Tensor | None = None, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `top`, with equal values by rising id; of those that equal the last value, any may be left out.
+    """As `top`, with equal values by rising id; of those that equal the last value, any may be left
+    out.
 
-    On the CPU a lower bound of the last value is found first, and what reaches it is sorted, by numpy, whose sort is
-    ten times as fast as torch's.
+    On the CPU a lower bound of the last value is found first, and what reaches it is sorted, by
+    numpy, whose sort is ten times as fast as torch's.
 
     Args:
         values: float32 ``[B, V]``, without NaN.
@@ -143,9 +148,11 @@ def _lower_bounds(maxima: torch.Tensor, count: int, strides: int) -> torch.Tenso
 def _reaching(
     values: torch.Tensor, maxima: torch.Tensor, bounds: torch.Tensor, rows: torch.Tensor | None, room: int
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], torch.Tensor]:
-    """Sort keys of the values that reach their row's bound, ``[R, room]``, and the rows that have more than `room`.
+    """Sort keys of the values that reach their row's bound, ``[R, room]``, and the rows that have
+    more than `room`.
 
-    A key rises with the value and, of equal values, falls with the id. Keys without a token are the lowest.
+    A key rises with the value and, of equal values, falls with the id. Keys without a token are the
+    lowest.
     """
     reaching = (maxima >= bounds).numpy()
     crowded = np.array([np.count_nonzero(row) > room for row in reaching])
@@ -184,7 +191,9 @@ def _order_ties(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _top_of_strides(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `top`, with blocks of eight values that are far apart: their maxima are much cheaper than neighbours'."""
+    """As `top`, with blocks of eight values that are far apart: their maxima are much cheaper
+    than neighbours'.
+    """
     width = values.shape[1]
     whole = width // _STRIDES
     maxima = values[:, : whole * _STRIDES].view(len(values), _STRIDES, whole).amax(1)
@@ -218,10 +227,12 @@ def _take_blocks(values: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor 
 def prefix_of_mass(
     keys: torch.Tensor, masses: torch.Tensor, total: int, target: int, zero: int = 0
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The shortest prefix, by falling key and rising id, with a mass of at least `target`. On the CPU.
+    """The shortest prefix, by falling key and rising id, with a mass of at least `target`. On the
+    CPU.
 
-    A sample says between which keys the prefix surely ends. Only what is between them is sorted. The sum of all that is
-    above proves the end; where it does not, the keys are told apart by a histogram of all, and at last all are sorted.
+    A sample says between which keys the prefix surely ends. Only what is between them is sorted.
+    The sum of all that is above proves the end; where it does not, the keys are told apart by a
+    histogram of all, and at last all are sorted.
 
     Args:
         keys: float32 ``[V]``, without NaN.
@@ -231,8 +242,8 @@ def prefix_of_mass(
         zero: See `masses`.
 
     Returns:
-        Ids, rising, with all of the prefix among them, None for all ids; and their masses, int64, 0 for those that are
-        not part of it.
+        Ids, rising, with all of the prefix among them, None for all ids; and their masses, int64, 0
+        for those that are not part of it.
     """
     key, mass = keys.numpy(), masses.numpy()
     for low, high in _brackets(key, mass, total - target, zero):
@@ -255,8 +266,8 @@ def _prefix(
     reaching: np.ndarray[Any, np.dtype[np.bool_]] | None,
     high: float,
 ) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-    """`mass`, itself, with 0 for what is not part of the prefix; None if that does not end among what is `reaching`
-    the lower bound (everything, if it is None) and not above `high`."""
+    """`mass`, itself, with 0 for what is not part of the prefix; None if that does not end among
+    what is `reaching` the lower bound (everything, if it is None) and not above `high`."""
     above = key > high
     near = np.flatnonzero(~above if reaching is None else reaching & ~above)
     near = near[_LAST_ID - (np.sort(_sort_keys(key.take(near), np.arange(len(near))))[::-1] & _LAST_ID)]
@@ -290,7 +301,9 @@ def _bracket(
     left_out: float,
     errors: float,
 ) -> tuple[float, float]:
-    """Two keys around the one with about `left_out` below it, so many standard errors and a bucket away."""
+    """Two keys around the one with about `left_out` below it, so many standard errors and a
+    bucket away.
+    """
     places, highest, width = _buckets(key)
     masses = np.bincount(places, mass.astype(np.float64), _BUCKETS)
     below = masses[::-1].cumsum()  # in the lowest buckets, the more of them the further on
@@ -303,7 +316,9 @@ def _bracket(
 
 
 def _buckets(key: np.ndarray[Any, np.dtype[np.float32]]) -> tuple[np.ndarray[Any, np.dtype[np.int32]], float, float]:
-    """The bucket of each key, which never rises with the key; the highest key, and the width of a bucket."""
+    """The bucket of each key, which never rises with the key; the highest key, and the width of
+    a bucket.
+    """
     highest, lowest = float(key.max(initial=-np.inf)), float(key.min(initial=np.inf))
     if lowest == -np.inf:
         lowest = float(key[key > -np.inf].min(initial=highest))
@@ -318,6 +333,8 @@ def _buckets(key: np.ndarray[Any, np.dtype[np.float32]]) -> tuple[np.ndarray[Any
 def _sort_keys(
     values: np.ndarray[Any, np.dtype[np.float32]], ids: np.ndarray[Any, np.dtype[np.int64]]
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Distinct keys that rise with the value and, of equal values, fall with the id; its last 31 bits tell the id."""
+    """Distinct keys that rise with the value and, of equal values, fall with the id; its last 31
+    bits tell the id.
+    """
     bits = (values + np.float32(0)).view(np.int32).astype(np.int64)  # -0.0 is 0.0
     return ((bits ^ ((bits >> 63) & _LAST_ID)) << 31) | (_LAST_ID - ids)

@@ -8,7 +8,8 @@ import torch
 
 
 def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values``, a tensor on the CPU, on ``device``. The host does not wait for what the device is doing.
+    """``values``, a tensor on the CPU, on ``device``. The host does not wait for what the device is
+    doing.
 
     A copy to CUDA out of memory that is not pinned would wait.
     """

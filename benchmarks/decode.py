@@ -1,26 +1,30 @@
-"""Tokens per second of the embedded engine and its peers, on one random Llama of about 125 M parameters in bfloat16.
+"""Tokens per second of the embedded engine and its peers, on one random Llama of about 125 M
+parameters in bfloat16.
 
     benchmarks/peers.sh                                  # once: environments for vLLM and llama.cpp
     .venv/bin/python benchmarks/decode.py                # everything; half an hour
     .venv/bin/python benchmarks/decode.py --cases 1 8 --peers vllm --rounds 2
 
-Prints each round, and writes `results/decode.md` from what this and earlier runs kept in `results/decode.json`: a run
-replaces the cases that it measures. Everybody is asked for the same tokens, on 2 threads, and takes turns with the
-others of a case, in another order in each round, with prompts that are new; the fastest round of each counts, since
-other work on the machine can only make a round slower. Read the ratios, not the figures.
+Prints each round, and writes `results/decode.md` from what this and earlier runs kept in
+`results/decode.json`: a run replaces the cases that it measures. Everybody is asked for the same
+tokens, on 2 threads, and takes turns with the others of a case, in another order in each round,
+with prompts that are new; the fastest round of each counts, since other work on the machine can
+only make a round slower. Read the ratios, not the figures.
 
 Cases:
 
-- ``1``, ``8``, ``32``: as many prompts of 128 tokens, 128 new tokens each, greedy. The time is that of the whole
-  answer, prompt included, as it is in the following cases.
+- ``1``, ``8``, ``32``: as many prompts of 128 tokens, 128 new tokens each, greedy. The time is that
+  of the whole answer, prompt included, as it is in the following cases.
 - ``sampled``: 32 of them, with temperature, top-k, top-p and min-p.
-- ``each8``, ``each32``: 8 and 32 of them, every request with a temperature, top-k and top-p of its own.
-- ``context``: 32 prompts of 1024 tokens, 64 new tokens each, greedy; the time in which all of them decode.
+- ``each8``, ``each32``: 8 and 32 of them, every request with a temperature, top-k and top-p of its
+  own.
+- ``context``: 32 prompts of 1024 tokens, 64 new tokens each, greedy; the time in which all of them
+  decode.
 
 Who answers:
 
-- ours: `worker.engines.embedded.Engine` as it comes, and with torch's kernels and fast numerics, which is what exact
-  ones are not to cost more than a tenth against.
+- ours: `worker.engines.embedded.Engine` as it comes, and with torch's kernels and fast numerics,
+  which is what exact ones are not to cost more than a tenth against.
 - transformers: `generate` on static batches; and its continuous batching.
 - vLLM: its CPU build, compiled.
 - llama.cpp: its Python package.
@@ -109,7 +113,8 @@ class Measured:
 
     Attributes:
         speeds: Tokens per second of each round, by who answered.
-        alike: Part of the rows whose first token is ours, by who answered; sampled ones are not compared.
+        alike: Part of the rows whose first token is ours, by who answered; sampled ones are not
+            compared.
         numerics: What `OURS` computed with; see `Numerics.made_by`.
         absent: Peers whose environment is not there.
         load: Of the machine before the run, processes that ran or waited.
@@ -138,7 +143,9 @@ def ours(path: Path, **settings: str) -> tuple[Answer, str]:
 def peer(
     python: Path, checkpoint: Path, threads: int, script: str, *arguments: str, **environ: str
 ) -> Iterator[Answer]:
-    """A peer in a process of its own; see `workload`. Its OpenMP waits as it comes, unless `environ` says otherwise."""
+    """A peer in a process of its own; see `workload`. Its OpenMP waits as it comes, unless
+    `environ` says otherwise.
+    """
     command = [str(python), str(HERE / script), str(checkpoint), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
     environment.pop("GOMP_SPINCOUNT", None)  # which is what this process set for itself

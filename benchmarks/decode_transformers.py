@@ -1,7 +1,9 @@
-"""transformers' side of `decode.py`: ``python decode_transformers.py CHECKPOINT static|continuous [DTYPE]``.
+"""transformers' side of `decode.py`.
 
-``static`` is `generate` on one padded batch; ``continuous`` is its continuous batching, which knows temperature, top-k
-and top-p of each request, but no min-p.
+``python decode_transformers.py CHECKPOINT static|continuous [DTYPE]``
+
+``static`` is `generate` on one padded batch; ``continuous`` is its continuous batching, which knows
+temperature, top-k and top-p of each request, but no min-p.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def generate(network: Any, task: Task) -> Reply:
 
 
 class Continuous:
-    """One manager at a time, for greedy tasks or for others: per-request controls are settled when it is made."""
+    """One manager at a time, for greedy tasks or for others: per-request controls are settled
+    when it is made.
+    """
 
     def __init__(self, network: Any) -> None:
         self._network = network
@@ -80,7 +84,8 @@ class Continuous:
         if self._manager is not None:
             self._manager.stop(block=True)
         self._samples = samples
-        # the values are defaults that each request overrides, and without them its own would be left out
+        # the values are defaults that each request overrides, and without them its own would be
+        # left out
         base = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.92} if samples else {"do_sample": False}
         self._manager = self._network.init_continuous_batching(
             generation_config=GenerationConfig(eos_token_id=-1, **base),

@@ -1,4 +1,6 @@
-"""vLLM's side of `decode.py`, in an environment of its own: ``python decode_vllm.py CHECKPOINT``."""
+"""vLLM's side of `decode.py`, in an environment of its own: ``python decode_vllm.py
+CHECKPOINT``.
+"""
 
 from __future__ import annotations
 

@@ -4,19 +4,23 @@
 
 All on this machine, with a Llama of about 100 million random parameters where a model is needed.
 
-*Transfer*: whole segments of a store of 24 tensors are read with NIXL out of another process's memory, and the same
-number of bytes are copied once, by one thread, out of memory that both processes have mapped and the other one has
-written, in turn; both in huge pages, and no segment twice before all others. The target is 0.6 of the copy's speed.
+*Transfer*: whole segments of a store of 24 tensors are read with NIXL out of another process's
+memory, and the same number of bytes are copied once, by one thread, out of memory that both
+processes have mapped and the other one has written, in turn; both in huge pages, and no segment
+twice before all others. The target is 0.6 of the copy's speed.
 
-*Hand-off*: two engines, prompts of several lengths; the time from the hand-off to the first token at the decode engine,
-without the transfer and one decode step, which that token needs anywhere; the target is 5 ms at most.
+*Hand-off*: two engines, prompts of several lengths; the time from the hand-off to the first token
+at the decode engine, without the transfer and one decode step, which that token needs anywhere; the
+target is 5 ms at most.
 
-*Prompts between*: four answers are decoded while prompts of 2048 tokens arrive, one every few seconds: by one engine
-with two threads, and by a prefill and a decode engine with one thread each. The time between two tokens of an answer.
+*Prompts between*: four answers are decoded while prompts of 2048 tokens arrive, one every few
+seconds: by one engine with two threads, and by a prefill and a decode engine with one thread each.
+The time between two tokens of an answer.
 
-*Routing*: a frontend, two workers, and prompts with a common beginning of 1024 tokens, each sent twice with another
-ending. The time to the second one's first token: round-robin sends it to the worker that does not know the beginning,
-the KV router to the one that does; the target is a third at most.
+*Routing*: a frontend, two workers, and prompts with a common beginning of 1024 tokens, each sent
+twice with another ending. The time to the second one's first token: round-robin sends it to the
+worker that does not know the beginning, the KV router to the one that does; the target is a third
+at most.
 
 Prints tables of medians; `results/disagg.md` keeps the last ones.
 """
@@ -192,7 +196,9 @@ def read_with_nixl(port: KvPort, child: Child, source: list[int], target: list[i
 def copy_once(
     tensors: list[torch.Tensor], shared: torch.Tensor, source: list[int], target: list[int], scattered: bool
 ) -> float:
-    """Seconds of one thread's copy of the same segments out of mapped memory; neighbours are one copy."""
+    """Seconds of one thread's copy of the same segments out of mapped memory; neighbours are one
+    copy.
+    """
     runs = [([one], [other]) for one, other in zip(source, target, strict=True)] if scattered else [(source, target)]
     pairs = [
         (tensor[to[0] : to[0] + len(to)].view(-1), part[of[0] : of[0] + len(of)].view(-1))
@@ -230,7 +236,9 @@ async def prefill(path: str) -> None:
 
 
 async def measure_hand_off(path: str, rounds: int) -> list[tuple[int, float, float, float, float]]:
-    """Prompt length, and in seconds: prefill, transfer, one decode step, and what else comes before the first token."""
+    """Prompt length, and in seconds: prefill, transfer, one decode step, and what else comes
+    before the first token.
+    """
     child = await asyncio.to_thread(Child, "--child", "prefill", "--model-path", path)
     worker = engine(path, "decode")
     await worker.start()

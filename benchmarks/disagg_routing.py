@@ -1,4 +1,6 @@
-"""Time to first token of a known beginning, behind round-robin and behind the KV router; a part of `disagg.py`."""
+"""Time to first token of a known beginning, behind round-robin and behind the KV router; a part
+of `disagg.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ PAUSE_S = 1.0
 
 
 def measure_routing(model_path: Path, rounds: int, prefix: int) -> tuple[float, float]:
-    """Median seconds to the second prompt's first token: where round-robin misses, and where the KV router finds."""
+    """Median seconds to the second prompt's first token: where round-robin misses, and where the
+    KV router finds.
+    """
     with tempfile.TemporaryDirectory() as directory, serving(Path(directory), model_path) as (round_robin, kv):
         numbers = random.Random(2)
         for port in (round_robin, kv):
@@ -85,7 +89,9 @@ def post(port: int, body: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def serving(directory: Path, model_path: Path) -> Iterator[tuple[int, int]]:
-    """Two workers behind two frontends on loopback; yields the ports of round-robin's and of the KV router's."""
+    """Two workers behind two frontends on loopback; yields the ports of round-robin's and of the
+    KV router's.
+    """
     environment = os.environ | {
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_EVENT_PLANE": "zmq",

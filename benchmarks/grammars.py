@@ -5,14 +5,17 @@
 
 Prints, and writes `results/grammars.md`.
 
-- ``start``: the sandbox process, from its start until it is ready, and its memory; for the tiny model's tokenizer and
-  for one of 150,000 random tokens. The worker loads the same tables meanwhile.
-- ``compile``: grammars in use, each compiled for the first time: in this process alone, and through the sandbox.
-- ``beside``: clients of a real stack (frontend, worker, tiny model): a plain chat of 32 tokens, and one with a choice
-  that nobody asked for before. They are alone, beside ``--bombs`` clients that send harmless chats, and beside as many
-  that send bombs, from the generator of the tests' campaign, in turn. Bombs and harmless chats ask for 2 tokens each,
-  one after the other, and say how many were answered: what is harmless is answered sooner, and so is sent more often.
-  The ratios are those of medians.
+- ``start``: the sandbox process, from its start until it is ready, and its memory; for the tiny
+  model's tokenizer and for one of 150,000 random tokens. The worker loads the same tables
+  meanwhile.
+- ``compile``: grammars in use, each compiled for the first time: in this process alone, and through
+  the sandbox.
+- ``beside``: clients of a real stack (frontend, worker, tiny model): a plain chat of 32 tokens, and
+  one with a choice that nobody asked for before. They are alone, beside ``--bombs`` clients that
+  send harmless chats, and beside as many that send bombs, from the generator of the tests'
+  campaign, in turn. Bombs and harmless chats ask for 2 tokens each, one after the other, and say
+  how many were answered: what is harmless is answered sooner, and so is sent more often. The ratios
+  are those of medians.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ The figures (32 rows, V = 151,936, float32, CPU) and what each is compared with:
 
 * forcing every row, against filling every row densely, as a processor that writes logits has to;
 * 200 biases a row, against a Python loop over them;
-* a typical chain (bias, penalties, minimum length, thinking budget, JSON Schema) on every row, in passes over the
-  logits: one pass is ``logits.copy_(other)``. Planning is shown apart, because it needs no logits;
+* a typical chain (bias, penalties, minimum length, thinking budget, JSON Schema) on every row, in
+  passes over the logits: one pass is ``logits.copy_(other)``. Planning is shown apart, because it
+  needs no logits;
 * an idle TensorRT-LLM callable, against a bare Python call of the same shape;
 * the work that history makes per step, at 128 to 32,768 tokens;
-* admitting a prompt of 32,768 tokens: time, and memory at its peak, of the processors that look at it, for a prompt of
-  text-like frequencies and for one that repeats itself, whichever is slower.
+* admitting a prompt of 32,768 tokens: time, and memory at its peak, of the processors that look at
+  it, for a prompt of text-like frequencies and for one that repeats itself, whichever is slower.
 
 Results go to ``benchmarks/results/processors.md``.
 """
@@ -82,7 +83,9 @@ ADMITTED = (
 
 
 def vocabulary() -> Vocabulary:
-    """A byte-level vocabulary as wide as Qwen's: the bytes, then words of letters and digits, then the tags."""
+    """A byte-level vocabulary as wide as Qwen's: the bytes, then words of letters and digits,
+    then the tags.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<end>", *alphabet]
     letters = "etaoinshrdlucmfwypvbgkjqxz0123456789"
@@ -163,8 +166,9 @@ def biases(logits: torch.Tensor) -> tuple[float, float]:
 def typical(context: Context, logits: torch.Tensor) -> tuple[float, float, float]:
     """(applying a typical chain to every row, planning it, one pass over the logits), ms.
 
-    Each step accepts a token first, so that nothing is merely repeated: the answers are valid JSON being written. The
-    pass is timed in the same steps, so that both find the logits in the same caches.
+    Each step accepts a token first, so that nothing is merely repeated: the answers are valid JSON
+    being written. The pass is timed in the same steps, so that both find the logits in the same
+    caches.
     """
     prompt = context.vocabulary.encode("name a person and their age " * 40)[:200]
     chains = [(row, chain_of(context, TYPICAL, prompt)) for row in range(ROWS)]
@@ -196,7 +200,9 @@ def typical(context: Context, logits: torch.Tensor) -> tuple[float, float, float
 
 
 def idle_call(context: Context) -> tuple[float, float]:
-    """(a call of a chain's callable that asks for nothing, a bare Python call of the same shape), microseconds."""
+    """(a call of a chain's callable that asks for nothing, a bare Python call of the same
+    shape), microseconds.
+    """
     chain = chain_of(context, [Requested("forced_prefix", {"token_ids": [300]})], [5, 6, 7])
     (adapter,) = create_trtllm_adapters([chain])
     logits = torch.zeros(1, 1, 64)
@@ -218,7 +224,9 @@ def idle_call(context: Context) -> tuple[float, float]:
 
 
 def history(context: Context, lengths: Sequence[int]) -> list[tuple[int, float]]:
-    """Time to accept a token and plan, by tokens of history (of 1,000 distinct ids), microseconds."""
+    """Time to accept a token and plan, by tokens of history (of 1,000 distinct ids),
+    microseconds.
+    """
     found = []
     for length in lengths:
         prompt = [300 + (i * 7919) % 1000 for i in range(length)]
@@ -234,7 +242,9 @@ def history(context: Context, lengths: Sequence[int]) -> list[tuple[int, float]]
 
 
 def admission(context: Context, chosen: Sequence[Requested], length: int) -> tuple[float, float]:
-    """(milliseconds, MB at the peak) of building and starting a chain, for the prompt that takes longer."""
+    """(milliseconds, MB at the peak) of building and starting a chain, for the prompt that takes
+    longer.
+    """
     random_numbers = random.Random(1)
     prompts = (
         [300 + int(random_numbers.paretovariate(0.8)) % 100_000 for _ in range(length)],

@@ -1,15 +1,16 @@
 """The sampler on a GPU: `benchmarks/sampler.py --device cuda`.
 
-Times are the device's own, between two events, the fastest of some rounds. What is compared is run in turn, round by
-round, on the same logits.
+Times are the device's own, between two events, the fastest of some rounds. What is compared is run
+in turn, round by round, on the same logits.
 
 - read: the maximum of each row, the cheapest thing that looks at every logit.
-- launch: `Sampler.launch`, from logits to the copy of the tokens. It is run once with PyTorch's check for
-  synchronisation set to fail.
+- launch: `Sampler.launch`, from logits to the copy of the tokens. It is run once with PyTorch's
+  check for synchronisation set to fail.
 - graph: the draw alone, held in a CUDA graph.
 - sorting: the draw with prefixes found by sorting instead of the Triton kernel.
-- flashinfer: `flashinfer.sampling`, where it is installed and has the same controls. Its draws are by rejection, with
-  the running state of a generator, and its sums are in float32; ours are exact and depend on seed and position alone.
+- flashinfer: `flashinfer.sampling`, where it is installed and has the same controls. Its draws are
+  by rejection, with the running state of a generator, and its sums are in float32; ours are exact
+  and depend on seed and position alone.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ HEADER = (
 
 
 def seconds_of(work: Work, device: torch.device) -> float:
-    """How long one call takes on the device; on the CPU, where this is only tried out, on the clock."""
+    """How long one call takes on the device; on the CPU, where this is only tried out, on the
+    clock.
+    """
     if device.type == "cpu":
         start = time.perf_counter()
         work()
@@ -72,7 +75,9 @@ def fastest(works: dict[str, Work], device: torch.device, num_rounds: int) -> di
 
 
 def graphed(work: Work) -> Work:
-    """`work` as the replay of a CUDA graph; capturing fails if it synchronises or if its shapes need a value."""
+    """`work` as the replay of a CUDA graph; capturing fails if it synchronises or if its shapes
+    need a value.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -85,7 +90,9 @@ def graphed(work: Work) -> Work:
 
 
 def flashinfer_work(case: Case, logits: torch.Tensor) -> Work | None:
-    """The same controls by `flashinfer.sampling`, as far as it has them in one call; min-p goes without."""
+    """The same controls by `flashinfer.sampling`, as far as it has them in one call; min-p goes
+    without.
+    """
     if importlib.util.find_spec("flashinfer") is None or logits.device.type != "cuda":
         return None
     from flashinfer import sampling

@@ -1,16 +1,19 @@
-"""What serving costs besides the model: our worker with a free model against the least engine that Dynamo accepts.
+"""What serving costs besides the model: our worker with a free model against the least engine that
+Dynamo accepts.
 
     .venv/bin/python benchmarks/serve.py
 
-Starts one frontend and both workers, drives them in turn with 1, 16 and 64 streams, and prints a table of medians;
-`results/serve.md` keeps the last one. Ratios are ours to the constant engine's, above 1 is better for ours: tokens per
-second as ours / constant, time to first token as constant / ours. The target is at least 0.8 for each.
+Starts one frontend and both workers, drives them in turn with 1, 16 and 64 streams, and prints a
+table of medians; `results/serve.md` keeps the last one. Ratios are ours to the constant engine's,
+above 1 is better for ours: tokens per second as ours / constant, time to first token as constant /
+ours. The target is at least 0.8 for each.
 
-The client, the frontend and the workers share the machine, so read the ratios, not the figures. With either engine,
-Dynamo's own connections hold back the first event of some requests for about 40 ms; how many, differs from round to
-round. The time to first token is therefore the median over the requests of all rounds. All streams begin at once, each
-sends its second request when its first has ended, and ours makes several times the tokens meanwhile, for which the same
-frontend and client work: its first tokens have more beside them.
+The client, the frontend and the workers share the machine, so read the ratios, not the figures.
+With either engine, Dynamo's own connections hold back the first event of some requests for about 40
+ms; how many, differs from round to round. The time to first token is therefore the median over the
+requests of all rounds. All streams begin at once, each sends its second request when its first has
+ended, and ours makes several times the tokens meanwhile, for which the same frontend and client
+work: its first tokens have more beside them.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ TARGET = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One round: tokens per second over all streams, and the time to first token of each request in seconds."""
+    """One round: tokens per second over all streams, and the time to first token of each request
+    in seconds.
+    """
 
     tokens_per_s: float
     ttfts_s: list[float]
@@ -114,7 +119,9 @@ async def drive(port: int, model: str, num_streams: int, num_tokens: int) -> Sam
 
 @dataclass(frozen=True, slots=True)
 class Medians:
-    """Tokens per second, over rounds, and time to first token in seconds, over the requests of all rounds."""
+    """Tokens per second, over rounds, and time to first token in seconds, over the requests of
+    all rounds.
+    """
 
     tokens_per_s: float
     ttft_s: float

@@ -2,8 +2,8 @@
 
 Nothing but the standard library: peers import this in environments of their own.
 
-A peer is a process that reads one `Task` per line and answers each with one `Reply` per line; when it is ready it
-writes an empty `Reply`.
+A peer is a process that reads one `Task` per line and answers each with one `Reply` per line; when
+it is ready it writes an empty `Reply`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Task:
     """`rows` random prompts of `prompt` tokens, each to be answered with `new` tokens.
 
     Attributes:
-        controls: ``greedy``; ``sampled``, which is `SAMPLED` for every row; or ``each``, which is `EACH` in turn.
+        controls: ``greedy``; ``sampled``, which is `SAMPLED` for every row; or ``each``, which is
+            `EACH` in turn.
     """
 
     rows: int
@@ -74,7 +75,9 @@ class Reply:
 
 
 def serve(start: Callable[[], Callable[[Task], Reply]]) -> None:
-    """Answer tasks until standard input ends, with what `start` makes. What is printed goes to standard error."""
+    """Answer tasks until standard input ends, with what `start` makes. What is printed goes to
+    standard error.
+    """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     answer = start()

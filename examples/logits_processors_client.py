@@ -1,8 +1,10 @@
-"""Asks a served model the same question with and without logits processors, and prints what they did.
+"""Asks a served model the same question with and without logits processors, and prints what they
+did.
 
     python examples/logits_processors_client.py --url http://localhost:8000/v1 --model MODEL
 
-Needs the openai package. `adapters.client` needs nothing: copy the file if you do not install this project.
+Needs the openai package. `adapters.client` needs nothing: copy the file if you do not install this
+project.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Fails the build of an image that the worker could not run in: ``check_image.py [--extra NAME] MODULE...``.
+"""Fails the build of an image that the worker could not run in: ``check_image.py [--extra NAME]
+MODULE...``.
 
-Every requirement of the installed worker must be met, also those of its extras that are named, and every module must be
-importable.
+Every requirement of the installed worker must be met, also those of its extras that are named, and
+every module must be importable.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Waits until a Dynamo frontend serves a model that answers, then prints the model's name.
 
-``python await_model.py http://127.0.0.1:8000``. Only the standard library; there is no timeout, the caller has one.
+``python await_model.py http://127.0.0.1:8000``. Only the standard library; there is no timeout, the
+caller has one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def call(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def answering_model(base_url: str) -> str:
-    """The name of the first listed model, once it has answered. Raises `OSError` or `ValueError` until then."""
+    """The name of the first listed model, once it has answered. Raises `OSError` or `ValueError`
+    until then.
+    """
     models = call(f"{base_url}/v1/models")["data"]
     if not models:
         raise ValueError("no model yet")

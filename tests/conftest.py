@@ -23,6 +23,8 @@ settings.load_profile("repository")
 
 @atexit.register  # the first one, so that it is called last
 def _end_quietly() -> None:
-    """Triton's extension, which torch imports, writes pages about leaks of its own when the interpreter ends."""
+    """Triton's extension, which torch imports, writes pages about leaks of its own when the
+    interpreter ends.
+    """
     if "triton" in sys.modules:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stderr__.fileno())  # type: ignore[union-attr]

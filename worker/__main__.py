@@ -1,4 +1,6 @@
-"""``python -m worker``: check, load, serve, drain. Exit 0 after a clean drain, 2 for configuration, 1 for the rest."""
+"""``python -m worker``: check, load, serve, drain. Exit 0 after a clean drain, 2 for
+configuration, 1 for the rest.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(argv: Sequence[str] | None = None) -> tuple[WorkerEngine, Any]:
-    """The engine, not started, and the runtime's settings. Everything cheap is checked before anything is loaded."""
+    """The engine, not started, and the runtime's settings. Everything cheap is checked before
+    anything is loaded.
+    """
     arguments = parse_arguments(argv)
     seal = take_seal(arguments.disaggregation_mode, os.environ)
     smoke = smoke_enabled(os.environ)
@@ -61,7 +65,9 @@ def build(argv: Sequence[str] | None = None) -> tuple[WorkerEngine, Any]:
 
 
 def check_adapters_package() -> None:
-    """Raises `ConfigurationError` if another distribution's `adapters` package is installed in place of ours."""
+    """Raises `ConfigurationError` if another distribution's `adapters` package is installed in
+    place of ours.
+    """
     for name in ("adapters", "adapter-transformers"):
         try:
             importlib.metadata.distribution(name)
@@ -133,7 +139,9 @@ def _complain(reason: ServingError | Exception | str, status: int) -> int:
 
 
 def run() -> None:
-    """Entry point of the console script: `main`, then an exit that the runtime's threads cannot spoil."""
+    """Entry point of the console script: `main`, then an exit that the runtime's threads cannot
+    spoil.
+    """
     runtime.finish(main())
 
 

@@ -1,6 +1,8 @@
-"""The worker's options: one typed table, read from the command line, the environment and a YAML file.
+"""The worker's options: one typed table, read from the command line, the environment and a YAML
+file.
 
-Nothing heavy is imported here, so that a wrong argument is answered before torch or the runtime is loaded.
+Nothing heavy is imported here, so that a wrong argument is answered before torch or the runtime is
+loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from worker.errors import ConfigurationError
 
 ENVIRONMENT_PREFIX = "WORKER_"
 
-# Kubernetes describes a Service named "worker" to every pod in these variables; they are not options.
+# Kubernetes describes a Service named "worker" to every pod in these variables; they are not
+# options.
 _KUBERNETES_SERVICE = re.compile(r"WORKER_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_\w+)?)")
 
 
@@ -30,7 +33,8 @@ class Option:
     """How one field of `Arguments` is given.
 
     Attributes:
-        name: Field name; ``--`` and hyphens make the command-line flag, underscores the key of the YAML file.
+        name: Field name; ``--`` and hyphens make the command-line flag, underscores the key of the
+            YAML file.
         env: Environment variable.
         parse: Turns the given text into the value; raises `ValueError` with what was expected.
         default: Value when it is given nowhere.
@@ -129,7 +133,9 @@ def _option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Every option of ``python -m worker``. This class is the table: flag, variable, type, default, choices, help."""
+    """Every option of ``python -m worker``. This class is the table: flag, variable, type,
+    default, choices, help.
+    """
 
     model_path: str = _option(None, "Directory of the Hugging Face checkpoint to serve. Required.")
     served_model_name: str = _option(None, "Name that clients ask for. Default: last part of the model path.")
@@ -295,11 +301,15 @@ class Arguments:
         None, "Chat template file that replaces the model's own.", env="DYN_CUSTOM_JINJA_TEMPLATE"
     )
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
-    """Names of the options that were given somewhere: TensorRT-LLM has defaults of its own for the others."""
+    """Names of the options that were given somewhere: TensorRT-LLM has defaults of its own for
+    the others.
+    """
 
     @property
     def publishes_kv_events(self) -> bool:
-        """Whether a router is told which blocks are cached; prompts are computed elsewhere than on a decode worker."""
+        """Whether a router is told which blocks are cached; prompts are computed elsewhere than
+        on a decode worker.
+        """
         return self.enable_kv_routing and self.disaggregation_mode != "decode"
 
 
@@ -334,7 +344,8 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
     """
     environ = os.environ if environ is None else environ
     given = _from_environment(environ) | _from_command_line(argv)
-    # With --engine trtllm the file has TensorRT-LLM's own names: worker/engines/trtllm/settings.py reads it.
+    # With --engine trtllm the file has TensorRT-LLM's own names: worker/engines/trtllm/settings.py
+    # reads it.
     if given.get("extra_engine_args") is not None and given.get("engine") != "trtllm":
         given = _with_file(given, str(given["extra_engine_args"]))
     return _checked(_with_full_endpoint(given), environ)

@@ -1,6 +1,7 @@
 """What can go wrong while serving, one class per row of the failure contract (`docs/failures.md`).
 
-The engines and the request parser raise these; a runtime (`worker/runtimes/`) maps them to its own errors.
+The engines and the request parser raise these; a runtime (`worker/runtimes/`) maps them to its own
+errors.
 """
 
 
@@ -23,7 +24,9 @@ class InvalidRequest(ServingError):
 
 
 class RequestFailed(ServingError):
-    """This request failed while it ran, for example because its logits processor raised; no other one is touched."""
+    """This request failed while it ran, for example because its logits processor raised; no
+    other one is touched.
+    """
 
 
 class Overloaded(ServingError):
@@ -39,7 +42,9 @@ class EngineBroken(ServingError):
 
 
 class ConfigurationError(ServingError):
-    """An argument, an environment variable or a file of options is wrong; the message is one line for the operator."""
+    """An argument, an environment variable or a file of options is wrong; the message is one
+    line for the operator.
+    """
 
 
 class StartupError(ServingError):

@@ -1,4 +1,6 @@
-"""The worker's Prometheus metrics, prefix ``dlw_``; the runtime adds namespace, component and model."""
+"""The worker's Prometheus metrics, prefix ``dlw_``; the runtime adds namespace, component and
+model.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class WorkerMetrics:
         self._requests.labels(outcome).inc()
 
     def count_refusal(self, field: str) -> None:
-        """``field`` is a label only if it is one of ours: a client must not be able to make labels."""
+        """``field`` is a label only if it is one of ours: a client must not be able to make
+        labels.
+        """
         self._refused.labels(field if field in _FIELD_LABELS else "other").inc()
 
     def count_tokens(self, prompt: int, cached: int, generated: int) -> None:

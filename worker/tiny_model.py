@@ -2,9 +2,10 @@
 
 ``python -m worker.tiny_model DIR [--arch llama|qwen2|qwen3|mistral] [--seed N]``
 
-The weights are random, so its answers mean nothing; everything around them is real: safetensors, a byte-level BPE
-tokenizer that encodes any UTF-8 losslessly, a ChatML-like template, and a row of logits that is wider than the
-tokenizer, as in most published checkpoints. On one platform the same arguments write the same bytes.
+The weights are random, so its answers mean nothing; everything around them is real: safetensors, a
+byte-level BPE tokenizer that encodes any UTF-8 losslessly, a ChatML-like template, and a row of
+logits that is wider than the tokenizer, as in most published checkpoints. On one platform the same
+arguments write the same bytes.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class TinyModelError(Exception):
 
 
 def write_tiny_model(directory: str | Path, arch: str = "llama", seed: int = 0) -> Path:
-    """Write the checkpoint into `directory`, made if needed; writing over an own earlier one is fine.
+    """Write the checkpoint into `directory`, made if needed; writing over an own earlier one is
+    fine.
 
     Args:
         directory: Where to write.
@@ -112,7 +114,8 @@ def write_tiny_model(directory: str | Path, arch: str = "llama", seed: int = 0) 
         The directory.
 
     Raises:
-        TinyModelError: `directory` is not a directory, or holds something else than an own earlier output.
+        TinyModelError: `directory` is not a directory, or holds something else than an own earlier
+            output.
         ValueError: unknown `arch`, or `seed` out of range.
     """
     if arch not in ARCHITECTURES:
@@ -255,7 +258,8 @@ def _weights(arch: str, seed: int, width: int) -> dict[str, torch.Tensor]:
     def linear(rows: int, columns: int) -> torch.Tensor:
         return normal(rows, columns, scale=1 / math.sqrt(columns))
 
-    # scales chosen for logits with a spread of about 2.5: peaked enough to be worth sampling, with no near ties
+    # scales chosen for logits with a spread of about 2.5: peaked enough to be worth sampling, with
+    # no near ties
     weights = {"model.embed_tokens.weight": normal(width, _HIDDEN, scale=0.3), "model.norm.weight": torch.ones(_HIDDEN)}
     if arch not in _TIED:
         weights["lm_head.weight"] = normal(width, _HIDDEN, scale=0.3)

@@ -1,7 +1,8 @@
 """The catalogue: every processor that a request may name, and how a selection becomes a chain.
 
-Built-ins are always there. A third party's processor, from an entry point of the group ``logits_processors`` or from
-``--logits-processor NAME=module:Class``, is there only if the operator allows it, and never replaces a built-in.
+Built-ins are always there. A third party's processor, from an entry point of the group
+``logits_processors`` or from ``--logits-processor NAME=module:Class``, is there only if the
+operator allows it, and never replaces a built-in.
 """
 
 from __future__ import annotations
@@ -110,10 +111,12 @@ class Entry:
     @property
     def summary(self) -> str:
         """First line of its docstring."""
-        return (inspect.getdoc(self.processor) or "").partition("\n")[0]
+        return " ".join((inspect.getdoc(self.processor) or "").partition("\n\n")[0].split())
 
     def args_schema(self, ref_prefix: str = "") -> dict[str, Any]:
-        """JSON Schema of its arguments, ``scope`` included; ``ref_prefix`` heads the names of its definitions."""
+        """JSON Schema of its arguments, ``scope`` included; ``ref_prefix`` heads the names of
+        its definitions.
+        """
         schema = self.processor.Args.model_json_schema(ref_template=f"#/$defs/{ref_prefix}{{model}}")
         schema.pop("title", None)
         if "$defs" in schema:
@@ -171,11 +174,13 @@ class Catalog:
         """The built-ins and what the operator allows of third parties.
 
         Args:
-            allow: Names to take from the entry points of the group ``logits_processors``; no other is imported.
+            allow: Names to take from the entry points of the group ``logits_processors``; no other
+                is imported.
             options: ``NAME=module:Class`` each, allowed by being named.
 
         Raises:
-            CatalogError: a name is malformed, missing, taken or offered twice, or its class is unfit.
+            CatalogError: a name is malformed, missing, taken or offered twice, or its class is
+                unfit.
         """
         offered = [_entry_of(point, allow) for point in entry_points(group=GROUP) if point.name in allow]
         missing = set(allow) - {entry.name for entry in offered}
@@ -235,12 +240,14 @@ class Catalog:
     ) -> ProcessorChain:
         """The chain of one choice. Grammars compile here: call it in a thread, never in the step.
 
-        An operator's default that this request rules out (``loop_stop`` beside ``ignore_eos``) is left out.
+        An operator's default that this request rules out (``loop_stop`` beside ``ignore_eos``) is
+        left out.
 
         Args:
             selection: Of the request; not checked beyond its form.
             context: Of the choice.
-            step_budget_s: Most CPU time that a third party's processor may take for one step, seconds.
+            step_budget_s: Most CPU time that a third party's processor may take for one step,
+                seconds.
 
         Raises:
             SelectionError: a processor is unknown, or its arguments cannot be honoured.
@@ -286,7 +293,8 @@ class Catalog:
         )
 
     def grammars(self, selection: Selection, context: Context) -> list[tuple[str, str]]:
-        """The grammars that `build_chain` compiles, each with the path of its argument: to compile them before.
+        """The grammars that `build_chain` compiles, each with the path of its argument: to compile
+        them before.
 
         A schema may be a megabyte: call it in a thread.
 
@@ -366,9 +374,11 @@ class Catalog:
 
 
 def _wants_draw(requested: Requested, processor: Processor) -> bool:
-    """Whether a request that sets no temperature, top-k or top-p is to be drawn because of this processor.
+    """Whether a request that sets no temperature, top-k or top-p is to be drawn because of this
+    processor.
 
-    What a client names says so; an operator's default does not, nor does a mandatory truncation, which greedy keeps.
+    What a client names says so; an operator's default does not, nor does a mandatory truncation,
+    which greedy keeps.
     """
     if requested.origin == "client":
         return processor.stage >= Stage.TEMPERATURE
@@ -464,7 +474,9 @@ def _selection_error(error: ValidationError, path: str, args: type[ProcessorArgs
 
 
 def _choice_schema(entry: Entry, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of one entry of a selection; the definitions it refers to are added to ``definitions``."""
+    """Schema of one entry of a selection; the definitions it refers to are added to
+    ``definitions``.
+    """
     args = entry.args_schema(entry.name.replace("/", ".") + ".")
     definitions.update(args.pop("$defs", {}))
     return {

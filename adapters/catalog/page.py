@@ -1,4 +1,6 @@
-"""The catalogue as text: one line or one page for each processor, and the table of ``docs/processors.md``."""
+"""The catalogue as text: one line or one page for each processor, and the table of
+``docs/processors.md``.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def with_table(page: str, catalog: Catalog) -> str:
 
 
 def arguments(entry: Entry, *, scope: bool = True) -> list[tuple[str, str, str, str]]:
-    """Name, type with its range, default and description of each argument; ``scope`` last, if wanted."""
+    """Name, type with its range, default and description of each argument; ``scope`` last, if
+    wanted.
+    """
     schema = entry.args_schema()
     definitions, required = schema.get("$defs", {}), schema.get("required", ())
     found = []

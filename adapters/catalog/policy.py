@@ -1,4 +1,5 @@
-"""The operator's policy: processors that every request of a served model gets, gets by default, or must not use.
+"""The operator's policy: processors that every request of a served model gets, gets by default, or
+must not use.
 
 A YAML file::
 
@@ -14,11 +15,12 @@ A YAML file::
       "*":
         forbidden: [watermark]
 
-A request field that is a processor by another name (`FieldValue`) counts as that processor: a default gives way to
-it, a mandatory one cannot be changed by it, and a forbidden one cannot be had by it.
+A request field that is a processor by another name (`FieldValue`) counts as that processor: a
+default gives way to it, a mandatory one cannot be changed by it, and a forbidden one cannot be had
+by it.
 
-Keys are hexadecimal digits, in a file or an environment variable (``env: NAME``). ``"*"`` is for models without a
-section of their own. Whatever is unknown in the file is an error.
+Keys are hexadecimal digits, in a file or an environment variable (``env: NAME``). ``"*"`` is for
+models without a section of their own. Whatever is unknown in the file is an error.
 """
 
 from __future__ import annotations
@@ -57,12 +59,15 @@ class PolicyError(ValueError):
 
 
 GRAMMARS = frozenset({"json_schema", "regex", "choice", "grammar"})
-"""Processors that say what the whole answer must match: a default one gives way to any of the client's."""
+"""Processors that say what the whole answer must match: a default one gives way to any of the
+client's.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldValue:
-    """What a client asks for: by a request field that is a processor by another name, or by that name.
+    """What a client asks for: by a request field that is a processor by another name, or by that
+    name.
 
     Attributes:
         requested: The processor with its arguments; the path is the field's where it is one.
@@ -79,7 +84,8 @@ class ModelPolicy:
 
     Attributes:
         mandatory: In every chain, before the client's.
-        default: In every chain whose client neither names that processor nor sets its field, before the client's.
+        default: In every chain whose client neither names that processor nor sets its field, before
+            the client's.
         forbidden: Names of processors that a client can have neither by name nor by a field.
     """
 
@@ -88,10 +94,12 @@ class ModelPolicy:
     forbidden: frozenset[str] = frozenset()
 
     def apply(self, selection: Selection, catalog: Catalog, fields: Sequence[FieldValue] = ()) -> Selection:
-        """``selection`` with the operator's processors in it; those of ``fields`` stay outside of it.
+        """``selection`` with the operator's processors in it; those of ``fields`` stay outside of
+        it.
 
         Raises:
-            SelectionError: the client asks for a forbidden processor, or for a mandatory one with other arguments.
+            SelectionError: the client asks for a forbidden processor, or for a mandatory one with
+                other arguments.
         """
         if not (self.mandatory or self.default or self.forbidden):
             return selection
@@ -118,7 +126,9 @@ class ModelPolicy:
     def _kept(
         mandatory: Requested, selection: Selection, by_field: Mapping[str, FieldValue], catalog: Catalog
     ) -> Requested | None:
-        """The mandatory processor; the client's own where it is the same; None where a field is the same."""
+        """The mandatory processor; the client's own where it is the same; None where a field is
+        the same.
+        """
         named = [requested for requested in selection.processors if requested.name == mandatory.name]
         in_field = by_field.get(mandatory.name)
         values = [FieldValue(requested) for requested in named] + ([] if in_field is None else [in_field])
@@ -152,7 +162,9 @@ def _same(asked: FieldValue, set_by_operator: Requested, catalog: Catalog) -> bo
 
 
 def _is_as_near_as_32_bits(value: object, other: object) -> bool:
-    """Whether they are one number: Dynamo's frontend keeps 32 bits of a field's, so that 0.7 comes as 0.699999988."""
+    """Whether they are one number: Dynamo's frontend keeps 32 bits of a field's, so that 0.7
+    comes as 0.699999988.
+    """
     return isinstance(value, float) and isinstance(other, float) and math.isclose(value, other, rel_tol=2**-24)
 
 
@@ -189,7 +201,8 @@ class Policy:
         return self.models.get(name) or self.models.get(ANY_MODEL) or ModelPolicy()
 
     def check(self, model: str, catalog: Catalog, context: Context) -> None:
-        """Build every processor of a model's policy once, so that what cannot be honoured stops the start.
+        """Build every processor of a model's policy once, so that what cannot be honoured stops the
+        start.
 
         Args:
             model: Served model name.

@@ -2,11 +2,11 @@
 
 An annotation ``logits_processors:{json}`` or a metadata value under ``logits-processors`` holds::
 
-    {"version": 1, "processors": [{"name": "min_tokens", "args": {"n": 8, "scope": "answer"}}], "receipt": true,
-     "deadline": 1790000000.5}
+    {"version": 1, "processors": [{"name": "min_tokens", "args": {"n": 8, "scope": "answer"}}],
+     "receipt": true, "deadline": 1790000000.5}
 
-Names and JSON data only: no code, no import path and no pickle ever comes from a request. Parsing is a pure function;
-whatever the input is, it gives a `Selection` or raises `SelectionError`.
+Names and JSON data only: no code, no import path and no pickle ever comes from a request. Parsing
+is a pure function; whatever the input is, it gives a `Selection` or raises `SelectionError`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,18 @@ MAX_DEADLINE = 2**33
 
 MIN_INT, MAX_INT = -(2**63), 2**64 - 1
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(/[a-z][a-z0-9_]{0,63})?")
-"""A processor's name; third parties put theirs behind a slash if they like: ``acme/house_style``."""
+"""A processor's name; third parties put theirs behind a slash if they like:
+``acme/house_style``.
+"""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 ReceiptLevel = Literal[False, True, "debug"]
 
 Origin = Literal["client", "default", "mandatory"]
-"""Who asks for a processor: the client, or the operator's policy by default or for every request."""
+"""Who asks for a processor: the client, or the operator's policy by default or for every
+request.
+"""
 
 _FIELDS = ("version", "processors", "receipt", "deadline")
 _ENTRY_FIELDS = ("name", "args")
@@ -70,7 +74,8 @@ class SelectionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """One processor as it was asked for; neither its name nor its arguments are known to be good yet.
+    """One processor as it was asked for; neither its name nor its arguments are known to be good
+    yet.
 
     Attributes:
         name: Name in the catalogue.
@@ -156,7 +161,8 @@ def _deadline(value: object) -> float | None:
 
 
 def parse_processor(entry: object, path: str) -> Requested:
-    """One entry of a list of processors, ``{"name": ..., "args": {...}}``, from a request or a policy file.
+    """One entry of a list of processors, ``{"name": ..., "args": {...}}``, from a request or a
+    policy file.
 
     Raises:
         SelectionError: it is malformed.
@@ -290,7 +296,9 @@ def _constant(name: str) -> NoReturn:
 
 _OPENING = re.compile(r"[ \t\r\n]*\{")
 _LARGE = re.compile(r"[0-9]{19}|[0-9][eE]")
-"""Occurs in every text with a number out of range; without it the hooks, a Python call per number, are not needed."""
+"""Occurs in every text with a number out of range; without it the hooks, a Python call per
+number, are not needed.
+"""
 
 _PLAIN = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
 _CHECKING_NUMBERS = json.JSONDecoder(

@@ -1,7 +1,9 @@
-"""`ProcessorChain`: the processors of one choice of one request, in the order of the law, over one history.
+"""`ProcessorChain`: the processors of one choice of one request, in the order of the law, over one
+history.
 
-`chain` is the chain; `plan` what it asks of one row at one step; `batch` merges the plans of all rows and applies them
-to logits in a handful of operations; `receipts` is the proof of what each processor did.
+`chain` is the chain; `plan` what it asks of one row at one step; `batch` merges the plans of all
+rows and applies them to logits in a handful of operations; `receipts` is the proof of what each
+processor did.
 """
 
 from adapters.chain.batch import (

@@ -1,7 +1,7 @@
 """Chains over rows: all rows' edits merged and applied in a handful of batched operations.
 
-Used by the embedded engine (many rows) and by the TensorRT-LLM adapter (one row), so that a chain does the same on
-both. What happens to a row never depends on the rows beside it.
+Used by the embedded engine (many rows) and by the TensorRT-LLM adapter (one row), so that a chain
+does the same on both. What happens to a row never depends on the rows beside it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ PROBLEMS = {
 
 
 def row_problem(row: torch.Tensor) -> str | None:
-    """``nan``, ``infinite`` or ``empty`` if no token can be drawn from ``row`` (shape ``[V]``), else None.
+    """``nan``, ``infinite`` or ``empty`` if no token can be drawn from ``row`` (shape ``[V]``),
+    else None.
 
-    The maximum tells all three, because it propagates NaN: one pass, and on CUDA one host synchronisation.
+    The maximum tells all three, because it propagates NaN: one pass, and on CUDA one host
+        synchronisation.
     """
     highest = float(row.max())
     if highest != highest:
@@ -48,7 +50,9 @@ def row_problem(row: torch.Tensor) -> str | None:
 
 
 def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planned], dict[int, ProcessorFailed]]:
-    """Plans of ``(row, chain)`` pairs and the failures by row. Needs no logits: call it while the forward runs."""
+    """Plans of ``(row, chain)`` pairs and the failures by row. Needs no logits: call it while
+    the forward runs.
+    """
     planned: list[Planned] = []
     failures: dict[int, ProcessorFailed] = {}
     for row, chain in chains:
@@ -63,7 +67,8 @@ def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planne
 
 
 def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
-    """The order law up to the hard masks, on the rows that are not forced. Forced rows are left untouched.
+    """The order law up to the hard masks, on the rows that are not forced. Forced rows are left
+    untouched.
 
     Args:
         logits: float32 ``[B, V]``, edited in place.
@@ -81,7 +86,9 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
 
 
 def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
-    """Shaping at the stage of hard masks and after it, on the rows that are not forced. As `apply_edits` otherwise."""
+    """Shaping at the stage of hard masks and after it, on the rows that are not forced. As
+    `apply_edits` otherwise.
+    """
     failures: dict[int, ProcessorFailed] = {}
     queues = [(row, chain, plan.late) for row, chain, plan in planned if plan.force is None and plan.late]
     for stage in _LATE_STAGES:
@@ -91,7 +98,8 @@ def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, Pr
 
 
 def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
-    """Apply one chain to one row, forcing included, in place; the dense form that TensorRT-LLM needs.
+    """Apply one chain to one row, forcing included, in place; the dense form that TensorRT-LLM
+    needs.
 
     Args:
         chain: At the position of the row.
@@ -127,13 +135,15 @@ def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
 
 
 def replay(chain: ProcessorChain, prompt: Sequence[int], generated: Sequence[int], logits: torch.Tensor) -> None:
-    """Rebuild a chain whose state depends on logits, by applying it again to the logits of the generated positions.
+    """Rebuild a chain whose state depends on logits, by applying it again to the logits of the
+    generated positions.
 
     Args:
         chain: The chain to rebuild.
         prompt: Token ids of the prompt.
         generated: Tokens of the earlier run.
-        logits: float32 ``[len(generated), V]``, the model's own logits at those positions; overwritten.
+        logits: float32 ``[len(generated), V]``, the model's own logits at those positions;
+            overwritten.
 
     Raises:
         ProcessorFailed: as `apply_chain`.
@@ -165,7 +175,9 @@ def _in_waves(
     queues: Sequence[tuple[int, ProcessorChain, Sequence[T]]],
     apply: Callable[[list[tuple[int, ProcessorChain, T]]], None],
 ) -> None:
-    """Hands out the first step of every row, then the second of every row, ..., so that each row keeps its order."""
+    """Hands out the first step of every row, then the second of every row, ..., so that each row
+    keeps its order.
+    """
     depth = max((len(queue) for _, _, queue in queues), default=0)
     for i in range(depth):
         apply([(row, chain, queue[i]) for row, chain, queue in queues if i < len(queue)])
@@ -195,7 +207,8 @@ def _shape(
         if row not in failures and isinstance(member.processor, ShapingProcessor):
             groups.setdefault(type(member.processor), []).append((row, chain, member))
     for kind, group in groups.items():
-        # a class that is not batched goes row by row, so that nobody is called twice when a batch-mate raises
+        # a class that is not batched goes row by row, so that nobody is called twice when a
+        # batch-mate raises
         for part in [group] if _is_batched(kind) else [[single] for single in group]:
             _shape_group(kind, logits, part, failures)
 
@@ -210,7 +223,9 @@ def _shape_group(
     group: list[tuple[int, ProcessorChain, Member]],
     failures: dict[int, ProcessorFailed],
 ) -> None:
-    """One class on its rows. A row in which no token is left ends here; no processor is shown one."""
+    """One class on its rows. A row in which no token is left ends here; no processor is shown
+    one.
+    """
     processors = [member.processor for _, _, member in group if isinstance(member.processor, ShapingProcessor)]
     rows = [row for row, _, _ in group]
     index = upload_ids(rows, logits.device)
@@ -250,7 +265,9 @@ def _shape_group(
 
 
 def _check_shaped(before: torch.Tensor, after: torch.Tensor, chain: ProcessorChain, member: Member) -> None:
-    """Blames a row that nothing can be drawn from on the processor that made it so, and not on the model (NaN)."""
+    """Blames a row that nothing can be drawn from on the processor that made it so, and not on
+    the model (NaN).
+    """
     problem = row_problem(after)
     if problem is not None and row_problem(before) is None:
         reason = "unsatisfiable" if problem == "empty" else problem

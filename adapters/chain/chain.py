@@ -1,4 +1,6 @@
-"""`ProcessorChain`: the processors of one choice of one request, in the order of the law, over one history."""
+"""`ProcessorChain`: the processors of one choice of one request, in the order of the law, over
+one history.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from adapters.contract import (
 from adapters.vocabulary import Vocabulary
 
 DEFAULT_STEP_BUDGET_S = 0.1
-"""Most time that a third party's processor may take for one step, seconds of its thread's CPU time."""
+"""Most time that a third party's processor may take for one step, seconds of its thread's CPU
+time.
+"""
 
 Mode = Literal["aggregated", "hand-off", "local prefill", "migrated"]
 
@@ -43,16 +47,18 @@ class ProcessorChain:
         processors: In the order of the request; sorted by stage, ties keep that order.
         context: Of the request.
         scopes: Scope of each processor, ``all`` by default.
-        step_budget_s: Most time that a third party's processor may take for one step, seconds of its thread's CPU
-            time, so that a busy machine is not the processor's fault. `DEFAULT_STEP_BUDGET_S` by default.
+        step_budget_s: Most time that a third party's processor may take for one step, seconds of
+            its thread's CPU time, so that a busy machine is not the processor's fault.
+            `DEFAULT_STEP_BUDGET_S` by default.
         attribution: Keep per-token attribution in the receipt.
 
     Attributes:
         has_shaping: A member maps the whole row, so that it can leave anything there.
         failure: Why the chain failed, None while it has not.
         wants_receipt: Whether the request asked for its receipt.
-        wants_draw: Whether a request that sets no temperature, top-k or top-p is to be drawn, because it names a
-            processor that acts at the temperature stage or later. Who builds a chain with an operator's says so here.
+        wants_draw: Whether a request that sets no temperature, top-k or top-p is to be drawn,
+            because it names a processor that acts at the temperature stage or later. Who builds a
+            chain with an operator's says so here.
 
     Raises:
         ValueError: a scope is asked for and the model has no thinking tags.
@@ -91,22 +97,30 @@ class ProcessorChain:
 
     @property
     def observes_logits(self) -> bool:
-        """True if some state can only be rebuilt by replaying on logits (`adapters.chain.batch.replay`)."""
+        """True if some state can only be rebuilt by replaying on logits
+        (`adapters.chain.batch.replay`).
+        """
         return any(member.processor.observes_logits for member in self.members)
 
     @property
     def shapes_late(self) -> bool:
-        """True if a member acts at the temperature stage or later; the request's own truncation then joins it."""
+        """True if a member acts at the temperature stage or later; the request's own truncation
+        then joins it.
+        """
         return any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
 
     @property
     def needs_last_token(self) -> bool:
-        """True if the chain needs the last sampled token, which engines that overlap steps do not show in time."""
+        """True if the chain needs the last sampled token, which engines that overlap steps do
+        not show in time.
+        """
         return bool(self._scoped) or any(m.processor.reads is not Reads.NOTHING for m in self.members)
 
     @property
     def is_too_short(self) -> bool:
-        """True if a minimum length is not reached: that of thinking counts inside it, every other one everywhere."""
+        """True if a minimum length is not reached: that of thinking counts inside it, every
+        other one everywhere.
+        """
         is_thinking = self._tracker is not None and self._tracker.thinking
         members = (member for member in self.members if member.scope != "thinking" or is_thinking)
         return any(member.processor.is_too_short for member in members)
@@ -138,7 +152,8 @@ class ProcessorChain:
         """Begin after ``prompt``; ``generated`` tokens of an earlier run are replayed.
 
         Raises:
-            ValueError: there are generated tokens and the chain observes logits; use `adapters.chain.batch.replay`.
+            ValueError: there are generated tokens and the chain observes logits; use
+                `adapters.chain.batch.replay`.
             ProcessorFailed: a processor raised on the prompt.
         """
         if generated and self.observes_logits:
@@ -166,7 +181,8 @@ class ProcessorChain:
             raise self.fail_from(member, error) from error
 
     def accept(self, token_id: int, position: int) -> None:
-        """Take the chosen token. Idempotent by absolute position; another token at a known position rewinds first.
+        """Take the chosen token. Idempotent by absolute position; another token at a known position
+        rewinds first.
 
         Raises:
             ValueError: the position is inside the prompt, or beyond the next one.
@@ -213,16 +229,19 @@ class ProcessorChain:
         self._count_outside()
 
     def sync(self, tokens: Sequence[int], *, unchanged: int = 0) -> None:
-        """Make the history equal to ``tokens`` (prompt + generated), wherever they differ from what was known.
+        """Make the history equal to ``tokens`` (prompt + generated), wherever they differ from what
+        was known.
 
         Args:
             tokens: The whole history.
-            unchanged: So many at its beginning are known to be those of the chain's own history; only what is behind
-                them is looked at. By default all are, which costs a pass over them: for an engine's every step the
-                caller must know better (`adapters.trtllm.adapter.ChainAdapter`).
+            unchanged: So many at its beginning are known to be those of the chain's own history;
+                only what is behind them is looked at. By default all are, which costs a pass over
+                them: for an engine's every step the caller must know better
+                (`adapters.trtllm.adapter.ChainAdapter`).
 
         Raises:
-            ValueError: ``tokens`` is shorter than the prompt, or differs from it: this chain is another request's.
+            ValueError: ``tokens`` is shorter than the prompt, or differs from it: this chain is
+                another request's.
         """
         if len(tokens) < self.prompt_length:
             raise ValueError(f"history of {len(tokens)} tokens is shorter than the prompt of {self.prompt_length}")
@@ -254,10 +273,12 @@ class ProcessorChain:
     # The step
 
     def plan(self) -> RowPlan:
-        """What the chain asks of the row for the token at `position`. Needs no logits; a second call changes nothing.
+        """What the chain asks of the row for the token at `position`. Needs no logits; a second
+        call changes nothing.
 
         Raises:
-            ProcessorFailed: a processor raised or was over its budget, or the chain cannot be satisfied here.
+            ProcessorFailed: a processor raised or was over its budget, or the chain cannot be
+                satisfied here.
         """
         self._pending = []
         plan = NOTHING
@@ -280,11 +301,12 @@ class ProcessorChain:
         return plan
 
     def peek(self, draft: Sequence[int]) -> list[RowPlan]:
-        """Plans for the next position and for the one after each draft token; the history stays as it was.
+        """Plans for the next position and for the one after each draft token; the history stays as
+        it was.
 
         Raises:
-            ProcessorFailed: as `plan`, for the next position only. The list is shorter than ``len(draft) + 1``
-                when the chain rules a draft token out, or fails, further on.
+            ProcessorFailed: as `plan`, for the next position only. The list is shorter than
+                ``len(draft) + 1`` when the chain rules a draft token out, or fails, further on.
         """
         position = self.position
         plans = [self.plan()]
@@ -319,7 +341,9 @@ class ProcessorChain:
             raise failure
 
     def over_budget(self, member: Member, seconds: float, budget_s: float) -> ProcessorFailed | None:
-        """The failure of a third party's processor that took more than ``budget_s`` for one step, else None."""
+        """The failure of a third party's processor that took more than ``budget_s`` for one
+        step, else None.
+        """
         if not member.is_third_party or seconds <= budget_s:
             return None
         message = f"took {seconds * 1e3:.0f} ms of CPU time for one step, the budget is {budget_s * 1e3:.0f} ms"
@@ -358,7 +382,8 @@ class ProcessorChain:
         plan.forced_by, plan.force = member, token_id
 
     def _beside_the_opening_tag(self, edit: Edit | Member) -> Edit | Member:
-        """What is asked of the answer's first token leaves the model free to open a thinking section with it instead.
+        """What is asked of the answer's first token leaves the model free to open a thinking
+        section with it instead.
 
         A forced token stands beside the tag, and the model chooses one of the two.
         """
@@ -374,7 +399,9 @@ class ProcessorChain:
         return edit
 
     def _end_outside_thinking(self, plan: RowPlan, member: Member) -> RowPlan:
-        """An end token in a thinking section would end a request whose answer ``member`` binds without an answer."""
+        """An end token in a thinking section would end a request whose answer ``member`` binds
+        without an answer.
+        """
         if self._tracker is None or not self._tracker.thinking or not len(self._end_ban.token_ids):
             return plan
         plan = RowPlan() if plan is NOTHING else plan
@@ -382,7 +409,9 @@ class ProcessorChain:
         return plan
 
     def _check(self, plan: RowPlan) -> None:
-        """A forced id that a mask forbids, or masks that leave nothing, are errors, never token 0 or NaN."""
+        """A forced id that a mask forbids, or masks that leave nothing, are errors, never token
+        0 or NaN.
+        """
         if plan.forced_by is not None and plan.force is not None:
             if not plan.masks_permit(plan.force):
                 message = f"forces token {plan.force}, which another processor forbids"
@@ -393,7 +422,8 @@ class ProcessorChain:
     def no_token_left(
         self, kinds: Sequence[str] = ("masked", "shaped", "biased"), *, before: Member | None = None
     ) -> ProcessorFailed:
-        """Record that nothing is left to sample at the position last planned; to blame is who did one of ``kinds``.
+        """Record that nothing is left to sample at the position last planned; to blame is who did
+        one of ``kinds``.
 
         Args:
             kinds: Of edits.
@@ -404,7 +434,9 @@ class ProcessorChain:
         return self.fail(", ".join(names) or "model", "unsatisfiable", f"no token is left at position {self.position}")
 
     def _acted_before(self, member: Member) -> Iterator[tuple[Member, str, int]]:
-        """What was asked for at the position last planned, and is applied before ``member``'s turn."""
+        """What was asked for at the position last planned, and is applied before ``member``'s
+        turn.
+        """
         is_late, is_before = member.processor.stage >= Stage.MASK, True
         for asked in self._pending:  # in the order of the law; but masks come before all that shapes at their stage
             is_before = is_before and asked[0] is not member
@@ -412,7 +444,9 @@ class ProcessorChain:
                 yield asked
 
     def fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
-        """Record that ``member`` raised ``error``; returns the failure for the caller to raise or report."""
+        """Record that ``member`` raised ``error``; returns the failure for the caller to raise
+        or report.
+        """
         if isinstance(error, ProcessorFailed):
             return self.fail(error.processor, error.reason, error.message)
         if isinstance(error, MalformedEdit):
@@ -422,20 +456,27 @@ class ProcessorChain:
         return self.fail(member.name, "raised", f"raised {type(error).__name__} at position {self.position}")
 
     def fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
-        """Record that processor ``name`` failed; returns the failure for the caller to raise or report."""
+        """Record that processor ``name`` failed; returns the failure for the caller to raise or
+        report.
+        """
         self._pending = []
         self.failure = ProcessorFailed(name, reason, message)
         return self.failure
 
-    # Two copies of one chain: one acts in the engine's process, the other keeps the receipt in the worker's
+    # Two copies of one chain: one acts in the engine's process, the other keeps the receipt in the
+    # worker's
 
     def asked(self) -> list[tuple[int, str, int]]:
-        """Who asked for what at the position last planned: index of the member, kind of edit, entries masked."""
+        """Who asked for what at the position last planned: index of the member, kind of edit,
+        entries masked.
+        """
         indices = {id(member): index for index, member in enumerate(self.members)}
         return [(indices[id(member)], kind, masked) for member, kind, masked in self._pending]
 
     def record(self, token_id: int, asked: Sequence[tuple[int, str, int]]) -> None:
-        """Take the next token as chosen under what another copy `asked`; no processor of this copy is run."""
+        """Take the next token as chosen under what another copy `asked`; no processor of this
+        copy is run.
+        """
         for index, kind, masked in asked:
             record = self.members[index].record
             record.add(self.position, kind, masked)
@@ -443,7 +484,9 @@ class ProcessorChain:
         self.tokens.append(token_id)
 
     def report(self, *, attribution: bool = True) -> dict[str, Any]:
-        """The receipt so far, as JSON data; the ``attribution``, if it is kept, belongs to the last one only."""
+        """The receipt so far, as JSON data; the ``attribution``, if it is kept, belongs to the
+        last one only.
+        """
         return self.receipt.as_json(attribution=attribution)
 
 
@@ -463,14 +506,17 @@ def _tracker(context: Context) -> ThinkingTracker:
 
 
 def _binds_the_answer(member: Member) -> bool:
-    """Whether the answer has to be as the processor says: it masks or forces, there and not in the thinking."""
+    """Whether the answer has to be as the processor says: it masks or forces, there and not in
+    the thinking.
+    """
     return member.scope == "answer" and member.processor.stage in (Stage.MASK, Stage.FORCE)
 
 
 def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Member:
     member = Member(processor, scope, ProcessorRecord(processor.name, processor.version))
     if member.edit is not None and member.is_third_party:
-        # Third parties' edits are looked at before anything is applied; those of the built-ins are, in tests.
+        # Third parties' edits are looked at before anything is applied; those of the built-ins are,
+        # in tests.
         soft = processor.stage <= Stage.SOFT
         member.edit = partial(_checked_edit, member.edit, soft, vocabulary.size, vocabulary.num_tokens)
     return member

@@ -12,7 +12,8 @@ from adapters.contract import Ban, Edit, Processor, Scope, Stage, SteeringProces
 
 
 class ProcessorFailed(Exception):
-    """A processor of this chain failed; the request ends with an error, its batch-mates are not touched.
+    """A processor of this chain failed; the request ends with an error, its batch-mates are not
+    touched.
 
     Args:
         processor: Name of the processor.
@@ -32,7 +33,8 @@ class RowPlan:
     """Everything that a chain asks of one row at one step, in the order law's order.
 
     Attributes:
-        soft: Bias, scale and shaping steps up to the soft stage, in order: ``(stage, edit or member)``.
+        soft: Bias, scale and shaping steps up to the soft stage, in order: ``(stage, edit or
+            member)``.
         bans: Sparse hard masks.
         allows: Packed hard masks, to be AND-ed.
         force: The token, when one is forced. Nothing else of the plan then matters for the token.
@@ -65,7 +67,9 @@ class RowPlan:
         return self.force == token_id if self.force is not None else self.masks_permit(token_id)
 
     def leaves_a_token(self) -> bool:
-        """Whether any bit survives all masks and bans; most plans have more bits set than there are bans."""
+        """Whether any bit survives all masks and bans; most plans have more bits set than there
+        are bans.
+        """
         num_banned = sum(len(ban.token_ids) for ban in self.bans)
         if len(self.allows) == 1 and self.fewest_allowed > num_banned:
             return True
@@ -85,7 +89,8 @@ class Member:
 
     Attributes:
         edit: What a steering processor is asked for, None for a shaping one.
-        is_third_party: It runs code that is not this package's: its edits are checked, and its time is bounded.
+        is_third_party: It runs code that is not this package's: its edits are checked, and its time
+            is bounded.
     """
 
     processor: Processor

@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(slots=True)
 class ProcessorRecord:
-    """What one processor has done to the tokens chosen so far. Positions are absolute (prompt + generated).
+    """What one processor has done to the tokens chosen so far. Positions are absolute (prompt +
+    generated).
 
     Attributes:
         steps_active: Positions at which it asked for an edit.
@@ -32,7 +33,9 @@ class ProcessorRecord:
     )  # 2 * masked + forced, per position
 
     def add(self, position: int, kind: str, masked: int) -> None:
-        """Count one step at ``position``; ``kind`` is ``biased``, ``masked``, ``forced`` or ``shaped``."""
+        """Count one step at ``position``; ``kind`` is ``biased``, ``masked``, ``forced`` or
+        ``shaped``.
+        """
         self.steps_active += 1
         self.tokens_forced += kind == "forced"
         self.tokens_masked += masked
@@ -67,7 +70,9 @@ class ProcessorRecord:
 
 
 MAX_ATTRIBUTED = 65_536
-"""Most entries of an attribution: about 6 MB of JSON, which is one message to the frontend (32 MiB at most)."""
+"""Most entries of an attribution: about 6 MB of JSON, which is one message to the frontend (32
+MiB at most).
+"""
 
 
 @dataclass(slots=True)
@@ -76,8 +81,8 @@ class Receipt:
 
     Attributes:
         attribution: Keep what each processor did to each token, in `tokens`.
-        tokens: ``(position, token id, processor, what it did)``, in the order of the positions, the first
-            `MAX_ATTRIBUTED` of them.
+        tokens: ``(position, token id, processor, what it did)``, in the order of the positions, the
+            first `MAX_ATTRIBUTED` of them.
     """
 
     records: list[ProcessorRecord]
@@ -89,7 +94,9 @@ class Receipt:
     tokens: list[tuple[int, int, str, str]] = field(default_factory=list)
 
     def begin(self, mode: str, prompt_length: int, replayed: int) -> None:
-        """Start after a prompt; ``replayed`` tokens come from an earlier run, which migrated after them."""
+        """Start after a prompt; ``replayed`` tokens come from an earlier run, which migrated
+        after them.
+        """
         self.mode = f"migrated at {replayed}" if mode == "migrated" else mode
         self.prompt_length = prompt_length
         self.replayed = replayed
@@ -111,8 +118,9 @@ class Receipt:
         """JSON data, which does not change afterwards; the key order is stable.
 
         Args:
-            attribution: Include the attribution, if it is kept: all of it, so that only one of an answer's chunks,
-                the last one, can have it without sending its beginning again and again.
+            attribution: Include the attribution, if it is kept: all of it, so that only one of an
+                answer's chunks, the last one, can have it without sending its beginning again and
+                again.
         """
         data: dict[str, Any] = {
             "version": 1,

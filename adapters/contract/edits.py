@@ -1,6 +1,8 @@
-"""Edits: what steering processors ask of a row of logits, and how many rows are edited in a few operations.
+"""Edits: what steering processors ask of a row of logits, and how many rows are edited in a few
+operations.
 
-An edit never holds a vocabulary-sized tensor of floats. The kinds are those of the order law's first five stages::
+An edit never holds a vocabulary-sized tensor of floats. The kinds are those of the order law's
+first five stages::
 
     Bias(ids, values)      z <- z + value                       bias, penalties, soft boosts
     Scale(ids, factors)    z <- z / f where z > 0, else z * f   penalties (CTRL, arXiv 1909.05858)
@@ -42,7 +44,8 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Signed scale: positive logits at ``token_ids`` are divided by their factor, the others multiplied.
+    """Signed scale: positive logits at ``token_ids`` are divided by their factor, the others
+    multiplied.
 
     Attributes:
         token_ids: int64 ``[n]``, distinct.
@@ -75,8 +78,8 @@ class Allow:
     """Masks every token whose bit is 0.
 
     Attributes:
-        bitmask: int32 ``[ceil(V / 32)]`` on the CPU, token ``32 * i + j`` is bit j of word i. A bitmask narrower
-            than the row masks the ids beyond it.
+        bitmask: int32 ``[ceil(V / 32)]`` on the CPU, token ``32 * i + j`` is bit j of word i. A
+            bitmask narrower than the row masks the ids beyond it.
     """
 
     bitmask: torch.Tensor
@@ -89,7 +92,9 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Force:
-    """The token is ``token_id``, whatever the logits say: an override of the sampled id, no logit is touched."""
+    """The token is ``token_id``, whatever the logits say: an override of the sampled id, no
+    logit is touched.
+    """
 
     token_id: int
 
@@ -99,7 +104,9 @@ Edit = Sparse | Allow | Force
 
 
 class MalformedEdit(Exception):
-    """A processor returned what is no edit of its row; applied, it would reach its batch-mates, or fail the batch."""
+    """A processor returned what is no edit of its row; applied, it would reach its batch-mates,
+    or fail the batch.
+    """
 
 
 def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) -> Edit:
@@ -181,11 +188,13 @@ def count_allowed(bitmask: torch.Tensor, num_tokens: int) -> int:
 
 
 def apply_sparse(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]]) -> None:
-    """Applies one sparse edit to each of some rows: a gather, a formula and a scatter for all of them together.
+    """Applies one sparse edit to each of some rows: a gather, a formula and a scatter for all of
+    them together.
 
     Args:
         logits: float ``[B, V]``, edited in place.
-        edits: ``(row, edit)``; a row may occur several times, its edits are applied in the order given.
+        edits: ``(row, edit)``; a row may occur several times, its edits are applied in the order
+            given.
     """
     while edits:
         wave, edits = _first_per_row(edits)
@@ -231,7 +240,8 @@ def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Sparse]], kind: typ
 _FEW = 16
 """A mask with bits in less than one word of so many is applied bit by bit."""
 
-# Row b holds eight addends: 0 where the bit of byte b is set, -inf where it is not. Made on first use per device.
+# Row b holds eight addends: 0 where the bit of byte b is set, -inf where it is not. Made on first
+# use per device.
 _ADDENDS: dict[torch.device, torch.Tensor] = {}
 
 
@@ -246,12 +256,13 @@ def _addends(device: torch.device) -> torch.Tensor:
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int] | None = None) -> None:
     """Masks with -inf every logit whose bit is 0.
 
-    Eight bits become eight addends, 0 or -inf, by a table, which costs a tenth of a boolean masked fill; on the CPU
-    one row at a time, so that the addends stay in its cache.
+    Eight bits become eight addends, 0 or -inf, by a table, which costs a tenth of a boolean masked
+    fill; on the CPU one row at a time, so that the addends stay in its cache.
 
     Args:
         logits: float ``[B, V]``, edited in place.
-        bitmask: int32 ``[R, W]``, one row of bits for each of ``rows``; ids beyond ``32 * W`` are masked.
+        bitmask: int32 ``[R, W]``, one row of bits for each of ``rows``; ids beyond ``32 * W`` are
+            masked.
         rows: Rows of ``logits`` to mask, all of them in order by default.
     """
     every = range(len(logits)) if rows is None else rows
@@ -275,7 +286,9 @@ def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _mask_on_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int], covered: int) -> None:
-    """Bit by bit where few words are clear or few are set (a grammar's usual masks), else a whole row at once."""
+    """Bit by bit where few words are clear or few are set (a grammar's usual masks), else a
+    whole row at once.
+    """
     allowed = bitmask.cpu().contiguous().numpy()
     masked = ~allowed
     some_clear = masked != 0

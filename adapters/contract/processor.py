@@ -1,10 +1,11 @@
-"""The contract of a logits processor: steering or shaping, its stage in the order law, what it reads, its arguments.
+"""The contract of a logits processor: steering or shaping, its stage in the order law, what it
+reads, its arguments.
 
 All that an author needs is imported from here: the edits and the bounded types of arguments too.
 
-One instance serves one choice of one request. It is a function of token history, never of how often it was
-called: the base class feeds it each generated token once, by absolute position, and when the history turns out
-shorter or different it resets the processor and replays.
+One instance serves one choice of one request. It is a function of token history, never of how often
+it was called: the base class feeds it each generated token once, by absolute position, and when the
+history turns out shorter or different it resets the processor and replays.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ T = TypeVar("T")
 
 
 class Stage(IntEnum):
-    """The order law, one on every engine. Within a stage processors run in the order the request names them."""
+    """The order law, one on every engine. Within a stage processors run in the order the request
+    names them.
+    """
 
     BIAS = 1
     PENALTY = 2
@@ -64,7 +67,9 @@ class Stage(IntEnum):
 
 
 class Reads(Enum):
-    """What a processor looks at. ``NOTHING`` still knows the position, and what its own chain has forced."""
+    """What a processor looks at. ``NOTHING`` still knows the position, and what its own chain
+    has forced.
+    """
 
     NOTHING = "nothing"
     GENERATED = "generated"
@@ -72,7 +77,9 @@ class Reads(Enum):
 
 
 class ProcessorArgs(BaseModel):
-    """Base of every processor's arguments: JSON types only, strict, unknown names forbidden, no NaN, no infinity."""
+    """Base of every processor's arguments: JSON types only, strict, unknown names forbidden, no
+    NaN, no infinity.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -92,7 +99,9 @@ class ArgumentError(ValueError):
 
 
 class Unsatisfiable(Exception):
-    """No token can satisfy the chain at this position. The request ends with an error; token 0 is never sampled."""
+    """No token can satisfy the chain at this position. The request ends with an error; token 0
+    is never sampled.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,8 @@ class Context:
     Attributes:
         vocabulary: Width of a row, the tokenizer's view of the ids.
         end_token_ids: Ids that end this request's answer.
-        seed: The request's seed, uint64; also the seed of every coin a processor tosses (`adapters.contract.draws`).
+        seed: The request's seed, uint64; also the seed of every coin a processor tosses
+            (`adapters.contract.draws`).
         choice: Index of the choice, 0 unless n > 1.
         max_tokens: Most tokens the answer may have, None if only the context bounds it.
         watermark_keys: The operator's keys by id.
@@ -121,7 +131,8 @@ class Context:
 
     @property
     def end_token_id(self) -> int | None:
-        """The end token to force: of the model's own the lowest, else of the request's; None if it has none.
+        """The end token to force: of the model's own the lowest, else of the request's; None if it
+        has none.
 
         A request's end tokens include ids that its client stops at, which may be any word.
         """
@@ -138,19 +149,17 @@ class Context:
 class Processor(ABC):
     """One logits processor of one choice.
 
-    Authors write `reset` and `advance`, and `edit` (steering) or `shape` (shaping). In them ``self.prompt`` is
-    the prompt and ``self.generated`` the answer so far; both are read-only views of the history.
+    Authors write `reset` and `advance`, and `edit` (steering) or `shape` (shaping). In them
+    ``self.prompt`` is the prompt and ``self.generated`` the answer so far; both are read-only views
+    of the history.
 
-    Class attributes:
-        name: Name in the catalogue.
-        version: Raised when the same arguments give other tokens than before.
-        stage: Place in the order law.
-        reads: What it looks at; by default everything.
-        Args: Its arguments; by default there are none.
-        observes_logits: State depends on logits (mirostat's mu): it can only be rebuilt by replaying on logits.
-        wraps_foreign: Runs another system's processor (`adapters.third_party.processors`, `adapters.trtllm.native_controls`).
-        scopes: The scopes that a request may give it.
-        once: A request may name it only once with the same scope.
+    Class attributes: name: Name in the catalogue. version: Raised when the same arguments give
+        other tokens than before. stage: Place in the order law. reads: What it looks at; by default
+        everything. Args: Its arguments; by default there are none. observes_logits: State depends
+        on logits (mirostat's mu): it can only be rebuilt by replaying on logits. wraps_foreign:
+        Runs another system's processor (`adapters.third_party.processors`,
+        `adapters.trtllm.native_controls`). scopes: The scopes that a request may give it. once: A
+        request may name it only once with the same scope.
     """
 
     name: ClassVar[str]
@@ -164,7 +173,9 @@ class Processor(ABC):
     Args: ClassVar[type[ProcessorArgs]] = ProcessorArgs
 
     num_outside: int
-    """Generated tokens that are not in `generated`, because the processor's scope leaves them out; its chain counts."""
+    """Generated tokens that are not in `generated`, because the processor's scope leaves them
+    out; its chain counts.
+    """
 
     _tokens: list[int]
     _prompt_length: int
@@ -180,14 +191,18 @@ class Processor(ABC):
         return self
 
     def __init__(self, args: Any, context: Context) -> None:
-        """Authors take their own ``Args`` and the context, raise `ArgumentError`, and keep ids and tensors only:
+        """Authors take their own ``Args`` and the context, raise `ArgumentError`, and keep ids and
+        tensors only:
 
-        a processor is pickled into the engine's process, so it must not keep the vocabulary or the tokenizer.
+        a processor is pickled into the engine's process, so it must not keep the vocabulary or the
+        tokenizer.
         """
 
     @classmethod
     def build(cls, args: Any, context: Context) -> list[Processor]:
-        """The processors that this name stands for; more than one where a control acts at two stages."""
+        """The processors that this name stands for; more than one where a control acts at two
+        stages.
+        """
         return [cls(args, context)]
 
     # What authors write
@@ -196,17 +211,23 @@ class Processor(ABC):
         """Return to the state right after the prompt; ``self.prompt`` is set."""
 
     def advance(self, token_id: int, index: int) -> None:
-        """Take generated token number ``index`` (0 is the first). Called once per token, in order."""
+        """Take generated token number ``index`` (0 is the first). Called once per token, in
+        order.
+        """
 
     def retract(self, token_ids: Sequence[int]) -> bool:
-        """Undo `advance` for ``token_ids``, the newest ones, oldest first; False makes the base class replay."""
+        """Undo `advance` for ``token_ids``, the newest ones, oldest first; False makes the base
+        class replay.
+        """
         return False
 
     # What chains and engines call
 
     @property
     def position(self) -> int:
-        """Absolute index of the token to be chosen next: length of prompt + generated, in scope and out of it."""
+        """Absolute index of the token to be chosen next: length of prompt + generated, in scope
+        and out of it.
+        """
         return len(self._tokens) + self.num_outside
 
     @property
@@ -216,7 +237,9 @@ class Processor(ABC):
 
     @property
     def is_too_short(self) -> bool:
-        """Whether nothing may end the answer here, a stop string neither; for processors with a minimum length."""
+        """Whether nothing may end the answer here, a stop string neither; for processors with a
+        minimum length.
+        """
         return False
 
     @property
@@ -235,9 +258,11 @@ class Processor(ABC):
         return self._tokens[-1] if self._tokens else None
 
     def from_prompt(self, key: Hashable, make: Callable[[], T]) -> T:
-        """``make()``, once per prompt and key: what the processors of a chain derive from their prompt and share.
+        """``make()``, once per prompt and key: what the processors of a chain derive from their
+        prompt and share.
 
-        It must depend on the prompt and the key only, and is not to be changed. Begin the key with your class.
+        It must depend on the prompt and the key only, and is not to be changed. Begin the key with
+        your class.
         """
         if key not in self._derived:
             self._derived[key] = make()
@@ -266,7 +291,8 @@ class Processor(ABC):
         self.catch_up()
 
     def accept(self, token_id: int, position: int) -> None:
-        """Take one token by absolute position. Idempotent; a different token at a known position rewinds and replays.
+        """Take one token by absolute position. Idempotent; a different token at a known position
+        rewinds and replays.
 
         Raises:
             ValueError: the position is inside the prompt, or beyond the next one.
@@ -292,12 +318,16 @@ class Processor(ABC):
         self.catch_up()
 
     def truncate(self, position: int) -> None:
-        """As `rewind` for a history that is not shared, without bringing the state up to date at once."""
+        """As `rewind` for a history that is not shared, without bringing the state up to date at
+        once.
+        """
         self.forget_from(position)
         del self._tokens[position:]
 
     def append(self, token_id: int) -> None:
-        """Add one token to a history that is not shared; the state takes it at the next `catch_up`."""
+        """Add one token to a history that is not shared; the state takes it at the next
+        `catch_up`.
+        """
         self._tokens.append(token_id)
 
     def forget_from(self, position: int) -> None:
@@ -341,7 +371,8 @@ class ShapingProcessor(Processor):
 
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        """Edit ``logits`` (float32 ``[R, V]``), row i by ``processors[i]``; no row depends on another.
+        """Edit ``logits`` (float32 ``[R, V]``), row i by ``processors[i]``; no row depends on
+        another.
 
         Override it where the class can be batched.
         """

@@ -1,12 +1,13 @@
 """Scopes: a processor limited to the thinking section or to the answer lives only there.
 
-It sees the prompt, and of the generated tokens only those inside its scope; the tags themselves belong to
-neither. So ``min_tokens`` with scope ``answer`` counts answer tokens, and a grammar with scope ``answer`` begins
-after the closing tag.
+It sees the prompt, and of the generated tokens only those inside its scope; the tags themselves
+belong to neither. So ``min_tokens`` with scope ``answer`` counts answer tokens, and a grammar with
+scope ``answer`` begins after the closing tag.
 
-The answer begins behind the thinking section if the model thinks, and with the first token if it does not. Which of
-the two it does, the first token tells: where the prompt has neither opened a section nor closed one since the turn
-began, the model may open one there, whatever a processor with scope ``answer`` asks for.
+The answer begins behind the thinking section if the model thinks, and with the first token if it
+does not. Which of the two it does, the first token tells: where the prompt has neither opened a
+section nor closed one since the turn began, the model may open one there, whatever a processor with
+scope ``answer`` asks for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class ThinkingTracker:
     Args:
         start: Ids of the opening tag, at least one.
         end: Ids of the closing tag, at least one.
-        special_ids: Ids of special tokens: what comes before the last one in the prompt is an earlier turn's.
+        special_ids: Ids of special tokens: what comes before the last one in the prompt is an
+            earlier turn's.
 
     Attributes:
         thinking: True while inside a section.
@@ -39,7 +41,9 @@ class ThinkingTracker:
         self.reset(())
 
     def reset(self, prompt: Sequence[int]) -> None:
-        """Begin after ``prompt``, whose last turn's tags count (chat templates may open a section, or close it)."""
+        """Begin after ``prompt``, whose last turn's tags count (chat templates may open a
+        section, or close it).
+        """
         turn = prompt[turn_begin(prompt, self._turn_marks) :]
         opened = _last_index(turn, self._start)
         closed = _last_index(turn, self._end)
@@ -52,11 +56,15 @@ class ThinkingTracker:
 
     @property
     def may_open(self) -> bool:
-        """Whether the next token is the first of the answer, and may open a thinking section instead."""
+        """Whether the next token is the first of the answer, and may open a thinking section
+        instead.
+        """
         return self._may_open_first and not self._tokens
 
     def accept(self, token_id: int) -> bool | None:
-        """Take the next token. True: it is thinking; False: it is answer; None: it completes a tag."""
+        """Take the next token. True: it is thinking; False: it is answer; None: it completes a
+        tag.
+        """
         self._states.append(self.thinking)
         self._tokens.append(token_id)
         self._tail = [*self._tail, token_id][-self._tail_length :]
@@ -77,7 +85,9 @@ class ThinkingTracker:
 
 
 def turn_begin(prompt: Sequence[int], turn_marks: AbstractSet[int]) -> int:
-    """Index behind the last of ``turn_marks`` in ``prompt``: where the turn begins that the answer goes on with."""
+    """Index behind the last of ``turn_marks`` in ``prompt``: where the turn begins that the
+    answer goes on with.
+    """
     for index in range(len(prompt) - 1, -1, -1):
         if prompt[index] in turn_marks:
             return index + 1

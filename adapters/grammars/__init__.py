@@ -1,4 +1,6 @@
-"""Compiling grammars: llguidance's compiler, the sandbox it first runs in, and the cache of what came through.
+"""Compiling grammars: llguidance's compiler, the sandbox it first runs in, and the cache of what
+came through.
 
-Import from the modules. This one stays empty: a sandbox process imports the package without the rest of `adapters`.
+Import from the modules. This one stays empty: a sandbox process imports the package without the
+rest of `adapters`.
 """

@@ -1,4 +1,6 @@
-"""Compiled grammars of one vocabulary: kept by bytes, compiled once, through the sandbox where there is one."""
+"""Compiled grammars of one vocabulary: kept by bytes, compiled once, through the sandbox where
+there is one.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +28,27 @@ MAX_BAD = 4096
 """Grammars that are remembered as bad, by digest."""
 
 SLOW_FOR_S = 60.0
-"""How long a grammar that ran out of time is refused without another attempt. Processor time depends on what else the
-machine does, by a factor of two or three at worst; what crashes or is refused does so always."""
+"""How long a grammar that ran out of time is refused without another attempt. Processor time
+depends on what else the machine does, by a factor of two or three at worst; what crashes or is
+refused does so always."""
 
 STACK_BYTES = 64 * 1024 * 1024
-"""Stack of the threads that compile in this process, taken as it is used; what came through the sandbox needs less."""
+"""Stack of the threads that compile in this process, taken as it is used; what came through the
+sandbox needs less.
+"""
 
 SLOW_S = 0.25
-"""Grammars that took the sandbox longer than this, seconds of processor time, compile one at a time in this process, in
-a thread of their own: others do not wait for them."""
+"""Grammars that took the sandbox longer than this, seconds of processor time, compile one at a time
+in this process, in a thread of their own: others do not wait for them."""
 
 BYTES_PER_CHARACTER = 128
-"""Of a grammar's source: what it takes compiled, where no sandbox has measured it. Rather more than schemas take, which
-take most: with other threads in the process the allocator cannot say."""
+"""Of a grammar's source: what it takes compiled, where no sandbox has measured it. Rather more than
+schemas take, which take most: with other threads in the process the allocator cannot say."""
 
 TRIM_BYTES = 64 * 1024 * 1024
-"""After so many bytes of grammars were compiled, memory that the allocator keeps goes back to the system: grammars come
-and go in pieces of every size, and without this the resident memory grows although what is allocated does not."""
+"""After so many bytes of grammars were compiled, memory that the allocator keeps goes back to the
+system: grammars come and go in pieces of every size, and without this the resident memory grows
+although what is allocated does not."""
 
 NUM_THREADS = 2
 """Threads for all other grammars."""
@@ -66,7 +72,8 @@ class GrammarCache:
 
     Args:
         tokenizer: Of the vocabulary.
-        max_bytes: Bytes of compiled grammars to keep. A grammar in use is found again however little is kept.
+        max_bytes: Bytes of compiled grammars to keep. A grammar in use is found again however
+            little is kept.
         clock: Seconds, monotonic.
 
     Attributes:
@@ -112,7 +119,8 @@ class GrammarCache:
         return found if isinstance(found, Compiled) else self.request(grammar).result()
 
     def request(self, grammar: str, client: Hashable | None = None) -> Future[Compiled]:
-        """As `compiled`, without waiting. To cancel the future gives its place in the sandbox up at once.
+        """As `compiled`, without waiting. To cancel the future gives its place in the sandbox up at
+        once.
 
         Args:
             grammar: In llguidance's JSON form.
@@ -250,7 +258,9 @@ def _settle(wanted: Future[Compiled], found: Compiled | Verdict | BaseException)
 
 
 class _StackOfThreads:
-    """While it is entered, new threads of the process get `STACK_BYTES`; others that start just then do too."""
+    """While it is entered, new threads of the process get `STACK_BYTES`; others that start just
+    then do too.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

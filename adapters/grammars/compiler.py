@@ -1,7 +1,7 @@
 """llguidance's compiler within limits, and a walk along what it compiled.
 
-A sandbox process imports this module without torch and without the rest of `adapters`: it may use the standard library
-and llguidance only.
+A sandbox process imports this module without torch and without the rest of `adapters`: it may use
+the standard library and llguidance only.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 PROBE_STEPS = 48
-"""Tokens that a new grammar is walked along: some are cheap to compile and explode only further on."""
+"""Tokens that a new grammar is walked along: some are cheap to compile and explode only further
+on.
+"""
 
 _REASON = 160
 _QUOTED = re.compile(r'"([^"]*)"?|\(at .*')
 
 
 def limits_of(vocab_size: int) -> LLParserLimits:
-    """llguidance's limits. Those of a step were chosen by measurement: ``docs/decisions/0009-grammar-sandbox.md``.
+    """llguidance's limits. Those of a step were chosen by measurement:
+    ``docs/decisions/0009-grammar-sandbox.md``.
 
     Args:
-        vocab_size: A step tries the tokens of a vocabulary, so the items that good grammars need grow with it.
+        vocab_size: A step tries the tokens of a vocabulary, so the items that good grammars need
+            grow with it.
     """
     return LLParserLimits(
         max_items_in_row=2_000,
@@ -38,7 +42,9 @@ def limits_of(vocab_size: int) -> LLParserLimits:
 
 
 class GrammarRefused(ValueError):
-    """A grammar is malformed, matches nothing, or is beyond a limit; the message is one short line."""
+    """A grammar is malformed, matches nothing, or is beyond a limit; the message is one short
+    line.
+    """
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
@@ -59,7 +65,8 @@ def walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
     """Advance ``matcher`` along one path of `PROBE_STEPS` tokens, or to its end.
 
     Raises:
-        GrammarRefused: a step is beyond `limits_of`, or no token of the vocabulary can begin a text of the grammar.
+        GrammarRefused: a step is beyond `limits_of`, or no token of the vocabulary can begin a text
+            of the grammar.
     """
     ends = 0
     for token_id in tokenizer.eos_tokens:

@@ -13,7 +13,8 @@ from typing import Generic, TypeVar
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """How long a grammar may compile before it must go to the next lane, and how many do so at once.
+    """How long a grammar may compile before it must go to the next lane, and how many do so at
+    once.
 
     Attributes:
         cpu_s: Processor time, seconds.
@@ -29,8 +30,9 @@ class Lane:
 def lanes_up_to(timeout_s: float) -> tuple[Lane, ...]:
     """The lanes where a grammar may take ``timeout_s`` of processor time in the end.
 
-    Grammars in use compile within milliseconds, so those that do never wait for one that takes seconds: it was stopped
-    after 25 ms, and begins anew among its own kind. What it computes twice is a tenth of what it may take.
+    Grammars in use compile within milliseconds, so those that do never wait for one that takes
+    seconds: it was stopped after 25 ms, and begins anew among its own kind. What it computes twice
+    is a tenth of what it may take.
     """
     quick = (Lane(0.025, 2, 0), Lane(0.25, 1, 5))
     return (*(lane for lane in quick if lane.cpu_s < timeout_s), Lane(timeout_s, 2, 9))
@@ -92,9 +94,11 @@ class Lanes(Generic[T]):
                 yield from list(turns)
 
     def add(self, turn: T) -> T | None:
-        """Let ``turn`` wait in the first lane; where all places are taken, returns the turn that has to go.
+        """Let ``turn`` wait in the first lane; where all places are taken, returns the turn that
+        has to go.
 
-        That is the last turn of whoever waits with most, if that is more than the newcomer's own; else ``turn``.
+        That is the last turn of whoever waits with most, if that is more than the newcomer's own;
+        else ``turn``.
         """
         gone = None
         if self.num_waiting >= self._max_waiting:
@@ -136,7 +140,9 @@ class Lanes(Generic[T]):
         return sum(turn.client == client for turn in running) < max(1, lane.slots - 1)
 
     def promote(self, turn: T) -> bool:
-        """A turn used up its lane's time: let it wait in the next lane. False if there is none; then it is gone."""
+        """A turn used up its lane's time: let it wait in the next lane. False if there is none;
+        then it is gone.
+        """
         self.remove(turn)
         if turn.lane + 1 >= len(self.lanes):
             return False
@@ -145,7 +151,9 @@ class Lanes(Generic[T]):
         return True
 
     def put_back(self, turn: T) -> None:
-        """A turn lost its slot through no fault of its own: it is the first of its client to wait again."""
+        """A turn lost its slot through no fault of its own: it is the first of its client to
+        wait again.
+        """
         self.remove(turn)
         turn.is_running = False
         self._waiting[turn.lane].setdefault(turn.client, deque()).appendleft(turn)

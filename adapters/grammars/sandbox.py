@@ -1,8 +1,10 @@
-"""`GrammarSandbox`: compiles a grammar in a process that may die of it, before anybody compiles it where it matters.
+"""`GrammarSandbox`: compiles a grammar in a process that may die of it, before anybody compiles it
+where it matters.
 
-One thread of this process drives the sandbox process (`adapters.grammars.sandbox_process`), which forks a child for
-each grammar. A child has limits of processor time, memory and stack; a grammar that goes beyond one costs nothing but
-its child. `docs/decisions/0009-grammar-sandbox.md` says why it is built like this.
+One thread of this process drives the sandbox process (`adapters.grammars.sandbox_process`), which
+forks a child for each grammar. A child has limits of processor time, memory and stack; a grammar
+that goes beyond one costs nothing but its child. `docs/decisions/0009-grammar-sandbox.md` says why
+it is built like this.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ MEMORY_BYTES = 256 * 1024 * 1024
 """Memory that compiling may take, bytes."""
 
 STACK_BYTES = 2 * 1024 * 1024
-"""Stack that compiling may take, bytes: a quarter of what a thread usually has, and enough for 200 nested objects."""
+"""Stack that compiling may take, bytes: a quarter of what a thread usually has, and enough for
+200 nested objects.
+"""
 
 MAX_WAITING = 256
 """Grammars that may wait to be compiled."""
@@ -98,19 +102,25 @@ class _Job(Turn):
 
 
 class GrammarSandbox:
-    """Compiles grammars in children of a process of its own. All methods may be called from any thread.
+    """Compiles grammars in children of a process of its own. All methods may be called from any
+    thread.
 
     Args:
-        tables: Makes the tokenizer's tables (`adapters.grammars.compiler.load_tokenizer`); called in a thread.
-        timeout_s: Processor time that a grammar may take, seconds. Waiting does not count, nor does the load.
+        tables: Makes the tokenizer's tables (`adapters.grammars.compiler.load_tokenizer`); called
+            in a thread.
+        timeout_s: Processor time that a grammar may take, seconds. Waiting does not count, nor does
+            the load.
         memory_bytes: Memory that it may take.
         stack_bytes: Stack that it may take.
-        max_waiting: Grammars that may wait; where they do, whoever waits with most gives up a place.
-        max_wait_s: Longest that a grammar waits and compiles by the clock; five times `timeout_s`, at least 10 s.
+        max_waiting: Grammars that may wait; where they do, whoever waits with most gives up a
+            place.
+        max_wait_s: Longest that a grammar waits and compiles by the clock; five times `timeout_s`,
+            at least 10 s.
         observe: Told of every grammar how it ended and after how many seconds.
 
     Attributes:
-        counts: Grammars by outcome; besides those of `Verdict` ``busy``, ``cancelled`` and ``unavailable``.
+        counts: Grammars by outcome; besides those of `Verdict` ``busy``, ``cancelled`` and
+            ``unavailable``.
         num_restarts: How often a process that had been ready was replaced.
         num_waiting: Grammars that wait for a slot now.
         num_running: Grammars that compile now.
@@ -317,7 +327,9 @@ class GrammarSandbox:
                 self._ended_child(message["id"], message["status"], message["result"])
 
     def _lost(self, reason: str) -> None:
-        """There is no process any more: its grammars wait for the next one, or fail if it does not even start."""
+        """There is no process any more: its grammars wait for the next one, or fail if it does
+        not even start.
+        """
         process, self._process = self._process, None
         was_ready = process is not None and process.is_ready
         if process is not None:
@@ -482,7 +494,8 @@ class _Process:
         self.channel, theirs = socket.socketpair()
         self.channel.setblocking(False)
         command = [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), str(package), *filter(None, sys.path)]
-        # One arena: the allocator's count is then that of the grammar, and no arena's address space is in its limit.
+        # One arena: the allocator's count is then that of the grammar, and no arena's address space
+        # is in its limit.
         environ = {**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
         quiet = subprocess.DEVNULL
         try:

@@ -1,13 +1,15 @@
-"""The sandbox process: holds the tokenizer, and forks a child for every grammar, which may die of it.
+"""The sandbox process: holds the tokenizer, and forks a child for every grammar, which may die of
+it.
 
-It is a fresh process with one thread, so that forking it is safe, and it imports nothing but the standard library and
-llguidance, so that forking it takes a millisecond. Started and driven by `adapters.grammars.sandbox`. Messages in both
-directions are JSON behind four bytes of length; whoever closes the socket ends the process and all its children.
+It is a fresh process with one thread, so that forking it is safe, and it imports nothing but the
+standard library and llguidance, so that forking it takes a millisecond. Started and driven by
+`adapters.grammars.sandbox`. Messages in both directions are JSON behind four bytes of length;
+whoever closes the socket ends the process and all its children.
 
-To the process: the tokenizer's tables first, then ``{"id", "grammar", "cpu_s", "memory", "stack", "nice"}`` to compile
-one, or ``{"id"}`` alone to kill it. From it: ``{"ready", "rss"}`` or ``{"failed"}`` once, then ``{"id", "status",
-"result"}`` for every child that ended: its wait status, and ``{"bytes", "cpu_s"}`` or ``{"refused"}`` if it came to
-that.
+To the process: the tokenizer's tables first, then ``{"id", "grammar", "cpu_s", "memory", "stack",
+"nice"}`` to compile one, or ``{"id"}`` alone to kill it. From it: ``{"ready", "rss"}`` or
+``{"failed"}`` once, then ``{"id", "status", "result"}`` for every child that ended: its wait
+status, and ``{"bytes", "cpu_s"}`` or ``{"refused"}`` if it came to that.
 """
 
 from __future__ import annotations
@@ -220,7 +222,9 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Bytes that the allocator has given out to this process; resident bytes where it does not say (no glibc)."""
+    """Bytes that the allocator has given out to this process; resident bytes where it does not
+    say (no glibc).
+    """
     try:
         mallinfo2 = _LIBC.mallinfo2
     except AttributeError:

@@ -1,4 +1,6 @@
-"""`LogitsPipe`: typed chains of processors, legalized to ops and fused. FlashInfer's names, on any torch device."""
+"""`LogitsPipe`: typed chains of processors, legalized to ops and fused. FlashInfer's names, on
+any torch device.
+"""
 
 from adapters.pipe.compiler import Compiler, compile_pipeline
 from adapters.pipe.fusion_rules import FusionRule

@@ -40,8 +40,9 @@ class Compiler:
         """The fused ops; the list given stays as it is.
 
         Raises:
-            CompileError: there are no ops, their types do not fit, a check refuses them, the fused ops do not fit,
-                or a rule for processors is registered, which ops alone cannot match.
+            CompileError: there are no ops, their types do not fit, a check refuses them, the fused
+                ops do not fit, or a rule for processors is registered, which ops alone cannot
+                match.
         """
         if not ops:
             raise CompileError("Cannot compile empty operator list")
@@ -54,8 +55,9 @@ class Compiler:
     ) -> list[Op]:
         """The fused ops of ``processors``, whose legalized ``ops`` the checks are made on.
 
-        Rules for processors are applied first; what follows a processor that was fused is legalized for the type
-        that the fused op returns. Raises as `compile`, and what `legalize_processors` raises.
+        Rules for processors are applied first; what follows a processor that was fused is legalized
+        for the type that the fused op returns. Raises as `compile`, and what `legalize_processors`
+        raises.
         """
         if not self.processor_rules:
             return self.compile(ops)
@@ -130,7 +132,9 @@ def compile_processors(
     custom_fusion_rules: Sequence[FusionRule] | None = None,
     custom_validity_checks: Sequence[ValidityCheck] | None = None,
 ) -> list[Op]:
-    """As `compile_pipeline`, with rules for processors as well; see `Compiler.compile_processors`."""
+    """As `compile_pipeline`, with rules for processors as well; see
+    `Compiler.compile_processors`.
+    """
     compiler = _compiler(custom_fusion_rules, custom_validity_checks)
     return compiler.compile_processors(processors, initial_type, ops)
 

@@ -1,6 +1,8 @@
-"""The same functions as in `adapters.pipe.torch_kernels`, by FlashInfer's CUDA kernels. Imported only where used.
+"""The same functions as in `adapters.pipe.torch_kernels`, by FlashInfer's CUDA kernels. Imported
+only where used.
 
-The kernels decide equal values their own way: top-k and top-p keep all tokens that tie with the last one.
+The kernels decide equal values their own way: top-k and top-p keep all tokens that tie with the
+last one.
 """
 
 from __future__ import annotations

@@ -13,12 +13,14 @@ class FusionRule(NamedTuple):
     """Neighbours that become one op.
 
     Attributes:
-        pattern: Classes of the neighbours: all of them classes of ops, or all of them classes of processors.
-        guard: Whether to fuse. It is given the ops of the window, the matched processors' ops if the pattern is of
+        pattern: Classes of the neighbours: all of them classes of ops, or all of them classes of
             processors.
+        guard: Whether to fuse. It is given the ops of the window, the matched processors' ops if
+            the pattern is of processors.
         build: Makes the fused op of the same window.
-        prio: Rules of higher priority are tried first at each place. Built-in rules have 10 or 100 and come before
-            custom ones of the same priority. Patterns of processors are matched before all others.
+        prio: Rules of higher priority are tried first at each place. Built-in rules have 10 or 100
+            and come before custom ones of the same priority. Patterns of processors are matched
+            before all others.
     """
 
     pattern: tuple[type, ...]
@@ -39,7 +41,9 @@ def get_default_fusion_rules() -> list[FusionRule]:
 
 
 def joint_rule() -> FusionRule:
-    """Top-k and top-p on the same distribution. It is part of the meaning of a pipe, compiled or not."""
+    """Top-k and top-p on the same distribution. It is part of the meaning of a pipe, compiled or
+    not.
+    """
     pattern = (o.ProbsTopKOp, o.TopPOp, o.ProbsSampleOp)
     return _rule(pattern, o.FusedProbsTopKTopPSampleOp, 100, lambda window: _parameters(window)["joint_topk_topp"])
 
@@ -58,7 +62,9 @@ def _rule(
 
 
 def _parameters(window: list[Op]) -> dict[str, Any]:
-    """Every parameter given to the ops of a window; no two built-in ops of one window share a name."""
+    """Every parameter given to the ops of a window; no two built-in ops of one window share a
+    name.
+    """
     merged: dict[str, Any] = {}
     for op in window:
         if isinstance(op, ParameterizedOp):

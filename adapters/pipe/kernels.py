@@ -1,4 +1,6 @@
-"""Which kernels run an op: FlashInfer's for float32 rows on CUDA where it is installed, ours everywhere else."""
+"""Which kernels run an op: FlashInfer's for float32 rows on CUDA where it is installed, ours
+everywhere else.
+"""
 
 from __future__ import annotations
 

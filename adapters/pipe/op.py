@@ -12,9 +12,10 @@ from adapters.pipe.types import TaggedTensor, TensorType
 class Op(ABC):
     """One step of a pipe. Subclasses set ``IN`` and ``OUT`` and write ``__call__``.
 
-    Class attributes:
-        run_time_names: The parameters of a call that the op takes. None where it does not say; then they are
-            read off the signature of ``__call__``, and with ``**kwargs`` in it any name may be the op's own.
+    Class attributes: run_time_names: The parameters of a call that the op takes. None where it does
+        not say; then they are
+            read off the signature of ``__call__``, and with ``**kwargs`` in it any name may be the
+            op's own.
 
     Raises:
         ValueError: the class has no ``IN`` or no ``OUT``.
@@ -59,7 +60,8 @@ class ParameterizedOp(Op):
         self.default_params = default_params
 
     def _get_param(self, name: str, kwargs: dict[str, Any], required: bool = True) -> Any:
-        """The parameter ``name``, which is taken out of ``kwargs``; None if it is not required and not there.
+        """The parameter ``name``, which is taken out of ``kwargs``; None if it is not required and
+        not there.
 
         Raises:
             ValueError: it is required and neither ``kwargs`` nor the defaults have it.

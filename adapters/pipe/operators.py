@@ -1,4 +1,6 @@
-"""The built-in ops. Each checks its rows and its parameters, then calls one kernel (`adapters.pipe.kernels`)."""
+"""The built-in ops. Each checks its rows and its parameters, then calls one kernel
+(`adapters.pipe.kernels`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class BuiltinOp(ParameterizedOp):
 
     Raises:
         TypeError: the constructor was given a parameter that the op does not have.
-        ValueError: a flag is neither True nor False; in a call, the rows or the parameters are unusable.
+        ValueError: a flag is neither True nor False; in a call, the rows or the parameters are
+            unusable.
     """
 
     run_time_names: ClassVar[frozenset[str]] = frozenset()

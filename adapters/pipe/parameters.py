@@ -1,4 +1,6 @@
-"""Parameters of a call: one value for all rows or one per row, checked before anything is computed."""
+"""Parameters of a call: one value for all rows or one per row, checked before anything is
+computed.
+"""
 
 from __future__ import annotations
 

@@ -28,10 +28,12 @@ class LogitsPipe:
     """A chain of processors as one function.
 
     Args:
-        processors: In the order in which they act; a class of shaping processors stands for `Shaping` of it.
+        processors: In the order in which they act; a class of shaping processors stands for
+            `Shaping` of it.
         compile: Fuse the ops now; otherwise `compile` may do so later.
         input_type: LOGITS or PROBS; needed where the first processor takes both.
-        custom_fusion_rules: Fusion rules beside the built-in ones, for this and every later `compile`.
+        custom_fusion_rules: Fusion rules beside the built-in ones, for this and every later
+            `compile`.
         custom_validity_checks: Checks of the ops beside the built-in ones, likewise.
 
     Attributes:
@@ -41,7 +43,8 @@ class LogitsPipe:
 
     Raises:
         TypeError: an item is no processor.
-        ValueError: the processors make no chain; ``__cause__`` is the `LegalizationError` or `CompileError`.
+        ValueError: the processors make no chain; ``__cause__`` is the `LegalizationError` or
+            `CompileError`.
     """
 
     def __init__(
@@ -79,8 +82,8 @@ class LogitsPipe:
         """Checks and fuses the ops, with these rules and checks beside the constructor's.
 
         Raises:
-            ValueError: they do not compile; ``__cause__`` is the `CompileError` or `LegalizationError`. What a
-                custom check or rule raises otherwise is not touched.
+            ValueError: they do not compile; ``__cause__`` is the `CompileError` or
+                `LegalizationError`. What a custom check or rule raises otherwise is not touched.
         """
         rules = [*self._rules, *(custom_fusion_rules or ())]
         checks = [*self._checks, *(custom_validity_checks or ())]
@@ -93,16 +96,19 @@ class LogitsPipe:
         """The result of the chain.
 
         Args:
-            x: ``[B, V]``, a plain tensor of the pipe's initial type or a tagged one. It is not changed.
-            **kwargs: Parameters of the ops; they win over those given to the processors. A pipe that samples,
-                and has none of `TopK`, `TopP` and `MinP`, takes ``top_k`` too: it draws among the k highest.
+            x: ``[B, V]``, a plain tensor of the pipe's initial type or a tagged one. It is not
+                changed.
+            **kwargs: Parameters of the ops; they win over those given to the processors. A pipe
+                that samples, and has none of `TopK`, `TopP` and `MinP`, takes ``top_k`` too: it
+                draws among the k highest.
 
         Returns:
-            Logits or probabilities, float32 or float64 (float16 or bfloat16 if ``x`` was and its type is
-            unchanged), or token ids.
+            Logits or probabilities, float32 or float64 (float16 or bfloat16 if ``x`` was and its
+            type is unchanged), or token ids.
 
         Raises:
-            ValueError: an op raised, its error is the cause; or no op of the pipe takes one of the parameters.
+            ValueError: an op raised, its error is the cause; or no op of the pipe takes one of the
+                parameters.
         """
         if self.compiled_ops is None:
             logger.warning("Pipeline is not compiled, running discrete ops.")
@@ -126,7 +132,9 @@ class LogitsPipe:
 
 
 def with_joint_windows(ops: Sequence[Op]) -> list[Op]:
-    """``ops`` with joint top-k and top-p as one op each: no chain of separate ops means the same."""
+    """``ops`` with joint top-k and top-p as one op each: no chain of separate ops means the
+    same.
+    """
     rule = joint_rule()
     span = len(rule.pattern)
     joined: list[Op] = []
@@ -139,7 +147,8 @@ def with_joint_windows(ops: Sequence[Op]) -> list[Op]:
 
 
 def with_top_k(ops: Sequence[Op], discrete: Sequence[Op]) -> Sequence[Op]:
-    """``ops`` with a top-k before the sampling, if they sample and none of them takes top-k, top-p or min-p.
+    """``ops`` with a top-k before the sampling, if they sample and none of them takes top-k, top-p
+    or min-p.
 
     FlashInfer's documentation passes ``top_k`` to pipes that only sample, where it goes unheard.
 

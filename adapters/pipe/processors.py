@@ -1,4 +1,6 @@
-"""Processors: what a user puts into a pipe. Each becomes ops according to the type that reaches it."""
+"""Processors: what a user puts into a pipe. Each becomes ops according to the type that reaches
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from adapters.pipe.types import TensorType
 
 
 class LogitsProcessor(ABC):
-    """A transformation of logits or probabilities, given as parameters until `legalize` makes ops of it.
+    """A transformation of logits or probabilities, given as parameters until `legalize` makes ops
+    of it.
 
     Args:
-        **params: Parameters of the ops. They may be given in the call of the pipe instead, which wins.
+        **params: Parameters of the ops. They may be given in the call of the pipe instead, which
+            wins.
     """
 
     def __init__(self, **params: Any) -> None:
@@ -73,11 +77,13 @@ class Softmax(BuiltinProcessor):
 
 
 class TopK(BuiltinProcessor):
-    """Keeps the ``top_k`` highest: of logits, with -inf for the others; of probabilities, renormalised.
+    """Keeps the ``top_k`` highest: of logits, with -inf for the others; of probabilities,
+    renormalised.
 
     Args:
-        joint_topk_topp: On probabilities and directly followed by `TopP` and `Sample`: both tests are made on the
-            same distribution. Otherwise top-p comes after top-k and its renormalisation.
+        joint_topk_topp: On probabilities and directly followed by `TopP` and `Sample`: both tests
+            are made on the same distribution. Otherwise top-p comes after top-k and its
+            renormalisation.
     """
 
     ops = MappingProxyType({TensorType.LOGITS: operators.LogitsTopKOp, TensorType.PROBS: operators.ProbsTopKOp})
@@ -90,7 +96,9 @@ class TopK(BuiltinProcessor):
 
 
 class TopP(BuiltinProcessor):
-    """Keeps the shortest prefix of the most likely tokens with a mass of at least ``top_p``, renormalised."""
+    """Keeps the shortest prefix of the most likely tokens with a mass of at least ``top_p``,
+    renormalised.
+    """
 
     ops = MappingProxyType({TensorType.PROBS: operators.TopPOp})
 
@@ -102,10 +110,12 @@ class MinP(BuiltinProcessor):
 
 
 class Sample(BuiltinProcessor):
-    """Draws token ids: the end of a pipe. In the call: ``generator``, and ``indices``, the row of each draw.
+    """Draws token ids: the end of a pipe. In the call: ``generator``, and ``indices``, the row of
+    each draw.
 
     Args:
-        deterministic: Passed on to FlashInfer's kernels; our draws are reproducible with either value.
+        deterministic: Passed on to FlashInfer's kernels; our draws are reproducible with either
+            value.
     """
 
     ops = MappingProxyType({TensorType.LOGITS: operators.LogitsSampleOp, TensorType.PROBS: operators.ProbsSampleOp})

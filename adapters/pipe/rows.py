@@ -13,7 +13,8 @@ def checked_rows(data: torch.Tensor, meaning: TensorType) -> torch.Tensor:
     One read of the rows and, on CUDA, one synchronisation.
 
     Raises:
-        ValueError: it is not a floating-point ``[B, V]``, or a row holds NaN or +inf, or has no token left.
+        ValueError: it is not a floating-point ``[B, V]``, or a row holds NaN or +inf, or has no
+            token left.
     """
     if data.dim() != 2 or not data.is_floating_point():
         raise ValueError(f"expected a floating-point tensor [batch, vocabulary], got {data.dtype} {list(data.shape)}")

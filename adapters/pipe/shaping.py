@@ -19,14 +19,16 @@ from adapters.vocabulary import Vocabulary
 class Shaping(LogitsProcessor):
     """A class of shaping processors as a processor of logits: ``Shaping(TypicalP, p=0.9)``.
 
-    In the call of the pipe an argument is called like the processor if it has only that one (``typical_p=0.8``), and
-    ``<processor>_<argument>`` otherwise (``xtc_threshold=0.1``). An argument is a value for all rows, or a 1-D
-    tensor with one per row. Where the class looks at its history or its position, the processors themselves are
-    given, one started instance per row, under the name of the processor: ``pipe(logits, mirostat=[first, second])``.
+    In the call of the pipe an argument is called like the processor if it has only that one
+    (``typical_p=0.8``), and ``<processor>_<argument>`` otherwise (``xtc_threshold=0.1``). An
+    argument is a value for all rows, or a 1-D tensor with one per row. Where the class looks at its
+    history or its position, the processors themselves are given, one started instance per row,
+    under the name of the processor: ``pipe(logits, mirostat=[first, second])``.
 
     Args:
         shaping: The class.
-        context: What it is built with; by default a vocabulary without a tokenizer, as wide as the rows.
+        context: What it is built with; by default a vocabulary without a tokenizer, as wide as the
+            rows.
         **args: Arguments of the class.
 
     Raises:
@@ -68,7 +70,8 @@ class ShapingOp(ParameterizedOp):
     """Shapes rows of logits by one processor each.
 
     Raises:
-        ValueError: the rows or the arguments are unusable; the class needs a history and none was given.
+        ValueError: the rows or the arguments are unusable; the class needs a history and none was
+            given.
     """
 
     IN: ClassVar[TensorType] = TensorType.LOGITS
@@ -120,7 +123,9 @@ class ShapingOp(ParameterizedOp):
 
 
 class _NoHistory(list[int]):
-    """In the place of a history that nobody gave: to look at it is an error, not an empty answer."""
+    """In the place of a history that nobody gave: to look at it is an error, not an empty
+    answer.
+    """
 
     def __init__(self, shaping: type[ShapingProcessor]) -> None:
         super().__init__()

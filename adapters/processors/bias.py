@@ -22,8 +22,9 @@ Value = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 class LogitBias(SteeringProcessor):
     """Adds a fixed bias to the logits of some tokens.
 
-    Source: OpenAI API reference, ``logit_bias``: z_t + b_t before sampling, at every position. The sum is finite, so
-    -100 makes a token as good as impossible but is no ban; ``banned_tokens`` is one.
+    Source: OpenAI API reference, ``logit_bias``: z_t + b_t before sampling, at every position. The
+    sum is finite, so -100 makes a token as good as impossible but is no ban; ``banned_tokens`` is
+    one.
     """
 
     name = "logit_bias"

@@ -1,8 +1,8 @@
 """UTF-8 characters that are split over tokens: where a text may begin without cutting one.
 
-Byte-level and byte-fallback vocabularies write a character in up to four tokens. Forced text that began between them
-would leave half a character in the answer, so whatever forces waits for the end of the character or, where a number
-of tokens must not be exceeded, keeps room for it.
+Byte-level and byte-fallback vocabularies write a character in up to four tokens. Forced text that
+began between them would leave half a character in the answer, so whatever forces waits for the end
+of the character or, where a number of tokens must not be exceeded, keeps room for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _MOST_BANS = 512
 
 
 def begun(data: bytes) -> bytes:
-    """The beginning of a character with which ``data`` ends, ``b""`` if it ends with a whole one or an invalid byte."""
+    """The beginning of a character with which ``data`` ends, ``b""`` if it ends with a whole one
+    or an invalid byte.
+    """
     for count in range(1, min(MOST_MISSING, len(data)) + 1):
         lead = data[-count]
         if 0x80 <= lead < 0xC0:
@@ -67,7 +69,9 @@ class SplitCharacters:
         return SplitCharacters, (_sparse(self._fragments),)
 
     def open_after(self, tokens: Sequence[int], begin: int = 0, end: int | None = None) -> bytes:
-        """The beginning of a character with which the text of ``tokens[begin:end]`` ends, ``b""`` if it is whole."""
+        """The beginning of a character with which the text of ``tokens[begin:end]`` ends,
+        ``b""`` if it is whole.
+        """
         end = len(tokens) if end is None else end
         beginning = b""
         for token_id in tokens[max(begin, end - MOST_MISSING) : end]:
@@ -76,11 +80,13 @@ class SplitCharacters:
         return beginning
 
     def room(self, beginning: bytes, left: int) -> Ban | None:
-        """What to mask so that no character is left open when ``left`` more tokens have been chosen.
+        """What to mask so that no character is left open when ``left`` more tokens have been
+        chosen.
 
-        Masked are the tokens behind which more bytes of a character would be missing than tokens are left: each
-        missing byte can be a token of its own. Behind a beginning that lacks more bytes than that, and with ``left``
-        0, every token must leave fewer missing than there are now.
+        Masked are the tokens behind which more bytes of a character would be missing than tokens
+        are left: each missing byte can be a token of its own. Behind a beginning that lacks more
+        bytes than that, and with ``left`` 0, every token must leave fewer missing than there are
+        now.
 
         Args:
             beginning: What `open_after` gives for the history.

@@ -27,9 +27,10 @@ from adapters.processors.characters import MOST_MISSING, split_characters
 class ForcedSequence(SteeringProcessor):
     """The answer is a given sequence, then the end token.
 
-    Source: Dynamo's ``ForcedTokenSequenceSpec``, by position instead of by calls: generated token i is the i-th of the
-    sequence, and the one after the last is an end token, the model's own with the lowest id. An end token at the end
-    of ``token_ids`` is that end token. A sequence of exactly ``max_tokens`` tokens is complete without one.
+    Source: Dynamo's ``ForcedTokenSequenceSpec``, by position instead of by calls: generated token i
+    is the i-th of the sequence, and the one after the last is an end token, the model's own with
+    the lowest id. An end token at the end of ``token_ids`` is that end token. A sequence of exactly
+    ``max_tokens`` tokens is complete without one.
     """
 
     name = "forced_sequence"
@@ -54,8 +55,8 @@ class ForcedSequence(SteeringProcessor):
 class ForcedPrefix(SteeringProcessor):
     """The answer begins with a given sequence.
 
-    Source: transformers' ``forced_bos_token_id``, for any number of tokens: generated token i is the i-th of the
-    sequence. The rest is free.
+    Source: transformers' ``forced_bos_token_id``, for any number of tokens: generated token i is
+    the i-th of the sequence. The rest is free.
     """
 
     name = "forced_prefix"
@@ -79,22 +80,24 @@ class ForcedPrefix(SteeringProcessor):
 class ForceLastPhrase(SteeringProcessor):
     """The answer ends with a given phrase, always and exactly, right before its end token.
 
-    Source: the idea is that of ``ForceLastPhraseLogitsProcessor`` in NVIDIA's logits-processor-zoo; the rule is ours,
-    so that it is a function of the generated tokens alone. Until the phrase begins, its first token stands for the
-    end of the answer: where an end token would be chosen the first token is chosen instead, and it is chosen nowhere
-    else. So the phrase begins at its first token's first occurrence in the answer, the rest and then an end token are
-    forced, and replaying a history finds the same place. Two consequences: the free part of an answer never holds
-    the first token of the phrase (prefer phrases that begin with a token which answers can spare), and no other
-    control may force that token earlier.
+    Source: the idea is that of ``ForceLastPhraseLogitsProcessor`` in NVIDIA's logits-processor-zoo;
+    the rule is ours, so that it is a function of the generated tokens alone. Until the phrase
+    begins, its first token stands for the end of the answer: where an end token would be chosen the
+    first token is chosen instead, and it is chosen nowhere else. So the phrase begins at its first
+    token's first occurrence in the answer, the rest and then an end token are forced, and replaying
+    a history finds the same place. Two consequences: the free part of an answer never holds the
+    first token of the phrase (prefer phrases that begin with a token which answers can spare), and
+    no other control may force that token earlier.
 
-    In numbers: after the hard masks the first token's logit becomes the logsumexp of the end tokens' logits, which
-    become -inf. If several end tokens outweigh the best other token only together, it stays just below that token,
-    so that a greedy answer ends where it would have ended. Where a mask forbids the first token the answer cannot
-    end. With ``max_tokens`` the phrase is forced when there is room for it and the end token but no more.
+    In numbers: after the hard masks the first token's logit becomes the logsumexp of the end
+    tokens' logits, which become -inf. If several end tokens outweigh the best other token only
+    together, it stays just below that token, so that a greedy answer ends where it would have
+    ended. Where a mask forbids the first token the answer cannot end. With ``max_tokens`` the
+    phrase is forced when there is room for it and the end token but no more.
 
-    The phrase never cuts a character: inside one its first token and the end tokens are masked, and with fewer than
-    four tokens left before the phrase is forced, so are those behind which more bytes of a character are missing than
-    tokens are left.
+    The phrase never cuts a character: inside one its first token and the end tokens are masked, and
+    with fewer than four tokens left before the phrase is forced, so are those behind which more
+    bytes of a character are missing than tokens are left.
     """
 
     name = "force_last_phrase"
@@ -118,7 +121,9 @@ class ForceLastPhrase(SteeringProcessor):
 
     @classmethod
     def build(cls, args: Args, context: Context) -> list[Processor]:
-        """Two parts: what forces by history, and what puts the first token in the end tokens' place."""
+        """Two parts: what forces by history, and what puts the first token in the end tokens'
+        place.
+        """
         return [cls(args, context), _PhraseInsteadOfEnd(args, context)]
 
     def reset(self) -> None:
@@ -152,7 +157,9 @@ class ForceLastPhrase(SteeringProcessor):
 
 
 class _PhraseInsteadOfEnd(ShapingProcessor):
-    """Until the phrase begins, its first token takes the place of the end tokens. Later rows are forced, not shaped."""
+    """Until the phrase begins, its first token takes the place of the end tokens. Later rows are
+    forced, not shaped.
+    """
 
     name = ForceLastPhrase.name
     stage = Stage.FORCE

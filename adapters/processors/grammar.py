@@ -1,8 +1,8 @@
 """Grammars: JSON Schema, regular expressions, choices and Lark grammars, enforced by llguidance.
 
-A grammar is compiled when its processor is built, at admission and off the step, within the limits of
-`adapters.grammars`, and walked along there, so that one that explodes is refused before the first token. Compiled
-grammars are kept per vocabulary.
+A grammar is compiled when its processor is built, at admission and off the step, within the limits
+of `adapters.grammars`, and walked along there, so that one that explodes is refused before the
+first token. Compiled grammars are kept per vocabulary.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def tokenizer_tables(vocabulary: Vocabulary) -> dict[str, Any]:
     if vocabulary.tokenizer is None:
         raise ValueError("a grammar needs a tokenizer, and this model was loaded without one")
     tokenizer: Any = vocabulary.tokenizer
-    # Where ids have a gap, llguidance's own reading of a tokenizer offers those beyond their number, and refuses them.
+    # Where ids have a gap, llguidance's own reading of a tokenizer offers those beyond their
+    # number, and refuses them.
     if not hasattr(tokenizer, "backend_tokenizer") or vocabulary.gap_ids:
         special = sorted(vocabulary.special_token_ids)
         return byte_tables(vocabulary.token_bytes, special, sorted(vocabulary.eos_token_ids))
@@ -88,8 +89,8 @@ def tokenizer_tables(vocabulary: Vocabulary) -> dict[str, Any]:
 class GrammarProcessor(SteeringProcessor):
     """Allows exactly the tokens that can continue a text of the grammar.
 
-    An end token is allowed exactly where the text so far is complete, and where nothing can follow only end tokens
-    are left, so a complete answer ends. Subclasses say what the grammar is.
+    An end token is allowed exactly where the text so far is complete, and where nothing can follow
+    only end tokens are left, so a complete answer ends. Subclasses say what the grammar is.
     """
 
     stage = Stage.MASK
@@ -142,7 +143,9 @@ class GrammarProcessor(SteeringProcessor):
         self._num_outside += 1
 
     def _takes(self, token_id: int) -> bool:
-        """Feed the matcher; False if the token ends the answer, or is none that the grammar allows."""
+        """Feed the matcher; False if the token ends the answer, or is none that the grammar
+        allows.
+        """
         if token_id in self._end and self._matcher.is_accepting():
             return False
         if self._matcher.try_consume_tokens([token_id]) == 1:
@@ -197,7 +200,9 @@ class GrammarProcessor(SteeringProcessor):
 
 
 def _end_words(width: int, never: Sequence[int], ends: Sequence[int]) -> tuple[_Words, _Words]:
-    """Words of the mask: to ``&`` with, which clears ``never`` and ``ends``; to ``|`` with, which sets ``ends``."""
+    """Words of the mask: to ``&`` with, which clears ``never`` and ``ends``; to ``|`` with,
+    which sets ``ends``.
+    """
     cleared, words = _words(width, [*never, *ends])
     return (cleared, ~words), _words(width, ends)
 
@@ -211,7 +216,8 @@ def _words(width: int, token_ids: Sequence[int]) -> _Words:
 class JsonSchema(GrammarProcessor):
     """Restricts the answer to JSON that a JSON Schema describes.
 
-    Source: JSON Schema draft 2020-12 as llguidance implements it; a keyword that it does not implement is an error.
+    Source: JSON Schema draft 2020-12 as llguidance implements it; a keyword that it does not
+        implement is an error.
     """
 
     name = "json_schema"
@@ -246,7 +252,8 @@ class JsonSchema(GrammarProcessor):
 class Regex(GrammarProcessor):
     """Restricts the answer to what a regular expression matches as a whole.
 
-    Source: the regex syntax of Rust's ``regex`` crate, as llguidance implements it: no look-around, no back-references.
+    Source: the regex syntax of Rust's ``regex`` crate, as llguidance implements it: no look-around,
+        no back-references.
     """
 
     name = "regex"

@@ -28,7 +28,8 @@ from adapters.vocabulary import Vocabulary
 LARGEST = 1e30
 """Where growing numbers stop: far beyond any logit, and safe in float32 with a logit beside it."""
 
-# Quotes, brackets, emphasis; then the stops of Latin scripts, and the ideographic and full-width ones.
+# Quotes, brackets, emphasis; then the stops of Latin scripts, and the ideographic and full-width
+# ones.
 _CLOSERS = " \t\"')]}*_\u00bb\u201d\u2019"
 _STOPS = (".", "!", "?", "\u2026", "\n", "\u3002", "\uff01", "\uff1f")
 
@@ -36,8 +37,9 @@ _STOPS = (".", "!", "?", "\u2026", "\n", "\u3002", "\uff01", "\uff1f")
 class MinTokens(SteeringProcessor):
     """Masks the end tokens until the answer has n tokens.
 
-    Source: transformers' ``min_new_tokens``: every end token of the request is -inf while fewer than n tokens were
-    generated. The end token itself is not one of the n. Where the engine looks for stop strings, they wait, too.
+    Source: transformers' ``min_new_tokens``: every end token of the request is -inf while fewer
+    than n tokens were generated. The end token itself is not one of the n. Where the engine looks
+    for stop strings, they wait, too.
     """
 
     name = "min_tokens"
@@ -62,13 +64,15 @@ class MinTokens(SteeringProcessor):
 
 
 class GenLength(SteeringProcessor):
-    """Raises the logits of the end tokens as the answer grows; a negative boost makes answers longer.
+    """Raises the logits of the end tokens as the answer grows; a negative boost makes answers
+    longer.
 
-    Source: ``GenLengthLogitsProcessor`` of NVIDIA's logits-processor-zoo: z_e + boost * n^power / 10^power for every
-    end token e, where n is the number of generated tokens. With ``complete_sentences`` only where the newest generated
-    token ends a sentence: its text, without closing quotes, brackets and spaces, ends with a full stop, an exclamation
-    or question mark or a newline (the zoo knows the single tokens "." and newline). The boost stays within ±1e30.
-    An end token ends the answer, so there is nothing to boost after it.
+    Source: ``GenLengthLogitsProcessor`` of NVIDIA's logits-processor-zoo: z_e + boost * n^power /
+    10^power for every end token e, where n is the number of generated tokens. With
+    ``complete_sentences`` only where the newest generated token ends a sentence: its text, without
+    closing quotes, brackets and spaces, ends with a full stop, an exclamation or question mark or a
+    newline (the zoo knows the single tokens "." and newline). The boost stays within ±1e30. An end
+    token ends the answer, so there is nothing to boost after it.
     """
 
     name = "gen_length"
@@ -110,11 +114,12 @@ class _GenLengthByCount(GenLength):
 
 
 class ExponentialDecayLength(ShapingProcessor):
-    """Raises the logits of the end tokens exponentially once the answer is longer than a start length.
+    """Raises the logits of the end tokens exponentially once the answer is longer than a start
+    length.
 
-    Source: ``ExponentialDecayLengthPenalty`` of transformers: z_e + |z_e| * (factor^(n - start) - 1) for every end
-    token e, where n > start is the number of generated tokens. A logit of exactly 0 stays, a masked one stays masked.
-    The growth factor^(n - start) stops at 1e30.
+    Source: ``ExponentialDecayLengthPenalty`` of transformers: z_e + |z_e| * (factor^(n - start) - 1)
+    for every end token e, where n > start is the number of generated tokens. A logit of exactly 0
+    stays, a masked one stays masked. The growth factor^(n - start) stops at 1e30.
     """
 
     name = "exponential_decay_length"

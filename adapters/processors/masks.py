@@ -32,9 +32,10 @@ WordIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_WORD_TOKEN
 class AllowedTokens(SteeringProcessor):
     """Masks every token but the listed ones and, with ``allow_end``, the end tokens.
 
-    Source: vLLM's ``allowed_token_ids``, which is ``allow_end`` false: an end token that is not listed is masked like
-    any other, and an answer without one runs to its length limit. With ``allow_end``, the default here, the request's
-    end tokens stay as they are, so that an answer can end; ``min_tokens`` holds them back.
+    Source: vLLM's ``allowed_token_ids``, which is ``allow_end`` false: an end token that is not
+    listed is masked like any other, and an answer without one runs to its length limit. With
+    ``allow_end``, the default here, the request's end tokens stay as they are, so that an answer
+    can end; ``min_tokens`` holds them back.
     """
 
     name = "allowed_tokens"
@@ -58,7 +59,8 @@ class AllowedTokens(SteeringProcessor):
 class BannedTokens(SteeringProcessor):
     """Masks the listed tokens.
 
-    Source: transformers' ``suppress_tokens``. End tokens may be listed; the answer then runs to its length limit.
+    Source: transformers' ``suppress_tokens``. End tokens may be listed; the answer then runs to its
+        length limit.
     """
 
     name = "banned_tokens"
@@ -80,15 +82,16 @@ class BannedTokens(SteeringProcessor):
 class BadWords(SteeringProcessor):
     """Keeps words out of the answer, given as text or as token ids.
 
-    Source: transformers' ``bad_words_ids`` and vLLM's ``bad_words``: the last token of a word is masked wherever the
-    tokens before it are the word's other tokens. Only generated tokens count, as in vLLM: a word that would begin in
-    the prompt is not masked.
+    Source: transformers' ``bad_words_ids`` and vLLM's ``bad_words``: the last token of a word is
+    masked wherever the tokens before it are the word's other tokens. Only generated tokens count,
+    as in vLLM: a word that would begin in the prompt is not masked.
 
-    A text stands for every sequence of tokens that spells it: as given, without white space before it, and with one
-    space before it. So it never comes up where it would begin with a token and end with one: as a word by itself, and
-    in a longer word that the tokens cut there. A token that holds more than the word ("secretary", ".secret") stays;
-    another case and other inflections are other words. A text that names special tokens is masked as the tokenizer
-    writes it. An end token alone is refused, ``banned_tokens`` bans it.
+    A text stands for every sequence of tokens that spells it: as given, without white space before
+    it, and with one space before it. So it never comes up where it would begin with a token and end
+    with one: as a word by itself, and in a longer word that the tokens cut there. A token that
+    holds more than the word ("secretary", ".secret") stays; another case and other inflections are
+    other words. A text that names special tokens is masked as the tokenizer writes it. An end token
+    alone is refused, ``banned_tokens`` bans it.
     """
 
     name = "bad_words"
@@ -162,7 +165,9 @@ class _Words(Protocol):
 
 
 def _split(words: Iterable[str], context: Context) -> tuple[list[bytes], list[list[int]]]:
-    """Texts of plain words in each of their forms, and the ids of words that name tokens without bytes."""
+    """Texts of plain words in each of their forms, and the ids of words that name tokens without
+    bytes.
+    """
     texts: list[bytes] = []
     sequences: list[list[int]] = []
     for word in words:
@@ -178,7 +183,8 @@ def _split(words: Iterable[str], context: Context) -> tuple[list[bytes], list[li
 
 
 class SpelledWords:
-    """Which tokens would complete one of some texts that begins with a token, for every history and spelling.
+    """Which tokens would complete one of some texts that begins with a token, for every history and
+    spelling.
 
     A state is the beginnings of texts with which the history ends, by number.
 
@@ -235,9 +241,11 @@ class SpelledWords:
 
 
 class WordAutomaton:
-    """Which tokens would complete a word, for every history; a step costs the same however long the history is.
+    """Which tokens would complete a word, for every history; a step costs the same however long the
+    history is.
 
-    Source: Aho and Corasick, CACM 1975, over the words without their last tokens. State 0 is the empty history.
+    Source: Aho and Corasick, CACM 1975, over the words without their last tokens. State 0 is the
+        empty history.
 
     Args:
         words: Non-empty sequences of token ids.
@@ -265,7 +273,9 @@ class WordAutomaton:
         return child
 
     def _link(self) -> None:
-        """Breadth first: the fall-back of a state is its longest proper suffix that begins a word, too."""
+        """Breadth first: the fall-back of a state is its longest proper suffix that begins a
+        word, too.
+        """
         queue = list(self._next[0].values())
         for state in queue:
             for token_id, child in self._next[state].items():

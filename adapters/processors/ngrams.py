@@ -1,8 +1,10 @@
-"""Which tokens followed each n-gram of a prompt: an index of two arrays, made in a few passes over the prompt.
+"""Which tokens followed each n-gram of a prompt: an index of two arrays, made in a few passes over
+the prompt.
 
-N-grams are told apart by polynomial hashes modulo 2**64 (Karp and Rabin, 1987) to a base that is drawn in each
-process. What the index says does not depend on it: n-grams of one hash are compared token by token while the index is
-made, and if two differ it is made again with another base; whoever looks one up compares it once more.
+N-grams are told apart by polynomial hashes modulo 2**64 (Karp and Rabin, 1987) to a base that is
+drawn in each process. What the index says does not depend on it: n-grams of one hash are compared
+token by token while the index is made, and if two differ it is made again with another base;
+whoever looks one up compares it once more.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _BASE = draw_base()
 
 
 class PromptNgrams:
-    """The n-grams of a prompt by their first ``length`` = n - 1 tokens, with the token that follows. Never changes.
+    """The n-grams of a prompt by their first ``length`` = n - 1 tokens, with the token that
+    follows. Never changes.
 
     Args:
         tokens: int64 ``[L]``, the prompt.
@@ -36,8 +39,9 @@ class PromptNgrams:
         base: Of the hashes.
 
     Attributes:
-        heads: Hashes of the prompt's newest beginnings, ``heads[-1]`` of all of it: what hashes of n-grams that begin
-            in the prompt and end behind it are made from. ``length + 1`` of them, or ``L + 1`` if those are fewer.
+        heads: Hashes of the prompt's newest beginnings, ``heads[-1]`` of all of it: what hashes of
+            n-grams that begin in the prompt and end behind it are made from. ``length + 1`` of
+            them, or ``L + 1`` if those are fewer.
     """
 
     def __init__(self, tokens: Ids, length: int, base: int = _BASE) -> None:
@@ -74,7 +78,9 @@ class PromptNgrams:
         return (behind - before * self._power) % MODULUS
 
     def find(self, window: int) -> tuple[int, list[int]] | None:
-        """Where ``length`` tokens of this hash first stand, and which distinct tokens follow, by first occurrence."""
+        """Where ``length`` tokens of this hash first stand, and which distinct tokens follow, by
+        first occurrence.
+        """
         hashes, tokens, key = self._hashes, self._tokens, np.uint64(window)
         low = int(hashes.searchsorted(key))
         if low == len(hashes) or hashes[low] != key:
@@ -89,7 +95,8 @@ class PromptNgrams:
 def prefix_hashes(tokens: Ids, base: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """uint64 ``[L + 1]``: ``h[0] = 0``, ``h[i + 1] = h[i] * base + tokens[i] + 1`` modulo 2**64.
 
-    Solved for all i at once: ``h[i + 1]`` is the sum of ``(tokens[j] + 1) / base**(j + 1)`` times ``base**(i + 1)``.
+    Solved for all i at once: ``h[i + 1]`` is the sum of ``(tokens[j] + 1) / base**(j + 1)`` times
+        ``base**(i + 1)``.
     """
     heads = np.zeros(len(tokens) + 1, dtype=np.uint64)
     powers = np.cumprod(np.full(len(tokens), base, dtype=np.uint64))

@@ -1,4 +1,6 @@
-"""Penalties on tokens that occurred: repetition, frequency, presence. A step does not rescan the history."""
+"""Penalties on tokens that occurred: repetition, frequency, presence. A step does not rescan the
+history.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from adapters.processors.ngrams import Ids
 
 
 class Occurrences:
-    """Distinct token ids in the order of their first occurrence, with counts; the newest can be taken back."""
+    """Distinct token ids in the order of their first occurrence, with counts; the newest can be
+    taken back.
+    """
 
     def __init__(self) -> None:
         self.clear()
@@ -39,7 +43,9 @@ class Occurrences:
         self._counts[slot] += 1
 
     def add_distinct(self, token_ids: Ids) -> None:
-        """Count one occurrence of each of some distinct ids (int64 ``[n]``); nothing has been counted before."""
+        """Count one occurrence of each of some distinct ids (int64 ``[n]``); nothing has been
+        counted before.
+        """
         self._slots = dict(zip(token_ids.tolist(), range(len(token_ids)), strict=True))
         spare = np.zeros(64, dtype=np.int64)
         self._ids = np.concatenate([token_ids, spare])
@@ -110,8 +116,9 @@ class _Counting(SteeringProcessor):
 class RepetitionPenalty(_Counting):
     """Scales down the logits of tokens that occur in the prompt or in the answer.
 
-    Source: CTRL (Keskar et al., arXiv 1909.05858) as in transformers: z / penalty where z > 0, else z * penalty, once
-    per distinct token of prompt + generated. Above 1 it discourages repetition, below 1 it encourages it.
+    Source: CTRL (Keskar et al., arXiv 1909.05858) as in transformers: z / penalty where z > 0, else
+    z * penalty, once per distinct token of prompt + generated. Above 1 it discourages repetition,
+    below 1 it encourages it.
     """
 
     name = "repetition_penalty"
@@ -139,8 +146,8 @@ class RepetitionPenalty(_Counting):
 class FrequencyPenalty(_Counting):
     """Lowers the logits of generated tokens by a penalty for every time they occurred.
 
-    Source: OpenAI API reference, ``frequency_penalty``: z_t - c_t * penalty, where c_t is how often t occurs in the
-    answer so far; the prompt does not count. Negative values encourage repetition.
+    Source: OpenAI API reference, ``frequency_penalty``: z_t - c_t * penalty, where c_t is how often
+    t occurs in the answer so far; the prompt does not count. Negative values encourage repetition.
     """
 
     name = "frequency_penalty"
@@ -158,8 +165,8 @@ class FrequencyPenalty(_Counting):
 class PresencePenalty(_Counting):
     """Lowers the logits of generated tokens by a penalty, once however often they occurred.
 
-    Source: OpenAI API reference, ``presence_penalty``: z_t - penalty for every t that occurs in the answer so far; the
-    prompt does not count. Negative values encourage repetition.
+    Source: OpenAI API reference, ``presence_penalty``: z_t - penalty for every t that occurs in the
+    answer so far; the prompt does not count. Negative values encourage repetition.
     """
 
     name = "presence_penalty"

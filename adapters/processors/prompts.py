@@ -41,7 +41,8 @@ class _Phase(NamedTuple):
     """Where the answer stands.
 
     Attributes:
-        written: Tokens of the phrase that the answer ends with, while it is due or being written; otherwise -1.
+        written: Tokens of the phrase that the answer ends with, while it is due or being written;
+            otherwise -1.
         matched: Bytes of the trigger that the answer ends with.
         waited: Tokens since the beginning or the last phrase.
         times: Phrases begun.
@@ -56,15 +57,17 @@ class _Phase(NamedTuple):
 class TriggerPhrase(SteeringProcessor):
     """Writes a phrase whenever a trigger has been generated, or after a number of tokens.
 
-    Source: TriggerPhrase of NVIDIA's logits-processor-zoo, with its time counted in tokens. With ``trigger`` the
-    phrase is forced behind the token in which the trigger text is completed, however the answer splits it. With
-    ``after_tokens`` it is forced once that many tokens were generated since the beginning or since the last phrase.
-    Both look at the generated tokens only; the phrase itself neither triggers nor counts. An answer that ends
-    earlier has no phrase. A trigger that names a special token is that token.
+    Source: TriggerPhrase of NVIDIA's logits-processor-zoo, with its time counted in tokens. With
+    ``trigger`` the phrase is forced behind the token in which the trigger text is completed,
+    however the answer splits it. With ``after_tokens`` it is forced once that many tokens were
+    generated since the beginning or since the last phrase. Both look at the generated tokens only;
+    the phrase itself neither triggers nor counts. An answer that ends earlier has no phrase. A
+    trigger that names a special token is that token.
 
-    The phrase never cuts a character: with fewer than four of ``after_tokens`` left, the tokens behind which more
-    bytes of a character are missing than tokens are left are masked. Where the token that completes a trigger begins
-    another character, the phrase waits for its end, and meanwhile every token must leave fewer bytes missing.
+    The phrase never cuts a character: with fewer than four of ``after_tokens`` left, the tokens
+    behind which more bytes of a character are missing than tokens are left are masked. Where the
+    token that completes a trigger begins another character, the phrase waits for its end, and
+    meanwhile every token must leave fewer bytes missing.
     """
 
     name = "trigger_phrase"
@@ -120,7 +123,9 @@ class TriggerPhrase(SteeringProcessor):
         return self._characters.room(self._open(len(self._tokens)), self._after - phase.waited)
 
     def _open(self, end: int) -> bytes:
-        """The beginning of a character with which the generated tokens before position ``end`` end."""
+        """The beginning of a character with which the generated tokens before position ``end``
+        end.
+        """
         return self._characters.open_after(self._tokens, self._prompt_length, end)
 
     def _next(self, phase: _Phase, token_id: int) -> _Phase:
@@ -141,7 +146,8 @@ class TriggerPhrase(SteeringProcessor):
 
 
 class _Trie:
-    """Choices as sequences of ids, sharing their beginnings. Node 0 is the root; a node is a number.
+    """Choices as sequences of ids, sharing their beginnings. Node 0 is the root; a node is a
+    number.
 
     Args:
         sequences: Distinct.
@@ -170,7 +176,9 @@ class _Trie:
         return self.ASIDE if node == self.ASIDE else self.children[node].get(token_id, self.ASIDE)
 
     def deciding(self, sequence: Sequence[int]) -> tuple[int, int | None]:
-        """Where a choice parts from all others: the node, and the token; None where that is the end of the answer."""
+        """Where a choice parts from all others: the node, and the token; None where that is the
+        end of the answer.
+        """
         node = 0
         for token_id in sequence:
             child = self.children[node][token_id]
@@ -211,18 +219,21 @@ class _Choices:
 
 
 class MultipleChoice(SteeringProcessor):
-    """The answer is one of the choices, then it ends; each choice may be boosted by its words in the prompt.
+    """The answer is one of the choices, then it ends; each choice may be boosted by its words in
+    the prompt.
 
-    Source: MultipleChoice of NVIDIA's logits-processor-zoo, for choices of any number of tokens. Each choice is
-    written exactly as it stands, without a space before it, in one sequence of tokens; the answer follows one of these
-    sequences to its end, where an end token comes. Any end token of the request may; where one choice begins another
-    the model decides between the end and more.
+    Source: MultipleChoice of NVIDIA's logits-processor-zoo, for choices of any number of tokens.
+    Each choice is written exactly as it stands, without a space before it, in one sequence of
+    tokens; the answer follows one of these sequences to its end, where an end token comes. Any end
+    token of the request may; where one choice begins another the model decides between the end and
+    more.
 
-    With ``boost`` w, a choice c is looked up in the prompt's text as a label: at the beginning of a line, possibly
-    behind "(" or "[", with one or more of ``. : ) ]`` behind it; the last such place counts. Let t be the token in
-    which the text behind the label begins ("hair" in "A. hair dryer"). Where c parts from all other choices, the
-    logit of its token is changed at the soft stage: ``z_c <- z_c + w * z_t``, all from the same row. A choice that is
-    not found is not changed, nor one whose ``z_t`` is not finite.
+    With ``boost`` w, a choice c is looked up in the prompt's text as a label: at the beginning of a
+    line, possibly behind "(" or "[", with one or more of ``. : ) ]`` behind it; the last such place
+    counts. Let t be the token in which the text behind the label begins ("hair" in "A. hair
+    dryer"). Where c parts from all other choices, the logit of its token is changed at the soft
+    stage: ``z_c <- z_c + w * z_t``, all from the same row. A choice that is not found is not
+    changed, nor one whose ``z_t`` is not finite.
     """
 
     name = "multiple_choice"
@@ -325,7 +336,9 @@ class _PromptText:
 
 
 def _first_words(labels: Sequence[bytes], prompt: Sequence[int], known: _PromptText) -> list[int | None]:
-    """For each label the token in which the text behind it begins, None if the prompt does not have it."""
+    """For each label the token in which the text behind it begins, None if the prompt does not
+    have it.
+    """
     begins = _behind_labels({label for label in labels if label}, known.text)
     return [prompt[bisect_right(known.ends, begins[label])] if label in begins else None for label in labels]
 
@@ -333,8 +346,8 @@ def _first_words(labels: Sequence[bytes], prompt: Sequence[int], known: _PromptT
 def _behind_labels(labels: set[bytes], text: bytes) -> dict[bytes, int]:
     """Where the text behind each label begins, in the last line that begins with it.
 
-    A line is looked at once for each length that labels have and the line still holds, so that the time is bounded by
-    the size of the text, however many labels there are.
+    A line is looked at once for each length that labels have and the line still holds, so that the
+    time is bounded by the size of the text, however many labels there are.
     """
     lengths = sorted({len(label) for label in labels})
     first_bytes = b"".join(sorted({re.escape(label[:1]) for label in labels}))
@@ -359,9 +372,10 @@ _CLOSING = re.compile(rb"[.:)\]]+[ \t]*(?=\S)")
 class CiteFromPrompt(SteeringProcessor):
     """Boosts the tokens of the prompt, and those that follow the newest token there.
 
-    Source: CiteFromPrompt of NVIDIA's logits-processor-zoo. ``z_t <- z_t + boost`` for every distinct token t of the
-    prompt and for the request's end tokens; ``z_t <- z_t + conditional_boost`` for every distinct t that follows the
-    newest generated token somewhere in the prompt. Before the first generated token only ``boost`` applies.
+    Source: CiteFromPrompt of NVIDIA's logits-processor-zoo. ``z_t <- z_t + boost`` for every
+    distinct token t of the prompt and for the request's end tokens; ``z_t <- z_t +
+    conditional_boost`` for every distinct t that follows the newest generated token somewhere in
+    the prompt. Before the first generated token only ``boost`` applies.
     """
 
     name = "cite_from_prompt"
@@ -424,6 +438,8 @@ class _Cited:
         self._places = torch.from_numpy(np.searchsorted(ids, behind[is_first]))
 
     def followers(self, token_id: int) -> torch.Tensor | None:
-        """Places in `token_ids` (int64 ``[m]``, rising) of what follows ``token_id`` in the prompt; None if nothing."""
+        """Places in `token_ids` (int64 ``[m]``, rising) of what follows ``token_id`` in the
+        prompt; None if nothing.
+        """
         low, high = np.searchsorted(self._before, [token_id, token_id + 1]).tolist()
         return self._places[low:high] if low < high else None

@@ -1,4 +1,6 @@
-"""Against repetition: n-grams that may not come again, a penalty that grows with the repeat (DRY), an end to loops."""
+"""Against repetition: n-grams that may not come again, a penalty that grows with the repeat
+(DRY), an end to loops.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,13 @@ _LN_FLOAT32_MAX = 88.72
 class NoRepeatNgram(SteeringProcessor):
     """Bans every token that would complete an n-gram for the second time.
 
-    Source: transformers, ``NoRepeatNGramLogitsProcessor`` (prompt and generated); vLLM's of the same name counts the
-    generated tokens only. Token x is banned if the last n - 1 tokens followed by x already occur in the history. With
-    n = 1 every token of the history is banned. No token is exempt, end tokens included: an n-gram that ended an
-    earlier turn may not come again either.
+    Source: transformers, ``NoRepeatNGramLogitsProcessor`` (prompt and generated); vLLM's of the
+    same name counts the generated tokens only. Token x is banned if the last n - 1 tokens followed
+    by x already occur in the history. With n = 1 every token of the history is banned. No token is
+    exempt, end tokens included: an n-gram that ended an earlier turn may not come again either.
 
-    Cost: the prompt is indexed in a few passes (`adapters.processors.ngrams`), 12 bytes per token; a step takes one
-    or two look-ups and the ids that are banned, whatever n is.
+    Cost: the prompt is indexed in a few passes (`adapters.processors.ngrams`), 12 bytes per token;
+    a step takes one or two look-ups and the ids that are banned, whatever n is.
     """
 
     name = "no_repeat_ngram"
@@ -68,12 +70,14 @@ class NoRepeatNgram(SteeringProcessor):
     def reset(self) -> None:
         self._begin = 0 if self._over_prompt else self._prompt_length
         self._prompt_grams = self.from_prompt((NoRepeatNgram, self._n, self._begin), self._index)
-        # Hashes of the history's beginnings, the first of them that of the tokens before `_first_head`.
+        # Hashes of the history's beginnings, the first of them that of the tokens before
+        # `_first_head`.
         self._heads = list(self._prompt_grams.heads)
         self._first_head = self._prompt_length + 1 - len(self._heads)
         # By the hash of n - 1 tokens: those of that hash which the answer has come across.
         self._grams: dict[int, list[_Gram]] = {}
-        # For each generated token, whether it completed an n-gram for the first time: what retracting removes.
+        # For each generated token, whether it completed an n-gram for the first time: what
+        # retracting removes.
         self._added: list[bool] = []
 
     def _index(self) -> PromptNgrams:
@@ -125,7 +129,9 @@ class NoRepeatNgram(SteeringProcessor):
         return self._prompt_grams.window(self._heads[begin], self._heads[begin + self._n - 1])
 
     def _find(self, first: int) -> _Gram | None:
-        """What is known of the n - 1 tokens from ``first`` on; equal hashes are not taken for equal tokens."""
+        """What is known of the n - 1 tokens from ``first`` on; equal hashes are not taken for
+        equal tokens.
+        """
         key = self._hash(first)
         tokens = self._tokens[first : first + self._n - 1]
         for gram in self._grams.get(key, ()):
@@ -143,7 +149,9 @@ class NoRepeatNgram(SteeringProcessor):
 
 
 class _Gram:
-    """The first n - 1 tokens of an n-gram: where they first stand, and the distinct tokens that have followed."""
+    """The first n - 1 tokens of an n-gram: where they first stand, and the distinct tokens that
+    have followed.
+    """
 
     def __init__(self, first: int, followers: Sequence[int] = ()) -> None:
         self.first = first
@@ -190,26 +198,31 @@ class _ShownIds:
 
 
 MAX_EXPONENT = 512
-"""Largest exponent of DRY's base; longer repeats are penalised like this one. Only bases below 1.19 ever meet it."""
+"""Largest exponent of DRY's base; longer repeats are penalised like this one. Only bases below
+1.19 ever meet it.
+"""
 
 _Breaker = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class Dry(SteeringProcessor):
-    """Penalises tokens that would go on with a repeat, exponentially in its length (DRY, "don't repeat yourself").
+    """Penalises tokens that would go on with a repeat, exponentially in its length (DRY, "don't
+    repeat yourself").
 
-    Source: p-e-w, text-generation-webui pull request 5677, with llama.cpp's limits. For a token x let ``rep`` be the
-    length of the longest suffix of the context that also occurs earlier in it, followed by x. Where ``rep >=
-    allowed_length``: ``z_x <- z_x - multiplier * base ** min(rep - allowed_length, max_exponent)``, max_exponent =
-    min(floor(88.72 / ln base), 512), and the penalty is at most the largest float32. The context is prompt and
-    generated, its last ``range`` tokens if ``range`` is not 0; both occurrences lie inside it.
+    Source: p-e-w, text-generation-webui pull request 5677, with llama.cpp's limits. For a token x
+    let ``rep`` be the length of the longest suffix of the context that also occurs earlier in it,
+    followed by x. Where ``rep >= allowed_length``: ``z_x <- z_x - multiplier * base ** min(rep -
+    allowed_length, max_exponent)``, max_exponent = min(floor(88.72 / ln base), 512), and the
+    penalty is at most the largest float32. The context is prompt and generated, its last ``range``
+    tokens if ``range`` is not 0; both occurrences lie inside it.
 
-    A breaker is a text. The suffix begins behind the last token that completes a breaker, wherever token boundaries
-    fall, and a token that holds a whole breaker is never penalised.
+    A breaker is a text. The suffix begins behind the last token that completes a breaker, wherever
+    token boundaries fall, and a token that holds a whole breaker is never penalised.
 
-    Cost: each token O(1) amortised (suffix automaton); each edit visits at most ``max_exponent + 1`` lengths and the
-    tokens that are penalised. Neither grows with the history. With ``range`` a generated token also costs one update
-    for each distinct repeat that ends at it, at most ``allowed_length + max_exponent + 1``.
+    Cost: each token O(1) amortised (suffix automaton); each edit visits at most ``max_exponent +
+    1`` lengths and the tokens that are penalised. Neither grows with the history. With ``range`` a
+    generated token also costs one update for each distinct repeat that ends at it, at most
+    ``allowed_length + max_exponent + 1``.
     """
 
     name = "dry"
@@ -247,7 +260,8 @@ class Dry(SteeringProcessor):
         self._limits: list[tuple[int, bytes]] = []
         prompt = self.prompt[-self._range :]
         self._automaton.extend(prompt)
-        # A limit counts up to the depth, and as many tokens as a breaker has bytes decide the tail before it.
+        # A limit counts up to the depth, and as many tokens as a breaker has bytes decide the tail
+        # before it.
         for token_id in prompt[-(depth + self._breakers.longest) :]:
             self._take(token_id)
 
@@ -274,7 +288,9 @@ class Dry(SteeringProcessor):
         return Bias.of(list(repeats), [-self._penalty(length) for length in repeats.values()])
 
     def _repeats(self) -> dict[int, int]:
-        """Length of the longest repeat that each token would go on with, where it is to be penalised."""
+        """Length of the longest repeat that each token would go on with, where it is to be
+        penalised.
+        """
         limit = self._limit
         if limit < self._shortest or self._multiplier == 0:
             return {}
@@ -321,7 +337,9 @@ class _Breakers:
         self.token_ids = frozenset(whole) | self._special
 
     def take(self, tail: bytes, token_id: int) -> tuple[bool, bytes]:
-        """Whether a breaker ends in this token, and the new tail; ``tail`` is what `take` gave before."""
+        """Whether a breaker ends in this token, and the new tail; ``tail`` is what `take` gave
+        before.
+        """
         piece = self._pieces.get(token_id)
         if piece is None:
             return token_id in self._special, b""
@@ -345,12 +363,14 @@ def _special_tokens_holding(texts: Sequence[str], context: Context) -> frozenset
 class LoopStop(SteeringProcessor):
     """Ends the answer when it loops: the generated tail is ``copies`` exact copies of a cycle.
 
-    Source: vLLM's ``repetition_detection`` and SGLang pull request 27778, as a processor. The generated tokens end
-    with a cycle of p tokens, 1 <= p <= ``max_period``, that stands there ``copies`` times in a row; then an end token
-    is forced, the model's own with the lowest id. Prompt tokens are not counted. Together with a processor that bans
-    the end (``min_tokens``) a loop cannot be stopped, and the request fails as unsatisfiable.
+    Source: vLLM's ``repetition_detection`` and SGLang pull request 27778, as a processor. The
+    generated tokens end with a cycle of p tokens, 1 <= p <= ``max_period``, that stands there
+    ``copies`` times in a row; then an end token is forced, the model's own with the lowest id.
+    Prompt tokens are not counted. Together with a processor that bans the end (``min_tokens``) a
+    loop cannot be stopped, and the request fails as unsatisfiable.
 
-    A loop found inside a character is stopped behind it: until then every token must leave fewer bytes missing.
+    A loop found inside a character is stopped behind it: until then every token must leave fewer
+        bytes missing.
 
     Cost per token: a few operations on ``max_period`` numbers.
     """
@@ -377,10 +397,12 @@ class LoopStop(SteeringProcessor):
         self.reset()
 
     def reset(self) -> None:
-        # The newest max_period tokens, -1 before the answer, lie at the end of what `_recent` holds.
+        # The newest max_period tokens, -1 before the answer, lie at the end of what `_recent`
+        # holds.
         self._recent = np.full(max(1024, 4 * self._max_period), -1, dtype=np.int64)
         self._count = self._max_period
-        # For each period, longest first: how many of the newest tokens equal the one a period before.
+        # For each period, longest first: how many of the newest tokens equal the one a period
+        # before.
         self._runs = np.zeros(self._max_period, dtype=np.int64)
         self._looping = False
         self._earlier: deque[tuple[np.ndarray[Any, np.dtype[np.int64]], bool]] = deque(maxlen=self._UNDOABLE)
@@ -413,5 +435,7 @@ class LoopStop(SteeringProcessor):
         return self._characters.room(beginning, 0) if beginning else self._end
 
     def _open(self, end: int) -> bytes:
-        """The beginning of a character with which the generated tokens before position ``end`` end."""
+        """The beginning of a character with which the generated tokens before position ``end``
+        end.
+        """
         return self._characters.open_after(self._tokens, self._prompt_length, end)

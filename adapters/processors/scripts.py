@@ -38,13 +38,14 @@ _MOST_MASKS = 256
 class BanScripts(SteeringProcessor):
     """Bans every token that writes a character of some Unicode scripts.
 
-    Source: the Script property of the Unicode Character Database (UAX #24), as in ``\\p{Script=Han}``. Characters that
-    scripts share (digits, most punctuation, also that of CJK) have the script Common and stay.
+    Source: the Script property of the Unicode Character Database (UAX #24), as in
+    ``\\p{Script=Han}``. Characters that scripts share (digits, most punctuation, also that of CJK)
+    have the script Common and stay.
 
-    A token is judged by its bytes behind those of a character that the history has begun. It is banned if with them
-    it completes a character of a banned script, alone or among others, and if it ends in the beginning of a character
-    that can only become one of a banned script; code points that Unicode has not assigned do not count as a way out.
-    Special tokens are never banned.
+    A token is judged by its bytes behind those of a character that the history has begun. It is
+    banned if with them it completes a character of a banned script, alone or among others, and if
+    it ends in the beginning of a character that can only become one of a banned script; code points
+    that Unicode has not assigned do not count as a way out. Special tokens are never banned.
     """
 
     name = "ban_scripts"
@@ -105,7 +106,9 @@ def _canonical(name: str) -> str:
 
 @lru_cache(maxsize=512)
 def _code_points(property_: str) -> tuple[tuple[int, int], ...]:
-    """Ranges of the code points with a property, first and one behind the last; surrogates are in none."""
+    """Ranges of the code points with a property, first and one behind the last; surrogates are
+    in none.
+    """
     pattern = regex.compile(rf"\p{{{property_}}}+")
     below, above = _all_characters()
     return tuple(
@@ -169,7 +172,9 @@ class _Judge:
         self._banned, self._others = banned, others
 
     def is_banned(self, data: bytes) -> bool:
-        """Whether ``data``, from the beginning of a character on, holds a banned one or can only become one."""
+        """Whether ``data``, from the beginning of a character on, holds a banned one or can only
+        become one.
+        """
         if any(ord(character) in self._banned for character in data.decode(errors="ignore")):
             return True
         beginning = begun(data)
@@ -180,9 +185,11 @@ class _Judge:
 
 
 class _Masks:
-    """The masks of one set of scripts: one for each beginning of a character that the history may end with.
+    """The masks of one set of scripts: one for each beginning of a character that the history may
+    end with.
 
-    Only tokens that begin inside a character depend on it, so the masks but one are made when they are needed.
+    Only tokens that begin inside a character depend on it, so the masks but one are made when they
+    are needed.
 
     Args:
         allowed: Bit per id, int32, behind whole characters.
@@ -219,7 +226,9 @@ class _Masks:
 
 
 class _Tables:
-    """The characters of every token, and the masks of the sets of scripts that were asked for lately."""
+    """The characters of every token, and the masks of the sets of scripts that were asked for
+    lately.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

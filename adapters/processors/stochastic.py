@@ -17,12 +17,14 @@ XTC = 1
 
 
 class Xtc(ShapingProcessor):
-    """Now and then excludes the top choices: of the tokens at or above a threshold only the least likely stays.
+    """Now and then excludes the top choices: of the tokens at or above a threshold only the least
+    likely stays.
 
-    Source: "Exclude Top Choices" (p-e-w, text-generation-webui pull request 6335; llama.cpp, `xtc`). At each position,
-    with the given probability: if two or more tokens have p >= threshold, all of them but the least likely are
-    dropped. Tokens that tie for the least likely all stay. No token is protected, end tokens included. The coin
-    depends on the request's seed, the choice and the absolute position only. Above 0.5 a threshold never drops any.
+    Source: "Exclude Top Choices" (p-e-w, text-generation-webui pull request 6335; llama.cpp,
+    `xtc`). At each position, with the given probability: if two or more tokens have p >= threshold,
+    all of them but the least likely are dropped. Tokens that tie for the least likely all stay. No
+    token is protected, end tokens included. The coin depends on the request's seed, the choice and
+    the absolute position only. Above 0.5 a threshold never drops any.
     """
 
     name = "xtc"
@@ -62,13 +64,14 @@ class Xtc(ShapingProcessor):
 class Mirostat(ShapingProcessor):
     """Steers the surprise of the chosen tokens towards tau (mirostat 2.0).
 
-    Source: Basu et al., arXiv 2007.14966, algorithm 2, and llama.cpp's `mirostat_v2`. The surprise of a token is
-    -log2 p. Tokens with a surprise above mu are dropped, the most likely ones never; after a token with surprise s
-    among what was kept, renormalised, mu becomes mu - eta * (s - tau). mu begins at 2 * tau.
+    Source: Basu et al., arXiv 2007.14966, algorithm 2, and llama.cpp's `mirostat_v2`. The surprise
+    of a token is -log2 p. Tokens with a surprise above mu are dropped, the most likely ones never;
+    after a token with surprise s among what was kept, renormalised, mu becomes mu - eta * (s -
+    tau). mu begins at 2 * tau.
 
-    A forced token, and one that this processor had dropped, is no observation and leaves mu as it is. What later
-    processors of the request drop is not renormalised away from s. The state depends on logits: a continuation
-    rebuilds it by replaying on them (`adapters.chain.batch.replay`).
+    A forced token, and one that this processor had dropped, is no observation and leaves mu as it
+    is. What later processors of the request drop is not renormalised away from s. The state depends
+    on logits: a continuation rebuilds it by replaying on them (`adapters.chain.batch.replay`).
     """
 
     name = "mirostat"

@@ -1,8 +1,10 @@
-"""A suffix automaton over token ids that grows at the end, can be shortened there, and follows the newest repeat.
+"""A suffix automaton over token ids that grows at the end, can be shortened there, and follows the
+newest repeat.
 
-Online construction of Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985): a state stands
-for the substrings that end at the same set of places, its link for the longest of their suffixes that also ends
-elsewhere. Appending costs O(1) amortised, in time and in memory.
+Online construction of Blumer et al., "The smallest automaton recognizing the subwords of a text"
+(1985): a state stands for the substrings that end at the same set of places, its link for the
+longest of their suffixes that also ends elsewhere. Appending costs O(1) amortised, in time and in
+memory.
 """
 
 from __future__ import annotations
@@ -42,13 +44,15 @@ class SuffixAutomaton:
         self.size = 0
         self._depth = depth
         self._track_ends = self._marks_ends = track_ends
-        # State i: its longest substring, its link, its first transition; further transitions lie in `_more`.
+        # State i: its longest substring, its link, its first transition; further transitions lie in
+        # `_more`.
         self._length, self._link = array("q", [0]), array("q", [_NONE])
         self._token, self._target = array("q", [_NONE]), array("q", [_NONE])
         self._more: dict[int, dict[int, int]] = {}
         self._end = array("q", [0])
         self._last = _ROOT
-        # The longest suffix of the text that also occurs earlier, cut to depth + 1 tokens: its state and length.
+        # The longest suffix of the text that also occurs earlier, cut to depth + 1 tokens: its
+        # state and length.
         self._active, self._matched = _ROOT, 0
         self._undo: deque[_Undo] = deque(maxlen=num_undoable)
 
@@ -69,7 +73,9 @@ class SuffixAutomaton:
             self._find_ends()
 
     def take_back(self, count: int) -> bool:
-        """Remove the newest ``count`` tokens; False, and nothing done, if that many cannot be taken back."""
+        """Remove the newest ``count`` tokens; False, and nothing done, if that many cannot be
+        taken back.
+        """
         if count > len(self._undo):
             return False
         for _ in range(count):
@@ -80,10 +86,10 @@ class SuffixAutomaton:
         """Tokens that followed an earlier occurrence of the newest ``shortest`` tokens or more.
 
         Yields:
-            ``(token_id, length, end)``: an occurrence of ``length`` tokens (at most ``depth``) that ended before
-            index ``end``, the latest such place, where the token stands; ``end`` is 0 unless ends are tracked.
-            Longest first. Without ends each token comes once; with them it comes again for each shorter length
-            whose latest place differs.
+            ``(token_id, length, end)``: an occurrence of ``length`` tokens (at most ``depth``) that
+            ended before index ``end``, the latest such place, where the token stands; ``end`` is 0
+            unless ends are tracked. Longest first. Without ends each token comes once; with them it
+            comes again for each shorter length whose latest place differs.
 
         At most ``depth`` lengths are visited, whatever the size of the text.
         """
@@ -147,7 +153,9 @@ class SuffixAutomaton:
             self._mark_ends(undo)
 
     def _follow(self, token_id: int) -> None:
-        """Move the newest repeat on by one token, in the automaton that does not hold this token yet."""
+        """Move the newest repeat on by one token, in the automaton that does not hold this token
+        yet.
+        """
         active = self._active
         while active != _ROOT and self._step(active, token_id) == _NONE:
             active = self._link[active]
@@ -174,7 +182,8 @@ class SuffixAutomaton:
         self._link[target] = self._link[new] = clone
 
     def _lead(self, state: int, token_id: int, old: int, new: int, undo: _Undo | None) -> tuple[int, int]:
-        """From ``state`` along the links: the step by the token leads to ``new`` wherever it led to ``old``.
+        """From ``state`` along the links: the step by the token leads to ``new`` wherever it led to
+        ``old``.
 
         Returns:
             The first state where it leads elsewhere, and where to; (-1, -1) if there is none.
@@ -210,7 +219,9 @@ class SuffixAutomaton:
         return clone
 
     def _mark_ends(self, undo: _Undo | None) -> None:
-        """The newest place of every suffix that occurred before; none longer than depth + 1 is ever asked for."""
+        """The newest place of every suffix that occurred before; none longer than depth + 1 is
+        ever asked for.
+        """
         state = self._active
         while state != _ROOT:
             if undo is not None:
@@ -219,7 +230,9 @@ class SuffixAutomaton:
             state = self._link[state]
 
     def _find_ends(self) -> None:
-        """The newest place of every state at once: its own, or the newest of those whose link it is."""
+        """The newest place of every state at once: its own, or the newest of those whose link it
+        is.
+        """
         ends, links = self._end, self._link
         lengths = np.frombuffer(self._length, dtype=np.int64)
         for state in np.argsort(-lengths).tolist():

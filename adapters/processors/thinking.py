@@ -32,7 +32,8 @@ class _State(NamedTuple):
 
     Attributes:
         inside: In a thinking section.
-        used: Thinking tokens so far, over all sections of the answer; tags are not counted once they are complete.
+        used: Thinking tokens so far, over all sections of the answer; tags are not counted once
+            they are complete.
         spent: The section must be closed now. Stays true until it is.
         opening: Symbols of the opening tag at the end of the history.
         closing: Symbols of the closing tag at the end of the history.
@@ -48,20 +49,23 @@ class _State(NamedTuple):
 class ThinkingBudget(SteeringProcessor):
     """Closes the thinking section when its budget is spent.
 
-    Source: the budget of NVIDIA NIM and Dynamo (a grace to the next newline) and SGLang's, counted from history.
-    Counted are the tokens between the tags, those of the prompt included if its last turn leaves a section open, but
-    not sections that the prompt closes. The budget is one for the whole answer: a section opened again goes on with
-    what is left, and is closed at once if nothing is. With ``tokens`` 0 every section is closed at once.
+    Source: the budget of NVIDIA NIM and Dynamo (a grace to the next newline) and SGLang's, counted
+    from history. Counted are the tokens between the tags, those of the prompt included if its last
+    turn leaves a section open, but not sections that the prompt closes. The budget is one for the
+    whole answer: a section opened again goes on with what is left, and is closed at once if nothing
+    is. With ``tokens`` 0 every section is closed at once.
 
-    When ``tokens`` are used the closing tag is forced, token by token. With ``grace`` the model has that many tokens
-    more to end a line; the tag is forced behind the first token that ends one, or when the grace is used up too. A
-    closing tag that the model has begun is continued, not begun again, and a tag it has completed is never doubled.
+    When ``tokens`` are used the closing tag is forced, token by token. With ``grace`` the model has
+    that many tokens more to end a line; the tag is forced behind the first token that ends one, or
+    when the grace is used up too. A closing tag that the model has begun is continued, not begun
+    again, and a tag it has completed is never doubled.
 
-    A tag that is a token of its own (an added token) is that token. Any other is a text: it is found in the bytes of
-    the tokens however the model splits it, and its rest is forced from the byte where the model stands.
+    A tag that is a token of its own (an added token) is that token. Any other is a text: it is
+    found in the bytes of the tokens however the model splits it, and its rest is forced from the
+    byte where the model stands.
 
-    The tag never cuts a character: with fewer than four tokens left of budget and grace, the tokens behind which more
-    bytes of a character are missing than tokens are left are masked.
+    The tag never cuts a character: with fewer than four tokens left of budget and grace, the tokens
+    behind which more bytes of a character are missing than tokens are left are masked.
     """
 
     name = "thinking_budget"
@@ -110,7 +114,9 @@ class ThinkingBudget(SteeringProcessor):
         return self._characters.room(self._characters.open_after(self._tokens, self._prompt_length), left)
 
     def _after_prompt(self, prompt: Sequence[int]) -> _State:
-        """The last opening tag of the last turn counts: earlier turns, and a section, may have been cut off."""
+        """The last opening tag of the last turn counts: earlier turns, and a section, may have
+        been cut off.
+        """
         tags = self._opening.pieces.keys() | self._closing.pieces.keys()
         opened = -1
         opening = closing = 0
@@ -149,7 +155,9 @@ class ThinkingBudget(SteeringProcessor):
         return _State(False, used, False, 0, 0)
 
     def _is_spent(self, used: int, newest: int | None) -> bool:
-        """Whether to close after ``newest``, a token of the section; None where the section has just been opened."""
+        """Whether to close after ``newest``, a token of the section; None where the section has
+        just been opened.
+        """
         left = self._tokens_allowed - used
         return left <= 0 and (newest is None or newest in self._newlines or left + self._grace <= 0)
 
@@ -164,7 +172,9 @@ def _tag(argument: str, text: str | None, own: Sequence[int], context: Context) 
 
 
 def _continuations(vocabulary: Vocabulary, tag: Sequence[int], matcher: TextMatcher) -> list[int]:
-    """For each number of symbols that the history ends with, the token that goes on with the tag."""
+    """For each number of symbols that the history ends with, the token that goes on with the
+    tag.
+    """
     begins = dict(zip(accumulate((len(matcher.pieces[token_id]) for token_id in tag), initial=0), tag, strict=False))
     if len(begins) == len(matcher.pattern):
         return [begins[n] for n in range(len(matcher.pattern))]

@@ -1,10 +1,11 @@
 """Temperature and truncation: which tokens of a row may still be drawn.
 
-Every truncation writes -inf and nothing else, so that what is kept stays as it was, and none ever leaves NaN in a row
-that had none. A row without a finite logit is left alone. All but `TypicalP` keep the most likely token, so that they
-change nothing for a greedy request. What happens to a row does not depend on the rows beside it, bit for bit:
-probabilities come from a row-wise softmax, other sums over the vocabulary are made one row at a time, and sums that
-decide a prefix are sums of integers.
+Every truncation writes -inf and nothing else, so that what is kept stays as it was, and none ever
+leaves NaN in a row that had none. A row without a finite logit is left alone. All but `TypicalP`
+keep the most likely token, so that they change nothing for a greedy request. What happens to a row
+does not depend on the rows beside it, bit for bit: probabilities come from a row-wise softmax,
+other sums over the vocabulary are made one row at a time, and sums that decide a prefix are sums of
+integers.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, S
 from adapters.processors.arguments import MAX_INT
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this one are greedy: the lowest of the most likely ids is the only one left."""
+"""Temperatures below this one are greedy: the lowest of the most likely ids is the only one
+left.
+"""
 
 MASS_RESOLUTION = 2.0**-22
-"""A prefix whose mass lacks no more than this is long enough: about two units of float32 in a sum of probabilities."""
+"""A prefix whose mass lacks no more than this is long enough: about two units of float32 in a
+sum of probabilities.
+"""
 
 _WIDEST_TOPK = 1024
 _PREFIX_WIDTHS = (128, 1024, 8192)
@@ -46,8 +51,8 @@ class _RowWise(ShapingProcessor):
 class Temperature(_RowWise):
     """Divides the logits by a temperature; 0 leaves only the most likely token.
 
-    Source: z / T (Ackley, Hinton and Sejnowski, Cognitive Science 1985). Below 1e-5 the request is greedy: of the
-    tokens with the highest logit the one with the lowest id is kept.
+    Source: z / T (Ackley, Hinton and Sejnowski, Cognitive Science 1985). Below 1e-5 the request is
+    greedy: of the tokens with the highest logit the one with the lowest id is kept.
     """
 
     name = "temperature"
@@ -69,8 +74,8 @@ class Temperature(_RowWise):
 class TopK(_RowWise):
     """Keeps the k tokens with the highest logits.
 
-    Source: Fan, Lewis and Dauphin, arXiv 1805.04833. Tokens that tie with the k-th are kept too; 0 and -1 are off.
-    k = 1 is greedy: of tied tokens only the one with the lowest id is kept.
+    Source: Fan, Lewis and Dauphin, arXiv 1805.04833. Tokens that tie with the k-th are kept too; 0
+    and -1 are off. k = 1 is greedy: of tied tokens only the one with the lowest id is kept.
     """
 
     name = "top_k"
@@ -90,8 +95,8 @@ class TopK(_RowWise):
 class TopP(_RowWise):
     """Keeps the shortest prefix of the most likely tokens whose probabilities sum to at least p.
 
-    Source: nucleus sampling (Holtzman et al., arXiv 1904.09751). The token that reaches p is kept. Of tokens with
-    the same logit those with the lower ids come first. 1 is off, 0 is greedy.
+    Source: nucleus sampling (Holtzman et al., arXiv 1904.09751). The token that reaches p is kept.
+    Of tokens with the same logit those with the lower ids come first. 1 is off, 0 is greedy.
     """
 
     name = "top_p"
@@ -132,9 +137,10 @@ class MinP(_RowWise):
 class TypicalP(_RowWise):
     """Keeps the tokens whose information is closest to the row's entropy, up to a mass of p.
 
-    Source: locally typical sampling (Meister et al., arXiv 2202.00666). Tokens in the order of abs(-ln p(t) - H), the
-    shortest prefix whose mass is at least p, and all that tie with its last one. 1 is off. It may drop the most
-    likely token, so that a greedy request with it does not choose the token that it would choose without.
+    Source: locally typical sampling (Meister et al., arXiv 2202.00666). Tokens in the order of
+    abs(-ln p(t) - H), the shortest prefix whose mass is at least p, and all that tie with its last
+    one. 1 is off. It may drop the most likely token, so that a greedy request with it does not
+    choose the token that it would choose without.
     """
 
     name = "typical_p"
@@ -162,8 +168,8 @@ class TypicalP(_RowWise):
 class TopNSigma(_RowWise):
     """Keeps the logits within n standard deviations of the highest.
 
-    Source: Tang et al., arXiv 2411.07641: z >= max(z) - n * sigma(z). The population deviation over the finite
-    logits, so that masked tokens do not count.
+    Source: Tang et al., arXiv 2411.07641: z >= max(z) - n * sigma(z). The population deviation over
+    the finite logits, so that masked tokens do not count.
     """
 
     name = "top_n_sigma"
@@ -212,8 +218,8 @@ class EpsilonCutoff(_RowWise):
 class EtaCutoff(_RowWise):
     """Keeps the tokens with a probability of at least eta, which falls with the row's entropy.
 
-    Source: Hewitt, Manning and Liang, arXiv 2210.15191: eta = min(epsilon, sqrt(epsilon) * exp(-H)). The most likely
-    token is always kept. 0 is off.
+    Source: Hewitt, Manning and Liang, arXiv 2210.15191: eta = min(epsilon, sqrt(epsilon) *
+    exp(-H)). The most likely token is always kept. 0 is off.
     """
 
     name = "eta_cutoff"
@@ -235,7 +241,9 @@ class EtaCutoff(_RowWise):
 
 
 def keep_most_likely(logits: torch.Tensor, rows: Sequence[int]) -> None:
-    """Masks all but the highest logit in ``rows`` of ``logits`` (float ``[B, V]``); of equals the lowest id stays."""
+    """Masks all but the highest logit in ``rows`` of ``logits`` (float ``[B, V]``); of equals
+    the lowest id stays.
+    """
     if not rows:
         return
     part = logits[rows]
@@ -245,7 +253,8 @@ def keep_most_likely(logits: torch.Tensor, rows: Sequence[int]) -> None:
 
 
 def keep_top_k(keys: torch.Tensor, ks: Sequence[int]) -> None:
-    """Masks in row i of ``keys`` (float ``[B, V]``) all but the ``ks[i]`` highest and those that tie with the last.
+    """Masks in row i of ``keys`` (float ``[B, V]``) all but the ``ks[i]`` highest and those that
+    tie with the last.
 
     0 and ``k >= V`` keep all; of ``k = 1`` only the lowest of the tied ids stays.
     """
@@ -259,7 +268,8 @@ def keep_top_k(keys: torch.Tensor, ks: Sequence[int]) -> None:
 
 
 def keep_top_p(keys: torch.Tensor, ps: Sequence[float], probabilities: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Masks in row i of ``keys`` (float ``[B, V]``) all but the shortest prefix with a mass of at least ``ps[i]``.
+    """Masks in row i of ``keys`` (float ``[B, V]``) all but the shortest prefix with a mass of at
+    least ``ps[i]``.
 
     The prefix is of the keys in descending order, of equals the lower ids first. 1 keeps all.
 
@@ -280,7 +290,9 @@ def keep_top_p(keys: torch.Tensor, ps: Sequence[float], probabilities: Callable[
 
 
 def row_sums(values: torch.Tensor) -> torch.Tensor:
-    """``[R, 1]``. One row at a time: a sum over ``[1, V]`` is split among threads, one over ``[R, V]`` is not."""
+    """``[R, 1]``. One row at a time: a sum over ``[1, V]`` is split among threads, one over
+    ``[R, V]`` is not.
+    """
     return _each_sum(values, values.dtype)
 
 
@@ -326,8 +338,8 @@ def _prefixes(
 ) -> tuple[torch.Tensor, list[int | None]]:
     """The shortest prefixes, in descending order of the keys, with at least the given mass.
 
-    A selection of the highest keys usually holds the whole prefix, which its mass proves; it is widened until it
-    does. Only a prefix of many thousands of tokens is found by sorting.
+    A selection of the highest keys usually holds the whole prefix, which its mass proves; it is
+    widened until it does. Only a prefix of many thousands of tokens is found by sorting.
 
     Args:
         keys: float ``[R, V]``.
@@ -335,8 +347,8 @@ def _prefixes(
         masses: One for each row.
 
     Returns:
-        The key of the last token of each prefix, ``[R, 1]``; and how many tokens with that key the prefix holds,
-        None if it holds them all.
+        The key of the last token of each prefix, ``[R, 1]``; and how many tokens with that key the
+        prefix holds, None if it holds them all.
     """
     num_rows, width = keys.shape
     # In float32 the probabilities of a large vocabulary add up to 1 only within a few millionths.
@@ -364,7 +376,9 @@ def _prefixes(
 def _ends(
     keys: torch.Tensor, probabilities: torch.Tensor, targets: torch.Tensor, num_selected: int
 ) -> tuple[list[int], torch.Tensor]:
-    """Index of the last token of each prefix, ``num_selected`` if it is longer; and the selected keys, descending."""
+    """Index of the last token of each prefix, ``num_selected`` if it is longer; and the selected
+    keys, descending.
+    """
     if num_selected == keys.shape[1]:
         values, ids = keys.sort(-1, descending=True)
     else:

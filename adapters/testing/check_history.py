@@ -1,4 +1,6 @@
-"""Checks that a processor is a function of token history, never of how often or in what order it was called."""
+"""Checks that a processor is a function of token history, never of how often or in what order it
+was called.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,9 @@ def rewind(subject: Subject) -> None:
 
 
 def _speculate(subject: Subject, chain: ProcessorChain, story: Story, index: int) -> None:
-    """Peek along the story, then really go up to three tokens along another branch, and come back."""
+    """Peek along the story, then really go up to three tokens along another branch, and come
+    back.
+    """
     draft = story.tokens[index : index + 3]
     if story.outcomes[index].failure is None:
         _expect_plans(chain, chain.peek(draft), story, index)
@@ -140,7 +144,9 @@ def _speculate(subject: Subject, chain: ProcessorChain, story: Story, index: int
 
 
 def _expect_plans(chain: ProcessorChain, plans: list[RowPlan], story: Story, index: int) -> None:
-    """Plans made ahead are those made in time; for rows only, since shaping needs the state of its own position."""
+    """Plans made ahead are those made in time; for rows only, since shaping needs the state of
+    its own position.
+    """
     if chain.has_shaping:
         return
     for ahead, plan in enumerate(plans):
@@ -221,7 +227,9 @@ def reads(subject: Subject) -> str | None:
 
 
 def _with_other_history(subject: Subject, story: Story, *, keep_generated: bool) -> None:
-    """The story again with another prompt, and if nothing is read with other generated tokens that were not forced."""
+    """The story again with another prompt, and if nothing is read with other generated tokens
+    that were not forced.
+    """
     num_tokens = subject.context.vocabulary.num_tokens
     chain = subject.chain(story.case)
     chain.start([(token_id * 31 + 17) % num_tokens for token_id in story.prompt])

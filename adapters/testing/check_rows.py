@@ -294,7 +294,9 @@ def _offered(outcome: Outcome, context: Context) -> list[int]:
 
 
 def _with_mask(subject: Subject, story: Story, index: int, banned: list[int]) -> tuple[ChainAdapter, torch.Tensor]:
-    """A TensorRT-LLM callable whose chain also bans ``banned`` at one position, and the row after calling it there."""
+    """A TensorRT-LLM callable whose chain also bans ``banned`` at one position, and the row
+    after calling it there.
+    """
     chain = subject.chain(story.case, _OtherMask(banned, len(story.prompt) + index))
     rebuild(chain, story, index)
     logits = story.logits[index].clone().view(1, 1, -1)

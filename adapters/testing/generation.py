@@ -1,4 +1,6 @@
-"""Arguments made up from a JSON Schema: Hypothesis strategies built from its bounds, and from the author's examples."""
+"""Arguments made up from a JSON Schema: Hypothesis strategies built from its bounds, and from
+the author's examples.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,18 @@ if TYPE_CHECKING:
     Strategy = SearchStrategy[Any]
 
 _SPREAD = 48
-"""Integers are mostly taken this close to their lower bound: a limit of 2**31 - 1 says little about what is usual."""
+"""Integers are mostly taken this close to their lower bound: a limit of 2**31 - 1 says little
+about what is usual.
+"""
 
 _MAX_ITEMS, _MAX_DEPTH = 4, 5
 _WORDS = ("the", " fox", "Yes", "no", ".", "a b", "über", "1")
 
 
 def valid(root: Schema, examples: Sequence[Mapping[str, Any]]) -> Strategy:
-    """Arguments that the schema allows; with examples, mostly one of them with some fields made up."""
+    """Arguments that the schema allows; with examples, mostly one of them with some fields made
+    up.
+    """
     from hypothesis import strategies as st
 
     made_up = _object(root, root, 0)
@@ -42,7 +48,9 @@ def junk(root: Schema) -> Strategy:
 
 
 def each(strategy: Strategy, count: int, visit: Callable[[Any], object]) -> None:
-    """Calls ``visit`` with ``count`` values of ``strategy``, the same ones every time; the smallest that fails last."""
+    """Calls ``visit`` with ``count`` values of ``strategy``, the same ones every time; the
+    smallest that fails last.
+    """
     from hypothesis import HealthCheck, Phase, given, settings
 
     phases = (Phase.explicit, Phase.generate, Phase.shrink)

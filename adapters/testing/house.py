@@ -1,4 +1,6 @@
-"""The model that processors are tested against: a small tokenizer with everything real ones have, and no weights."""
+"""The model that processors are tested against: a small tokenizer with everything real ones
+have, and no weights.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ Grüße, señor, ça va. Привет, как дела? 你好,世界。日本�
 
 @cache
 def house_vocabulary() -> Vocabulary:
-    """A byte-level vocabulary with merges, special tokens, a thinking tag pair and a padded row; kept on disk.
+    """A byte-level vocabulary with merges, special tokens, a thinking tag pair and a padded row;
+    kept on disk.
 
-    Processors that are rebuilt in another process find its tokenizer at its path, as they would a checkpoint's.
+    Processors that are rebuilt in another process find its tokenizer at its path, as they would a
+    checkpoint's.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -6,8 +6,9 @@
     def test_conformance(processor_check):
         processor_check()
 
-The mark may be given several times, and takes the arguments of `adapters.testing.Subject`; where no example is needed,
-``examples=[]``, since pytest takes a mark with a class alone for a mark on that class.
+The mark may be given several times, and takes the arguments of `adapters.testing.Subject`; where no
+example is needed, ``examples=[]``, since pytest takes a mark with a class alone for a mark on that
+class.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a JSON Schema of arguments allows, as far as it can be read from the schema: bounds, types, wrong values."""
+"""What a JSON Schema of arguments allows, as far as it can be read from the schema: bounds,
+types, wrong values.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ class Outcome:
     failure: ProcessorFailed | None = None
 
     def dense(self) -> torch.Tensor:
-        """The row as an engine without forcing needs it: forced rows hold 0 at the token and -inf elsewhere."""
+        """The row as an engine without forcing needs it: forced rows hold 0 at the token and
+        -inf elsewhere.
+        """
         assert self.row is not None
         if self.forced is None:
             return self.row
@@ -51,7 +53,8 @@ class Story:
 
     Attributes:
         logits: float32 ``[n, V]``, the model's own, one row for each outcome.
-        tokens: Generated tokens; one fewer than the outcomes if the last one left no token to choose.
+        tokens: Generated tokens; one fewer than the outcomes if the last one left no token to
+            choose.
     """
 
     case: Case
@@ -82,7 +85,8 @@ def prompt_of(context: Context, seed: int) -> list[int]:
 
 
 def logits_of(context: Context, seed: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
-    """Logits float32 ``[num_steps, V]`` of a model that repeats itself, thinks now and then, and sometimes ends.
+    """Logits float32 ``[num_steps, V]`` of a model that repeats itself, thinks now and then, and
+    sometimes ends.
 
     Padding is at -inf, as where an engine knows of it.
     """
@@ -167,7 +171,9 @@ def stories(subject: Subject) -> list[Story]:
 
 
 def restarted(subject: Subject, story: Story, index: int) -> ProcessorChain:
-    """A fresh chain that continues a story after ``index`` generated tokens, as after a migration."""
+    """A fresh chain that continues a story after ``index`` generated tokens, as after a
+    migration.
+    """
     chain = subject.chain(story.case)
     rebuild(chain, story, index)
     return chain
@@ -219,7 +225,9 @@ def difference(expected: Outcome, got: Outcome) -> str | None:
 
 
 def rows_differ(expected: torch.Tensor, got: torch.Tensor) -> str | None:
-    """The first entry in which two rows (``[V]``, same dtype) differ in a bit, None if there is none."""
+    """The first entry in which two rows (``[V]``, same dtype) differ in a bit, None if there is
+    none.
+    """
     bits = {4: torch.int32, 2: torch.int16}[expected.element_size()]
     unequal = expected.contiguous().view(bits) != got.contiguous().view(bits)
     if not bool(unequal.any()):

@@ -21,7 +21,9 @@ from adapters.third_party import ForeignProcessor, wrap_foreign
 NUM_GENERATED_CASES = 2
 _TRIES = 60
 _PATIENT = 3600.0
-"""Step budget while testing, seconds of CPU time: a slow processor is reported, it does not fail for it."""
+"""Step budget while testing, seconds of CPU time: a slow processor is reported, it does not fail
+for it.
+"""
 
 
 class CheckFailed(AssertionError):
@@ -50,10 +52,11 @@ class Subject:
     """A processor class, with arguments to test it.
 
     Args:
-        processor: A `SteeringProcessor` or `ShapingProcessor` class, or a foreign class that `adapters.third_party.processors` can
-            run: a Dynamo `BaseLogitsProcessor`, a Hugging Face `LogitsProcessor`, a TensorRT-LLM logits processor.
-        examples: Arguments as JSON data that the processor accepts for the kit's own model. Needed where none can
-            be guessed from the schema; ``examples`` in the schema itself count too.
+        processor: A `SteeringProcessor` or `ShapingProcessor` class, or a foreign class that
+            `adapters.third_party.processors` can run: a Dynamo `BaseLogitsProcessor`, a Hugging
+            Face `LogitsProcessor`, a TensorRT-LLM logits processor.
+        examples: Arguments as JSON data that the processor accepts for the kit's own model. Needed
+            where none can be guessed from the schema; ``examples`` in the schema itself count too.
         context: What the processor is built with instead of the kit's own context.
 
     Raises:
@@ -86,16 +89,20 @@ class Subject:
 
     @cached_property
     def examples(self) -> list[dict[str, Any]]:
-        """Arguments given by the author, in the call or in the schema; no arguments at all where that is accepted."""
+        """Arguments given by the author, in the call or in the schema; no arguments at all where
+        that is accepted.
+        """
         found = [*self._given, *self.schema.get("examples", ())]
         return found or ([{}] if self._refusal({}) is None else [])
 
     @cached_property
     def cases(self) -> list[Case]:
-        """Every example, the first one in each other scope, and some made-up arguments that the processor accepts.
+        """Every example, the first one in each other scope, and some made-up arguments that the
+        processor accepts.
 
         Raises:
-            CheckFailed: an example is refused, or there is no example and nothing made up was accepted.
+            CheckFailed: an example is refused, or there is no example and nothing made up was
+                accepted.
         """
         for example in self.examples:
             problem = self._refusal(example)
@@ -157,7 +164,8 @@ class Subject:
             if self._refusal(arguments) is None:
                 found.append(arguments)
 
-        # The bounds of a foreign class's arguments are general ones: what is at them need not make sense.
+        # The bounds of a foreign class's arguments are general ones: what is at them need not make
+        # sense.
         if self.schema.get("properties") and not (self.is_foreign and self.examples):
             each(valid(self.schema, self.examples), _TRIES, visit)
         return found

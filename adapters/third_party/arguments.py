@@ -43,11 +43,13 @@ def constructor_parameters(target: type) -> dict[str, inspect.Parameter]:
 def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
     """The arguments that a request may give to ``target``'s constructor.
 
-    Parameters whose annotation, or else default, is JSON data become fields with general bounds; the others, those in
-    ``fixed``, and the model's own (`adapters.third_party.processors.wrap_foreign`) are not the request's.
+    Parameters whose annotation, or else default, is JSON data become fields with general bounds;
+    the others, those in ``fixed``, and the model's own
+    (`adapters.third_party.processors.wrap_foreign`) are not the request's.
 
     Raises:
-        TypeError: ``fixed`` names a parameter that there is not, or a parameter without default can be given by nobody.
+        TypeError: ``fixed`` names a parameter that there is not, or a parameter without default can
+            be given by nobody.
     """
     parameters, hints = constructor_parameters(target), _hints(target)
     unknown = set(fixed) - set(parameters)
@@ -72,7 +74,8 @@ def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
 
 
 def from_context(target: type, context: Context, given: Collection[str]) -> dict[str, Any]:
-    """What ``target``'s constructor is told of model and request, by names of parameters, but for the ``given`` ones.
+    """What ``target``'s constructor is told of model and request, by names of parameters, but for
+    the ``given`` ones.
 
     Raises:
         ArgumentError: it needs an end token, and this request has none.

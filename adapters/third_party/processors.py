@@ -3,12 +3,13 @@
 Three calling shapes are known, and recognised by the signature of ``__call__``, never by import::
 
     dynamo       (input_ids, logits[V])                                 in place
-    huggingface  (input_ids int64 [1, n], scores [1, V]) -> scores      transformers' LogitsProcessor
-    trtllm       (req_id, logits[1, 1, V], ids [[...]], stream, client) in place; NVIDIA's logits-processor-zoo
+    huggingface  (input_ids int64 [1, n], scores [1, V]) -> scores      transformers' own
+    trtllm       (req_id, logits[1, 1, V], ids [[...]], stream, client) in place; NVIDIA's zoo
 
-All of them were written for an engine that calls once per token, and many count their calls. So each one is called
-exactly once per position as far as it can tell: before a call its state is kept, and a repeated call, or one after a
-rewind, begins from the state of that position. After a migration a fresh one is replayed on the real logits.
+All of them were written for an engine that calls once per token, and many count their calls. So
+each one is called exactly once per position as far as it can tell: before a call its state is kept,
+and a repeated call, or one after a rewind, begins from the state of that position. After a
+migration a fresh one is replayed on the real logits.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ class StateLost(RuntimeError):
 
 
 class ThirdPartyShape(ShapingProcessor):
-    """Shows a third party one list of ids, prompt + generated, the same at every call; it grows and shrinks at its end.
+    """Shows a third party one list of ids, prompt + generated, the same at every call; it grows and
+    shrinks at its end.
 
-    A copy at every step would cost a step in proportion to the history. The list is the third party's alone: whoever
-    keeps it sees it grow, and whoever writes to it misleads nobody else.
+    A copy at every step would cost a step in proportion to the history. The list is the third
+    party's alone: whoever keeps it sees it grow, and whoever writes to it misleads nobody else.
     """
 
     reads = Reads.PROMPT_AND_GENERATED
@@ -72,12 +74,15 @@ class ForeignProcessor(ThirdPartyShape):
     """A foreign processor of one choice.
 
     Args:
-        make: Makes a fresh one, in the state before the first token. Called at least twice. It is pickled.
+        make: Makes a fresh one, in the state before the first token. Called at least twice. It is
+            pickled.
         name: Name in receipts and errors; that of the foreign class by default.
         stage: Place in the order law.
         version: Of the foreign processor.
-        stateful: False promises that a call depends on its arguments only: nothing is kept then, nothing replayed.
-        takes_device: ``make`` is called with ``device``, that of the logits; on the CPU before the first of them.
+        stateful: False promises that a call depends on its arguments only: nothing is kept then,
+            nothing replayed.
+        takes_device: ``make`` is called with ``device``, that of the logits; on the CPU before the
+            first of them.
 
     Raises:
         TypeError: ``make`` makes something that cannot be called or, if it has a state, copied.
@@ -103,7 +108,8 @@ class ForeignProcessor(ThirdPartyShape):
         self._before: dict[int, Any] = {}  # generated tokens at a call -> state before it, ascending
         self._forgotten = -1  # newest call whose state is no longer kept
         name = name or name_of(self._foreign)
-        # What is said of the class elsewhere is said of the instance here: one wrapper serves many processors.
+        # What is said of the class elsewhere is said of the instance here: one wrapper serves many
+        # processors.
         vars(self).update(name=name, stage=stage, version=version, observes_logits=stateful)
 
     @abstractmethod
@@ -136,7 +142,9 @@ class ForeignProcessor(ThirdPartyShape):
             raise ValueError("the processor changed its list of input ids")
 
     def _return_to(self, index: int) -> None:
-        """Bring the state to what it was before the first call at ``index`` or later, and keep it."""
+        """Bring the state to what it was before the first call at ``index`` or later, and keep
+        it.
+        """
         if index <= self._forgotten:
             raise StateLost(f"the state at generated token {index} is no longer kept")
         undone = [called for called in self._before if called >= index]
@@ -155,17 +163,20 @@ class ForeignProcessor(ThirdPartyShape):
 
 
 class DynamoProcessor(ForeignProcessor):
-    """A Dynamo `BaseLogitsProcessor`, ``(input_ids, logits[V]) -> None``, in place; for one, see `ForeignProcessor`."""
+    """A Dynamo `BaseLogitsProcessor`, ``(input_ids, logits[V]) -> None``, in place; for one, see
+    `ForeignProcessor`.
+    """
 
     def call(self, foreign: Any, row: torch.Tensor) -> None:
         _check_in_place(foreign(self._ids, row), row)
 
 
 class ZooProcessor(ForeignProcessor):
-    """A TensorRT-LLM logits processor such as those of NVIDIA's logits-processor-zoo; see `ForeignProcessor`.
+    """A TensorRT-LLM logits processor such as those of NVIDIA's logits-processor-zoo; see
+    `ForeignProcessor`.
 
-    It is called with ``(0, logits[1, 1, V], [ids], None, None)``: one beam, so that the layouts ``[beam, 1, V]`` and
-    ``[1, beam, V]`` are the same, and the current stream.
+    It is called with ``(0, logits[1, 1, V], [ids], None, None)``: one beam, so that the layouts
+    ``[beam, 1, V]`` and ``[1, beam, V]`` are the same, and the current stream.
     """
 
     def call(self, foreign: Any, row: torch.Tensor) -> None:
@@ -173,7 +184,9 @@ class ZooProcessor(ForeignProcessor):
 
 
 class HuggingFaceProcessor(ForeignProcessor):
-    """A transformers `LogitsProcessor`, ``(input_ids [1, n], scores [1, V]) -> scores``; see `ForeignProcessor`."""
+    """A transformers `LogitsProcessor`, ``(input_ids [1, n], scores [1, V]) -> scores``; see
+    `ForeignProcessor`.
+    """
 
     def __init__(self, make: Callable[[], Any], **options: Any) -> None:
         super().__init__(make, **options)
@@ -243,23 +256,25 @@ def wrap_foreign(
 ) -> type[ForeignProcessor]:
     """A class for the catalogue that runs a foreign processor.
 
-    Requests may set those arguments of a foreign class's constructor that are JSON data (numbers, texts, booleans,
-    lists of them), within general bounds. By their names, ``tokenizer``, ``vocab_size`` (the width of a row) and
-    ``device`` (of the logits) are the model's and never the request's; ``eos_token_id`` and ``eos_token_ids`` are the
-    request's end tokens unless it sets others: all of them where the annotation has a list, else the model's own.
+    Requests may set those arguments of a foreign class's constructor that are JSON data (numbers,
+    texts, booleans, lists of them), within general bounds. By their names, ``tokenizer``,
+    ``vocab_size`` (the width of a row) and ``device`` (of the logits) are the model's and never the
+    request's; ``eos_token_id`` and ``eos_token_ids`` are the request's end tokens unless it sets
+    others: all of them where the annotation has a list, else the model's own.
 
     Args:
         target: A foreign class, an instance (each choice gets a copy of it), or a function.
         name: Name in the catalogue; the target's own by default.
         stage: Place in the order law.
         version: Of the foreign processor.
-        stateful: Whether calls depend on earlier calls; by default all but plain functions are taken to be stateful.
+        stateful: Whether calls depend on earlier calls; by default all but plain functions are
+            taken to be stateful.
         protocol: Its calling shape, for a signature that does not tell.
         arguments: Arguments of the constructor that requests cannot set.
 
     Raises:
-        TypeError: the target speaks none of the protocols, or its constructor needs an argument that neither a
-            request nor ``arguments`` can give.
+        TypeError: the target speaks none of the protocols, or its constructor needs an argument
+            that neither a request nor ``arguments`` can give.
     """
     fixed = dict(arguments or {})
     wrapper = _WRAPPERS[protocol or protocol_of(target)]
@@ -280,7 +295,10 @@ def wrap_foreign(
                 raise
             raise ArgumentError(", ".join(sorted(args.model_fields_set)), str(error)[:_MAX_MESSAGE]) from error
 
-    summary = (inspect.getdoc(target) or "").strip().partition("\n")[0] or f"Runs {name_of(target)} unchanged."
+    summary = (
+        " ".join((inspect.getdoc(target) or "").strip().partition("\n\n")[0].split())
+        or f"Runs {name_of(target)} unchanged."
+    )
     members = {
         "__doc__": summary,
         "__module__": __name__,
@@ -311,7 +329,8 @@ def foreign_processor(
         tokenizer: Given to a constructor that has a parameter of this name.
 
     Raises:
-        TypeError: the target speaks none of the protocols, cannot be copied, or needs a tokenizer and there is none.
+        TypeError: the target speaks none of the protocols, cannot be copied, or needs a tokenizer
+            and there is none.
     """
     wrapper = _WRAPPERS[protocol or protocol_of(target)]
     arguments = dict(arguments or {})
@@ -355,7 +374,8 @@ def _call_parameters(target: Any) -> list[inspect.Parameter]:
     if inspect.isroutine(target):
         parameters = list(inspect.signature(target).parameters.values())
     else:
-        # Looked up by hand: asked for its __call__, a class answers with its metaclass's, which makes instances.
+        # Looked up by hand: asked for its __call__, a class answers with its metaclass's, which
+        # makes instances.
         called = next((vars(base)["__call__"] for base in _mro(target) if "__call__" in vars(base)), None)
         if called is None:
             raise TypeError(f"{name_of(target)} cannot be called")
@@ -404,12 +424,14 @@ def _checked(foreign: Any, stateful: bool) -> Any:
 
 
 def _copied(foreign: Any, like: Any = None) -> Any:
-    """A copy with a state of its own, which shares the tokenizer: copying one takes longer than a step.
+    """A copy with a state of its own, which shares the tokenizer: copying one takes longer than a
+    step.
 
     Args:
         foreign: What to copy.
-        like: An earlier copy, which will not be called again. Its large tensors are shared where they are still
-            equal: tables of megabytes would otherwise be kept once for every position.
+        like: An earlier copy, which will not be called again. Its large tensors are shared where
+            they are still equal: tables of megabytes would otherwise be kept once for every
+            position.
     """
     attributes, known = getattr(foreign, "__dict__", {}), getattr(like, "__dict__", {})
     shared: dict[int, Any] = {}

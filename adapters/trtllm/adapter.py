@@ -1,10 +1,11 @@
 """Dynamo logits processors as TensorRT-LLM logits-processor callables.
 
-The calling contract (PyTorch backend): ``lp(req_id, logits, token_ids, stream_ptr, client_id)`` once per sampled
-token, ``logits`` a view of shape ``[beams, 1, V]`` that is edited in place, ``token_ids`` one list of prompt +
-generated ids per beam, ``stream_ptr`` a CUDA stream handle or None. An exception inside a callable fails every
-request of the batch in TensorRT-LLM, so nothing is ever raised here: a processor that fails has its edit undone,
-the failure is reported, and the row is forced to ``end_id`` from then on.
+The calling contract (PyTorch backend): ``lp(req_id, logits, token_ids, stream_ptr, client_id)``
+once per sampled token, ``logits`` a view of shape ``[beams, 1, V]`` that is edited in place,
+``token_ids`` one list of prompt + generated ids per beam, ``stream_ptr`` a CUDA stream handle or
+None. An exception inside a callable fails every request of the batch in TensorRT-LLM, so nothing is
+ever raised here: a processor that fails has its edit undone, the failure is reported, and the row
+is forced to ``end_id`` from then on.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ else:
 
 @runtime_checkable
 class BaseLogitsProcessor(Protocol):
-    """Dynamo's processor protocol, restated so that this package works where ai-dynamo is not installed."""
+    """Dynamo's processor protocol, restated so that this package works where ai-dynamo is not
+    installed.
+    """
 
     def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
         """Edit ``logits`` (shape ``[V]``) in place, given prompt + generated ids."""
@@ -45,7 +48,8 @@ class Failure:
     Attributes:
         request_id: The id the engine called with.
         processor: Name of the processor.
-        reason: ``raised``, ``nan``, ``infinite``, ``empty``, ``shape``, ``unsatisfiable``, ``budget`` or ``skipped``.
+        reason: ``raised``, ``nan``, ``infinite``, ``empty``, ``shape``, ``unsatisfiable``,
+            ``budget`` or ``skipped``.
         message: One sentence for the caller; no prompt text, no path.
         position: Absolute index of the token that was to be sampled, -1 if unknown.
     """
@@ -65,13 +69,15 @@ Report = Callable[[Failure], None]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a chain asked for at one position, told by the copy that the engine calls to the copy in the worker.
+    """What a chain asked for at one position, told by the copy that the engine calls to the copy in
+    the worker.
 
     Attributes:
         position: Absolute index of the token that was to be sampled.
         asked: As `ProcessorChain.asked`.
         seconds: CPU time spent in each member so far.
-        logprobs: ``(token id, log probability, rank)`` of the sampled token, then of the likeliest, where wanted.
+        logprobs: ``(token id, log probability, rank)`` of the sampled token, then of the likeliest,
+            where wanted.
     """
 
     position: int
@@ -95,18 +101,20 @@ _OURS = ("end_id", "report", "failure", "fails_open", "_known", "_unusable")
 
 
 class TrtllmAdapter(_Base):
-    """Base of the callables: stream, shape check, sticky failure, forced end. Subclasses edit one row.
+    """Base of the callables: stream, shape check, sticky failure, forced end. Subclasses edit one
+    row.
 
     Attributes:
         failure: The first failure, None while all is well. Once set, every call forces ``end_id``.
-        fails_open: What a failing processor did is undone and reported once, and decoding goes on without it, step by
-            step: the behaviour of Dynamo's own adapter.
+        fails_open: What a failing processor did is undone and reported once, and decoding goes on
+            without it, step by step: the behaviour of Dynamo's own adapter.
     """
 
     fails_open = False
     _named = ""
 
-    # TensorRT-LLM asks `inspect.signature` for the arity on every call: 15 us without this attribute, 3 us with it.
+    # TensorRT-LLM asks `inspect.signature` for the arity on every call: 15 us without this
+    # attribute, 3 us with it.
     __signature__ = _CALL_SIGNATURE
 
     def __init__(self, *, end_id: int | None = None, report: Report | None = None) -> None:
@@ -118,7 +126,9 @@ class TrtllmAdapter(_Base):
         self._unusable: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Processors travel packed: one that cannot be loaded over there must not take the engine's process down."""
+        """Processors travel packed: one that cannot be loaded over there must not take the
+        engine's process down.
+        """
         ours = {name: self.__dict__[name] for name in _OURS if name in self.__dict__}
         rest = {name: value for name, value in self.__dict__.items() if name not in _OURS}
         return {**ours, "_named": self.name, "_packed": pickle.dumps(rest)}
@@ -133,7 +143,9 @@ class TrtllmAdapter(_Base):
 
     @abstractmethod
     def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
-        """Edit ``logits`` (shape ``[1, 1, V]``) in place, or leave them as they were and say why it failed."""
+        """Edit ``logits`` (shape ``[1, 1, V]``) in place, or leave them as they were and say why
+        it failed.
+        """
 
     def __call__(
         self,
@@ -222,23 +234,26 @@ class DynamoAdapter(TrtllmAdapter):
 
 
 class ChainAdapter(TrtllmAdapter):
-    """A whole `ProcessorChain` as one TensorRT-LLM callable; engines that batch take ``chain`` out of it.
+    """A whole `ProcessorChain` as one TensorRT-LLM callable; engines that batch take ``chain`` out
+    of it.
 
-    It may be called again for a position it has seen (chunked prefill), or after tokens were dropped. A position
-    that it was not called for (an engine that preempted the request) is a failure: its token was sampled without it.
-    So a history that is one token longer than at the last call, for the same request, is the last one and that token,
-    and only its newest tokens are compared; any other is compared as a whole. One that differs in the prompt is a
-    failure: a callable serves one choice of one request.
+    It may be called again for a position it has seen (chunked prefill), or after tokens were
+    dropped. A position that it was not called for (an engine that preempted the request) is a
+    failure: its token was sampled without it. So a history that is one token longer than at the
+    last call, for the same request, is the last one and that token, and only its newest tokens are
+    compared; any other is compared as a whole. One that differs in the prompt is a failure: a
+    callable serves one choice of one request.
 
     Attributes:
         watch: Told of every step, None for nobody. Must pickle like ``report``.
-        num_logprobs: Report log probabilities of the row before any edit: of the sampled token and this many of the
-            likeliest. Only for a chain that leaves one token to sample. None for no report.
+        num_logprobs: Report log probabilities of the row before any edit: of the sampled token and
+            this many of the likeliest. Only for a chain that leaves one token to sample. None for
+            no report.
 
     Args:
         chain: Started after the request's prompt.
-        lagged: The engine overlaps steps, so that ``token_ids`` may lack the newest token. The position is then
-            counted by calls, and the prompt must be prefilled in one chunk.
+        lagged: The engine overlaps steps, so that ``token_ids`` may lack the newest token. The
+            position is then counted by calls, and the prompt must be prefilled in one chunk.
 
     Raises:
         ValueError: ``lagged``, and the chain needs the last sampled token.
@@ -326,7 +341,9 @@ class ChainAdapter(TrtllmAdapter):
 
 
 def _logprobs(row: torch.Tensor, token_id: int, count: int) -> tuple[tuple[int, float, int], ...]:
-    """Of the sampled token, then of the likeliest ``count``, by falling probability and rising id."""
+    """Of the sampled token, then of the likeliest ``count``, by falling probability and rising
+    id.
+    """
     logprobs = row.double().log_softmax(-1)
     values, ids = logprobs.sort(descending=True, stable=True)
     rank = int((ids == token_id).nonzero()[0, 0]) + 1
@@ -336,10 +353,14 @@ def _logprobs(row: torch.Tensor, token_id: int, count: int) -> tuple[tuple[int, 
 
 
 _NEWEST = 32
-"""Known tokens that are compared at a step that goes on by one: what an engine is likeliest to have changed."""
+"""Known tokens that are compared at a step that goes on by one: what an engine is likeliest to
+have changed.
+"""
 
 _UNSEEN = -1
-"""Stands for a sampled token that the engine has not shown yet; no processor of a lagged chain looks at it."""
+"""Stands for a sampled token that the engine has not shown yet; no processor of a lagged chain
+looks at it.
+"""
 
 
 def create_trtllm_adapters(
@@ -349,19 +370,23 @@ def create_trtllm_adapters(
     report: Report | None = None,
     lagged: bool = False,
 ) -> list[TrtllmAdapter]:
-    """TensorRT-LLM logits-processor callables for Dynamo logits processors or chains, in their order.
+    """TensorRT-LLM logits-processor callables for Dynamo logits processors or chains, in their
+    order.
 
     Args:
-        processors: Callables ``(input_ids, logits[V]) -> None`` that edit in place, or `ProcessorChain` objects.
-        end_id: Token that a row is forced to once its processor has failed. Without it a failed row is only
-            left as it was.
-        report: Called once per failing processor with a `Failure`. It must pickle where the engine runs in
-            another process.
-        lagged: The engine overlaps steps, so that the ids it shows may lack the newest token (chains only).
+        processors: Callables ``(input_ids, logits[V]) -> None`` that edit in place, or
+            `ProcessorChain` objects.
+        end_id: Token that a row is forced to once its processor has failed. Without it a failed row
+            is only left as it was.
+        report: Called once per failing processor with a `Failure`. It must pickle where the engine
+            runs in another process.
+        lagged: The engine overlaps steps, so that the ids it shows may lack the newest token
+            (chains only).
 
     Returns:
-        One callable per processor. They pickle if the processors do, carry a cached ``__signature__``, and
-        are instances of ``tensorrt_llm.sampling_params.LogitsProcessor`` where that is installed.
+        One callable per processor. They pickle if the processors do, carry a cached
+        ``__signature__``, and are instances of ``tensorrt_llm.sampling_params.LogitsProcessor``
+        where that is installed.
 
     Raises:
         TypeError: a processor is not callable, or is a class instead of an instance.

@@ -1,4 +1,6 @@
-"""Processors that no request can name: what an engine's dense bias and foreign callables become in a chain."""
+"""Processors that no request can name: what an engine's dense bias and foreign callables become
+in a chain.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,13 @@ class EmbeddingBias(ShapingProcessor):
 
 
 class ForeignCallable(ThirdPartyShape):
-    """A TensorRT-LLM logits-processor callable, called under its contract: ``(req_id, [1, 1, V], [ids], None, None)``.
+    """A TensorRT-LLM logits-processor callable, called under its contract: ``(req_id, [1, 1, V],
+    [ids], None, None)``.
 
-    It is called once per sampled token. One that carries an attribute ``failure`` reports through it. The list of ids
-    is the same one at every call, grown by the new tokens, where TensorRT-LLM makes a new one each time: copy what is
-    to be kept. Where the callable has made it longer or shorter, the next call gets a new one.
+    It is called once per sampled token. One that carries an attribute ``failure`` reports through
+    it. The list of ids is the same one at every call, grown by the new tokens, where TensorRT-LLM
+    makes a new one each time: copy what is to be kept. Where the callable has made it longer or
+    shorter, the next call gets a new one.
 
     Args:
         processor: The callable.

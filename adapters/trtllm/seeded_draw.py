@@ -1,4 +1,6 @@
-"""The sampler's own draw as the last processor of a chain, for engines whose seeds are not exact."""
+"""The sampler's own draw as the last processor of a chain, for engines whose seeds are not
+exact.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ from adapters.contract import SAMPLE, ProcessorArgs, Reads, ShapingProcessor, St
 
 
 class SeededDraw(ShapingProcessor):
-    """Leaves one token: the likeliest, or the one that this request's draw for this position falls on.
+    """Leaves one token: the likeliest, or the one that this request's draw for this position falls
+    on.
 
-    The draw inverts the cumulative weights, in the order of the ids, at a number that depends on seed, choice and
-    position alone (`adapters.contract.draws`). Temperature and truncation come before it in the chain. No request can name it.
+    The draw inverts the cumulative weights, in the order of the ids, at a number that depends on
+    seed, choice and position alone (`adapters.contract.draws`). Temperature and truncation come
+    before it in the chain. No request can name it.
 
     Args:
         seed: Of the request, uint64; None takes the likeliest token, of equal ones the lowest id.

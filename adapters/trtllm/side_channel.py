@@ -1,9 +1,10 @@
 """The side channel: what processors in another process tell the worker.
 
-TensorRT-LLM's executor is another process and holds a pickled copy of every callable, so neither a failure nor a
-receipt can be returned. They are sent as JSON messages over a local Unix socket (sequenced packets: in order, whole).
-Sending never raises. It waits at most `PATIENCE_S` for a worker that is behind; then the message is dropped and
-counted, and decoding goes on: the worker notices that a step is missing and fails that request alone.
+TensorRT-LLM's executor is another process and holds a pickled copy of every callable, so neither a
+failure nor a receipt can be returned. They are sent as JSON messages over a local Unix socket
+(sequenced packets: in order, whole). Sending never raises. It waits at most `PATIENCE_S` for a
+worker that is behind; then the message is dropped and counted, and decoding goes on: the worker
+notices that a step is missing and fails that request alone.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ atexit.register(_SENDER.close)
 
 
 class Reporter:
-    """Sends the failures and steps of one request to the worker; pickles as a socket path and an id.
+    """Sends the failures and steps of one request to the worker; pickles as a socket path and an
+    id.
 
     Args:
         path: Socket of a `SideChannel`.
@@ -111,10 +113,11 @@ class Reporter:
 
 
 class SideChannel:
-    """The worker's end: calls back in the event loop, once per message, in the order of each sender.
+    """The worker's end: calls back in the event loop, once per message, in the order of each
+    sender.
 
-    The socket lives in a directory of its own that only this user can enter. Messages that are neither a failure nor
-    a step are counted and ignored.
+    The socket lives in a directory of its own that only this user can enter. Messages that are
+    neither a failure nor a step are counted and ignored.
 
     Args:
         on_failure: Takes a `Failure` under the worker's id of the request.
@@ -212,7 +215,9 @@ class SideChannel:
 
 
 def _short_directory() -> str:
-    """A new directory that only this user can enter; the path of a Unix socket has 107 bytes at most."""
+    """A new directory that only this user can enter; the path of a Unix socket has 107 bytes at
+    most.
+    """
     for root in (tempfile.gettempdir(), "/dev/shm", "/tmp"):
         if len(os.fsencode(root)) < 80 and os.access(root, os.W_OK):
             return tempfile.mkdtemp(prefix="dlw-", dir=root)

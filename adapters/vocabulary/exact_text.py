@@ -1,8 +1,8 @@
 """Texts as token ids that add exactly that text to an answer, whatever comes before.
 
-A tokenizer's own ``encode`` is made for whole texts. SentencePiece tokenizers put a space before one (Llama 2,
-Mistral: by a normaliser that prepends ``▁``, or by ``prepend_scheme`` ``first`` or ``always``), others normalise it:
-the ids would add another text than the one that was asked for.
+A tokenizer's own ``encode`` is made for whole texts. SentencePiece tokenizers put a space before
+one (Llama 2, Mistral: by a normaliser that prepends ``▁``, or by ``prepend_scheme`` ``first`` or
+``always``), others normalise it: the ids would add another text than the one that was asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from adapters.vocabulary.vocabulary import Tokenizer
 
 _SENTINELS = ("\n", "=", ".", "a", "0")
-"""Texts that a text is encoded behind. One is found behind which the tokenizer cuts; a newline nearly always is."""
+"""Texts that a text is encoded behind. One is found behind which the tokenizer cuts; a newline
+nearly always is.
+"""
 
 _SHOWN = 60
 
@@ -25,10 +27,10 @@ _SHOWN = 60
 class TextEncoder:
     """Encodes texts for one vocabulary.
 
-    A text is cut at the names of added tokens, which stand for themselves. What is between them is encoded as the
-    tokenizer does it, behind nothing and then behind some sentinels that are cut off again. The first ids whose bytes
-    are the text are taken, and where the tokenizer always changes it (a space, a normal form) the fewest tokens that
-    spell it.
+    A text is cut at the names of added tokens, which stand for themselves. What is between them is
+    encoded as the tokenizer does it, behind nothing and then behind some sentinels that are cut off
+    again. The first ids whose bytes are the text are taken, and where the tokenizer always changes
+    it (a space, a normal form) the fewest tokens that spell it.
 
     Args:
         tokenizer: Of the vocabulary.

@@ -1,7 +1,8 @@
 """Bytes of every token, and an index over them.
 
-Tokenizers write bytes in different ways: byte-level BPE in the 256 letters of GPT-2's alphabet, SentencePiece with
-``▁`` for the space and ``<0xNN>`` for a byte that has no piece, WordPiece with ``##`` on pieces that continue a word.
+Tokenizers write bytes in different ways: byte-level BPE in the 256 letters of GPT-2's alphabet,
+SentencePiece with ``▁`` for the space and ``<0xNN>`` for a byte that has no piece, WordPiece with
+``##`` on pieces that continue a word.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 class TokenSpelling:
     """The bytes that each id adds to a text, for some ids at a time.
 
-    Byte-level pieces and byte-fallback pieces give their very bytes, so a character that is split over tokens stays
-    split. A piece that begins a word carries its space (``▁``, ``Ġ``, a WordPiece piece without ``##``), whether or
-    not the decoder would drop it at the beginning of a text.
+    Byte-level pieces and byte-fallback pieces give their very bytes, so a character that is split
+    over tokens stays split. A piece that begins a word carries its space (``▁``, ``Ġ``, a WordPiece
+    piece without ``##``), whether or not the decoder would drop it at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -87,7 +88,9 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
 
 
 class _ByteLevel:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and on."""
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and
+    on.
+    """
 
     def __init__(self) -> None:
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -224,10 +227,11 @@ class ByteIndex:
         return sorted(set(ids[positions + len(text) <= self._starts[ids + 1]].tolist()))
 
     def touching(self, text: bytes) -> dict[int, bytes]:
-        """Every token that can hold a part of ``text`` when ``text`` occurs in the bytes of consecutive tokens.
+        """Every token that can hold a part of ``text`` when ``text`` occurs in the bytes of
+        consecutive tokens.
 
-        They contain it, end with its beginning, begin with its end, or lie within it. Any other token breaks an
-        occurrence off.
+        They contain it, end with its beginning, begin with its end, or lie within it. Any other
+        token breaks an occurrence off.
         """
         found = set(self.containing(text))
         for length in range(1, min(len(text), self.longest + 1)):
@@ -246,7 +250,9 @@ class ByteIndex:
         return [length for length in np.unique(np.diff(self._starts))[::-1].tolist() if length]
 
     def spell(self, text: bytes) -> list[int] | None:
-        """The fewest ids whose bytes are exactly ``text``, of equally few the longest token first. None if none are."""
+        """The fewest ids whose bytes are exactly ``text``, of equally few the longest token
+        first. None if none are.
+        """
         first_ids = self.first_ids(text)
         spelled: list[int] = []
         at = 0
@@ -259,7 +265,9 @@ class ByteIndex:
         return spelled
 
     def first_ids(self, text: bytes) -> list[int | None]:
-        """For each place in ``text`` the first id with which `spell` spells what is behind it, None if nothing does."""
+        """For each place in ``text`` the first id with which `spell` spells what is behind it,
+        None if nothing does.
+        """
         fewest: list[int | None] = [None] * len(text) + [0]
         first_ids: list[int | None] = [None] * len(text)
         for at in range(len(text) - 1, -1, -1):

@@ -1,4 +1,6 @@
-"""The chain: order law, history by absolute position, scopes, unsatisfiable, receipts, one row and many."""
+"""The chain: order law, history by absolute position, scopes, unsatisfiable, receipts, one row
+and many.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ class Forces(SteeringProcessor):
 
 
 class NoRepeat(SteeringProcessor):
-    """Bans every generated token: the simplest processor with state. Counts its own calls of `advance`."""
+    """Bans every generated token: the simplest processor with state. Counts its own calls of
+    `advance`.
+    """
 
     name, stage, reads = "no_repeat", Stage.MASK, Reads.GENERATED
 
@@ -338,7 +342,9 @@ def test_sync_to_a_much_shorter_history(kept):
 
 
 class Remembers(SteeringProcessor):
-    """Bans a token that tells the whole history it has been told, so that one stale token anywhere shows."""
+    """Bans a token that tells the whole history it has been told, so that one stale token
+    anywhere shows.
+    """
 
     name, stage, reads = "remembers", Stage.MASK, Reads.GENERATED
 
@@ -590,7 +596,9 @@ def test_a_built_in_never_fails_by_time(monkeypatch, module):
 
 
 class Computes(SteeringProcessor):
-    """Computes until ``seconds`` of CPU time have passed, in its own thread or in another one that it waits for."""
+    """Computes until ``seconds`` of CPU time have passed, in its own thread or in another one
+    that it waits for.
+    """
 
     name, stage, reads = "computes", Stage.BIAS, Reads.NOTHING
 
@@ -618,7 +626,9 @@ def test_waiting_is_not_computing():
 
 
 def test_who_is_a_third_party():
-    """By where the code comes from: this file's is one, the built-ins are not, but what they wrap is."""
+    """By where the code comes from: this file's is one, the built-ins are not, but what they
+    wrap is.
+    """
 
     def quiet(req_id, logits, ids, stream_ptr, client_id):
         pass

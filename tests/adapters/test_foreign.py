@@ -1,4 +1,6 @@
-"""Foreign processors: their calling shapes, their state under repeats, rewinds and migration, and what is refused."""
+"""Foreign processors: their calling shapes, their state under repeats, rewinds and migration,
+and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class Characters:
 
 
 class CountingBoost:
-    """Dynamo's shape. Counts its calls, and remembers the highest logit it ever saw: state from calls and logits."""
+    """Dynamo's shape. Counts its calls, and remembers the highest logit it ever saw: state from
+    calls and logits.
+    """
 
     def __init__(self, step: float = 0.5) -> None:
         self.step, self.calls, self.peak = step, 0, 0.0

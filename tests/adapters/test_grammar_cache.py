@@ -1,4 +1,6 @@
-"""Compiled grammars are kept by bytes, bad ones by digest; each is compiled once, and only after the sandbox."""
+"""Compiled grammars are kept by bytes, bad ones by digest; each is compiled once, and only after
+the sandbox.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +188,9 @@ def test_cancelling_reaches_the_sandbox(tokenizer: LLTokenizer) -> None:
 def test_it_compiles_on_a_stack_that_is_larger_than_the_sandboxs(
     tokenizer: LLTokenizer, sandbox: GrammarSandbox
 ) -> None:
-    """What the sandbox's stack cannot hold compiles in these threads, so what it can hold does for certain."""
+    """What the sandbox's stack cannot hold compiles in these threads, so what it can hold does
+    for certain.
+    """
     deep = rule_chain(1500)
     with pytest.raises(GrammarRefused, match="of stack"):
         cache_of(tokenizer, sandbox).compiled(deep)

@@ -210,7 +210,9 @@ def test_a_process_that_hangs_is_replaced(patient: GrammarSandbox, monkeypatch: 
 
 
 def test_a_process_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tables of a large vocabulary are more than a socket holds; until they are read, others must not wait."""
+    """Tables of a large vocabulary are more than a socket holds; until they are read, others
+    must not wait.
+    """
     gate, late = tmp_path / "gate", tmp_path / "python"
     os.mkfifo(gate)
     late.write_text(f'#!/bin/sh\nread line < {gate}\nexec {sys.executable} "$@"\n')

@@ -1,4 +1,6 @@
-"""Whatever a third party's processor returns as an edit, its batch-mates stay as they are, and it is named."""
+"""Whatever a third party's processor returns as an edit, its batch-mates stay as they are, and
+it is named.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""OpenMP's threads do not spin for a time slice at a barrier, whichever part of the project is imported first."""
+"""OpenMP's threads do not spin for a time slice at a barrier, whichever part of the project is
+imported first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""transformers' own processors, selected by the operator as they are: each equals calling it directly."""
+"""transformers' own processors, selected by the operator as they are: each equals calling it
+directly.
+"""
 
 from __future__ import annotations
 

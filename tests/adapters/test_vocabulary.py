@@ -25,7 +25,9 @@ FIRST_MOVED, GAP = 370, 20
 
 @pytest.fixture(scope="module")
 def gapped(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
-    """The house's tokenizer with a gap below its last ten pieces, into which its added tokens then fall."""
+    """The house's tokenizer with a gap below its last ten pieces, into which its added tokens
+    then fall.
+    """
     house = house_vocabulary()
     directory = tmp_path_factory.mktemp("gapped")
     assert house.path is not None

@@ -26,7 +26,9 @@ for line in sys.stdin:
 
 
 class StandIn:
-    """A process that has the stand-in of one version: evaluates code, and answers with what it calls ``answer``."""
+    """A process that has the stand-in of one version: evaluates code, and answers with what it
+    calls ``answer``.
+    """
 
     def __init__(self, version: str) -> None:
         self.process = subprocess.Popen(

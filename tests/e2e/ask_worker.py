@@ -1,7 +1,8 @@
-"""Asks an endpoint without a frontend, as whoever reaches a worker's port can: ``ask_worker.py ENDPOINT``.
+"""Asks an endpoint without a frontend, as whoever reaches a worker's port can: ``ask_worker.py
+ENDPOINT``.
 
-Requests come as lines of JSON on standard input, as a frontend would send them. For each a line of JSON goes to
-standard output: its chunks, or the error.
+Requests come as lines of JSON on standard input, as a frontend would send them. For each a line of
+JSON goes to standard output: its chunks, or the error.
 """
 
 from __future__ import annotations

@@ -19,14 +19,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stack(tmp_path: Path, tiny_model: Path) -> Iterator[Stack]:
-    """An empty stack of this test's own: it starts what it needs, everything is killed afterwards."""
+    """An empty stack of this test's own: it starts what it needs, everything is killed
+    afterwards.
+    """
     with running_stack(tmp_path, tiny_model) as empty:
         yield empty
 
 
 @pytest.fixture(scope="session")
 def trtllm(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Stack]:
-    """One frontend and one worker on the stand-in for TensorRT-LLM, for tests that leave them as they were."""
+    """One frontend and one worker on the stand-in for TensorRT-LLM, for tests that leave them as
+    they were.
+    """
     with running_stack(tmp_path_factory.mktemp("trtllm"), tiny_model) as stack:
         stack.start_frontend()
         stack.start_worker("--engine", "trtllm", *PATIENT, **STAND_IN)

@@ -53,7 +53,9 @@ def wait_for(condition: Any, what: str, timeout_s: float = START_TIMEOUT_S) -> A
 
 
 def http(url: str, body: Any = None, timeout_s: float = 30.0) -> tuple[int, str]:
-    """Status and text of one request, POST if there is a body; (0, reason) if there is no answer."""
+    """Status and text of one request, POST if there is a body; (0, reason) if there is no
+    answer.
+    """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     try:
@@ -143,7 +145,9 @@ class Stack:
         }
 
     def start_frontend(self, *arguments: str) -> Process:
-        """Start a frontend; what asks it waits until it answers, so that a worker may start meanwhile."""
+        """Start a frontend; what asks it waits until it answers, so that a worker may start
+        meanwhile.
+        """
         command = [sys.executable, "-m", "dynamo.frontend", "--http-port", str(self.http_port), *arguments]
         frontend = Process(command, self.environ, self.directory / f"frontend{len(self._processes)}.log")
         self._processes.append(frontend)
@@ -186,8 +190,8 @@ class Stack:
     def wait_endpoint(self, worker: Worker) -> None:
         """Until this worker is to be found, which does not yet make a model of it.
 
-        A frontend that finds prefill and decode within milliseconds may keep them apart for good ("P/D routing remains
-        disabled"), so that a pair is started one after the other.
+        A frontend that finds prefill and decode within milliseconds may keep them apart for good
+        ("P/D routing remains disabled"), so that a pair is started one after the other.
         """
         wait_for(lambda: "Registered endpoint" in worker.log or not worker.running, "registration")
         assert worker.running, worker.log

@@ -1,4 +1,6 @@
-"""Made-up requests for the fuzz test: the same number gives the same request, and most say what must come of it."""
+"""Made-up requests for the fuzz test: the same number gives the same request, and most say what
+must come of it.
+"""
 
 from __future__ import annotations
 

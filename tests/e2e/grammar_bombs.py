@@ -1,4 +1,6 @@
-"""Generated grammars that are made to crash, hang or fill a compiler: one seed and number always give the same one."""
+"""Generated grammars that are made to crash, hang or fill a compiler: one seed and number always
+give the same one.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,9 @@ def chat(
     headers: Any = None,
     **body: Any,
 ) -> Reply:
-    """A chat with ``processors`` in its annotation, none if there are none, and with ids as its log probabilities."""
+    """A chat with ``processors`` in its annotation, none if there are none, and with ids as its
+    log probabilities.
+    """
     selected = logits_processors(*processors, receipt=receipt) if processors or receipt else {}
     fields = {"max_tokens": 16, "logprobs": True, "top_logprobs": 5, "return_tokens_as_token_ids": True}
     messages = [{"role": "user", "content": content}]
@@ -131,7 +133,9 @@ def complete(stack: Stack, *processors: Mapping[str, Any], prompt: str = PROMPT,
 
 
 def check_refused(reply: Reply, message: str, *, stream: bool = False, completions: bool = False) -> None:
-    """Refused before the first token, with ``message`` as far as the installed frontend lets it through."""
+    """Refused before the first token, with ``message`` as far as the installed frontend lets it
+    through.
+    """
     assert not reply.choices, reply.text
     if DYNAMO < (1, 6) and (stream or completions):
         assert reply.status == (200 if stream else 500)
@@ -143,7 +147,9 @@ def check_refused(reply: Reply, message: str, *, stream: bool = False, completio
 
 
 def check_failed(reply: Reply, message: str, *, stream: bool = False) -> None:
-    """Failed while it ran. 1.4.2 shows the message only if the failure is the first thing that it hears."""
+    """Failed while it ran. 1.4.2 shows the message only if the failure is the first thing that
+    it hears.
+    """
     assert reply.finish_reason is None, reply.text
     if DYNAMO < (1, 6):
         assert reply.status in ({200} if stream else {400, 500}), reply.text
@@ -171,7 +177,9 @@ def with_third_parties(stack: Stack, *names: str) -> list[str]:
 
 @contextlib.contextmanager
 def serving(directory: Path, model_path: Path) -> Iterator[tuple[Stack, Worker]]:
-    """One frontend, and one worker with an operator's watermark key and third parties' processors."""
+    """One frontend, and one worker with an operator's watermark key and third parties'
+    processors.
+    """
     (directory / "key").write_text(KEY.hex())
     policy = directory / "policy.yaml"
     policy.write_text(f"keys:\n  house: {{file: {directory / 'key'}}}\n")

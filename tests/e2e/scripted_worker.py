@@ -1,6 +1,8 @@
-"""``python -m worker`` with a scripted engine, so that a test decides how long a request lasts and how it ends.
+"""``python -m worker`` with a scripted engine, so that a test decides how long a request lasts and
+how it ends.
 
-The prompt's first token says what to do; after it the answer is one letter every ``SCRIPT_STEP_S`` seconds.
+The prompt's first token says what to do; after it the answer is one letter every ``SCRIPT_STEP_S``
+seconds.
 """
 
 from __future__ import annotations

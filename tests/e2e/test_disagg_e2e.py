@@ -1,4 +1,6 @@
-"""One prefill and one decode worker behind Dynamo's own prefill router: as one worker, token for token."""
+"""One prefill and one decode worker behind Dynamo's own prefill router: as one worker, token for
+token.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,9 @@ def test_bfloat16_answers_are_those_of_one_engine(stack: Stack, tiny_model: Path
 
 
 SAMPLING: dict[str, dict[str, Any]] = {"greedy": {"seed": 7}, "seeded": {"temperature": 1.0, "seed": 7}}
-"""In place of an example's own; no temperature is greedy, unless the example names a processor for it."""
+"""In place of an example's own; no temperature is greedy, unless the example names a processor
+for it.
+"""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""What goes wrong between prefill and decode: the answer is the same, or an error comes; nothing stays held."""
+"""What goes wrong between prefill and decode: the answer is the same, or an error comes; nothing
+stays held.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def held(prefill: Worker) -> float:
 
 
 def settled(stack: Stack) -> None:
-    """Nobody is in flight, nothing is held and every block is free again, on every worker that runs."""
+    """Nobody is in flight, nothing is held and every block is free again, on every worker that
+    runs.
+    """
     for worker in stack.workers:
         if worker.running:
             wait_for(lambda worker=worker: worker.metric("dlw_in_flight_requests") == 0, "no request in flight")
@@ -142,7 +146,9 @@ def test_a_hold_ends_in_time_and_decode_computes(pair: Stack, reference: Referen
 
 
 def test_disconnects_in_every_phase(pair: Stack, reference: Reference) -> None:
-    """200 clients leave at random times; all that they held comes back, and the others' answers are their own."""
+    """200 clients leave at random times; all that they held comes back, and the others' answers
+    are their own.
+    """
     chance = random.Random(3)
 
     async def leave(client: httpx.AsyncClient, number: int) -> None:
@@ -173,7 +179,9 @@ def test_disconnects_in_every_phase(pair: Stack, reference: Reference) -> None:
 
 
 class Mortals:
-    """A stack of which a test kills a worker; the next test has another one. The workers talk over TCP alone."""
+    """A stack of which a test kills a worker; the next test has another one. The workers talk
+    over TCP alone.
+    """
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
@@ -181,7 +189,9 @@ class Mortals:
         self._workers: dict[str, Worker] = {}
 
     def pair(self) -> tuple[Worker, Worker]:
-        """A prefill and a decode worker that know each other unless one is new; nobody else is registered."""
+        """A prefill and a decode worker that know each other unless one is new; nobody else is
+        registered.
+        """
         for role in ("prefill", "decode"):
             if role not in self._workers or not self._workers[role].running:
                 self._bury(role)
@@ -217,7 +227,9 @@ def answered(stack: Stack, prompt: list[int]) -> Reply | None:
 
 
 def unread(receiver: Process, sender: Process) -> int:
-    """Bytes on TCP connections between two processes that the receiver has not read; it must be stopped."""
+    """Bytes on TCP connections between two processes that the receiver has not read; it must be
+    stopped.
+    """
     sent = {(local, remote) for local, remote, _ in connections(sender)}
     return sum(waiting for local, remote, waiting in connections(receiver) if (remote, local) in sent)
 
@@ -324,7 +336,9 @@ def test_decode_dies_before_or_while_it_reads(mortals: Mortals, reference: Refer
 def test_a_prefill_worker_is_killed_and_nobody_who_asks_afterwards_fails(
     stack: Stack, reference: Reference, migrates: bool
 ) -> None:
-    """It stays listed for a lease of 10 s; a frontend that is set as docs/disaggregation.md says leaves it alone."""
+    """It stays listed for a lease of 10 s; a frontend that is set as docs/disaggregation.md says
+    leaves it alone.
+    """
     stack.environ["DYN_RUNTIME_INHIBITED_DURATION_SECS"] = "600"
     frontend = stack.start_frontend(*(["--migration-limit", "3"] if migrates else []))
     for role in ("prefill", "decode", "prefill"):

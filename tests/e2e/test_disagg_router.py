@@ -1,4 +1,6 @@
-"""The KV router sends a prompt to the worker that has its beginning, and usage says how much it had."""
+"""The KV router sends a prompt to the worker that has its beginning, and usage says how much it
+had.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whoever reaches a worker's port: what a decode worker makes of hand-offs that no frontend brings."""
+"""Whoever reaches a worker's port: what a decode worker makes of hand-offs that no frontend
+brings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Grammars that are made to hurt, through the frontend: refused, or answered, and the worker goes on."""
+"""Grammars that are made to hurt, through the frontend: refused, or answered, and the worker
+goes on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Generated grammar bombs through the frontend, by the thousand, beside clients who want nothing but their answers."""
+"""Generated grammar bombs through the frontend, by the thousand, beside clients who want nothing
+but their answers.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ from adapters.client import processor
 Shared = tuple[Stack, Worker]
 
 ANSWERS = {200, 400, 529} | ({500} if DYNAMO < (1, 6) else set())
-"""Answered; refused; not compiled in time, because other bombs were in front of it; failed by a limit of a step after
-the first token, which the older frontend makes a 500: a `multipleOf` does, and nothing else did in 2,400.
-`check_calm` holds every 500 against the worker's count."""
+"""Answered; refused; not compiled in time, because other bombs were in front of it; failed by a
+limit of a step after the first token, which the older frontend makes a 500: a `multipleOf` does,
+and nothing else did in 2,400. `check_calm` holds every 500 against the worker's count."""
 
 CACHE_MIB = 32
 TIMEOUT_S = 0.3

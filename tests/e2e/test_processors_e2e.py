@@ -1,4 +1,6 @@
-"""Logits processors through Dynamo's own frontend: what a client asks for is what it gets, or it hears why not."""
+"""Logits processors through Dynamo's own frontend: what a client asks for is what it gets, or it
+hears why not.
+"""
 
 from __future__ import annotations
 
@@ -281,7 +283,9 @@ def test_a_header_too_large_is_refused_by_the_frontend(served: Shared) -> None:
 
 
 def test_what_the_frontend_does_to_headers(served: Shared) -> None:
-    """It drops a value that is not ASCII, and all but the first of several: nobody behind it can tell."""
+    """It drops a value that is not ASCII, and all but the first of several: nobody behind it can
+    tell.
+    """
     plain = chat(served[0])
     value = selection(processor("forced_sequence", text="Hi")).replace("Hi", "é").encode()
     assert chat(served[0], headers={HEADER: value}).content == plain.content

@@ -1,4 +1,6 @@
-"""Requests that nobody should send, by the thousand: each is answered or refused, and the worker is what it was."""
+"""Requests that nobody should send, by the thousand: each is answered or refused, and the worker
+is what it was.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class Record:
 
 
 def fuzz(stack: Stack, worker: Worker, seed: int, numbers: range) -> Record:
-    """Send the cases one after the other, and see every hundred that the worker still answers as it did."""
+    """Send the cases one after the other, and see every hundred that the worker still answers as
+    it did.
+    """
     record = Record()
     expected = chat(stack, max_tokens=4).content
     url = f"{stack.url}/v1/chat/completions"
@@ -85,9 +89,11 @@ def rss(worker: Worker) -> int:
 
 
 def grown_bytes(stack: Stack, worker: Worker, seed: int, numbers: range) -> float:
-    """Bytes per request that memory grows by when requests that were served before are sent again, three times over.
+    """Bytes per request that memory grows by when requests that were served before are sent again,
+    three times over.
 
-    The least of three rounds: an allocator takes some megabytes once, now and then; a leak grows in every round.
+    The least of three rounds: an allocator takes some megabytes once, now and then; a leak grows in
+        every round.
     """
     growths = []
     for _ in range(3):

@@ -1,4 +1,6 @@
-"""What the operator adds and takes away: third parties' processors, policies, deadlines; and what he can see."""
+"""What the operator adds and takes away: third parties' processors, policies, deadlines; and
+what he can see.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ async def test_one_that_raises_fails_alone_and_is_then_refused(stack: Stack) -> 
 
 
 def check_unavailable(stack: Stack) -> None:
-    """Both frontends pass the status on where they can, and put a text of their own in place of ours."""
+    """Both frontends pass the status on where they can, and put a text of their own in place of
+    ours.
+    """
     whole = chat(stack, processor("acme/raises"))
     assert (whole.status, whole.error["code"]) == (503, 503)
     streamed = chat(stack, processor("acme/raises"), stream=True)

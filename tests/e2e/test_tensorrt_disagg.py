@@ -1,4 +1,6 @@
-"""Prefill and decode by TensorRT-LLM's stand-in behind Dynamo's own prefill router: as one worker, token for token."""
+"""Prefill and decode by TensorRT-LLM's stand-in behind Dynamo's own prefill router: as one
+worker, token for token.
+"""
 
 from __future__ import annotations
 

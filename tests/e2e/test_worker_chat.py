@@ -242,7 +242,9 @@ FRONTEND_REFUSALS: dict[str, tuple[dict[str, object], str]] = {
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_frontend_refuses_itself(shared: Shared, name: str, path: str, stream: bool) -> None:
-    """A 500 on 1.4.2, whose reason is in the frontend's log alone: the worker never sees the request."""
+    """A 500 on 1.4.2, whose reason is in the frontend's log alone: the worker never sees the
+    request.
+    """
     stack, worker = shared
     fields, reason = FRONTEND_REFUSALS[name]
     prompt = {"messages": MESSAGES} if path.startswith("chat") else {"prompt": "Once"}
@@ -282,7 +284,9 @@ NAME_AND_AGE = {
 
 
 def test_json_answers_beside_a_tool_call_parser(stack: Stack) -> None:
-    """Dynamo's hermes takes an object with a name for a call, unless the answer is streamed (docs/request.md)."""
+    """Dynamo's hermes takes an object with a name for a call, unless the answer is streamed
+    (docs/request.md).
+    """
     stack.start_frontend()
     stack.start_worker("--device", "cpu", "--dyn-tool-call-parser", "hermes")
     inside = {**NAME_AND_AGE, "properties": {"person": NAME_AND_AGE}, "required": ["person"]}

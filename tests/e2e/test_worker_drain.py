@@ -1,4 +1,6 @@
-"""SIGTERM with requests in flight: they finish, the rest is handed off, new ones are refused; and the exit status."""
+"""SIGTERM with requests in flight: they finish, the rest is handed off, new ones are refused;
+and the exit status.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Third parties' logits processors, as an operator would name them with ``--logits-processor NAME=module:Class``."""
+"""Third parties' logits processors, as an operator would name them with ``--logits-processor
+NAME=module:Class``.
+"""
 
 from __future__ import annotations
 

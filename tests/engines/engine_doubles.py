@@ -20,9 +20,11 @@ END = 2
 
 
 class ScriptedModel:
-    """Logits are a fixed function of a row's last token and position, bit by bit the same in any batch.
+    """Logits are a fixed function of a row's last token and position, bit by bit the same in any
+    batch.
 
-    ``hook`` runs before each forward, on the step thread: it may block, raise, or edit the logits it is given.
+    ``hook`` runs before each forward, on the step thread: it may block, raise, or edit the logits
+        it is given.
     """
 
     vocab_size = WIDTH

@@ -21,7 +21,9 @@ BLOCK = 4
 
 
 class TensorRecallModel(RecallModel):
-    """Its store is a tensor, so that another process can read it; the numbers of keys are also those of values."""
+    """Its store is a tensor, so that another process can read it; the numbers of keys are also
+    those of values.
+    """
 
     def allocate_kv(self, num_segments: int, segment_size: int) -> None:
         super().allocate_kv(num_segments, segment_size)

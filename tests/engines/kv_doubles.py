@@ -17,7 +17,9 @@ END = 5
 
 
 def mix(before: int, token: int) -> int:
-    """The KV of `token` after tokens whose last KV is `before`: as in a real model, it depends on all of them."""
+    """The KV of `token` after tokens whose last KV is `before`: as in a real model, it depends
+    on all of them.
+    """
     return (before * 1_000_003 ^ (token + 7)) % (2**61 - 1)
 
 
@@ -39,10 +41,11 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class RecallModel:
-    """Implements `Model`. A position's KV is one number, made of the number before it in the store and the token.
+    """Implements `Model`. A position's KV is one number, made of the number before it in the store
+    and the token.
 
-    Every step checks all that its rows read against what their own tokens make, that nothing is written twice, and
-    that nothing is written into a segment that another row of the step has.
+    Every step checks all that its rows read against what their own tokens make, that nothing is
+    written twice, and that nothing is written into a segment that another row of the step has.
     """
 
     vocab_size = WIDTH

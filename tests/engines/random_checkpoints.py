@@ -1,4 +1,6 @@
-"""Random checkpoints of model types that `worker.tiny_model` does not write, made by transformers; no tokenizer."""
+"""Random checkpoints of model types that `worker.tiny_model` does not write, made by
+transformers; no tokenizer.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The path of the sampler that looks at no value before it has tokens: what it finds, and that it does not look.
+"""The path of the sampler that looks at no value before it has tokens: what it finds, and that it
+does not look.
 
-There is no GPU here. What the path computes is tested on CPU tensors, against the other path; that it never waits is
-tested on tensors that say they are on CUDA and have no values, so that whoever reads one fails.
+There is no GPU here. What the path computes is tested on CPU tensors, against the other path; that
+it never waits is tested on tensors that say they are on CUDA and have no values, so that whoever
+reads one fails.
 """
 
 from __future__ import annotations
@@ -145,7 +147,9 @@ def drawn_both_ways(
 
 @given(power=st.integers(0, 9), part=st.data())
 def test_both_paths_agree_at_exact_boundaries(power: int, part: st.DataObject) -> None:
-    """Equal weights, whose shares are exact: where a prefix ends exactly, and where a number is exactly between two."""
+    """Equal weights, whose shares are exact: where a prefix ends exactly, and where a number is
+    exactly between two.
+    """
     size = 2**power
     count, place = part.draw(st.integers(1, size)), part.draw(st.integers(0, size - 1))
     logits = torch.full((3, size), 1.5)
@@ -194,7 +198,9 @@ def test_one_row_is_rounded_as_many_are(total: int, part: float) -> None:
 
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 700), start=st.integers(0, 9))
 def test_an_exponential_depends_on_its_own_value_alone(seed: int, size: int, start: int) -> None:
-    """Not on its place, nor on how many are computed at once: a weight is the same among candidates and in a row."""
+    """Not on its place, nor on how many are computed at once: a weight is the same among
+    candidates and in a row.
+    """
     values = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 10 - 20
     part = values[start : start + size].clone()
     assert torch.equal(exponential_(part), exponential_(values)[start : start + size])
@@ -236,8 +242,8 @@ class Halves(ShapingProcessor):
 
 
 def processed_requests() -> tuple[Request, ...]:
-    """New ones, for a chain accepts a position once. In the order: forced, forced to what is never sampled, masked to
-    three tokens, masked to what is never sampled, shaped."""
+    """New ones, for a chain accepts a position once. In the order: forced, forced to what is never
+    sampled, masked to three tokens, masked to what is never sampled, shaped."""
     chains: list[list[Any]] = [
         [Steers(Force(9))],
         [Steers(Force(3))],
@@ -348,7 +354,9 @@ def test_the_step_is_settled_and_the_next_prepared_while_the_tokens_are_on_their
 
 
 class Waiting(TorchDispatchMode):
-    """Fails when the host would wait for a device: at a copy that blocks, or out of memory that is not pinned."""
+    """Fails when the host would wait for a device: at a copy that blocks, or out of memory that
+    is not pinned.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -381,7 +389,9 @@ class Moment:
 
 
 def part_of(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """``tensor[index]`` by slices, numbers and None: torch's own needs CUDA itself. Indices that are values wait."""
+    """``tensor[index]`` by slices, numbers and None: torch's own needs CUDA itself. Indices that
+    are values wait.
+    """
     dim = 0
     for item in index if isinstance(index, tuple) else (index,):
         assert item is None or isinstance(item, int | slice), f"{type(item).__name__} as an index waits"
@@ -399,8 +409,8 @@ def part_of(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 class Indexing(TorchFunctionMode):
-    """Indexes of tensors on CUDA go through `part_of`. To patch the class would stay: torch then takes a tensor of no
-    dimensions for a sequence, in every test that follows."""
+    """Indexes of tensors on CUDA go through `part_of`. To patch the class would stay: torch then
+    takes a tensor of no dimensions for a sequence, in every test that follows."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.__getitem__ and args[0].device.type == "cuda":

@@ -1,4 +1,6 @@
-"""The controller's public members one by one: which facts of Megatron-Core's hold here, and which faults do not."""
+"""The controller's public members one by one: which facts of Megatron-Core's hold here, and
+which faults do not.
+"""
 
 from __future__ import annotations
 

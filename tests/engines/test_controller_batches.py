@@ -1,4 +1,6 @@
-"""Whole batches through the controller: static and dynamic, streamed, stopped, suspended, scored."""
+"""Whole batches through the controller: static and dynamic, streamed, stopped, suspended,
+scored.
+"""
 
 from __future__ import annotations
 

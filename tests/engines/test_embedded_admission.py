@@ -1,4 +1,6 @@
-"""What is refused before the first token: every field that the engine would otherwise ignore, and every bad id."""
+"""What is refused before the first token: every field that the engine would otherwise ignore,
+and every bad id.
+"""
 
 from __future__ import annotations
 

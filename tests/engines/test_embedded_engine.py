@@ -28,7 +28,9 @@ def params(max_tokens: int | None = 20) -> SamplingParams:
 
 
 class Gate:
-    """Lets `free` forward passes through, then holds the step thread in the next one until it is opened."""
+    """Lets `free` forward passes through, then holds the step thread in the next one until it is
+    opened.
+    """
 
     def __init__(self) -> None:
         self.free = 0

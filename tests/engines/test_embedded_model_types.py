@@ -1,4 +1,6 @@
-"""Model types that run transformers' code with our attention and linear layers in it; checkpoints are made here."""
+"""Model types that run transformers' code with our attention and linear layers in it;
+checkpoints are made here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""With exact numerics a request's logits are the same, bit by bit, whatever runs beside it and however it is cut."""
+"""With exact numerics a request's logits are the same, bit by bit, whatever runs beside it and
+however it is cut.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Loaded:
-    """A model and the logits of every token of some sequences, each computed alone and in one piece."""
+    """A model and the logits of every token of some sequences, each computed alone and in one
+    piece.
+    """
 
     def __init__(self, path: Path, dtype: str, kernels: str = "auto") -> None:
         config = EmbeddedConfig(model_path=path, device="cpu", dtype=dtype, numerics="exact", kernels=kernels)
@@ -84,7 +88,9 @@ def loaded() -> dict[tuple[object, ...], Loaded]:
 
 
 def check_run(loaded: Loaded, data: st.DataObject) -> None:
-    """Compute all sequences again, cut and mixed as `data` says, and compare each row of logits on the way."""
+    """Compute all sequences again, cut and mixed as `data` says, and compare each row of logits
+    on the way.
+    """
     free = data.draw(st.permutations(range(NUM_SEGMENTS)))
     rows = data.draw(st.lists(st.integers(0, len(LENGTHS) - 1), min_size=1, max_size=5, unique=True))
     requests: dict[int, Request] = {}

@@ -1,4 +1,6 @@
-"""Everything that can be wrong with a checkpoint or a setting stops the start with one clear line."""
+"""Everything that can be wrong with a checkpoint or a setting stops the start with one clear
+line.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Temperature, min-p, top-k and top-p against plain float64 Python, with exact boundaries and ties."""
+"""Temperature, min-p, top-k and top-p against plain float64 Python, with exact boundaries and
+ties.
+"""
 
 from __future__ import annotations
 
@@ -214,7 +216,9 @@ def test_a_level_row_is_drawn_from_end_to_end() -> None:
     "controls", [Controls(), Controls(top_k=40), Controls(top_p=0.8), Controls(0.7, 0.01, 100, 0.9)]
 )
 def test_frequencies_of_five_million_draws(controls: Controls) -> None:
-    """Evenly spread numbers instead of random ones: each token's share is exact to one part in the count."""
+    """Evenly spread numbers instead of random ones: each token's share is exact to one part in
+    the count.
+    """
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(3)) * 2
     share = log_weights(logits, [controls])[0].softmax(-1)
     count = 5_000_000

@@ -1,7 +1,8 @@
-"""First come, first served, in every role: whoever waits is not passed by those who came later, whatever they bring.
+"""First come, first served, in every role: whoever waits is not passed by those who came later,
+whatever they bring.
 
-The exchange, the scheduler and the cache are real, and the model checks every KV that it reads; only the wire between
-two workers is a double, so that what arrives when is part of the example.
+The exchange, the scheduler and the cache are real, and the model checks every KV that it reads;
+only the wire between two workers is a double, so that what arrives when is part of the example.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Tensors in huge pages where the kernel gives them: the KV store from the start, weights once they are there."""
+"""Tensors in huge pages where the kernel gives them: the KV store from the start, weights once
+they are there.
+"""
 
 from __future__ import annotations
 

@@ -243,7 +243,9 @@ def test_a_router_that_comes_later_is_told_what_is_known_and_nothing_is_kept_for
 
 
 def test_a_prompt_that_waits_is_hashed_and_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many steps go by, and however much of it becomes known or is evicted in the meantime."""
+    """However many steps go by, and however much of it becomes known or is evicted in the
+    meantime.
+    """
     hashed, compared = [], []
     made_of = blocks.Block.is_made_of
     monkeypatch.setattr(blocks, "hash_block", lambda parent, tokens: hashed.append(1) or hash_block(parent, tokens))
@@ -275,7 +277,9 @@ def test_a_prompt_that_waits_is_hashed_and_compared_once(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("modulus", [5, 50, 1000])
 def test_what_follows_a_known_block_is_found(modulus: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whatever is known, all that is before it is known: also where hashes of different tokens are equal."""
+    """Of whatever is known, all that is before it is known: also where hashes of different
+    tokens are equal.
+    """
     monkeypatch.setattr(blocks, "hash_block", lambda parent, tokens: hash_block(parent, tokens) % modulus)
     house = House(routes=False)
     for seed in range(3):

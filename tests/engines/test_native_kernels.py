@@ -26,7 +26,9 @@ from worker.errors import StartupError
 from worker.sampling import SamplingParams
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
-"""Of a result, relative: half a unit in the last place of bfloat16, and what a few operations lose in float32."""
+"""Of a result, relative: half a unit in the last place of bfloat16, and what a few operations
+lose in float32.
+"""
 DTYPES = [dtype for dtype, kind in native._KINDS.items() if set(kind.needs) <= native._cpu_flags()]
 """Those that this processor has what is needed for."""
 
@@ -40,8 +42,9 @@ each_dtype = pytest.mark.parametrize(
     ],
     ids=str,
 )
-"""What runs the kernels needs the processor's instructions. Elsewhere torch's kernels keep the same promises, which
-`test_embedded_numerics` tests on every processor; which of them are taken is tested here, with any."""
+"""What runs the kernels needs the processor's instructions. Elsewhere torch's kernels keep the same
+promises, which `test_embedded_numerics` tests on every processor; which of them are taken is tested
+here, with any."""
 
 
 def randn(dtype: torch.dtype, generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -280,7 +283,9 @@ def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.Mon
 def test_which_processors_they_are_taken_on(
     flags: tuple[str, ...], auto: bool, asked_for: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AMX's tiles outrun them. Here only what is asked of the processor's flags, whatever this one has."""
+    """AMX's tiles outrun them. Here only what is asked of the processor's flags, whatever this
+    one has.
+    """
     monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset(flags))
     if not isinstance(asked_for, str):
         monkeypatch.setattr(native, "unavailable", lambda dtype: None)

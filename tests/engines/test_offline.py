@@ -1,4 +1,6 @@
-"""The offline engine against transformers: texts, ids, log probabilities, several answers, and what is refused."""
+"""The offline engine against transformers: texts, ids, log probabilities, several answers, and
+what is refused.
+"""
 
 from __future__ import annotations
 

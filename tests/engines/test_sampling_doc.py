@@ -1,4 +1,6 @@
-"""`docs/sampling.md` says what the engine does: every field once, the reasons word for word, and tests that exist."""
+"""`docs/sampling.md` says what the engine does: every field once, the reasons word for word, and
+tests that exist.
+"""
 
 from __future__ import annotations
 

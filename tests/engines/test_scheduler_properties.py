@@ -1,4 +1,6 @@
-"""Scheduler and cache under random arrivals, aborts, ends and preemptions, with every read of KV checked."""
+"""Scheduler and cache under random arrivals, aborts, ends and preemptions, with every read of KV
+checked.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,8 @@ class House:
                 self.computed.pop(one.id)
 
     def check_admissions(self, before: list[Request], known: set[int]) -> None:
-        """Who is admitted starts with all that is known, and passes only those who wait for a prompt like theirs.
+        """Who is admitted starts with all that is known, and passes only those who wait for a
+        prompt like theirs.
 
         What was known before the step may have been evicted for those who were admitted first.
         """
@@ -135,7 +138,9 @@ class House:
                     assert any(shared_tokens(passed, other) > len(passed.tokens) // 2 for other in self.running)
 
     def expected_match(self, one: Request, known: set[int]) -> int:
-        """From the router's view: the known blocks that the tokens begin with, one token left over."""
+        """From the router's view: the known blocks that the tokens begin with, one token left
+        over.
+        """
         parent, matched = ROOT, 0
         while matched + BLOCK < len(one.tokens):
             parent = hash_block(parent, one.tokens[matched : matched + BLOCK])

@@ -1,6 +1,8 @@
-"""One batch with every built-in processor and with none; whatever joins and leaves, a row is what it is alone.
+"""One batch with every built-in processor and with none; whatever joins and leaves, a row is what
+it is alone.
 
-The model's logits are the same bit by bit in any batch, so tokens, log probabilities and receipts must be, too.
+The model's logits are the same bit by bit in any batch, so tokens, log probabilities and receipts
+must be, too.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class HouseModel(ScriptedModel):
-    """The scripted model over the conformance kit's vocabulary, so that processors of text have text."""
+    """The scripted model over the conformance kit's vocabulary, so that processors of text have
+    text.
+    """
 
     def __init__(self) -> None:
         vocabulary = house_vocabulary()
@@ -73,7 +77,9 @@ def examples() -> dict[str, list[dict[str, Any]]]:
 
 
 class Counts:
-    """A third party's processor in Dynamo's shape, whose effect depends on how often it was called."""
+    """A third party's processor in Dynamo's shape, whose effect depends on how often it was
+    called.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
@@ -287,7 +293,9 @@ def shuffled(
     watch: Callable[[Batch], None] = lambda batch: None,
     **settings: int,
 ) -> dict[str, Answer]:
-    """The rows in random order: the first ``together`` at once, the others at random steps; some leave early."""
+    """The rows in random order: the first ``together`` at once, the others at random steps; some
+    leave early.
+    """
     source = random.Random(seed)
     order = list(rows)
     source.shuffle(order)
@@ -308,7 +316,9 @@ def shuffled(
 
 
 def differing(rows: Sequence[Row], answers: dict[str, Answer], known: Catalog) -> list[str]:
-    """Names of the rows that are not what they are alone; one that was aborted must be the beginning of it."""
+    """Names of the rows that are not what they are alone; one that was aborted must be the
+    beginning of it.
+    """
     found = []
     for row in rows:
         answer, solo = answers[row.name], alone(row, known)

@@ -1,4 +1,6 @@
-"""Stop strings see text, not tokens: however an answer is cut, the same text and whole tokens are left of it."""
+"""Stop strings see text, not tokens: however an answer is cut, the same text and whole tokens
+are left of it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Pieces:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
-    """The stop string that ends first, the longest of those that end together, found one character at a time."""
+    """The stop string that ends first, the longest of those that end together, found one
+    character at a time.
+    """
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -160,13 +164,17 @@ LEADING = 258
 
 
 def byte_level(ids: Sequence[int]) -> str:
-    """A token for each byte; one that stands for none; a word; and one of a word and a byte that begins a character."""
+    """A token for each byte; one that stands for none; a word; and one of a word and a byte that
+    begins a character.
+    """
     tokens = [*(bytes([one]) for one in BYTES), b"", b" word", b" w\xf0"]
     return b"".join(tokens[one] for one in ids).decode("utf-8", "replace")
 
 
 def byte_fallback() -> Decode:
-    """As tokenizers made by SentencePiece decode: a run of bytes is text if all of it is, or U+FFFD for each byte."""
+    """As tokenizers made by SentencePiece decode: a run of bytes is text if all of it is, or
+    U+FFFD for each byte.
+    """
     vocabulary = {f"<0x{one:02X}>": one for one in BYTES} | {"<s>": SPECIAL, "\u2581word": WORD, "\u2581w": LEADING}
     tokenizer = Tokenizer(BPE(vocabulary, [], byte_fallback=True))
     tokenizer.add_special_tokens(["<s>"])
@@ -226,7 +234,9 @@ def test_any_bytes_give_the_whole_text(parts: list[tuple[list[int], int]], toget
 def test_bytes_that_follow_a_stray_one_give_the_whole_text_with_byte_fallback(
     parts: list[tuple[list[int], int]],
 ) -> None:
-    """Runs that begin with a stray byte: of others, whole characters that were given out would be taken back."""
+    """Runs that begin with a stray byte: of others, whole characters that were given out would
+    be taken back.
+    """
     decode = byte_fallback()
     ids: list[int] = []
     for run, count in parts:

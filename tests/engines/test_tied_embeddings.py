@@ -1,4 +1,6 @@
-"""Tied embeddings are held once: rows come out of the packed output layer, bit by bit those of the checkpoint."""
+"""Tied embeddings are held once: rows come out of the packed output layer, bit by bit those of
+the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def randn(rows: int, inner: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def blocked(weight: torch.Tensor, columns: int, inner_block: int) -> torch.Tensor:
-    """``weight`` as oneDNN lays it out, ``OI{inner_block}i{columns}o``, in words of 32 bits; element by element."""
+    """``weight`` as oneDNN lays it out, ``OI{inner_block}i{columns}o``, in words of 32 bits;
+    element by element.
+    """
     per_word = 4 // weight.itemsize
     rows, inner = weight.shape
     step = inner_block * per_word
@@ -138,7 +142,9 @@ def make(model_type: str, is_tied: bool) -> Any:
 
 
 def large_bytes(network: Any, least: int) -> int:
-    """Bytes of all memory of at least `least` that tensors hold which `network` keeps alive, each counted once."""
+    """Bytes of all memory of at least `least` that tensors hold which `network` keeps alive,
+    each counted once.
+    """
     passed_over = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
     sizes: dict[int, int] = {}
     seen: set[int] = set()

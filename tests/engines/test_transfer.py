@@ -1,4 +1,6 @@
-"""KV from one process's memory into another's: exact, in time or not at all, and nothing left over."""
+"""KV from one process's memory into another's: exact, in time or not at all, and nothing left
+over.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A reader that is killed while it reads: the holder lives, its hold ends in time, and the next reader is served.
+"""A reader that is killed while it reads: the holder lives, its hold ends in time, and the next
+reader is served.
 
-Over shared memory the kernel copies for the reader; over TCP the holder answers, and has answers for a dead peer.
+Over shared memory the kernel copies for the reader; over TCP the holder answers, and has answers
+for a dead peer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""KV in a GPU's memory: what NIXL is told about it. The GPU and NIXL are stand-ins, the addresses are checked."""
+"""KV in a GPU's memory: what NIXL is told about it. The GPU and NIXL are stand-ins, the
+addresses are checked.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class OnCuda:
 
 
 class RecordingAgent:
-    """What NIXL's agent is told; it moves the tickets, which lie in this process's own memory, and nothing else."""
+    """What NIXL's agent is told; it moves the tickets, which lie in this process's own memory,
+    and nothing else.
+    """
 
     def __init__(self, name: str, config: object) -> None:
         self.registered: list[tuple[str, list[tuple[int, int, int, str]]]] = []

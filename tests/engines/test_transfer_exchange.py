@@ -1,4 +1,6 @@
-"""Prefill here, decode there: the same tokens, whatever happens between, and every segment back at the end."""
+"""Prefill here, decode there: the same tokens, whatever happens between, and every segment back
+at the end.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The Triton kernel without a GPU: run by Triton's interpreter against sorting, and compiled for real GPUs.
+"""The Triton kernel without a GPU: run by Triton's interpreter against sorting, and compiled for
+real GPUs.
 
-Triton decides when it is imported whether kernels are interpreted, so that each test has a process of its own.
+Triton decides when it is imported whether kernels are interpreted, so that each test has a process
+of its own.
 """
 
 from __future__ import annotations

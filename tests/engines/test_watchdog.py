@@ -15,7 +15,9 @@ from worker.sampling import SamplingParams
 HERE = Path(__file__).parent
 
 END_S = 60.0
-"""When a process counts as one that never ends; a busy machine may need a while for all the stacks."""
+"""When a process counts as one that never ends; a busy machine may need a while for all the
+stacks.
+"""
 
 PROGRAM = """
 import asyncio, ctypes, sys, threading, time

@@ -1,4 +1,5 @@
-"""A second process with a KV store of its own: holds prompts for the tests or reads theirs, as it is told.
+"""A second process with a KV store of its own: holds prompts for the tests or reads theirs, as it
+is told.
 
 Processes are forked from one that has imported everything, so that each starts at once.
 """
@@ -39,7 +40,8 @@ class Peer:
 
     Attributes:
         tensors: The same numbers that the process begins with.
-        notes: Tickets that came back to a port of ours while it waited for the process; see `answer_to`.
+        notes: Tickets that came back to a port of ours while it waited for the process; see
+            `answer_to`.
     """
 
     def __init__(

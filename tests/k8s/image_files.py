@@ -64,7 +64,9 @@ def pins() -> dict[str, str]:
 
 
 def closure(needed: Iterable[Requirement]) -> set[str]:
-    """Canonical names of all that pip would install for these requirements, as the installed versions say."""
+    """Canonical names of all that pip would install for these requirements, as the installed
+    versions say.
+    """
     found: set[str] = set()
     waiting = [(one, "") for one in needed]
     while waiting:

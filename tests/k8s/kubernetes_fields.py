@@ -1,4 +1,6 @@
-"""Checks a document against the Kubernetes API's own types, as the official Python client declares them."""
+"""Checks a document against the Kubernetes API's own types, as the official Python client
+declares them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ _SCALARS: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "bool": 
 
 
 def problems(document: Any, kind: str, path: str = "$") -> Iterator[str]:
-    """Every place where ``document`` is not a ``kind``, such as ``V1PodTemplateSpec`` or ``list[V1Container]``."""
+    """Every place where ``document`` is not a ``kind``, such as ``V1PodTemplateSpec`` or
+    ``list[V1Container]``.
+    """
     items = re.fullmatch(r"list\[(.+)\]", kind)
     values = re.fullmatch(r"dict\(str, (.+)\)", kind)
     if items or values:

@@ -1,4 +1,6 @@
-"""The images have what the manifests' command lines need: that set of packages serves, here, in their processes."""
+"""The images have what the manifests' command lines need: that set of packages serves, here, in
+their processes.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ TRTLLM_BASE: dict[str, str | None] = {
     "transformers": "4.57.1",
     "uvloop": None,
 }
-"""What the base image of the TensorRT-LLM stage has, with the version where TensorRT-LLM's requirements.txt or one that
-it names fixes it; uvloop is added by Dynamo's own build of that image."""
+"""What the base image of the TensorRT-LLM stage has, with the version where TensorRT-LLM's
+requirements.txt or one that it names fixes it; uvloop is added by Dynamo's own build of that
+image."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,9 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
 
 
 def start(stack: Stack, python: Path, part: Component, log: Path) -> Process:
-    """As a pod would, with the image's packages; ports, paths, network and discovery are this machine's."""
+    """As a pod would, with the image's packages; ports, paths, network and discovery are this
+    machine's.
+    """
     port = str(free_port())
     here = {"8000": str(stack.http_port), "9090": port, "eth0": "lo"}
     words = [here.get(word, word).replace("/models/", f"{stack.directory}/models/") for word in part.main["args"]]
@@ -106,7 +111,9 @@ def test_what_an_image_lacks_fails_its_build(tmp_path: Path) -> None:
 
 
 def test_tensorrt_llm_keeps_its_own_set() -> None:
-    """What it has is left alone, what it lacks or has too old for us comes in a tested version, and nothing else."""
+    """What it has is left alone, what it lacks or has too old for us comes in a tested version,
+    and nothing else.
+    """
     command = install_command("trtllm")
     assert command.startswith("uv pip install ")  # the virtual environment of the base image may be without pip
     assert "--no-deps" in command

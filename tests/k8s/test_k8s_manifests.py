@@ -1,4 +1,6 @@
-"""What the manifests say holds for the worker as it is: command lines, ports, grace periods, images."""
+"""What the manifests say holds for the worker as it is: command lines, ports, grace periods,
+images.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,9 @@ def test_the_job_writes_the_model_that_the_manifests_serve(tmp_path: Path) -> No
 
 
 def test_kubernetes_would_refuse_a_broken_pod() -> None:
-    """The check above is worth something: a misspelt field, a wrong type and a missing name are found."""
+    """The check above is worth something: a misspelt field, a wrong type and a missing name are
+    found.
+    """
     pod = load_graph("agg")["spec"]["components"][1]["podTemplate"]
     (main,) = pod["spec"]["containers"]
     main["livenessprobe"] = main.pop("livenessProbe")

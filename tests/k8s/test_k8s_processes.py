@@ -1,4 +1,6 @@
-"""The processes of `k8s/agg.yaml`, started here as a pod would start them, answer their probes and end in time."""
+"""The processes of `k8s/agg.yaml`, started here as a pod would start them, answer their probes
+and end in time.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def parts() -> tuple[Component, Component]:
 
 
 def start(stack: Stack, part: Component, ports: dict[str, str], **environ: str) -> Process:
-    """With the manifest's command, arguments and variables; ports, paths and discovery are this machine's."""
+    """With the manifest's command, arguments and variables; ports, paths and discovery are this
+    machine's.
+    """
     words = [ports.get(word, word) for word in [*part.main["command"], *part.main["args"]]]
     words = [word.replace("/models/", f"{stack.directory}/models/") for word in words]
     given = {name: ports.get(value, value) for name, value in part.environ.items()}

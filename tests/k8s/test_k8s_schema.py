@@ -1,4 +1,6 @@
-"""The schema takes our manifests and refuses what the operator, Kubernetes or the worker would stumble over."""
+"""The schema takes our manifests and refuses what the operator, Kubernetes or the worker would
+stumble over.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs a launch script as a user does at a terminal, in a home, cache and temporary directory of its own."""
+"""Runs a launch script as a user does at a terminal, in a home, cache and temporary directory of
+its own.
+"""
 
 from __future__ import annotations
 

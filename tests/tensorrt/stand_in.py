@@ -1,4 +1,6 @@
-"""The stand-in for TensorRT-LLM in this process, in one version and with the troubles that a test wants."""
+"""The stand-in for TensorRT-LLM in this process, in one version and with the troubles that a
+test wants.
+"""
 
 from __future__ import annotations
 

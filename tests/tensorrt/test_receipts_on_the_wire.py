@@ -1,4 +1,6 @@
-"""What receipts put on the wire, on both engines: linear in the answer, attribution once, nothing changes later."""
+"""What receipts put on the wire, on both engines: linear in the answer, attribution once,
+nothing changes later.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def asked(max_tokens: int, receipt: Any) -> SamplingParams:
 
 
 async def receipts_of(engine: Any, max_tokens: int, receipt: Any) -> list[Any]:
-    """The receipt of each chunk, as it is when the answer has ended; none has changed since it came."""
+    """The receipt of each chunk, as it is when the answer has ended; none has changed since it
+    came.
+    """
     told, known, finished = [], [], []
     async for delta in engine.generate(f"{receipt} {max_tokens}", PROMPT, asked(max_tokens, receipt)):
         told.append(delta.engine_data["logits_processors"])

@@ -1,4 +1,6 @@
-"""Whatever a request asks for, TensorRT-LLM's tokens are the embedded engine's: fp32, greedy or seeded."""
+"""Whatever a request asks for, TensorRT-LLM's tokens are the embedded engine's: fp32, greedy or
+seeded.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def adapters(model: Path, name: str, args: dict[str, Any], prompt: list[int], ma
 
 
 def comparable(engine_data: Any) -> Any:
-    """A receipt, less what only one of the engines says: who draws, and whether bits depend on the batch."""
+    """A receipt, less what only one of the engines says: who draws, and whether bits depend on
+    the batch.
+    """
     receipt = dict(engine_data["logits_processors"])
     receipt["processors"] = [each for each in receipt["processors"] if each["name"] != "seeded_draw"]
     del receipt["numerics"]

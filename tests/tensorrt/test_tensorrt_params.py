@@ -1,4 +1,6 @@
-"""Every row of `docs/request.md` becomes a ``SamplingParams`` that either version takes, or a processor."""
+"""Every row of `docs/request.md` becomes a ``SamplingParams`` that either version takes, or a
+processor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The stand-in's own behaviour, called as the real LLM API is: what the worker is protected from."""
+"""The stand-in's own behaviour, called as the real LLM API is: what the worker is protected
+from.
+"""
 
 from __future__ import annotations
 

@@ -268,7 +268,9 @@ def test_ids_that_shrink_at_the_end() -> None:
 
 @pytest.mark.parametrize("finish", [None, "length", "cancelled", "timeout"])
 def test_the_length_limit_holds_whatever_is_generated(finish: str | None) -> None:
-    """TensorRT-LLM may not count the token that a prefill worker handed over (its pull request 16691)."""
+    """TensorRT-LLM may not count the token that a prefill worker handed over (its pull request
+    16691).
+    """
     cursor = Cursor(0, frozenset({4}), 4, max_tokens=3)
     first, last = cursor.advance(output([5, 6])), cursor.advance(output([5, 6, 7, 8], finish))
     assert first is not None

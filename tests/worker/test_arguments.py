@@ -239,6 +239,8 @@ def row(option: Option) -> str:
 
 
 def test_the_document_shows_the_table() -> None:
-    """`docs/configuration.md` has exactly the rows of `OPTIONS`; on failure, paste the left side."""
+    """`docs/configuration.md` has exactly the rows of `OPTIONS`; on failure, paste the left
+    side.
+    """
     document = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     assert [row(option) for option in OPTIONS] == re.findall(r"^\| `--.*$", document, re.MULTILINE)

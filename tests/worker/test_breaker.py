@@ -1,4 +1,6 @@
-"""The circuit breaker: opens on repeated failures, rests, is on probation, and closes on success."""
+"""The circuit breaker: opens on repeated failures, rests, is on probation, and closes on
+success.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Fields that are processors by another name: one table; what the operator's policy makes of them, over all of them."""
+"""Fields that are processors by another name: one table; what the operator's policy makes of
+them, over all of them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ MODEL = "tiny"
 IDS = st.integers(8, 990)
 NUMBERS = {"allow_nan": False}
 
-# what a client may send for each control, neutral values among them, and an operator's arguments for its processor
+# what a client may send for each control, neutral values among them, and an operator's arguments
+# for its processor
 VALUES: dict[str, tuple[st.SearchStrategy[Any], dict[str, Any]]] = {
     "repetition_penalty": (st.just(1) | st.floats(0.01, 100, **NUMBERS), {"penalty": 1.25}),
     "frequency_penalty": (st.just(0) | st.floats(-2, 2, **NUMBERS), {"penalty": 0.5}),
@@ -93,7 +96,9 @@ def operators(origin: Origin, name: str, args: dict[str, Any]) -> tuple[Requeste
 
 
 def served(desk: ProcessorDesk, request: GenerationRequest) -> tuple[SamplingParams, ProcessorChain | None]:
-    """What the sampler gets of the request: the way of `WorkerEngine` and of an engine's admission."""
+    """What the sampler gets of the request: the way of `WorkerEngine` and of an engine's
+    admission.
+    """
     selection = desk.select(request, {})
     params = lower(request, [END])
     ends, prompt = params.end_token_ids, request.prompt_token_ids
@@ -138,7 +143,9 @@ def test_a_neutral_value_changes_no_row(kind: type[Processor], facts: Facts) -> 
 
 @given(controls, st.data())
 def test_a_default_yields_to_the_clients_field(facts: Facts, control: Control, data: st.DataObject) -> None:
-    """The request is served as without a policy, whatever the value; without the field the default holds."""
+    """The request is served as without a policy, whatever the value; without the field the
+    default holds.
+    """
     name = control.processor.name
     values, args = VALUES[name]
     value = data.draw(values)
@@ -282,7 +289,9 @@ def test_an_argument_that_the_field_has_beside_its_value_is_compared_too(facts: 
 
 @pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
 def test_a_field_that_lost_digits_on_its_way_is_the_same(facts: Facts, name: str) -> None:
-    """Dynamo's frontend keeps 32 bits of a number: who asks for the operator's own 0.7 asks for 0.699999988079071."""
+    """Dynamo's frontend keeps 32 bits of a number: who asks for the operator's own 0.7 asks for
+    0.699999988079071.
+    """
     control = next(control for control in CONTROLS if control.field == name)
     desk = desk_with(facts, mandatory=operators("mandatory", name, {control.argument: 0.7}))
     seen = struct.unpack("f", struct.pack("f", 0.7))[0]

@@ -1,4 +1,6 @@
-"""Which part of a request a worker does, and how many prompts a decode worker computes for want of a hand-off."""
+"""Which part of a request a worker does, and how many prompts a decode worker computes for want
+of a hand-off.
+"""
 
 from __future__ import annotations
 

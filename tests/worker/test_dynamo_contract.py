@@ -1,4 +1,6 @@
-"""Every fact of ai-dynamo that the worker relies on, checked against the version that is installed."""
+"""Every fact of ai-dynamo that the worker relies on, checked against the version that is
+installed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Requests with a grammar, from the desk to the engine: refused alone, counted, cancelled, drained."""
+"""Requests with a grammar, from the desk to the engine: refused alone, counted, cancelled,
+drained.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ async def build(desk: ProcessorDesk, guided: dict[str, Any], client: str | None 
 
 
 async def running(sandbox: GrammarSandbox, desk: ProcessorDesk, count: int = 1) -> None:
-    """Until ``count`` grammars are in the sandbox; each look at it is a grammar that is compiled meanwhile."""
+    """Until ``count`` grammars are in the sandbox; each look at it is a grammar that is compiled
+    meanwhile.
+    """
     number = 0
     while sandbox.num_running + sandbox.num_waiting != count:
         number += 1

@@ -1,4 +1,6 @@
-"""`WorkerEngine` between the runtime and an engine, both fake: who is told what, and what is freed when."""
+"""`WorkerEngine` between the runtime and an engine, both fake: who is told what, and what is
+freed when.
+"""
 
 from __future__ import annotations
 
@@ -262,7 +264,9 @@ async def test_abort_frees_at_once_even_if_the_stream_is_never_closed() -> None:
 
 
 async def test_a_stream_that_the_garbage_collector_closes_is_no_error() -> None:
-    """The runtime drops the stream of a client that left, and the collector runs in whichever thread it likes."""
+    """The runtime drops the stream of a client that left, and the collector runs in whichever
+    thread it likes.
+    """
     worker, _, _ = await started()
     stream = worker.generate(request(), Context("a"))
     await anext(stream)

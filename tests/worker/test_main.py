@@ -1,4 +1,6 @@
-"""``python -m worker`` up to the point where it would serve: checks, one line each, and the exit status."""
+"""``python -m worker`` up to the point where it would serve: checks, one line each, and the exit
+status.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The desk: selections, policy and fields to chains; what is refused; deadlines; metrics and breakers."""
+"""The desk: selections, policy and fields to chains; what is refused; deadlines; metrics and
+breakers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The request parser: whatever comes in, a `GenerationRequest` in range or an `InvalidRequest` goes out."""
+"""The request parser: whatever comes in, a `GenerationRequest` in range or an `InvalidRequest`
+goes out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Disaggregated serving, as far as a request sees it: which part of it this worker does, and what it hands over."""
+"""Disaggregated serving, as far as a request sees it: which part of it this worker does, and
+what it hands over.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,13 @@ from worker.requests.request import GenerationRequest
 Role = Literal["aggregated", "prefill", "decode"]
 
 OUTCOMES = ("held", "taken", "timed_out", "received", "known", "expired", "lost", "cancelled")
-"""What becomes of a hand-off, as in `worker.engines.embedded.transfer.connector.Exchange.counts`."""
+"""What becomes of a hand-off, as in
+`worker.engines.embedded.transfer.connector.Exchange.counts`.
+"""
 
 LOCAL_REASONS = ("missing", "late", "expired", "lost")
-"""Why a decode worker computes a prompt itself: no hand-off came, or it came when the prefill worker had given it up;
-that worker had let go of the KV meanwhile, or could not be read."""
+"""Why a decode worker computes a prompt itself: no hand-off came, or it came when the prefill
+worker had given it up; that worker had let go of the KV meanwhile, or could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,9 @@ class Part:
 class HandOffs:
     """What a worker hands over, or takes. One event loop only.
 
-    A decode worker without a hand-off that it can use computes the prompt itself: whatever became of the prefill
-    worker, the client gets the same tokens. Only so many at a time, so that a decode worker stays one.
+    A decode worker without a hand-off that it can use computes the prompt itself: whatever became
+    of the prefill worker, the client gets the same tokens. Only so many at a time, so that a decode
+    worker stays one.
 
     Args:
         role: Of the worker.
@@ -80,7 +85,8 @@ class HandOffs:
         A health probe is served by a decode worker alone, and held by no prefill worker.
 
         Raises:
-            InvalidRequest: the hand-off is a stranger's, made for another request, or not for this worker.
+            InvalidRequest: the hand-off is a stranger's, made for another request, or not for this
+                worker.
         """
         if self._role != "decode":
             if request.prefill_result is not None:
@@ -104,7 +110,9 @@ class HandOffs:
         return Part(local_reason=reason)
 
     def check_room(self, part: Part) -> None:
-        """Raises `Overloaded` if no more prompts may be computed here for want of a hand-off, and `part` is to be."""
+        """Raises `Overloaded` if no more prompts may be computed here for want of a hand-off,
+        and `part` is to be.
+        """
         if part.local_reason is not None and len(self._local) >= self._max_local:
             raise Overloaded(
                 f"{self._max_local} prompts without a hand-off are being computed here already (--max-local-prefills)"
@@ -126,7 +134,9 @@ class HandOffs:
         self._local.pop(request_id, None)
 
     def hand_over(self, prompt: Sequence[int], selection: Selection, delta: TokenDelta) -> dict[str, Any]:
-        """The ``disaggregated_params`` of the only chunk of a prefill worker, whose engine said `delta`."""
+        """The ``disaggregated_params`` of the only chunk of a prefill worker, whose engine said
+        `delta`.
+        """
         assert delta.kv is not None
         assert self._seal is not None
         written = handle.write(prompt, selection, delta.kv, delta.num_cached_tokens)

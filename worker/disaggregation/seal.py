@@ -1,7 +1,9 @@
-"""Sealed hand-offs: a decode worker connects only where a prefill worker that shares its pool secret told it to.
+"""Sealed hand-offs: a decode worker connects only where a prefill worker that shares its pool
+secret told it to.
 
-A hand-off travels through the frontend, and says to which address a decode worker connects and what it reads there. So
-whoever reaches the decode worker's port could send it anywhere, were hand-offs not signed:
+A hand-off travels through the frontend, and says to which address a decode worker connects and what
+it reads there. So whoever reaches the decode worker's port could send it anywhere, were hand-offs
+not signed:
 
 ==============  ========================================================================
 ``format``      ``dynamo-logits-worker/sealed``
@@ -11,7 +13,8 @@ whoever reaches the decode worker's port could send it anywhere, were hand-offs 
 ``mac``         HMAC-SHA256 over format, version, ``expires`` and ``body``, as hexadecimal digits
 ==============  ========================================================================
 
-The body names the prompt and the processors that it was made for, so that a seal is worth nothing with another request.
+The body names the prompt and the processors that it was made for, so that a seal is worth nothing
+with another request.
 """
 
 from __future__ import annotations
@@ -38,10 +41,14 @@ MIN_SECRET = 32
 """Characters of a pool secret at least: 128 bits as hexadecimal digits."""
 
 MAX_BODY = 2**24
-"""Characters of a hand-off at most; those of the longest prompts and of NIXL's metadata take a few percent of it."""
+"""Characters of a hand-off at most; those of the longest prompts and of NIXL's metadata take a
+few percent of it.
+"""
 
 CLOCK_SKEW_S = 60.0
-"""How far the clocks of two workers may be apart. Who comes late is told so by the holder, at the price of a visit."""
+"""How far the clocks of two workers may be apart. Who comes late is told so by the holder, at
+the price of a visit.
+"""
 
 _NAMES = ("format", "version", "expires", "body", "mac")
 
@@ -63,7 +70,8 @@ class Seal:
     """Signs and checks hand-offs with a pool's secret.
 
     Args:
-        secret: Shared by the prefill and decode workers of a pool, at least `MIN_SECRET` characters.
+        secret: Shared by the prefill and decode workers of a pool, at least `MIN_SECRET`
+            characters.
         clock: Seconds since 1970.
     """
 
@@ -118,7 +126,9 @@ class Seal:
 
 
 def _shown(value: object) -> str:
-    """`value` for an error message. Nothing heavy is imported for it: the secret is read before torch is."""
+    """`value` for an error message. Nothing heavy is imported for it: the secret is read before
+    torch is.
+    """
     return repr(value)[:60] if isinstance(value, (str, int, float)) else type(value).__name__
 
 

@@ -1,4 +1,6 @@
-"""The interface that every engine serves: prompt and `SamplingParams` in, a stream of `TokenDelta` out."""
+"""The interface that every engine serves: prompt and `SamplingParams` in, a stream of
+`TokenDelta` out.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class EngineInfo:
         total_kv_blocks: KV blocks that the engine owns.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Tokens computed in one step at most.
-        draws_by_seed: Draws cost nothing extra when they are fixed by a seed; else only a client's seed is passed on.
+        draws_by_seed: Draws cost nothing extra when they are fixed by a seed; else only a client's
+            seed is passed on.
     """
 
     name: str
@@ -43,7 +46,9 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of one token at one position, with its 1-based rank among the vocabulary."""
+    """Natural-log probability of one token at one position, with its 1-based rank among the
+    vocabulary.
+    """
 
     token_id: int
     logprob: float
@@ -52,7 +57,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class KeepKv:
-    """Asks an engine to compute a prompt, sample nothing, and hold the KV for another worker to read."""
+    """Asks an engine to compute a prompt, sample nothing, and hold the KV for another worker to
+    read.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +78,18 @@ class TokenDelta:
     """What an engine has to say since its last delta about one choice of one request.
 
     Attributes:
-        token_ids: New tokens, oldest first. Stop tokens that a request asked to hide are not among them.
+        token_ids: New tokens, oldest first. Stop tokens that a request asked to hide are not among
+            them.
         index: The choice, 0 unless ``n`` > 1.
-        logprobs: For each new token the sampled token first, then the top-n, when logprobs were asked for.
+        logprobs: For each new token the sampled token first, then the top-n, when logprobs were
+            asked for.
         finish_reason: Set on the last delta of the choice, and only there.
         stop_reason: The stop token id that ended the choice, if one did.
         error: Why the choice failed, exactly when ``finish_reason`` is ``error``.
         num_cached_tokens: Prompt tokens whose KV was found in the cache.
         engine_data: Cumulative extra data for the response (the receipt), or None.
-        receipt: What the request's logits processors did; on the last delta of a request that has any.
+        receipt: What the request's logits processors did; on the last delta of a request that has
+            any.
         failure: The processor that failed, where that is why the choice failed.
         kv: Where the prompt's KV is held, JSON data; on the last delta of a request with `KeepKv`.
     """
@@ -98,7 +108,9 @@ class TokenDelta:
 
 
 class KvEventSink(Protocol):
-    """Hears which blocks of KV an engine has, for a router. Called by the engine's own thread; must not block."""
+    """Hears which blocks of KV an engine has, for a router. Called by the engine's own thread;
+    must not block.
+    """
 
     def stored(
         self,
@@ -113,7 +125,8 @@ class KvEventSink(Protocol):
             parent_hash: Of the block before the first one, None if it begins a sequence.
             block_hashes: 64 bits each, unsigned, made of the block's tokens and of all before them.
             token_ids: Of all these blocks.
-            cache_salt: Of the request that they come from, None if they have none or the engine does not say.
+            cache_salt: Of the request that they come from, None if they have none or the engine
+                does not say.
         """
 
     def removed(self, block_hashes: Sequence[int]) -> None:
@@ -121,7 +134,9 @@ class KvEventSink(Protocol):
 
 
 class Engine(Protocol):
-    """One decoding engine. `start` first, `stop` last; the rest may be called concurrently from one event loop."""
+    """One decoding engine. `start` first, `stop` last; the rest may be called concurrently from
+    one event loop.
+    """
 
     async def start(self) -> EngineInfo:
         """Load the model. Raises `StartupError` with one clear line; `stop` is safe afterwards."""
@@ -142,14 +157,17 @@ class Engine(Protocol):
         `finish_reason`. Several tokens share a delta only when the consumer is behind.
 
         Raises:
-            InvalidRequest: the request cannot be served by this engine; no other request is touched.
+            InvalidRequest: the request cannot be served by this engine; no other request is
+                touched.
             Overloaded: the queue is full.
             Draining: `hand_off` gave the request away.
             EngineBroken: the engine died.
         """
 
     def abort(self, request_id: str) -> None:
-        """Free everything that the request holds; unknown ids are ignored. Its stream ends as ``cancelled``."""
+        """Free everything that the request holds; unknown ids are ignored. Its stream ends as
+        ``cancelled``.
+        """
 
     def num_unfinished(self) -> int:
         """Requests admitted and not yet finished."""
@@ -158,16 +176,22 @@ class Engine(Protocol):
         """Prompts whose KV is held for other workers."""
 
     def report_blocks(self, sink: KvEventSink) -> None:
-        """Tell `sink` of the blocks that are known, and from then on of what becomes known or is forgotten; once."""
+        """Tell `sink` of the blocks that are known, and from then on of what becomes known or is
+        forgotten; once.
+        """
 
     def transfers(self) -> Mapping[str, float]:
         """Hand-offs of KV so far, by what became of them; empty for an engine that has none."""
 
     def hand_off(self) -> int:
-        """End every unfinished request with `Draining`; returns how many. New ones are refused the same way."""
+        """End every unfinished request with `Draining`; returns how many. New ones are refused
+        the same way.
+        """
 
     async def stop(self) -> None:
-        """Stop decoding and release the device. Idempotent, and safe after a failed or missing `start`."""
+        """Stop decoding and release the device. Idempotent, and safe after a failed or missing
+        `start`.
+        """
 
 
 @runtime_checkable
@@ -175,7 +199,11 @@ class SelfReporting(Protocol):
     """An engine that knows its own load and death, because another process does the work."""
 
     def tell_broken(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` with the reason when the engine dies, whether or not a request is waiting."""
+        """Call ``callback`` with the reason when the engine dies, whether or not a request is
+        waiting.
+        """
 
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
-        """Call ``callback`` with used and all KV blocks whenever the engine says how many there are."""
+        """Call ``callback`` with used and all KV blocks whenever the engine says how many there
+        are.
+        """

@@ -1,4 +1,6 @@
-"""Fields of `SamplingParams` that an engine does not serve, and the refusal of a request that sets one."""
+"""Fields of `SamplingParams` that an engine does not serve, and the refusal of a request that
+sets one.
+"""
 
 from __future__ import annotations
 

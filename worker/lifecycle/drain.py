@@ -1,4 +1,6 @@
-"""Admission, and the drain: in-flight requests finish within a budget, the rest are handed to another worker."""
+"""Admission, and the drain: in-flight requests finish within a budget, the rest are handed to
+another worker.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,14 @@ from typing import Protocol
 from worker.errors import Draining, InvalidRequest
 
 HAND_OFF_TIMEOUT_S = 2.0
-"""Time for streams to carry `Draining` out to the runtime once the engine has given its requests away."""
+"""Time for streams to carry `Draining` out to the runtime once the engine has given its requests
+away.
+"""
 
 FLUSH_S = 1.0
-"""Time for the runtime to send what it was given last; it closes its connections without waiting for that."""
+"""Time for the runtime to send what it was given last; it closes its connections without waiting
+for that.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +38,9 @@ class Flight:
 class Gate:
     """Who may enter, and who is inside. One event loop only.
 
-    A request leaves at the end of its stream or when it is aborted, whichever comes first: a cancelled stream may be
-    closed much later, by the garbage collector, when its id may already belong to a new request.
+    A request leaves at the end of its stream or when it is aborted, whichever comes first: a
+    cancelled stream may be closed much later, by the garbage collector, when its id may already
+    belong to a new request.
     """
 
     def __init__(self) -> None:

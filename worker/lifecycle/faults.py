@@ -10,8 +10,8 @@ from collections.abc import Callable
 class FaultWindow:
     """Counts unknown errors; ``limit`` of them within ``window_s`` seconds mean a broken engine.
 
-    One unknown error ends one request. The first never ends the worker: the request may have been the cause, and the
-    runtime would send it to the next worker.
+    One unknown error ends one request. The first never ends the worker: the request may have been
+    the cause, and the runtime would send it to the next worker.
     """
 
     def __init__(self, limit: int = 8, window_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:

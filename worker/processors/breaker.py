@@ -1,4 +1,6 @@
-"""A circuit breaker per third-party processor: one that keeps failing is not tried on further requests for a while."""
+"""A circuit breaker per third-party processor: one that keeps failing is not tried on further
+requests for a while.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class Breaker:
         names: Third-party processors.
         limit: Failures within ``window_s`` that open the breaker.
         window_s: Seconds over which failures are counted.
-        rest_s: Seconds for which requests that name the processor are refused; then one failure opens it again.
+        rest_s: Seconds for which requests that name the processor are refused; then one failure
+            opens it again.
         clock: Monotonic seconds.
     """
 

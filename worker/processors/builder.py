@@ -1,8 +1,9 @@
-"""The logits processors of a request: its selection, the operator's policy, and request fields that are processors.
+"""The logits processors of a request: its selection, the operator's policy, and request fields that
+are processors.
 
-Everything that can refuse a request happens here, before the first chunk. Grammars are compiled first, in the sandbox
-and in threads of their own, and chains are built in a few threads of the desk: never in the event loop, nor in the
-threads that all of asyncio shares.
+Everything that can refuse a request happens here, before the first chunk. Grammars are compiled
+first, in the sandbox and in threads of their own, and chains are built in a few threads of the
+desk: never in the event loop, nor in the threads that all of asyncio shares.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def make_desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistr
     """The desk of a worker that has just loaded its model.
 
     Raises:
-        StartupError: the tokenizer cannot be read, the sandbox for grammars cannot be started, or the operator's
-            processors or policy cannot be honoured.
+        StartupError: the tokenizer cannot be read, the sandbox for grammars cannot be started, or
+            the operator's processors or policy cannot be honoured.
     """
     metrics = GrammarMetrics(registry)
     sandbox = None
@@ -207,10 +208,12 @@ class ProcessorDesk:
     ) -> ProcessorChain | None:
         """The chain of a request, begun after its prompt; None if there is nothing for one to do.
 
-        Cancelling it while a grammar compiles ends that at once. ``client`` is whose turn that takes.
+        Cancelling it while a grammar compiles ends that at once. ``client`` is whose turn that
+        takes.
 
         Raises:
-            InvalidRequest: a processor is unknown, its arguments cannot be honoured, or nothing can satisfy them all.
+            InvalidRequest: a processor is unknown, its arguments cannot be honoured, or nothing can
+                satisfy them all.
             ProcessorUnavailable: a third party's processor has failed too often.
             Overloaded: too many grammars wait to be compiled.
             GrammarsUnavailable: there is no process to compile them in.
@@ -246,7 +249,9 @@ class ProcessorDesk:
         return asyncio.get_running_loop().run_in_executor(self._builders, call, *arguments)
 
     async def close(self) -> None:
-        """End the process that compiles grammars; requests with one are refused from now on. Idempotent."""
+        """End the process that compiles grammars; requests with one are refused from now on.
+        Idempotent.
+        """
         self._builders.shutdown(wait=False, cancel_futures=True)
         if self.facts.vocabulary.tokenizer is not None:
             sandbox = grammar_cache(self.facts.vocabulary).sandbox

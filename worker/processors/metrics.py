@@ -1,4 +1,6 @@
-"""Prometheus metrics of logits processors, by name: the catalogue's names, never a client's text."""
+"""Prometheus metrics of logits processors, by name: the catalogue's names, never a client's
+text.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class ProcessorMetrics:
         breakers.set_function(num_open)
 
     def count(self, receipt: Receipt, failure: ProcessorFailed | None) -> None:
-        """Add the receipt of a request that has ended, and why a processor failed it, if one did."""
+        """Add the receipt of a request that has ended, and why a processor failed it, if one
+        did.
+        """
         self._replayed.inc(receipt.replayed)
         for record in receipt.records:
             self._requests.labels(record.name).inc()

@@ -1,4 +1,6 @@
-"""The smoke test: with an environment variable set, every request is forced to answer ``Hello world!``."""
+"""The smoke test: with an environment variable set, every request is forced to answer ``Hello
+world!``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def smoke_enabled(environ: Mapping[str, str]) -> bool:
     """Whether the smoke test is on.
 
     Raises:
-        ConfigurationError: a value is neither true nor false, or the two names contradict each other.
+        ConfigurationError: a value is neither true nor false, or the two names contradict each
+            other.
     """
     values = {name: _truth(name, environ[name]) for name in SMOKE_VARIABLES if environ.get(name)}
     if len(set(values.values())) > 1:

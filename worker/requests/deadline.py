@@ -16,7 +16,8 @@ async def until(
 
     Args:
         deadline: Seconds since 1970.
-        deltas: A stream of an engine; its generator is cancelled at the deadline, which frees what it holds.
+        deltas: A stream of an engine; its generator is cancelled at the deadline, which frees what
+            it holds.
         clock: Seconds since 1970.
     """
     while True:

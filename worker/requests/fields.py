@@ -1,8 +1,8 @@
 """Every field that a request from Dynamo can have, and what becomes of it.
 
-A field is *honoured* (it becomes part of the `GenerationRequest`), *frontend* (Dynamo's frontend has applied it or
-will), *no effect* (by design, with the reason), or *refused* (`InvalidRequest` with the reason). A field without a row
-is refused. `docs/request.md` shows the same table.
+A field is *honoured* (it becomes part of the `GenerationRequest`), *frontend* (Dynamo's frontend
+has applied it or will), *no effect* (by design, with the reason), or *refused* (`InvalidRequest`
+with the reason). A field without a row is refused. `docs/request.md` shows the same table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Fate = Literal["honoured", "frontend", "no effect", "refused"]
 
 MAX_ANNOTATIONS = 64
 MAX_ANNOTATION_CHARACTERS = 65_536
-"""Annotations are a client's free text; all of one request's together may have this many characters."""
+"""Annotations are a client's free text; all of one request's together may have this many
+characters.
+"""
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_STOP_STRINGS = 64
@@ -141,7 +143,9 @@ _FOR_THIS_WORKER = re.compile(r"logits|processor", re.IGNORECASE)
 
 
 def client_annotations(path: str, value: Any) -> tuple[str, ...]:
-    """A client's annotations. One that nearly has the name of the request channel is a mistake, not somebody else's."""
+    """A client's annotations. One that nearly has the name of the request channel is a mistake,
+    not somebody else's.
+    """
     entries = texts(path, value, MAX_ANNOTATIONS, MAX_ANNOTATION_CHARACTERS)
     for entry in entries:
         name = entry.partition(":")[0]
@@ -165,7 +169,9 @@ _GUIDE_OPTIONS = ("backend", "whitespace_pattern", "structural_tag")
 
 
 def guided_decoding(path: str, value: Any) -> dict[str, Any] | None:
-    """What the answer must match: one kind of guide, or none at all. It is checked further when it is compiled."""
+    """What the answer must match: one kind of guide, or none at all. It is checked further when
+    it is compiled.
+    """
     if not isinstance(value, Mapping):
         raise InvalidRequest(path, f"must be a mapping, got {shown(value)}")
     given = {name: each for name, each in value.items() if each is not None}
@@ -196,7 +202,9 @@ def _schema(path: str, text_: str) -> Any:
 
 
 def prompt_ids(path: str, value: Any) -> list[int]:
-    """The prompt: a list of ids, or the same packed as little-endian int32 (``DYN_TOKEN_IDS_AS_BYTES``)."""
+    """The prompt: a list of ids, or the same packed as little-endian int32
+    (``DYN_TOKEN_IDS_AS_BYTES``).
+    """
     if isinstance(value, (bytes, bytearray, memoryview)):
         return _unpacked(path, bytes(value))
     if not isinstance(value, (list, tuple)) or any(type(item) is not int for item in value):
@@ -214,7 +222,9 @@ def _unpacked(path: str, packed: bytes) -> list[int]:
 
 
 def shown(value: Any) -> str:
-    """``value`` for an error message: short, and never more than a glimpse of what the client sent."""
+    """``value`` for an error message: short, and never more than a glimpse of what the client
+    sent.
+    """
     if isinstance(value, (list, tuple)):
         return f"a list of {len(value)}"
     if isinstance(value, (Mapping, bytes)):

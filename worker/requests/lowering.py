@@ -17,9 +17,10 @@ def lower(
 ) -> SamplingParams:
     """Sampling parameters of ``request``.
 
-    The model's end tokens end the answer unless ``ignore_eos`` is set, whatever the request's own lists say. If any
-    stop token is to be shown, the engine shows all of them and `worker.requests.response` drops the hidden ones again, because
-    `SamplingParams` has one switch for both kinds. ``seed`` takes the place of the request's own.
+    The model's end tokens end the answer unless ``ignore_eos`` is set, whatever the request's own
+    lists say. If any stop token is to be shown, the engine shows all of them and
+    `worker.requests.response` drops the hidden ones again, because `SamplingParams` has one switch
+    for both kinds. ``seed`` takes the place of the request's own.
 
     Raises:
         InvalidRequest: `SamplingParams` refuses a value.

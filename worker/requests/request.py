@@ -1,4 +1,5 @@
-"""A request as Dynamo delivers it → a `GenerationRequest`: typed, bounded, every field accounted for.
+"""A request as Dynamo delivers it → a `GenerationRequest`: typed, bounded, every field accounted
+for.
 
 What becomes of each field is in `worker.requests.fields`.
 """
@@ -37,22 +38,27 @@ class GenerationRequest:
         model: Name that the client asked for; empty in a health probe.
         prompt_token_ids: The prompt, at least one token and at most ``context_length - 1``.
         max_tokens: Tokens to generate at most, never past the end of the context.
-        min_tokens: Tokens to generate before any stop token may end the answer; at most ``max_tokens``. None if the
-            client did not set it, as of every control that is a processor by another name (`worker.sampling.controls`).
+        min_tokens: Tokens to generate before any stop token may end the answer; at most
+            ``max_tokens``. None if the client did not set it, as of every control that is a
+            processor by another name (`worker.sampling.controls`).
         stop_token_ids: Ids that end the answer and are shown only with ``include_stop``.
         stop_token_ids_visible: Ids that end the answer and are shown.
-        stop_token_ids_hidden: Ids that end the answer and are never shown; the model's end tokens are among them.
+        stop_token_ids_hidden: Ids that end the answer and are never shown; the model's end tokens
+            are among them.
         seed: Of the draws, in 0 … 2^64 - 1; a negative seed of the client is taken modulo 2^64.
         top_k: 0 means off.
-        logprobs: Alternatives to report per token, 0 for the chosen token alone, None for no log probabilities.
+        logprobs: Alternatives to report per token, 0 for the chosen token alone, None for no log
+            probabilities.
         allowed_token_ids: The only ids that may be sampled, end tokens too; None for all.
         bad_words_token_ids: Sequences of ids that the answer must not have; None for none.
         max_thinking_tokens: Most tokens of thinking, None for no limit.
-        guided_decoding: One of ``json``, ``regex``, ``choice``, ``grammar`` and its guide, None for no grammar.
+        guided_decoding: One of ``json``, ``regex``, ``choice``, ``grammar`` and its guide, None for
+            no grammar.
         require_reasoning: Whether the grammar starts after the thinking.
         annotations: The client's annotations, verbatim.
         cache_salt: Requests share KV only with those of the same salt.
-        prefill_result: What the prefill worker handed over, with the frontend's additions; None without one.
+        prefill_result: What the prefill worker handed over, with the frontend's additions; None
+            without one.
         is_probe: Whether this is the runtime's health probe.
     """
 

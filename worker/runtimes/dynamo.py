@@ -1,4 +1,5 @@
-"""The one place that knows how ai-dynamo 1.4.2 and 1.6.1 differ: settings, exceptions, start and exit.
+"""The one place that knows how ai-dynamo 1.4.2 and 1.6.1 differ: settings, exceptions, start and
+exit.
 
 `tests/worker/test_dynamo_contract.py` pins every fact of the SDK that is relied on here.
 """
@@ -55,7 +56,8 @@ def check_installed() -> None:
 
 
 def check_ports(environ: Mapping[str, str]) -> None:
-    """Raises `StartupError` if a port that the runtime is told to open is taken, `ConfigurationError` if malformed.
+    """Raises `StartupError` if a port that the runtime is told to open is taken,
+    `ConfigurationError` if malformed.
 
     The runtime itself finds out only after the model is loaded, and says so in several lines.
     """
@@ -89,7 +91,8 @@ def _check_port(host: str, port: int, name: str) -> None:
 
 
 def allow_drain(drain_timeout_s: float, environ: MutableMapping[str, str]) -> None:
-    """Make room for the drain: the runtime ends the process by force 30 s after the grace period, unless told more.
+    """Make room for the drain: the runtime ends the process by force 30 s after the grace period,
+    unless told more.
 
     Raises:
         ConfigurationError: the operator's own limit is malformed, or shorter than the drain.
@@ -180,11 +183,13 @@ def _signed(number: int) -> int:
 
 
 def to_dynamo(error: ServingError) -> Exception:
-    """The exception whose status and message reach the client best; measured on both versions (`docs/failures.md`).
+    """The exception whose status and message reach the client best; measured on both versions
+    (`docs/failures.md`).
 
-    `EngineShutdown` is the one error that 1.4.2 migrates, and it takes the instance out of rotation for seconds, so it
-    is only for a worker that leaves. An overloaded worker stays in rotation with `HttpError` 529. A failed request is
-    an `InvalidArgument` because only that carries its message to the client.
+    `EngineShutdown` is the one error that 1.4.2 migrates, and it takes the instance out of rotation
+    for seconds, so it is only for a worker that leaves. An overloaded worker stays in rotation with
+    `HttpError` 529. A failed request is an `InvalidArgument` because only that carries its message
+    to the client.
     """
     from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument, Unknown
 
@@ -200,7 +205,9 @@ def to_dynamo(error: ServingError) -> Exception:
 
 
 def leave() -> None:
-    """Ask the runtime to shut this process down: unregister, grace period, `cleanup`, return from `run`."""
+    """Ask the runtime to shut this process down: unregister, grace period, `cleanup`, return
+    from `run`.
+    """
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -214,8 +221,9 @@ def run(engine: WorkerEngine, config: WorkerConfig) -> None:
 async def _serve(engine: WorkerEngine, config: WorkerConfig) -> None:
     """Run the SDK's worker.
 
-    Its own signal handlers start the shutdown and then call those that were there before. Python's handler for SIGINT
-    would cancel the event loop under the drain, so ours takes its place; it hears every signal after the SDK did.
+    Its own signal handlers start the shutdown and then call those that were there before. Python's
+    handler for SIGINT would cancel the event loop under the drain, so ours takes its place; it
+    hears every signal after the SDK did.
     """
     from dynamo.common.backend.worker import Worker
 
@@ -232,8 +240,9 @@ async def _serve(engine: WorkerEngine, config: WorkerConfig) -> None:
 def finish(status: int) -> None:
     """End the process with ``status``, now.
 
-    Python's own exit would stop the interpreter under the runtime's native threads; on 1.4.2 they then abort the
-    process (SIGABRT), which looks like a crash. Everything of ours has been released by `WorkerEngine.cleanup`.
+    Python's own exit would stop the interpreter under the runtime's native threads; on 1.4.2 they
+    then abort the process (SIGABRT), which looks like a crash. Everything of ours has been released
+    by `WorkerEngine.cleanup`.
     """
     logging.shutdown()
     sys.stdout.flush()

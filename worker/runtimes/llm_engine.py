@@ -116,9 +116,11 @@ class WorkerEngine(LLMEngine):
     ) -> None:
         """``seal`` signs hand-offs; prefill and decode workers need one.
 
-        ``leave`` asks the runtime to shut this process down; it is called at most once, when the engine broke.
+        ``leave`` asks the runtime to shut this process down; it is called at most once, when the
+        engine broke.
 
-        ``open_desk`` makes the desk that turns selections into chains, in a thread, once the model is loaded.
+        ``open_desk`` makes the desk that turns selections into chains, in a thread, once the model
+        is loaded.
         """
         self.engine = engine
         self.arguments = arguments
@@ -273,7 +275,9 @@ class WorkerEngine(LLMEngine):
     async def _parameters(
         self, request: GenerationRequest, desk: ProcessorDesk, selection: Selection, info: EngineInfo
     ) -> SamplingParams:
-        """What the engine gets: fields, the smoke test's processors, and the chain of everything selected."""
+        """What the engine gets: fields, the smoke test's processors, and the chain of everything
+        selected.
+        """
         prompt = request.prompt_token_ids
         smoke = self._smoke.processors(len(prompt)) if self._smoke else []
         seed = self._seeds.getrandbits(64) if request.seed is None else request.seed
@@ -287,7 +291,9 @@ class WorkerEngine(LLMEngine):
         return replace(params, logits_processor=[*smoke, *create_trtllm_adapters([chain], end_id=params.end_id)])
 
     def _count_processors(self, delta: TokenDelta) -> None:
-        """On the last delta of a request that had processors: metrics, and the breakers of third parties."""
+        """On the last delta of a request that had processors: metrics, and the breakers of third
+        parties.
+        """
         if delta.receipt is None or self._desk is None:
             return
         self._desk.metrics.count(delta.receipt, delta.failure)
@@ -297,7 +303,9 @@ class WorkerEngine(LLMEngine):
             self._desk.breaker.record_success(record.name for record in delta.receipt.records)
 
     def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
-        """A stream that the runtime drops is closed by the garbage collector, and that runs in any thread."""
+        """A stream that the runtime drops is closed by the garbage collector, and that runs in
+        any thread.
+        """
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -318,14 +326,17 @@ class WorkerEngine(LLMEngine):
         self.metrics.count_outcome(outcome)
         if isinstance(error, InvalidRequest):
             self.metrics.count_refusal(error.field)
-            # 1.4.2's frontend keeps the message from many clients. A bad hand-off is none's fault, but the workers'.
+            # 1.4.2's frontend keeps the message from many clients. A bad hand-off is none's fault,
+            # but the workers'.
             level = logging.ERROR if error.field.startswith("prefill_result") else logging.WARNING
             logger.log(level, "request %s refused: %s", request_id, error)
         if isinstance(error, EngineBroken):
             self._break(str(error))
 
     def _break(self, reason: str) -> None:
-        """Stop serving for good: hand everything off and let the process leave with a non-zero status."""
+        """Stop serving for good: hand everything off and let the process leave with a non-zero
+        status.
+        """
         if self.broken is None:
             self.broken = " ".join(reason.split())
             logger.error("engine broken, leaving: %s", self.broken)
@@ -335,7 +346,9 @@ class WorkerEngine(LLMEngine):
             self._leave()
 
     def hand_off(self) -> int:
-        """End every request that is left with `Draining`, those that have not reached the engine too."""
+        """End every request that is left with `Draining`, those that have not reached the engine
+        too.
+        """
         return self._end_admissions(Draining("this worker is shutting down")) + self.engine.hand_off()
 
     def _end_admissions(self, failure: Exception) -> int:
@@ -355,11 +368,15 @@ class WorkerEngine(LLMEngine):
             self._publish_load()
 
     async def is_quiescent(self) -> bool:
-        """Whether no decode worker reads from here any more; the runtime asks a prefill worker that is to leave."""
+        """Whether no decode worker reads from here any more; the runtime asks a prefill worker
+        that is to leave.
+        """
         return self.engine.num_held() == 0
 
     def signalled(self) -> None:
-        """A signal to leave arrived. The second one ends the drain at once: what is in flight is handed off."""
+        """A signal to leave arrived. The second one ends the drain at once: what is in flight is
+        handed off.
+        """
         self._num_signals += 1
         if self._num_signals > 1:
             self.gate.hurry()
@@ -380,7 +397,9 @@ class WorkerEngine(LLMEngine):
         register_engine_registry(metrics, self.metrics.registry)
 
     async def kv_event_sources(self) -> list[KvEventSource]:
-        """One source of KV events, where they are published: the engine reports its blocks itself."""
+        """One source of KV events, where they are published: the engine reports its blocks
+        itself.
+        """
         if not self.arguments.publishes_kv_events or self._info is None:
             return []
         block_size = self._info.kv_block_size
@@ -405,7 +424,9 @@ class WorkerEngine(LLMEngine):
         self._publish_load()
 
     def _publish_load(self) -> None:
-        """Tell the router how many KV blocks the requests in flight need, whenever that number changes."""
+        """Tell the router how many KV blocks the requests in flight need, whenever that number
+        changes.
+        """
         if self._publisher is None or self._info is None:
             return
         total = self._info.total_kv_blocks
@@ -416,7 +437,9 @@ class WorkerEngine(LLMEngine):
             self._publisher.publish(0, snapshot)
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        """One greedy token through the real path; any id of the vocabulary will do as the prompt."""
+        """One greedy token through the real path; any id of the vocabulary will do as the
+        prompt.
+        """
         eos = self._info.eos_token_ids if self._info is not None else ()
         return build_health_check_payload(eos[0] if eos else 0)
 
@@ -424,7 +447,9 @@ class WorkerEngine(LLMEngine):
         return {"info", CATALOG_CONTROL}
 
     async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
-        """``POST /engine/control/info`` or ``/logits_processors``: what this worker is, and which processors it has."""
+        """``POST /engine/control/info`` or ``/logits_processors``: what this worker is, and
+        which processors it has.
+        """
         if control == CATALOG_CONTROL and self._desk is not None:
             return {"status": "ok", "history": self.arguments.history, **self._desk.catalog.as_json()}
         if control != "info" or self._info is None:

@@ -1,9 +1,11 @@
-"""Sampling controls that are a field and a processor by another name: one table, and one order law for both.
+"""Sampling controls that are a field and a processor by another name: one table, and one order law
+for both.
 
-`CONTROLS` is the only place that says which field is which processor. The operator's policy is applied to a request's
-fields by it (`worker.processors.builder`), and an engine calls `with_field_processors` at admission. Penalties, bans, biases
-and the minimum length join the chain; with a processor that acts at the temperature stage or later, so do temperature
-and truncation, because a request's own truncation must not come after it.
+`CONTROLS` is the only place that says which field is which processor. The operator's policy is
+applied to a request's fields by it (`worker.processors.builder`), and an engine calls
+`with_field_processors` at admission. Penalties, bans, biases and the minimum length join the chain;
+with a processor that acts at the temperature stage or later, so do temperature and truncation,
+because a request's own truncation must not come after it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Control:
         neutral: The value that asks for nothing, if there is one.
         guide: For ``guided_decoding``: which of its kinds this is.
         fixed: Arguments that the field has beside its value.
-        in_params: An engine finds it in `SamplingParams`; otherwise it is a processor before an engine sees it.
+        in_params: An engine finds it in `SamplingParams`; otherwise it is a processor before an
+            engine sees it.
     """
 
     field: str
@@ -53,7 +56,9 @@ class Control:
     in_params: bool = True
 
     def value(self, holder: object) -> Any:
-        """What ``holder``, a `GenerationRequest` or `SamplingParams`, has for it; None if it is not set."""
+        """What ``holder``, a `GenerationRequest` or `SamplingParams`, has for it; None if it is
+        not set.
+        """
         value = getattr(holder, self.field)
         return value if self.guide is None or value is None else value.get(self.guide)
 
@@ -91,7 +96,9 @@ _EARLY = tuple(control for control in CONTROLS if control.in_params and control 
 
 
 def is_drawn(params: SamplingParams, chain: ProcessorChain | None) -> bool:
-    """Whether tokens are drawn: the fields say so, or they say nothing and the chain was asked for to draw."""
+    """Whether tokens are drawn: the fields say so, or they say nothing and the chain was asked
+    for to draw.
+    """
     says_nothing = all(control.value(params) is None for control in _LATE)
     return not params.is_greedy or (says_nothing and chain is not None and chain.wants_draw)
 
@@ -109,7 +116,8 @@ def with_field_processors(
 
     Args:
         params: Of the request.
-        chain: The request's own processors, begun after its prompt and added to in place; None if it has none.
+        chain: The request's own processors, begun after its prompt and added to in place; None if
+            it has none.
         prompt: Token ids of the prompt.
         context: Of the request, for the processors that are made here.
         extra: Processors that the engine adds, before those of the same stage.
@@ -134,7 +142,9 @@ def with_field_processors(
 
 
 def _late_processors(params: SamplingParams, context: Context, drawn: bool) -> tuple[SamplingParams, list[Processor]]:
-    """Of a request that is not drawn temperature 0, before every processor of these stages; of others their own."""
+    """Of a request that is not drawn temperature 0, before every processor of these stages; of
+    others their own.
+    """
     if not drawn:
         return params, Temperature.build(Temperature.Args(value=0.0), context)
     processors = _processors(params, _LATE, context)

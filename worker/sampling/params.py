@@ -1,9 +1,11 @@
-"""`SamplingParams`: what one request asks of an engine, under TensorRT-LLM's field names, defaults and rules.
+"""`SamplingParams`: what one request asks of an engine, under TensorRT-LLM's field names, defaults
+and rules.
 
-The names, defaults and errors are those of ``tensorrt_llm.SamplingParams`` (1.3 release candidates), so that an
-object built here can be handed to TensorRT-LLM field by field. Both engines take it. Rules that TensorRT-LLM
-leaves to its C++ layer (ranges of ``max_tokens``, ``seed``, the penalties, ...) are checked here too, because
-there they end the request late or, in some versions, the engine.
+The names, defaults and errors are those of ``tensorrt_llm.SamplingParams`` (1.3 release
+candidates), so that an object built here can be handed to TensorRT-LLM field by field. Both engines
+take it. Rules that TensorRT-LLM leaves to its C++ layer (ranges of ``max_tokens``, ``seed``, the
+penalties, ...) are checked here too, because there they end the request late or, in some versions,
+the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ MAX_LOGPROBS = 100
 
 @dataclass(slots=True, kw_only=True)
 class GuidedDecodingParams:
-    """A grammar for the answer; at most one field may be set. TensorRT-LLM's class of the same name."""
+    """A grammar for the answer; at most one field may be set. TensorRT-LLM's class of the same
+    name.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -38,9 +42,10 @@ class GuidedDecodingParams:
 class SamplingParams:
     """Sampling controls of one request. Nothing set means greedy, as in TensorRT-LLM.
 
-    ``logits_processor`` holds callables ``(req_id, logits[1, 1, V], token_ids, stream_ptr, client_id)``, as made
-    by `adapters.create_trtllm_adapters`. ``stop_token_ids`` end an answer; the stop token itself is part of the
-    output only with ``include_stop_str_in_output``. ``end_id`` is one more stop token unless ``ignore_eos``.
+    ``logits_processor`` holds callables ``(req_id, logits[1, 1, V], token_ids, stream_ptr,
+    client_id)``, as made by `adapters.create_trtllm_adapters`. ``stop_token_ids`` end an answer;
+    the stop token itself is part of the output only with ``include_stop_str_in_output``. ``end_id``
+    is one more stop token unless ``ignore_eos``.
 
     Raises:
         ValueError: a value is out of its range; the message starts with the field's name.
@@ -131,7 +136,9 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """TensorRT-LLM's rule: nothing set, or temperature 0, top_k 1, top_p 0 or min_p 1; never with beams."""
+        """TensorRT-LLM's rule: nothing set, or temperature 0, top_k 1, top_p 0 or min_p 1; never
+        with beams.
+        """
         if self.use_beam_search:
             return False
         if self.temperature == 0 or self.top_k == 1 or self.top_p == 0 or self.min_p == 1:
@@ -148,7 +155,9 @@ class SamplingParams:
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """Every token id that ends an answer: ``stop_token_ids``, and ``end_id`` unless ``ignore_eos``."""
+        """Every token id that ends an answer: ``stop_token_ids``, and ``end_id`` unless
+        ``ignore_eos``.
+        """
         ids = set(self.stop_token_ids or ())
         if self.end_id is not None and not self.ignore_eos:
             ids.add(self.end_id)

@@ -297,7 +297,9 @@ class MiscountsOnEdit(Steering):
 
 
 class ForcesBlindly(Shaping):
-    """Masks all but one token by subtraction, so that a banned one becomes NaN (-inf minus -inf)."""
+    """Masks all but one token by subtraction, so that a banned one becomes NaN (-inf minus
+    -inf).
+    """
 
     name = "forces_blindly"
 
@@ -332,7 +334,9 @@ class ZooBoost:
 
 
 class ZooEnforce:
-    """Forces a token by making all others as low as the lowest, and its own the highest: NaN where it was banned."""
+    """Forces a token by making all others as low as the lowest, and its own the highest: NaN
+    where it was banned.
+    """
 
     def __init__(self, token_id: int) -> None:
         self.token_id = token_id

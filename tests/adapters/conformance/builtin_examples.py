@@ -1,4 +1,6 @@
-"""Example arguments of each built-in, for the conformance kit's own model; the first one is also run in each scope."""
+"""Example arguments of each built-in, for the conformance kit's own model; the first one is also
+run in each scope.
+"""
 
 from __future__ import annotations
 

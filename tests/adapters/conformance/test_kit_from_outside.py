@@ -1,4 +1,6 @@
-"""The kit as authors use it: the page about writing processors, the pytest plugin, the command, foreign classes."""
+"""The kit as authors use it: the page about writing processors, the pytest plugin, the command,
+foreign classes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _OPTIONS = ("-p", "adapters.testing.plugin", "-p", "no:asyncio")
 
 @pytest.fixture
 def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Python files of the page by name, which its first line gives; also written to a directory on the path."""
+    """Python files of the page by name, which its first line gives; also written to a directory
+    on the path.
+    """
     blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
     files = {re.match(r'"""(\w+\.py)"""', block)[1]: block for block in blocks}
     files["try_it.py"] = files["try_it.py"].replace('"/tmp/tiny-model"', repr(str(tmp_path / "model")))

@@ -1,4 +1,6 @@
-"""Custom processors, ops, fusion rules and checks; the module's documented examples in our words."""
+"""Custom processors, ops, fusion rules and checks; the module's documented examples in our
+words.
+"""
 
 from __future__ import annotations
 
@@ -268,7 +270,8 @@ def test_documented_custom_processor():
 
     pipe = LogitsPipe([DocumentedProcessor()], input_type=TensorType.LOGITS)
     assert [type(op) for op in pipe.compiled_ops] == [DocumentedOp]
-    # Its rule replaces temperature and softmax by an op from logits to logits: Sample then samples from logits.
+    # Its rule replaces temperature and softmax by an op from logits to logits: Sample then samples
+    # from logits.
     fusion = FusionRule((Temperature, Softmax), lambda window: True, lambda window: DocumentedOp(), prio=20)
     pipe = LogitsPipe([Temperature(), Softmax(), Sample()], custom_fusion_rules=[fusion])
     assert [type(op).__name__ for op in pipe.compiled_ops] == ["DocumentedOp", "LogitsSampleOp"]
@@ -278,7 +281,9 @@ def test_documented_custom_processor():
 @pytest.mark.parametrize("compile_", [True, False])
 @pytest.mark.parametrize("input_type", [TensorType.LOGITS, TensorType.PROBS])
 def test_documented_sample_with_a_top_k(input_type: TensorType, compile_: bool):
-    """Its examples draw from two rows, some values of which are below 0, and pass ``top_k`` to a lone `Sample`."""
+    """Its examples draw from two rows, some values of which are below 0, and pass ``top_k`` to a
+    lone `Sample`.
+    """
     x = torch.tensor([[2.9, 0.1, -0.3, -3.3, 1.1], [0.5, -0.1, -0.2, 0.7, 0.2]])
     pipe = LogitsPipe([Sample(deterministic=True)], compile_, input_type)
     assert pipe(x, top_k=1).tolist() == [0, 3]

@@ -15,7 +15,9 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def assert_frequencies(tokens: torch.Tensor, expected: torch.Tensor) -> None:
-    """Nothing outside the support; chi-square of the bins that expect 20 or more, against 6 standard deviations."""
+    """Nothing outside the support; chi-square of the bins that expect 20 or more, against 6
+    standard deviations.
+    """
     counts = torch.bincount(tokens, minlength=len(expected)).double()
     assert int(counts[expected == 0].sum()) == 0, "a masked token was drawn"
     mean = expected.double() * len(tokens)

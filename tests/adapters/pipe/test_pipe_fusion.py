@@ -141,7 +141,9 @@ def test_temperature_per_row_divides_rows(compile_: bool):
 
 @pytest.mark.parametrize("compile_", [True, False])
 def test_joint_and_sequential_differ_as_documented(compile_: bool):
-    """Of .4 .3 .2 .1, top-k 2 and top-p .5: sequentially .571 .429, of which the first is enough; jointly not."""
+    """Of .4 .3 .2 .1, top-k 2 and top-p .5: sequentially .571 .429, of which the first is
+    enough; jointly not.
+    """
     probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
     rows = torch.zeros(400, dtype=torch.int64)
     drawn = {}

@@ -1,4 +1,6 @@
-"""Dispatch to FlashInfer's kernels: who is asked, and what the kernels are given. They themselves need CUDA."""
+"""Dispatch to FlashInfer's kernels: who is asked, and what the kernels are given. They
+themselves need CUDA.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which tokens survive, against references in exact arithmetic; dtypes, empty batches, invariance."""
+"""Which tokens survive, against references in exact arithmetic; dtypes, empty batches,
+invariance.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 from adapters.pipe import LogitsPipe, LogitsProcessor, MinP, Sample, Softmax, Temperature, TensorType, TopK, TopP
 
 UNITS = 1024
-"""Probabilities are multiples of 1 / 1024 here, so that float32 holds them and sums of them exactly."""
+"""Probabilities are multiples of 1 / 1024 here, so that float32 holds them and sums of them
+exactly.
+"""
 
 
 @st.composite

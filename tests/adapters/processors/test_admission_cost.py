@@ -1,4 +1,6 @@
-"""What processors do with a prompt when a request is admitted: counted, so that it never depends on the machine."""
+"""What processors do with a prompt when a request is admitted: counted, so that it never depends
+on the machine.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,8 @@ def test_an_admission_is_a_few_lines_per_token_of_the_prompt_at_most(name: str, 
     "name", ["no_repeat_ngram", "cite_from_prompt", "repetition_penalty", "watermark", "loop_stop"]
 )
 def test_most_look_at_the_prompt_as_a_whole(name: str, kind: str) -> None:
-    # 128 runs of the longest n-gram that are compared, 12 lines each; nothing that grows with the prompt's tokens
+    # 128 runs of the longest n-gram that are compared, 12 lines each; nothing that grows with the
+    # prompt's tokens
     assert num_lines(selection((name, WORST[name])), PROMPTS[kind](4096)) < NO_LOOP
 
 

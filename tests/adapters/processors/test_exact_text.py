@@ -1,4 +1,6 @@
-"""Text arguments on trained tokenizers: what is written is the text, what is looked for is found in any split."""
+"""Text arguments on trained tokenizers: what is written is the text, what is looked for is found
+in any split.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,8 @@ def test_a_closing_tag_of_any_text_is_written_once(kind, end):
     facts = context_of(kind, max_tokens=60)
     budget = ThinkingBudget(ThinkingBudget.Args(tokens=3, end=end), facts)
     prompt = [*prompt_of(kind), *facts.think_start]
-    # There is no room left to begin a tag whose characters are split, so a model does not close with one by itself.
+    # There is no room left to begin a tag whose characters are split, so a model does not close
+    # with one by itself.
     closes = f"x{end}The question" if end.isascii() else "Wait, the fox"
     for wants in ("The question is", closes, "🙀🙀🙀"):
         chain = ProcessorChain([pickle.loads(pickle.dumps(budget))], facts)

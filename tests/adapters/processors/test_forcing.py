@@ -1,4 +1,6 @@
-"""Forced answers, beginnings and ends: every answer that a toy model generates has the form that was asked for."""
+"""Forced answers, beginnings and ends: every answer that a toy model generates has the form that
+was asked for.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +174,9 @@ def test_two_that_force_different_tokens_are_unsatisfiable():
 
 
 def assert_ends_with(answer, phrase, ends=(10,)):
-    """Free tokens without an end token and without the phrase's first; the phrase; one end token."""
+    """Free tokens without an end token and without the phrase's first; the phrase; one end
+    token.
+    """
     free, last, end = answer[: -len(phrase) - 1], answer[-len(phrase) - 1 : -1], answer[-1]
     assert last == phrase
     assert end in ends

@@ -59,7 +59,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def real(checkpoint: Path) -> Context:
-    """A byte-level BPE vocabulary, of which one text has many tokenisations, and a row that is wider."""
+    """A byte-level BPE vocabulary, of which one text has many tokenisations, and a row that is
+    wider.
+    """
     vocabulary = Vocabulary.from_pretrained(str(checkpoint), 1088)
     assert vocabulary.num_tokens < 1088
     return Context(vocabulary, end_token_ids=vocabulary.eos_token_ids | {1})

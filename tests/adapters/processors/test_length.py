@@ -1,4 +1,6 @@
-"""Minimum length and the two boosts of the end, against transformers and against the formulas in float64."""
+"""Minimum length and the two boosts of the end, against transformers and against the formulas in
+float64.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Allowed and banned tokens and bad words, against transformers and against brute force over the history."""
+"""Allowed and banned tokens and bad words, against transformers and against brute force over the
+history.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,9 @@ def make(kind, penalty):
 
 
 def assert_follows(processor, prompt, generated, row, reference):
-    """Step by step and replayed at every k; ``reference(prompt, generated so far)`` is a row in float64."""
+    """Step by step and replayed at every k; ``reference(prompt, generated so far)`` is a row in
+    float64.
+    """
     steps = step_by_step([processor], CONTEXT, prompt, generated, row)
     assert_rows_equal(replayed([processor], CONTEXT, prompt, generated, row), steps)
     assert_rows_equal(after_rewinding([processor], CONTEXT, prompt, generated, row), steps)
@@ -175,7 +177,9 @@ def test_occurrences_are_a_counter(operations):
 
 
 def test_a_long_history_is_not_scanned_again():
-    """Work per token is counted, not timed: the prompt is read once, and no step asks for the history."""
+    """Work per token is counted, not timed: the prompt is read once, and no step asks for the
+    history.
+    """
 
     class Watched(RepetitionPenalty):
         asked = 0

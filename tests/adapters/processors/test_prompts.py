@@ -60,7 +60,9 @@ def trigger_oracle(generated, phrase, trigger, after, times):
 
 
 def row_with_room(generated, phrase, after, times):
-    """What would leave more bytes of a character missing than tokens are left before the phrase is masked."""
+    """What would leave more bytes of a character missing than tokens are left before the phrase
+    is masked.
+    """
     for left in (1, 2, 3):
         ahead = [*generated, *[FOX] * left]
         if all(trigger_oracle(ahead[: len(generated) + n], phrase, "", after, times) is None for n in range(left)) and (

@@ -248,7 +248,8 @@ def dry_oracle(history, multiplier, base, allowed_length, breakers, window):
     for k in range(len(history)):
         before = b"".join(pieces[token] for token in history[:k])
         text = before + pieces[history[k]]
-        # A breaker may begin outside the window: the test's breakers are at most two tokens long, see below.
+        # A breaker may begin outside the window: the test's breakers are at most two tokens long,
+        # see below.
         broken = any(text.endswith(t, 0, e) for t in texts for e in range(len(before) + 1, len(text) + 1))
         limit = 0 if broken else limit + 1
     longest = {}

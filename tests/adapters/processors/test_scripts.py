@@ -1,4 +1,6 @@
-"""Bans of scripts against a decoder that is fed the history byte by byte, and a table of every character."""
+"""Bans of scripts against a decoder that is fed the history byte by byte, and a table of every
+character.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from adapters.vocabulary import Vocabulary
 
 
 class Bytes:
-    """A tokenizer whose tokens are given as bytes: every byte, and tokens that cut and mix characters."""
+    """A tokenizer whose tokens are given as bytes: every byte, and tokens that cut and mix
+    characters.
+    """
 
     special = "<s>"
 

@@ -1,4 +1,6 @@
-"""XTC and mirostat against their formulas, and their states under rewinding, replay and pickling."""
+"""XTC and mirostat against their formulas, and their states under rewinding, replay and
+pickling.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def chain_of(*processors, prompt=(1, 2)):
 
 
 def apply_all(chains, logits):
-    """One step of several chains, batched: the rows after it, and how rows failed at the late stages."""
+    """One step of several chains, batched: the rows after it, and how rows failed at the late
+    stages.
+    """
     logits = logits.clone()
     planned, failures = plan_rows(list(enumerate(chains)))
     assert not failures

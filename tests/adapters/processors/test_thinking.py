@@ -1,4 +1,6 @@
-"""The thinking budget against a scan of the whole history, and as a simulated model would meet it."""
+"""The thinking budget against a scan of the whole history, and as a simulated model would meet
+it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def partial(section, tag):
 
 
 def oracle(prompt, generated, tokens):
-    """The token to force after a history, None if there is none: a scan from the beginning, without grace."""
+    """The token to force after a history, None if there is none: a scan from the beginning,
+    without grace.
+    """
     inside, section, used = False, [], 0
     for index, token in enumerate(prompt + generated):
         section.append(token)
@@ -128,7 +132,8 @@ def test_grace_waits_for_the_end_of_a_line():
     assert answer(budget(tokens=3, grace=4), context(), [start], said, 7) == [*said[:5], end, FOX]
     assert answer(budget(tokens=3, grace=1), context(), [start], said, 6) == [*said[:4], end, NEWLINE]
     assert answer(budget(tokens=2, grace=4), context(), [start], said, 3) == [FOX, NEWLINE, end]
-    # Once the line has ended it is over, though the newline is not the newest token while the tag is being forced.
+    # Once the line has ended it is over, though the newline is not the newest token while the tag
+    # is being forced.
     tag = vocabulary().encode("</ reason >")
     assert len(tag) > 2
     long = budget(tokens=1, grace=9, start="<think>", end="</ reason >")

@@ -59,7 +59,9 @@ def row_of(seed, *, quantised=False, masked=0, width=V, spread=3.0):
 
 
 def applied(row, *processors):
-    """The row after the chain of ``processors``, through the batched path, and how it failed at the late stages."""
+    """The row after the chain of ``processors``, through the batched path, and how it failed at
+    the late stages.
+    """
     chain = ProcessorChain(processors, CONTEXT)
     chain.start([1, 2])
     logits = row.clone().unsqueeze(0)
@@ -147,7 +149,9 @@ def test_eta_cutoff_with_masked_tokens_is_the_formula(row, epsilon):
 
 
 def top_p_reference(row, p):
-    """By the definition, in float64: descending logits, then ascending ids; cut at the first mass of at least p."""
+    """By the definition, in float64: descending logits, then ascending ids; cut at the first
+    mass of at least p.
+    """
     weights = np.exp(row.double().numpy() - float(row.max()))
     order = sorted(range(len(row)), key=lambda i: (-float(row[i]), i))
     mass, chosen = 0.0, set()

@@ -1,4 +1,6 @@
-"""The watermark: the distribution stays, who has the key sees it, repeated contexts and rewinding are exact."""
+"""The watermark: the distribution stays, who has the key sees it, repeated contexts and
+rewinding are exact.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def chain_of(*processors, prompt=(1, 2, 3)):
 
 
 def apply_all(chains, logits):
-    """One step of several chains, batched: the rows after it, and how rows failed at the late stages."""
+    """One step of several chains, batched: the rows after it, and how rows failed at the late
+    stages.
+    """
     logits = logits.clone()
     planned, failures = plan_rows(list(enumerate(chains)))
     assert not failures
@@ -64,7 +68,9 @@ def random_row(random, spread=2.0, width=V):
 
 
 def generate(processor, count, *, seed=0, prompt=(1, 2, 3), width=V, spread=1.0):
-    """Decode ``count`` tokens over random rows; what the watermark leaves open is drawn from the row."""
+    """Decode ``count`` tokens over random rows; what the watermark leaves open is drawn from the
+    row.
+    """
     random = np.random.default_rng(seed)
     chain = ProcessorChain([processor] if processor else [], context_of())
     chain.start(prompt)

@@ -134,7 +134,9 @@ def test_a_loop_is_stopped_behind_a_whole_character(kind, before, cycle):
 
 @pytest.mark.parametrize("kind", ["llama-legacy", "unigram-first"])
 def test_a_loop_that_is_seen_inside_a_character(kind):
-    """The byte before the first copy is the last of the cycle's, so three copies are complete one byte early."""
+    """The byte before the first copy is the last of the cycle's, so three copies are complete
+    one byte early.
+    """
     facts = context_of(kind)
     index = byte_index(facts.vocabulary)
     generated = [index.ids[bytes([byte])][0] for byte in ("🀀" + "😀" * 3).encode()[:-1]]

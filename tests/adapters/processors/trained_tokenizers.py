@@ -1,4 +1,5 @@
-"""Small tokenizers of the kinds that models have, trained in memory, and a model that says what it is told in bytes.
+"""Small tokenizers of the kinds that models have, trained in memory, and a model that says what it
+is told in bytes.
 
 Characters beyond ASCII have no piece of their own, so all of them are written in several tokens.
 """
@@ -34,7 +35,9 @@ _LLAMA = decoders.Sequence(
 
 
 def _trained(model: Any, trainer: Any) -> dict[str, Any]:
-    """The trained model as JSON data; words are pieces that begin with ``▁``, as SentencePiece trains them."""
+    """The trained model as JSON data; words are pieces that begin with ``▁``, as SentencePiece
+    trains them.
+    """
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex("\n+"), "removed"), pre_tokenizers.Metaspace()]
@@ -66,7 +69,9 @@ def _sentencepiece_bpe() -> Tokenizer:
 
 
 def llama_legacy() -> Tokenizer:
-    """Llama 2: a normaliser puts ``▁`` before the text and in the place of spaces; there is no pre-tokenizer."""
+    """Llama 2: a normaliser puts ``▁`` before the text and in the place of spaces; there is no
+    pre-tokenizer.
+    """
     tokenizer = _sentencepiece_bpe()
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = _LLAMA
@@ -154,7 +159,8 @@ def said(kind: str, prompt: list[int], tokens: list[int]) -> str:
 
 
 def speak(kind: str, chain: ProcessorChain, text: str, *, most: int = 200) -> list[int]:
-    """What a greedy model writes that wants to say ``text``, in the longest tokens it is left, and then to end.
+    """What a greedy model writes that wants to say ``text``, in the longest tokens it is left, and
+    then to end.
 
     Where it is kept from going on with its text it writes an x.
     """

@@ -1,4 +1,6 @@
-"""A small real byte-level BPE tokenizer, trained in memory, and ways to run one processor as an engine would."""
+"""A small real byte-level BPE tokenizer, trained in memory, and ways to run one processor as an
+engine would.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def plan_after(
 
 
 def run_row(chain: ProcessorChain, row: torch.Tensor) -> torch.Tensor:
-    """The row after every edit of the chain; all but the forced token are -inf where one is forced."""
+    """The row after every edit of the chain; all but the forced token are -inf where one is
+    forced.
+    """
     logits = torch.stack([torch.zeros_like(row), row])
     planned, failures = plan_rows([(1, chain)])
     failures |= apply_edits(logits, planned)
@@ -87,9 +91,11 @@ def run_row(chain: ProcessorChain, row: torch.Tensor) -> torch.Tensor:
 def step_by_step(
     processors: Sequence[Processor], facts: Context, prompt: Sequence[int], generated: Sequence[int], row: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Rows before each generated token and after the last, by one chain that accepts token by token.
+    """Rows before each generated token and after the last, by one chain that accepts token by
+    token.
 
-    On the way the chain is asked twice, shown tokens twice, rewound and led astray; none of it may matter.
+    On the way the chain is asked twice, shown tokens twice, rewound and led astray; none of it may
+    matter.
     """
     chain = ProcessorChain([pickle.loads(pickle.dumps(processor)) for processor in processors], facts)
     chain.start(prompt)
@@ -129,7 +135,9 @@ def assert_rows_equal(rows: Sequence[torch.Tensor], expected: Sequence[torch.Ten
 def after_rewinding(
     processors: Sequence[Processor], facts: Context, prompt: Sequence[int], generated: Sequence[int], row: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The same rows, by one chain whose state takes every token, then gives back one and the others at once."""
+    """The same rows, by one chain whose state takes every token, then gives back one and the
+    others at once.
+    """
     chain = ProcessorChain(processors, facts)
     rows = []
     for index in range(len(generated) + 1):

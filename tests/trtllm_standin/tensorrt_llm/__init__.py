@@ -1,6 +1,8 @@
-"""A stand-in for TensorRT-LLM on machines without a GPU: its LLM API by name, signature, default and rule.
+"""A stand-in for TensorRT-LLM on machines without a GPU: its LLM API by name, signature, default
+and rule.
 
-It decodes with the worker's embedded engine in a process of its own. `tests/contracts` compares it with the facts.
+It decodes with the worker's embedded engine in a process of its own. `tests/contracts` compares it
+with the facts.
 """
 
 import sys

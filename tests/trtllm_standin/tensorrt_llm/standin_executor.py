@@ -1,4 +1,6 @@
-"""The executor's process: scheduling and model are the embedded engine's, the rest is TensorRT-LLM's contract."""
+"""The executor's process: scheduling and model are the embedded engine's, the rest is
+TensorRT-LLM's contract.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Fatal(Exception):
 
 
 class Row:
-    """Everything between the model's logits and the token of one sequence. The embedded engine calls it per token."""
+    """Everything between the model's logits and the token of one sequence. The embedded engine
+    calls it per token.
+    """
 
     failure = None
 
@@ -252,7 +256,9 @@ class Executor:
             self._ended(client_id, prompt)
 
     def _hand_over(self, client_id: int, choice: int, first: list[int], params: Any, hand_off: Any) -> bool:
-        """The transferred tokens come out first; whether they end the answer, where the version looks at that."""
+        """The transferred tokens come out first; whether they end the answer, where the version
+        looks at that.
+        """
         ends = SWITCHES.checks_transferred and first[-1] in _ends(params)
         is_spent = SWITCHES.checks_transferred and len(first) >= params.max_tokens
         reason = "stop" if ends else "length" if is_spent else None

@@ -1,4 +1,6 @@
-"""Which TensorRT-LLM the stand-in is, and which of its troubles it shows: JSON in the variable TRTLLM_STANDIN."""
+"""Which TensorRT-LLM the stand-in is, and which of its troubles it shows: JSON in the variable
+TRTLLM_STANDIN.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,24 @@ class Switches:
         version: ``1.2.0`` or ``1.3.0rc29``.
         ignores: Fields of `SamplingParams` that have no effect; those of the version by default.
         hides_end_token: The token that ended an answer is not among its tokens.
-        skips: Generated positions (0 is the first token) whose processors are not called, as after a preemption.
-        dies_on_prompt: The executor's process ends at the second token of a prompt of more than two tokens; the
-            worker's probes are shorter.
+        skips: Generated positions (0 is the first token) whose processors are not called, as after
+            a preemption.
+        dies_on_prompt: The executor's process ends at the second token of a prompt of more than two
+            tokens; the worker's probes are shorter.
         lagging: Processors see an old history although the overlap scheduler is off.
         context_only_ends: Finish reason of a context-only request, whose length limit is always 1.
-        passes_on: What a context-only request leaves for the generation phase is with its output; else nothing is.
-        checks_transferred: The transferred token of a generation-only request counts for the length limit, and ends
-            the answer if it is an end token.
+        passes_on: What a context-only request leaves for the generation phase is with its output;
+            else nothing is.
+        checks_transferred: The transferred token of a generation-only request counts for the length
+            limit, and ends the answer if it is an end token.
         max_logprobs: Most likeliest tokens that may be asked for; versions of spring 2026 take 20.
-        loses_logprobs: Log probabilities of the second token of a prompt of more than two tokens get lost on the way.
-        odd_reason: A finish reason that the client's side does not know, for prompts of more than two tokens.
+        loses_logprobs: Log probabilities of the second token of a prompt of more than two tokens
+            get lost on the way.
+        odd_reason: A finish reason that the client's side does not know, for prompts of more than
+            two tokens.
         tells_capacity: `LLM.get_kv_cache_capacity` says something.
-        windows: Attention windows of the model's layers, in tokens; each has KV blocks and events of its own.
+        windows: Attention windows of the model's layers, in tokens; each has KV blocks and events
+            of its own.
     """
 
     version: str = NEW

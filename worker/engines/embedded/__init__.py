@@ -1,19 +1,19 @@
 """The embedded engine: continuous batching in torch, on CPU and CUDA, without a serving framework.
 
-One step, and the file that answers each of its words::
+One step, and the folder or file that answers each of its words::
 
-    plan     = scheduler.schedule()                  # scheduler.py, kv_cache.py
-    logits   = model.forward(plan)                   # model.py, attention.py
-    edits    = plan_edits(plan)                      # the requests' chains: adapters.chain.batch
-    launched = sampler.launch(logits, edits, plan)   # sampler.py, rows.py; truncation.py, on CUDA device_sampler.py
+    plan     = scheduler.schedule()                  # scheduler.py, kv_cache/
+    logits   = model.forward(plan)                   # model/, attention/
+    edits    = plan_edits(plan)                      # the requests' chains: adapters.chain
+    launched = sampler.launch(logits, edits, plan)   # sampling/
     scheduler.settle(plan)                           # what needs no tokens, while a GPU chooses them
     outputs  = scheduler.commit(plan, launched.collect())
 
-`plan.py` holds what they pass to each other, `step.py` the loop, synchronous; `engine.py` runs it in its own
-thread and turns it into streams (`stream.py`); `admission.py` decides what a request may ask for.
-
-Without services: `offline.py` is the engine as an object, `controller.py` Megatron-Core's controller; both drive the
-loop through `session.py`, whose requests come from `jobs.py` and whose results from `answers.py`.
+`plan.py` holds what they pass to each other, `step.py` the loop, synchronous; `admission.py` decides
+what a request may ask for. Who drives the loop: `serving/` in a thread of its own, for streams;
+`offline/` in the caller's thread; `controller/` under Megatron-Core's names; `fused.py` is the
+sampler alone, under MAX's. `transfer/` moves KV between workers, `native/` has the C kernels, and
+`host/` the machine under it all. Imports run one way through these folders (``pyproject.toml``).
 """
 
 from worker.engines.embedded.config import EmbeddedConfig

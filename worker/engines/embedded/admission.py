@@ -119,7 +119,9 @@ def admit(
 
 
 def _chain(params: SamplingParams, prompt: list[int]) -> ProcessorChain | None:
-    """The chain among the logits processors, taken out of its callable, at the end of the prompt."""
+    """The chain among the logits processors, taken out of its callable, at the end of the
+    prompt.
+    """
     chains = [each.chain for each in params.logits_processors if isinstance(each, ChainAdapter)]
     if len(chains) > 1:
         raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
@@ -148,7 +150,9 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def end_ids_of(params: SamplingParams, model: Model) -> frozenset[int]:
-    """The ids named by the request; without ``end_id`` the model's own, as in TensorRT-LLM, unless ``ignore_eos``."""
+    """The ids named by the request; without ``end_id`` the model's own, as in TensorRT-LLM,
+    unless ``ignore_eos``.
+    """
     _check_ids("sampling_params.stop_token_ids", params.stop_token_ids or (), model.vocab_size)
     if params.end_id is not None and params.end_id != -1:
         _check_ids("sampling_params.end_id", (params.end_id,), model.vocab_size)
@@ -174,5 +178,7 @@ def _bias(values: Any, model: Model) -> torch.Tensor | None:
 
 
 def unclassified_fields() -> set[str]:
-    """Fields of `SamplingParams` that no table of this file mentions; empty, or requests lose a control in silence."""
+    """Fields of `SamplingParams` that no table of this file mentions; empty, or requests lose a
+    control in silence.
+    """
     return {one.name for one in fields(SamplingParams)} - HONOURED - IRRELEVANT - set(REFUSED)

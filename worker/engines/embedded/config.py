@@ -22,25 +22,29 @@ class EmbeddedConfig:
     Attributes:
         model_path: Directory of a Hugging Face causal language model, with safetensors weights.
         device: ``auto`` (CUDA if there is any), ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: ``auto``, ``float32``, ``bfloat16`` or, on CUDA only, ``float16``. ``auto`` is the checkpoint's own;
-            on a CPU, float32 in place of float16.
-        numerics: ``exact`` (the same tokens in any batch, bit by bit), ``fast``, or ``auto``: exact where it costs next
-            to nothing; see `numerics.py`.
-        kernels: ``native`` (our own, for a CPU; see `native`), ``torch``, or ``auto``: native where they
-            were built and are the fastest that the processor can do.
+        dtype: ``auto``, ``float32``, ``bfloat16`` or, on CUDA only, ``float16``. ``auto`` is the
+            checkpoint's own; on a CPU, float32 in place of float16.
+        numerics: ``exact`` (the same tokens in any batch, bit by bit), ``fast``, or ``auto``: exact
+            where it costs next to nothing; see `numerics.py`.
+        kernels: ``native`` (our own, for a CPU; see `native`), ``torch``, or ``auto``: native where
+            they were built and are the fastest that the processor can do.
         max_num_seqs: Requests decoded in one step at most.
-        max_num_batched_tokens: Tokens computed in one step at most; longer prompts take several steps.
-        max_mixed_chunk: Tokens of a prompt computed in a step that decodes too; with n prompts in hand n times as many
-            in all, less behind a prompt's first tokens, and half of it, less those who decode, while these are few.
-            None means 64 on a CPU, 512 on CUDA, so that a prompt hardly slows those who decode.
+        max_num_batched_tokens: Tokens computed in one step at most; longer prompts take several
+            steps.
+        max_mixed_chunk: Tokens of a prompt computed in a step that decodes too; with n prompts in
+            hand n times as many in all, less behind a prompt's first tokens, and half of it, less
+            those who decode, while these are few. None means 64 on a CPU, 512 on CUDA, so that a
+            prompt hardly slows those who decode.
         context_length: Longest prompt + answer in tokens; None means the model's own limit.
         kv_block_size: Tokens per KV block.
-        kv_blocks: KV blocks to own; None means as many as `max_num_seqs` full contexts need, or as fit into memory.
+        kv_blocks: KV blocks to own; None means as many as `max_num_seqs` full contexts need, or as
+            fit into memory.
         max_queue: Requests that may wait for a place; more are refused with `Overloaded`.
         role: ``aggregated``, or ``prefill`` or ``decode`` of disaggregated serving.
         kv_hold_s: How long a prefill worker holds a prompt's KV for a decode worker, seconds.
         kv_devices: Network devices over which KV is transferred, as in ``UCX_NET_DEVICES``.
-        step_timeout_s: Seconds after which a step that has not ended counts as hung and ends the process.
+        step_timeout_s: Seconds after which a step that has not ended counts as hung and ends the
+            process.
     """
 
     model_path: str | Path

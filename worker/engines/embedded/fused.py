@@ -1,8 +1,8 @@
 """`FusedSamplingProcessor`: the sampler behind the surface of MAX's class of that name.
 
-One object serves one batch for as many steps as it is called. In contrast to MAX's: the draws move on from step to
-step, no row's top-k depends on another's, min-p holds on every device, a bitmask of another width is an error rather
-than ignored, and a row without a token says why.
+One object serves one batch for as many steps as it is called. In contrast to MAX's: the draws move
+on from step to step, no row's top-k depends on another's, min-p holds on every device, a bitmask of
+another width is an error rather than ignored, and a row without a token says why.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.step import plan_edits
 
 NO_TOKEN = -1
-"""What stands in place of a token in a row that has none; `FusedSamplingProcessor.errors` says why."""
+"""What stands in place of a token in a row that has none; `FusedSamplingProcessor.errors` says
+why.
+"""
 
 
 class FusedSamplingProcessor:
@@ -27,11 +29,13 @@ class FusedSamplingProcessor:
 
     Args:
         sampler: Of the model's vocabulary.
-        requests: The batch. Their token lists are copied, so that the caller may extend its own; their chains of
-            processors are shared, which is safe, because a chain accepts a position once.
+        requests: The batch. Their token lists are copied, so that the caller may extend its own;
+            their chains of processors are shared, which is safe, because a chain accepts a position
+            once.
         device: Where the tokens are to be.
         bitmask: First bitmask; see `update_bitmask`.
-        identity_logit_offsets: From `allocate_identity_logit_offsets`; may be longer than the batch needs.
+        identity_logit_offsets: From `allocate_identity_logit_offsets`; may be longer than the batch
+            needs.
 
     Attributes:
         generated_tokens: int64 ``[B, number of calls]``.
@@ -79,11 +83,14 @@ class FusedSamplingProcessor:
 
         Args:
             logits: ``[n, V]``, of all positions that the model computed.
-            next_token_logits: ``[B, V]``, of each request's last position, if the model returned them apart.
-            logit_offsets: ``[B + 1]``: rows ``offsets[i]`` to ``offsets[i + 1]`` of `logits` are request i's.
+            next_token_logits: ``[B, V]``, of each request's last position, if the model returned
+                them apart.
+            logit_offsets: ``[B + 1]``: rows ``offsets[i]`` to ``offsets[i + 1]`` of `logits` are
+                request i's.
 
         Raises:
-            AssertionError: both optional arguments are given, and there are no identity offsets, or too few.
+            AssertionError: both optional arguments are given, and there are no identity offsets, or
+                too few.
         """
         if next_token_logits is None:
             return logits, logit_offsets
@@ -145,7 +152,9 @@ class FusedSamplingProcessor:
             request.chain.accept(token_id, len(request.tokens) - 1)
 
     def update_bitmask(self, packed: torch.Tensor | np.ndarray[Any, Any]) -> None:
-        """Take over the bitmask of the next calls, int32 ``[B, ceil(V / 32)]``, bit set: allowed. It is copied."""
+        """Take over the bitmask of the next calls, int32 ``[B, ceil(V / 32)]``, bit set:
+        allowed. It is copied.
+        """
         self._bitmask = torch.as_tensor(packed).clone()
 
     def start_async_token_copy(self) -> None:
@@ -161,7 +170,8 @@ class FusedSamplingProcessor:
         self._copied.record()
 
     def get_new_tokens_numpy(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """int64 ``[B]``, of the last call; waits for the copy alone, or makes it if none was started.
+        """int64 ``[B]``, of the last call; waits for the copy alone, or makes it if none was
+        started.
 
         Raises:
             RuntimeError: before the first call.

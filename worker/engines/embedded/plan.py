@@ -20,14 +20,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCORED_AT_ONCE = 64
-"""Prompt tokens whose logits are held at a time; those of a whole chunk of a large vocabulary take gigabytes."""
+"""Prompt tokens whose logits are held at a time; those of a whole chunk of a large vocabulary
+take gigabytes.
+"""
 
 TILE = 32
-"""Tokens of a step that are computed together, where their number is bounded; fastest in whole tiles."""
+"""Tokens of a step that are computed together, where their number is bounded; fastest in whole
+tiles.
+"""
 
 
 class LogitsTap(Protocol):
-    """Is shown a request's logits as the model made them, before any control. It must not keep or change the tensors.
+    """Is shown a request's logits as the model made them, before any control. It must not keep or
+    change the tensors.
 
     What it raises ends its own request with an error, and nothing else.
 
@@ -39,10 +44,13 @@ class LogitsTap(Protocol):
 
     @property
     def wants_prompt(self) -> bool:
-        """Whether rows of prompt tokens are still wanted; as long as they are, no token's KV comes out of a cache."""
+        """Whether rows of prompt tokens are still wanted; as long as they are, no token's KV
+        comes out of a cache.
+        """
 
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        """Rows ``[n, V]`` of the tokens from `start` on, few at a time; after a preemption from the first one again.
+        """Rows ``[n, V]`` of the tokens from `start` on, few at a time; after a preemption from the
+        first one again.
 
         They go on beyond the prompt where the tokens of a step do.
         """
@@ -58,21 +66,24 @@ class Request:
     Attributes:
         id: The caller's id, unique among live requests.
         number: The engine's own id, which logits processors see.
-        params: What is left to the sampler and the scheduler; the rest of what was asked for is in `chain`.
+        params: What is left to the sampler and the scheduler; the rest of what was asked for is in
+            `chain`.
         tokens: Prompt and generated token ids, oldest first.
         prompt_length: Tokens of the prompt.
         limit: Length of `tokens` at which the answer ends.
         end_ids: Ids that end the answer.
         seed: Seed of the draws, 64 bits.
-        chain: Its logits processors, in the order law's order, over its own history; None if it has none.
+        chain: Its logits processors, in the order law's order, over its own history; None if it has
+            none.
         choice: Which of several answers to one prompt this is; part of what its draws are made of.
         tap: Who is shown its logits, None if nobody is.
-        tap_error: What `tap` has failed with; the request then ends with the next token that it would get.
+        tap_error: What `tap` has failed with; the request then ends with the next token that it
+            would get.
         keeps_kv: Whether its KV outlives it, for another worker to read; see `exchange`.
         cache_salt: It shares KV only with requests of the same salt.
         arrival: Place in the order of arrival, given by the scheduler.
-        segments: The KV segments of its tokens, in order, while it runs: position p is in ``segments[p // size]`` at
-            slot ``p % size``, `size` being the tokens per segment.
+        segments: The KV segments of its tokens, in order, while it runs: position p is in
+            ``segments[p // size]`` at slot ``p % size``, `size` being the tokens per segment.
         num_computed: Tokens, from the first on, whose KV is in `segments`.
         num_cached_tokens: Prompt tokens whose KV was known when it was first admitted; None before.
         block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
@@ -106,7 +117,9 @@ class Request:
             self._show(self.tap.see_prompt, start, logits)
 
     def show_generated(self, logits: torch.Tensor) -> None:
-        """Show the tap the row that the next token is sampled from; see `LogitsTap.see_generated`."""
+        """Show the tap the row that the next token is sampled from; see
+        `LogitsTap.see_generated`.
+        """
         if self.tap is not None and self.tap.wants_generated:
             self._show(self.tap.see_generated, len(self.tokens), logits)
 
@@ -122,7 +135,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens ``[start, stop)`` of one request, computed in one step: prompt, and after a preemption answer too."""
+    """Tokens ``[start, stop)`` of one request, computed in one step: prompt, and after a
+    preemption answer too.
+    """
 
     request: Request
     start: int
@@ -142,7 +157,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCopy:
-    """The KV of the first `num_tokens` slots of segment `source` goes to the same slots of segment `target`."""
+    """The KV of the first `num_tokens` slots of segment `source` goes to the same slots of
+    segment `target`.
+    """
 
     source: int
     target: int
@@ -156,8 +173,8 @@ class Plan:
     Attributes:
         decode: Requests of which the newest token is computed.
         chunks: Pieces of prompts.
-        sampled: Requests that get a token: those of `decode`, then those whose tokens end in `chunks`.
-            The same tuple object in consecutive steps means the same rows.
+        sampled: Requests that get a token: those of `decode`, then those whose tokens end in
+            `chunks`. The same tuple object in consecutive steps means the same rows.
         copies: Done in this order before anything is written.
     """
 
@@ -172,7 +189,9 @@ class Plan:
         return tuple(chunk for chunk in self.chunks if chunk.is_scored)
 
     def logit_rows(self) -> list[int]:
-        """Which of the step's tokens, `decode` first and then chunk by chunk, the rows of logits belong to."""
+        """Which of the step's tokens, `decode` first and then chunk by chunk, the rows of logits
+        belong to.
+        """
         ends = accumulate((chunk.stop - chunk.start for chunk in self.chunks), initial=len(self.decode))
         rows = range(len(self.decode))
         return [*rows, *(end - 1 for chunk, end in zip(self.chunks, list(ends)[1:], strict=True) if chunk.is_last)]
@@ -210,8 +229,8 @@ class Model(Protocol):
         device: Where logits are.
         kv_bytes_per_token: Size of the KV of one token, 0 if there is none.
         wants_dense_kv: Whether a step is faster where the segments that it reads lie densely.
-        numerics: ``exact`` if a row of logits is the same, bit by bit, in any batch and on any path, else ``fast``;
-            known once there is room for KV.
+        numerics: ``exact`` if a row of logits is the same, bit by bit, in any batch and on any
+            path, else ``fast``; known once there is room for KV.
     """
 
     vocab_size: int
@@ -224,10 +243,13 @@ class Model(Protocol):
     numerics: str
 
     def allocate_kv(self, num_segments: int, segment_size: int) -> None:
-        """Make room for `num_segments` segments of `segment_size` tokens; see `Request.segments`."""
+        """Make room for `num_segments` segments of `segment_size` tokens; see
+        `Request.segments`.
+        """
 
     def forward(self, plan: Plan) -> torch.Tensor:
-        """Logits ``[n, vocab_size]`` of ``plan.sampled``, of a floating dtype; the sampler may write into them.
+        """Logits ``[n, vocab_size]`` of ``plan.sampled``, of a floating dtype; the sampler may
+        write into them.
 
         Those of the chunks of ``plan.scored`` go to their requests' taps; see `Plan.show_scored`.
         """

@@ -1,4 +1,6 @@
-"""Which tokens each step computes: decode rows first, then prompts, fairly, within the step's budget."""
+"""Which tokens each step computes: decode rows first, then prompts, fairly, within the step's
+budget.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,26 @@ from worker.engines.embedded.kv_cache import KvCache, hash_blocks
 from worker.engines.embedded.plan import TILE, Chunk, Output, Plan, Request, Samples, SegmentCopy
 
 FAIR_CHUNK = 128
-"""Tokens of each prompt that a step computes before any prompt gets more, a quarter of the budget at most."""
+"""Tokens of each prompt that a step computes before any prompt gets more, a quarter of the
+budget at most.
+"""
 
 FEW_ROWS = 16
-"""Below this number of requests that decode, a step is so short that a whole mixed chunk takes more than two steps."""
+"""Below this number of requests that decode, a step is so short that a whole mixed chunk takes
+more than two steps.
+"""
 
 LONG_CONTEXT = 1024
 """Tokens after which computing one more of a prompt takes a small model half as long again."""
 
 RUNNING_PER_SPARE = 16
-"""Running requests for which one segment stays available when another is admitted, so that it does not
-drive one out, or is driven out, at the next full segment."""
+"""Running requests for which one segment stays available when another is admitted, so that it does
+not drive one out, or is driven out, at the next full segment."""
 
 
 class Scheduler:
-    """First come, first served; the last one goes first where memory ends. Pure bookkeeping, one thread.
+    """First come, first served; the last one goes first where memory ends. Pure bookkeeping, one
+    thread.
 
     ====================  =================  ==================================================
     a request is          held in            and owns
@@ -42,14 +49,15 @@ class Scheduler:
         cache: KV segments.
         max_num_seqs: Requests in ``prefilling`` and ``decoding`` together at most.
         max_num_batched_tokens: Tokens in one plan at most; at least `max_num_seqs`.
-        max_mixed_chunk: Prompt tokens per prompt that is waited for in a plan that decodes too; None for no limit.
-            It bounds the time between two tokens of those who decode, except where as many others wait to. Behind
-            `LONG_CONTEXT` tokens it is half as large. Of fewer than `FEW_ROWS`, half of it is the bound, and they
-            count; it becomes a third smaller. Where it is `TILE` or more, the step is whole tiles.
+        max_mixed_chunk: Prompt tokens per prompt that is waited for in a plan that decodes too;
+            None for no limit. It bounds the time between two tokens of those who decode, except
+            where as many others wait to. Behind `LONG_CONTEXT` tokens it is half as large. Of fewer
+            than `FEW_ROWS`, half of it is the bound, and they count; it becomes a third smaller.
+            Where it is `TILE` or more, the step is whole tiles.
 
     Attributes:
-        waits_outside: Place in the order of arrival of a request that waits for segments before it can become a guest,
-            None if none does. Nobody who came after it is admitted.
+        waits_outside: Place in the order of arrival of a request that waits for segments before it
+            can become a guest, None if none does. Nobody who came after it is admitted.
     """
 
     def __init__(
@@ -84,7 +92,9 @@ class Scheduler:
         return bool(self.prefilling or self.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request in order of arrival; the store must have room for the longest answer to it."""
+        """Queue a request in order of arrival; the store must have room for the longest answer
+        to it.
+        """
         longest = self.cache.count_segments(request.limit)
         assert longest <= self.cache.num_segments, f"{request.id} may take {longest} segments: {self!r}"
         self.arrive(request)
@@ -97,7 +107,9 @@ class Scheduler:
             self._num_arrived += 1
 
     def abort(self, request_id: str) -> Output | None:
-        """Forget a request and free what it holds, between steps; None if it is not here any more."""
+        """Forget a request and free what it holds, between steps; None if it is not here any
+        more.
+        """
         for request in (*self.decoding, *self.prefilling, *self.waiting):
             if request.id == request_id:
                 self._remove(request)
@@ -105,7 +117,9 @@ class Scheduler:
         return None
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to the queue, between steps; its KV is computed again when its turn comes."""
+        """Send a running request back to the queue, between steps; its KV is computed again when
+        its turn comes.
+        """
         self._release([request])
         self.num_preemptions += 1
         self._enqueue(request)
@@ -122,10 +136,12 @@ class Scheduler:
         return len(self.decoding) + len(self.prefilling) < self.max_num_seqs
 
     def invite(self, request: Request) -> tuple[SegmentCopy, ...] | None:
-        """Make a request a guest, with segments for all its tokens and as much KV in them as is known.
+        """Make a request a guest, with segments for all its tokens and as much KV in them as is
+        known.
 
         Returns:
-            What has to be copied in the store before anything is written; None if there are too few segments.
+            What has to be copied in the store before anything is written; None if there are too few
+            segments.
         """
         copies = self.cache.admit(request, self._spare())
         if copies is not None:
@@ -160,7 +176,9 @@ class Scheduler:
         return Plan(decode, chunks, decode + ended if ended else decode, copies)
 
     def settle(self, plan: Plan) -> None:
-        """Take over what the step computes, but for the tokens that come out of it; these may still be under way."""
+        """Take over what the step computes, but for the tokens that come out of it; these may
+        still be under way.
+        """
         for request in plan.decode:
             self.cache.complete(request, request.num_computed + 1)
         for chunk in plan.chunks:
@@ -183,7 +201,9 @@ class Scheduler:
         return outputs
 
     def check_integrity(self) -> None:
-        """Every live request is in one place and every KV segment has its owners. Raises `AssertionError`."""
+        """Every live request is in one place and every KV segment has its owners. Raises
+        `AssertionError`.
+        """
         running = [*self.prefilling, *self.decoding]
         live = [*running, *self.waiting]
         assert len({id(request) for request in live}) == len(live), f"a request is listed twice: {self!r}"
@@ -262,7 +282,9 @@ class Scheduler:
         return {each for one in requests for each in hash_blocks(one, size)[one.num_computed // size :]}
 
     def _awaits(self, request: Request, pending: set[int]) -> bool:
-        """Whether the larger part of what a request has to compute is being computed for another one."""
+        """Whether the larger part of what a request has to compute is being computed for another
+        one.
+        """
         first = len(self.cache.match(request))
         shared = 0
         while first + shared < len(request.block_hashes) and request.block_hashes[first + shared] in pending:
@@ -270,7 +292,9 @@ class Scheduler:
         return 2 * shared * self.cache.block_size > len(request.tokens) - first * self.cache.block_size
 
     def _cut(self, budget: int) -> tuple[Chunk, ...]:
-        """Chunks of the prompts: a fair one for each while the budget lasts; the oldest get what is left."""
+        """Chunks of the prompts: a fair one for each while the budget lasts; the oldest get what
+        is left.
+        """
         fair = max(_fair_chunk(budget), budget // (2 * len(self.prefilling)))
         left = budget
         counts = []
@@ -335,6 +359,8 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
 
 
 def _accept(chain: ProcessorChain, token_id: int, position: int, ends: bool) -> dict[str, object] | None:
-    """Tell the chain; its receipt so far, if the request wants one, with the attribution where the answer ``ends``."""
+    """Tell the chain; its receipt so far, if the request wants one, with the attribution where
+    the answer ``ends``.
+    """
     chain.accept(token_id, position)
     return {"logits_processors": chain.report(attribution=ends)} if chain.wants_receipt else None

@@ -27,7 +27,8 @@ class Stepper:
         scheduler: What decides the work of a step.
 
     Attributes:
-        exchange: What gives KV to other workers and gets it from them; None where requests are served by one.
+        exchange: What gives KV to other workers and gets it from them; None where requests are
+            served by one.
     """
 
     def __init__(self, model: Model, scheduler: Scheduler) -> None:
@@ -39,7 +40,9 @@ class Stepper:
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
     def add(self, request: Request, kv: KvHandle | None = None) -> None:
-        """Queue a request; it joins at the next step that has room, once the KV that `kv` describes is here."""
+        """Queue a request; it joins at the next step that has room, once the KV that `kv`
+        describes is here.
+        """
         if request.tap is not None:
             self._tapped.add(request.id)
         if kv is None:
@@ -62,7 +65,9 @@ class Stepper:
 
     @property
     def wait_s(self) -> float | None:
-        """How soon `step` should be called: 0 at once, None for no need before a request is added."""
+        """How soon `step` should be called: 0 at once, None for no need before a request is
+        added.
+        """
         if not self.scheduler.is_idle:
             return STARVED_POLL_S if self._starved else 0.0
         return None if self.exchange is None else self.exchange.wait_s
@@ -118,7 +123,9 @@ def plan_edits(plan: Plan) -> Edits:
 
 
 def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> Stepper:
-    """A stepper for `model`, with a KV store of `num_kv_blocks` blocks. Raises `StartupError` if they do not fit."""
+    """A stepper for `model`, with a KV store of `num_kv_blocks` blocks. Raises `StartupError` if
+    they do not fit.
+    """
     segment_size = choose_segment_size(config.kv_block_size, config.context_length or model.context_length)
     num_segments = num_kv_blocks * config.kv_block_size // segment_size
     model.allocate_kv(num_segments, segment_size)

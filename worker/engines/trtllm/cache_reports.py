@@ -18,11 +18,13 @@ class EventRelay:
 
     Attributes:
         sink: Hears of them.
-        block_size: Tokens per full block; a shorter one, the last of a prompt, is left out, and so is what follows it.
+        block_size: Tokens per full block; a shorter one, the last of a prompt, is left out, and so
+            is what follows it.
         num_gaps: How often event ids were not consecutive: the buffer had overflowed.
 
-    A model whose layers have several attention windows has KV blocks, and events, for each of them; the router hears of
-    those of the largest window alone. The pools of all windows are announced (``created``) before anything is stored.
+    A model whose layers have several attention windows has KV blocks, and events, for each of them;
+    the router hears of those of the largest window alone. The pools of all windows are announced
+    (``created``) before anything is stored.
     """
 
     sink: KvEventSink
@@ -36,8 +38,8 @@ class EventRelay:
         """Pass one event on.
 
         Raises:
-            ValueError: its blocks have several salts.
-            LookupError, TypeError, AttributeError: it is not of the form that is known. Nothing of it is passed on.
+            ValueError: its blocks have several salts. LookupError, TypeError, AttributeError: it is
+            not of the form that is known. Nothing of it is passed on.
         """
         self._check_order(event.get("event_id"))
         if not self._is_of_largest_window(event.get("window_size")):
@@ -48,7 +50,8 @@ class EventRelay:
             self._stored(data)
         elif kind == "removed":
             self._removed(data.get("block_hashes") or ())
-        # created: the size of the pool; updated: where a block is kept. Neither changes which prefixes there are.
+        # created: the size of the pool; updated: where a block is kept. Neither changes which
+        # prefixes there are.
 
     def _check_order(self, event_id: Any) -> None:
         if type(event_id) is not int:
@@ -90,7 +93,9 @@ class EventRelay:
 
 
 def _salt_of(data: Mapping[str, Any]) -> str | None:
-    """The salt of the stored blocks, None for blocks that every request may share. Each block says it for itself."""
+    """The salt of the stored blocks, None for blocks that every request may share. Each block
+    says it for itself.
+    """
     salts = {block.get("cache_salt") for block in data.get("blocks") or ()}
     if len(salts) > 1:
         raise ValueError("a KV event has blocks of several salts")

@@ -1,9 +1,10 @@
 """TensorRT-LLM's cumulative outputs cut into deltas.
 
-Its ids may shrink at the end, because a stop word is taken back, and whether the token that ended an answer is among
-them depends on which list it was in, and on the version. Here it is shown exactly if the request asked for it. Of
-several sequences only the last one to end is given a finish reason, and the token that a prefill worker handed over may
-not count for the length limit: so end tokens and the limit are looked for here, whatever TensorRT-LLM says.
+Its ids may shrink at the end, because a stop word is taken back, and whether the token that ended
+an answer is among them depends on which list it was in, and on the version. Here it is shown
+exactly if the request asked for it. Of several sequences only the last one to end is given a finish
+reason, and the token that a prefill worker handed over may not count for the length limit: so end
+tokens and the limit are looked for here, whatever TensorRT-LLM says.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Cursor:
     Attributes:
         index: The choice.
         end_token_ids: Ids that end the answer.
-        default_end: The id that TensorRT-LLM's own tokenizer ends answers with, None if it must not.
+        default_end: The id that TensorRT-LLM's own tokenizer ends answers with, None if it must
+            not.
         shows_end: Whether the id that ended the answer is part of it.
         num_logprobs: Likeliest tokens to report with each, None for no log probabilities.
         max_tokens: Longest answer, None for whatever TensorRT-LLM generates.
@@ -47,7 +49,9 @@ class Cursor:
     finished: bool = field(default=False)
 
     def advance(self, output: Any, *, is_last: bool = False) -> TokenDelta | None:
-        """What is new in a ``CompletionOutput``, None if nothing is. ``is_last``: there will be no further one."""
+        """What is new in a ``CompletionOutput``, None if nothing is. ``is_last``: there will be
+        no further one.
+        """
         if self.finished:
             return None
         tokens = list(output.token_ids or ())
@@ -67,7 +71,9 @@ class Cursor:
         return delta if delta.token_ids or self.finished else None
 
     def _finish_unsaid(self, delta: TokenDelta) -> None:
-        """A sequence that ended without a reason, an end token or its last token: the version hides the end token."""
+        """A sequence that ended without a reason, an end token or its last token: the version
+        hides the end token.
+        """
         if self.default_end is None:
             delta.finish_reason, delta.error = "error", "TensorRT-LLM ended the request without a reason"
         else:

@@ -88,7 +88,8 @@ class TrtllmEngine(RuntimeReports):
         context_length, eos_token_ids = checkpoint_facts(self.config.model_path)
         arguments = self.config.llm_arguments(package.llm_fields, package.version)
         try:
-            # in the event loop, as Dynamo's own worker does: the executor's queues belong to the loop of this thread
+            # in the event loop, as Dynamo's own worker does: the executor's queues belong to the
+            # loop of this thread
             self._llm = package.llm(model=self.config.model_path, **arguments)
         except Exception as error:  # the start-up boundary
             raise StartupError(f"TensorRT-LLM {package.version}: {' '.join(str(error).split())}") from error
@@ -239,7 +240,9 @@ class TrtllmEngine(RuntimeReports):
             self._release(flight)
 
     def abort(self, request_id: str) -> None:
-        """Stop decoding a request; its stream ends as ``cancelled``. A decode worker first gets the whole KV."""
+        """Stop decoding a request; its stream ends as ``cancelled``. A decode worker first gets
+        the whole KV.
+        """
         flight = self._flights.get(request_id)
         if flight is not None:
             flight.abort()
@@ -249,7 +252,9 @@ class TrtllmEngine(RuntimeReports):
         return len(self._flights)
 
     def hand_off(self) -> int:
-        """End every unfinished request with `Draining`, and refuse new ones; returns how many were ended."""
+        """End every unfinished request with `Draining`, and refuse new ones; returns how many
+        were ended.
+        """
         return self._end_all(Draining("the worker is shutting down"))
 
     async def _submit(
@@ -296,7 +301,9 @@ class TrtllmEngine(RuntimeReports):
         return flight
 
     def _flight(self, request_id: str, lowered: Lowered, params: SamplingParams, room: int) -> Flight:
-        """``room``: tokens that fit into the context after the prompt; TensorRT-LLM ends there too."""
+        """``room``: tokens that fit into the context after the prompt; TensorRT-LLM ends there
+        too.
+        """
         assert self._served is not None
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         eos = self._served.eos_token_ids
@@ -325,12 +332,15 @@ class TrtllmEngine(RuntimeReports):
         adapter.report, adapter.watch = reporter, reporter.step
         adapter.fails_open = self.config.fails_open
         if int(self.config.options.get("tensor_parallel_size", 1)) > 1:
-            # Ranks must agree on every token, and a clock differs between them: the worker keeps the budget instead.
+            # Ranks must agree on every token, and a clock differs between them: the worker keeps
+            # the budget instead.
             flight.step_budget_s, adapter.chain.step_budget_s = adapter.chain.step_budget_s, math.inf
         return adapter
 
     def _disaggregated(self, flight: Flight, kv: KeepKv | ReadKv | None, params: SamplingParams) -> dict[str, Any]:
-        """Arguments of ``generate_async`` that say which part of the work this is: both for a health probe."""
+        """Arguments of ``generate_async`` that say which part of the work this is: both for a
+        health probe.
+        """
         assert self._package is not None
         if kv is None:
             if self.config.role == "decode" and flight.chain is not None:  # this executor computes the prompt itself
@@ -378,11 +388,13 @@ class TrtllmEngine(RuntimeReports):
                 flight.abandon(str(failure))
 
     async def _blame(self, error: Exception) -> ServingError:
-        """Whose fault an exception is that TensorRT-LLM does not call a request's: the engine's if that is dead.
+        """Whose fault an exception is that TensorRT-LLM does not call a request's: the engine's if
+        that is dead.
 
-        A dead executor is reported through whichever request listens first. But most of a request runs on the client's
-        side of the library, in this process, and what is raised there (an assertion on the length of the log
-        probabilities, an unknown finish reason) says nothing of the executor.
+        A dead executor is reported through whichever request listens first. But most of a request
+        runs on the client's side of the library, in this process, and what is raised there (an
+        assertion on the length of the log probabilities, an unknown finish reason) says nothing of
+        the executor.
         """
         assert self._watch is not None
         logger.error("TensorRT-LLM raised %s", type(error).__name__, exc_info=error)
@@ -404,7 +416,9 @@ class TrtllmEngine(RuntimeReports):
         flight.fail_alone("TensorRT-LLM ended the request without a reason")
 
     async def _finish_prefill(self, flight: Flight, output: Any, params: SamplingParams) -> None:
-        """The only delta of a prefill: the first token and the hand-off, or the answer if that token ended it."""
+        """The only delta of a prefill: the first token and the hand-off, or the answer if that
+        token ended it.
+        """
         self._heard()
         self._last_prefill = asyncio.get_running_loop().time()
         (choice,) = output.outputs
@@ -458,7 +472,9 @@ class TrtllmEngine(RuntimeReports):
 
     @property
     def honoured(self) -> list[str]:
-        """Controls that this version honours with the worker's own meaning; the others run as processors."""
+        """Controls that this version honours with the worker's own meaning; the others run as
+        processors.
+        """
         return sorted(self._served.honoured) if self._served is not None else []
 
 

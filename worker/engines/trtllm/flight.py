@@ -24,12 +24,16 @@ class Flight:
         chain: The worker's copy of its processors, which keeps the receipt; None if it has none.
         chain_logprobs: Log probabilities come from the chain's steps.
         fails_open: A failing processor does not end the request.
-        step_budget_s: Budget of a third party's processor for one step, enforced here; None where the chain does it.
-        handed_over: Tokens that a prefill worker sampled under its own copy of the chain, and their log probabilities.
-        must_not_abort: The KV of a prefill worker is still being fetched; an abort waits for the first token.
+        step_budget_s: Budget of a third party's processor for one step, enforced here; None where
+            the chain does it.
+        handed_over: Tokens that a prefill worker sampled under its own copy of the chain, and their
+            log probabilities.
+        must_not_abort: The KV of a prefill worker is still being fetched; an abort waits for the
+            first token.
         number: What processors in the engine's process report under; never used again.
         result: The engine's ``RequestOutput``.
-        disaggregated_params: What the engine was given; where a prefill's result has none, it stands in for it.
+        disaggregated_params: What the engine was given; where a prefill's result has none, it
+            stands in for it.
         hand_off: What a prefill worker hands over, sent with its one delta.
     """
 
@@ -83,7 +87,9 @@ class Flight:
             self.result.abort()
 
     def abandon(self, message: str) -> None:
-        """End the stream with an error of this request, and the request with it: nobody reads its result any more."""
+        """End the stream with an error of this request, and the request with it: nobody reads
+        its result any more.
+        """
         self.fail_alone(message)
         self.must_not_abort = False
         self.abort()
@@ -130,7 +136,9 @@ class Flight:
         self._queue.put_nowait(delta)
 
     def _confirmed(self, delta: TokenDelta) -> TokenDelta:
-        """The delta with what the chain did to its tokens; an error if it was not asked about one of them."""
+        """The delta with what the chain did to its tokens; an error if it was not asked about
+        one of them.
+        """
         chain = self.chain
         if chain is None:
             return delta

@@ -1,7 +1,8 @@
 """``DisaggregatedParams`` as JSON: what a prefill worker hands to a decode worker.
 
-Versioned. Bytes travel as base64, log probabilities as ``[[{token_id, logprob, rank}]]``, the form of trtllm-serve and
-of Dynamo's codec. A field that is set and has no form here stops the hand-off: nothing is dropped in silence.
+Versioned. Bytes travel as base64, log probabilities as ``[[{token_id, logprob, rank}]]``, the form
+of trtllm-serve and of Dynamo's codec. A field that is set and has no form here stops the hand-off:
+nothing is dropped in silence.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _PLAIN = (
 GOES_ON = ("length", "not_finished")
 """Finish reasons of a context-only request that the generation phase continues.
 
-TensorRT-LLM sets its length limit to one token, so that the sampler ends it with ``length``; one whose KV is still
-being sent may end as ``not_finished``.
+TensorRT-LLM sets its length limit to one token, so that the sampler ends it with ``length``; one
+whose KV is still being sent may end as ``not_finished``.
 """
 
 _BYTES = "opaque_state"
@@ -45,8 +46,9 @@ _INTEGERS = frozenset({"ctx_request_id", "disagg_request_id", "ctx_dp_rank"})
 def complete(output: Any, given: Any) -> Any:
     """What the generation phase needs of a finished context-only ``CompletionOutput``.
 
-    It may have no parameters, or those that it was `given`. What they lack is taken from the ones that were given, such
-    as the request's id, and from the output: the token that was sampled, and its log probabilities.
+    It may have no parameters, or those that it was `given`. What they lack is taken from the ones
+    that were given, such as the request's id, and from the output: the token that was sampled, and
+    its log probabilities.
 
     Raises:
         RequestFailed: there is no token.
@@ -103,7 +105,8 @@ def decode(data: Any, cls: Any, make_logprob: Any) -> Any:
         make_logprob: Its ``Logprob``.
 
     Raises:
-        InvalidRequest: it is malformed, of another version or engine, or has a field that this version lacks.
+        InvalidRequest: it is malformed, of another version or engine, or has a field that this
+            version lacks.
     """
     if not isinstance(data, Mapping) or data.get("engine") != "trtllm" or data.get("version") != VERSION:
         raise InvalidRequest(FIELD, f"must be a hand-off of version {VERSION} from a trtllm prefill worker")

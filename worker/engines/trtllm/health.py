@@ -1,8 +1,9 @@
-"""Whether TensorRT-LLM's executor lives: its own health check, and a canary where nothing else is heard of it.
+"""Whether TensorRT-LLM's executor lives: its own health check, and a canary where nothing else is
+heard of it.
 
-A failed request says nothing: one processor that raises fails every request of its batch with the same error. What is
-not a request's error may come from a dead executor, which may leave requests waiting for ever, or from the library's
-part in this process: `Watch.verdict` tells them apart.
+A failed request says nothing: one processor that raises fails every request of its batch with the
+same error. What is not a request's error may come from a dead executor, which may leave requests
+waiting for ever, or from the library's part in this process: `Watch.verdict` tells them apart.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def described(error: Exception) -> str:
 
 
 def submission_error(error: Exception, package: Package, fields: Iterable[str] = ()) -> ServingError | None:
-    """What an exception out of ``SamplingParams`` or ``generate_async`` means; None if it is no refusal.
+    """What an exception out of ``SamplingParams`` or ``generate_async`` means; None if it is no
+    refusal.
 
     Nothing was queued: only this request is concerned.
 
@@ -95,7 +97,9 @@ class Watch:
         self._suspicious.set()
 
     async def verdict(self) -> str | None:
-        """Look now, once for all who ask meanwhile; what is wrong with the executor, None if it lives."""
+        """Look now, once for all who ask meanwhile; what is wrong with the executor, None if it
+        lives.
+        """
         if self._problem is not None:
             return self._problem
         asking: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()

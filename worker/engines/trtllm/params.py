@@ -1,9 +1,10 @@
 """A request's `SamplingParams` as native fields and one callable.
 
-The order law decides. Without processors, controls that this engine honours with the worker's own meaning stay native.
-With any processor, bias, penalties and bans join its chain; with one that shapes late, temperature and truncation too.
-What a version would ignore runs as our processor. A seed is never left to TensorRT-LLM, whose kernels read it for one
-row of a batch: the chain then draws, and so it does where log probabilities are asked for beside processors.
+The order law decides. Without processors, controls that this engine honours with the worker's own
+meaning stay native. With any processor, bias, penalties and bans join its chain; with one that
+shapes late, temperature and truncation too. What a version would ignore runs as our processor. A
+seed is never left to TensorRT-LLM, whose kernels read it for one row of a batch: the chain then
+draws, and so it does where log probabilities are asked for beside processors.
 """
 
 from __future__ import annotations
@@ -65,10 +66,12 @@ class Lowered:
     """One request for TensorRT-LLM.
 
     Attributes:
-        fields: For its ``SamplingParams``; a fresh object is made of them, because the engine changes it.
+        fields: For its ``SamplingParams``; a fresh object is made of them, because the engine
+            changes it.
         end_token_ids: Ids that end the answer.
         chain: What runs as a callable, begun after the prompt; None if nothing does.
-        chain_logprobs: The chain reports log probabilities, of this many likeliest tokens; None if it does not.
+        chain_logprobs: The chain reports log probabilities, of this many likeliest tokens; None if
+            it does not.
     """
 
     fields: dict[str, Any]
@@ -131,7 +134,9 @@ def callable_of(lowered: Lowered, end_id: int | None, *, lagged: bool) -> ChainA
 
 
 def _native(params: SamplingParams, prompt_length: int, served: Served) -> tuple[dict[str, Any], SamplingParams]:
-    """Fields left to the engine, and the parameters without them. All or nothing: a chain takes everything."""
+    """Fields left to the engine, and the parameters without them. All or nothing: a chain takes
+    everything.
+    """
     asked = [(name, neutral) for name, neutral in _NATIVE if _active(params, name, neutral)]
     names = {name for name, _ in asked} | ({"embedding_bias"} if params.embedding_bias is not None else set())
     if _active(params, "min_p", 0) and not params.is_greedy:

@@ -1,8 +1,9 @@
-"""What the loaded engine does with a control, found out by asking it: a few short greedy requests at start.
+"""What the loaded engine does with a control, found out by asking it: a few short greedy requests
+at start.
 
-Versions take controls that they do nothing about, in silence. Each probe compares answers that an engine which
-ignores the control cannot give. One that is not sure says no: then the control runs as one of our processors, which is
-always right.
+Versions take controls that they do nothing about, in silence. Each probe compares answers that an
+engine which ignores the control cannot give. One that is not sure says no: then the control runs as
+one of our processors, which is always right.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _STRONG = 1000.0
 
 Tokens = list[int]
 Ask = Callable[..., Awaitable[Any]]
-"""Runs the probe's prompt greedily with fields of ``SamplingParams``; the finished ``RequestOutput``."""
+"""Runs the probe's prompt greedily with fields of ``SamplingParams``; the finished
+``RequestOutput``.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,11 @@ class CallProbe(TrtllmAdapter):
     """A callable that says how it was called, and forces one token.
 
     Args:
-        reporter: Told of every call: position, and ``(width, dtype, leading dimensions)`` in place of members.
+        reporter: Told of every call: position, and ``(width, dtype, leading dimensions)`` in place
+            of members.
         token_id: The token.
-        vocabulary: One to make ready in the engine's process, so that no request waits for its tokenizer.
+        vocabulary: One to make ready in the engine's process, so that no request waits for its
+            tokenizer.
     """
 
     def __init__(self, reporter: Reporter, token_id: int, vocabulary: Vocabulary | None = None) -> None:
@@ -90,7 +95,8 @@ def judge_calls(steps: Sequence[Step], tokens: Tokens, token_id: int, prompt_len
 async def find_honoured(ask: Ask, package: Package, prompt: Tokens, vocab_size: int) -> frozenset[str]:
     """Names of the controls that this engine honours with the meaning that the worker gives them.
 
-    Besides fields of ``SamplingParams``: ``logprobs_of_sampled`` (``logprobs=0`` reports the sampled token).
+    Besides fields of ``SamplingParams``: ``logprobs_of_sampled`` (``logprobs=0`` reports the
+        sampled token).
     """
     base = await _tokens(ask)
     honoured = set()

@@ -1,4 +1,6 @@
-"""What the engine tells the runtime of its own accord: that it broke, how full the KV cache is, and what it holds."""
+"""What the engine tells the runtime of its own accord: that it broke, how full the KV cache is,
+and what it holds.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,15 @@ class RuntimeReports:
         self._on_load: Callable[[int, int], None] | None = None
 
     def tell_broken(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` with the reason when the executor dies, whether or not a request is waiting."""
+        """Call ``callback`` with the reason when the executor dies, whether or not a request is
+        waiting.
+        """
         self._on_broken = callback
 
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
-        """Call ``callback`` with used and all KV blocks whenever the executor says how many there are."""
+        """Call ``callback`` with used and all KV blocks whenever the executor says how many
+        there are.
+        """
         self._on_load = callback
 
     def num_held(self) -> int:
@@ -53,7 +59,9 @@ class RuntimeReports:
         return {}
 
     def report_blocks(self, sink: KvEventSink) -> None:
-        """Tell `sink` which prefixes the KV cache holds, if the event buffer is on. From any thread."""
+        """Tell `sink` which prefixes the KV cache holds, if the event buffer is on. From any
+        thread.
+        """
         assert self._info is not None
         if not self.has_events:
             return
@@ -85,8 +93,8 @@ class RuntimeReports:
     ) -> None:
         """Pass on what the executor reports until this task is cancelled.
 
-        A record that cannot be read is left out, and an executor that does not answer is asked again: whether it lives
-        is `health.Watch`'s to find out. The log says each problem once.
+        A record that cannot be read is left out, and an executor that does not answer is asked
+        again: whether it lives is `health.Watch`'s to find out. The log says each problem once.
         """
         pause, told = PAUSE_S, ""
         while True:

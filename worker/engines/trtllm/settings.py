@@ -1,4 +1,6 @@
-"""The arguments of ``tensorrt_llm.LLM``: from the worker's options, and a YAML file with TensorRT-LLM's names."""
+"""The arguments of ``tensorrt_llm.LLM``: from the worker's options, and a YAML file with
+TensorRT-LLM's names.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from worker.errors import ConfigurationError, StartupError
 Role = Literal["aggregated", "prefill", "decode"]
 
 EVENT_BUFFER = 100_000
-"""KV events that TensorRT-LLM keeps until they are taken, as many as for Dynamo's own worker; older ones get lost."""
+"""KV events that TensorRT-LLM keeps until they are taken, as many as for Dynamo's own worker;
+older ones get lost.
+"""
 
 _PROCESSORS = "logits processors and it do not work together"
 
@@ -43,14 +47,18 @@ class TrtllmConfig:
 
     Attributes:
         model_path: Directory of the checkpoint.
-        options: Arguments of ``LLM`` besides the model. What is in `optional` is left out where a version lacks it.
+        options: Arguments of ``LLM`` besides the model. What is in `optional` is left out where a
+            version lacks it.
         optional: Names in `options` that the worker sets by itself.
         max_num_seqs: Requests decoded in one step at most.
         max_queue: Requests that may wait for a place.
-        history: ``exact`` shows processors every sampled token; ``lagged`` overlaps steps, and they see it late.
-        fails_open: What Dynamo's own adapter does with a failing processor: the request goes on without it.
+        history: ``exact`` shows processors every sampled token; ``lagged`` overlaps steps, and they
+            see it late.
+        fails_open: What Dynamo's own adapter does with a failing processor: the request goes on
+            without it.
         role: ``prefill`` and ``decode`` hand over through TensorRT-LLM's cache transceiver.
-        kv_hold_s: Seconds that a prefill worker stays after its last prompt, so that decode workers can fetch the KV.
+        kv_hold_s: Seconds that a prefill worker stays after its last prompt, so that decode workers
+            can fetch the KV.
         canary_interval_s: Seconds without a response after which a canary is sent.
         canary_timeout_s: Seconds that its answer may take.
     """
@@ -99,7 +107,8 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
     role: Role = arguments.disaggregation_mode  # type: ignore[assignment]  # one of its choices
     if role != "aggregated":
         options.default("cache_transceiver_config", {"backend": "DEFAULT"})
-    # a context-only request takes one step, so there is nothing to overlap; versions of 2025 refuse it otherwise
+    # a context-only request takes one step, so there is nothing to overlap; versions of 2025 refuse
+    # it otherwise
     overlaps = arguments.history == "lagged" and role != "prefill"
     options.default("disable_overlap_scheduler", not overlaps, needed=True)
     options.default("enable_chunked_prefill", arguments.history == "exact")
@@ -155,7 +164,9 @@ class _Options:
         self.optional: set[str] = set()
 
     def flag(self, name: str, arguments: Arguments, option: str, *, always: bool = False) -> None:
-        """Take an option of the worker. One that nobody gave leaves TensorRT-LLM's default, unless ``always``."""
+        """Take an option of the worker. One that nobody gave leaves TensorRT-LLM's default,
+        unless ``always``.
+        """
         value = getattr(arguments, option)
         if option in arguments.given:
             self.same(name, value, next(each.flag for each in OPTIONS if each.name == option))
@@ -169,7 +180,9 @@ class _Options:
             raise ConfigurationError(problem)
 
     def default(self, name: str, value: Any, *, needed: bool = False) -> None:
-        """Set a value where the file does not; a version that lacks it does without unless it is ``needed``."""
+        """Set a value where the file does not; a version that lacks it does without unless it is
+        ``needed``.
+        """
         if name not in self.values:
             self.values[name] = value
             if not needed:

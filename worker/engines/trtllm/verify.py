@@ -1,7 +1,9 @@
-"""``python -m worker.engines.trtllm.verify REPORT``: the checklist of `docs/tensorrt-llm.md` on the installed version.
+"""``python -m worker.engines.trtllm.verify REPORT``: the checklist of `docs/tensorrt-llm.md` on the
+installed version.
 
-Takes a file for the report, in Markdown, and the worker's own options; exits with 1 if a check fails. The report is no
-standard output because TensorRT-LLM, its executor and MPI print there, from the import on.
+Takes a file for the report, in Markdown, and the worker's own options; exits with 1 if a check
+fails. The report is no standard output because TensorRT-LLM, its executor and MPI print there, from
+the import on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`LLM`: checks what it is given as the real one does, and talks to an executor in another process."""
+"""`LLM`: checks what it is given as the real one does, and talks to an executor in another
+process.
+"""
 
 from __future__ import annotations
 
@@ -251,7 +253,9 @@ class _NewLLM:
             result.push(body)
 
     def _die(self) -> None:
-        """The executor is gone: what waits hears of it as of any background error that is not a request's."""
+        """The executor is gone: what waits hears of it as of any background error that is not a
+        request's.
+        """
         if self._down:
             return
         self._fatal = RuntimeError("the executor process ended")

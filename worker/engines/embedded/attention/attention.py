@@ -1,9 +1,10 @@
-"""Attention over a packed batch with our own KV store: one step's work, laid out once and used by every layer.
+"""Attention over a packed batch with our own KV store: one step's work, laid out once and used by
+every layer.
 
-The tokens of all rows lie one after another. Native kernels read each row's segments where they lie. With torch's, a
-token's keys are split at the absolute boundaries of the store's segments, always, and its result is put together from
-one partial softmax per segment, in ascending order. So it depends on the tokens alone, not on where they lie, nor on
-which step computed them.
+The tokens of all rows lie one after another. Native kernels read each row's segments where they
+lie. With torch's, a token's keys are split at the absolute boundaries of the store's segments,
+always, and its result is put together from one partial softmax per segment, in ascending order. So
+it depends on the tokens alone, not on where they lie, nor on which step computed them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ STEP_ARGUMENT = "embedded_step"
 
 
 class AttentionStep:
-    """What the layers of one forward pass share: where rows are, where their KV goes, and their calls.
+    """What the layers of one forward pass share: where rows are, where their KV goes, and their
+    calls.
 
     Args:
         store: KV of all layers.
@@ -52,10 +54,12 @@ class AttentionStep:
         window: int,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Store ``key, value [T, Hkv, D]`` and attend with ``query [T, H, D]``; returns ``[T, H, D]``.
+        """Store ``key, value [T, Hkv, D]`` and attend with ``query [T, H, D]``; returns ``[T, H,
+        D]``.
 
-        A token sees itself and the `window` - 1 tokens before it, or all of them if `window` is 0. Scores go through
-        ``softcap * tanh(score / softcap)`` where it is given. Rows behind the step's tokens are padding; they get 0.
+        A token sees itself and the `window` - 1 tokens before it, or all of them if `window` is 0.
+        Scores go through ``softcap * tanh(score / softcap)`` where it is given. Rows behind the
+        step's tokens are padding; they get 0.
         """
         count = len(self._places[0])
         if len(query) > count:
@@ -95,7 +99,9 @@ class AttentionStep:
         return _combine(layout, outputs, sums)
 
     def takes_projections(self, tokens: int) -> bool:
-        """Whether `attend_to_projections` computes a step of `tokens` tokens: native kernels do, without padding."""
+        """Whether `attend_to_projections` computes a step of `tokens` tokens: native kernels do,
+        without padding.
+        """
         return self._shapes.kernel is Kernel.NATIVE and tokens == len(self._places[0])
 
     def attend_to_projections(
@@ -116,7 +122,9 @@ class AttentionStep:
 
 
 def _combine(layout: Layout, outputs: list[torch.Tensor], sums: list[torch.Tensor]) -> torch.Tensor:
-    """One result ``[T, H, D]`` per token of the calls' results ``[n, H, D]`` and log-sum-exps ``[n, H]``."""
+    """One result ``[T, H, D]`` per token of the calls' results ``[n, H, D]`` and log-sum-exps
+    ``[n, H]``.
+    """
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     combined = output if layout.last is None else output.index_select(0, layout.last)
     if layout.several is None:

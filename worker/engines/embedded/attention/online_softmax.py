@@ -1,4 +1,6 @@
-"""One attention call over a part of the keys: its result and the log-sum-exp by which parts are put together."""
+"""One attention call over a part of the keys: its result and the log-sum-exp by which parts are
+put together.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch.nn import functional
 _ATEN = torch.ops.aten
 _LENGTH_STEP = 32
 _FEW_MATRICES = 32
-"""Below this number of entries x key heads x query tokens, one fused call is faster than two batched products."""
+"""Below this number of entries x key heads x query tokens, one fused call is faster than two
+batched products.
+"""
 
 
 class Kernel(Enum):
@@ -29,8 +33,9 @@ class Shapes:
     Attributes:
         kernel: The one for every call; None means whichever is faster.
         tokens: Query tokens per entry when several share their keys; None means all of them.
-        whole_segments: Whether every call reads whole segments; otherwise no more than it needs, in steps of 32 keys,
-            but for products of several entries: they would copy a part of each segment.
+        whole_segments: Whether every call reads whole segments; otherwise no more than it needs, in
+            steps of 32 keys, but for products of several entries: they would copy a part of each
+            segment.
         query_multiple: The queries of an entry are padded to a multiple of this.
     """
 
@@ -74,15 +79,16 @@ def partial_softmax(
         tokens: Query tokens per entry.
         keys: May be a strided view.
         values: Likewise.
-        mask: Additive, ``[entries, 1, tokens * H / Hkv, L]``, float32 for ``PRODUCTS``, else of the queries' dtype;
-            every query must see at least one key.
+        mask: Additive, ``[entries, 1, tokens * H / Hkv, L]``, float32 for ``PRODUCTS``, else of the
+            queries' dtype; every query must see at least one key.
         scale: Factor of the scores.
         softcap: Bound of the scores, ``softcap * tanh(score / softcap)``.
         query_multiple: The queries of an entry are padded to a multiple of this.
         wants_sums: Whether the second result is needed.
 
     Returns:
-        Outputs ``[entries * tokens, H, D]`` and float32 log-sum-exps of the scores ``[entries * tokens, H]``.
+        Outputs ``[entries * tokens, H, D]`` and float32 log-sum-exps of the scores ``[entries *
+        tokens, H]``.
     """
     count, heads, width = query.shape
     entries, kv_heads = keys.shape[:2]
@@ -117,9 +123,11 @@ def _by_products(
     softcap: float | None,
     wants_sums: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Two batched products with float32 between them; in bfloat16 the products are rounded, as transformers' are.
+    """Two batched products with float32 between them; in bfloat16 the products are rounded, as
+    transformers' are.
 
-    torch's softmax is much faster than its powers one by one. Where a score is highest, the weight is one by the sum.
+    torch's softmax is much faster than its powers one by one. Where a score is highest, the weight
+    is one by the sum.
     """
     shape = (*query.shape[:3], keys.shape[2])
     scores = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)).view(shape)

@@ -1,7 +1,8 @@
 """The calls of torch's kernels by which a step attends, and how their results are put together.
 
-Partial softmaxes that read segments at a constant distance are one call over a strided view of the store: nothing is
-gathered, and the number of calls depends on how scattered the segments are, not on the number of rows.
+Partial softmaxes that read segments at a constant distance are one call over a strided view of the
+store: nothing is gathered, and the number of calls depends on how scattered the segments are, not
+on the number of rows.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
 from worker.engines.embedded.kv_cache import Span
 
 _Pair = tuple[int, int, int, int, int]
-"""Segment, token, column of the table (-1 for a result that nobody wants), keys seen from and to."""
+"""Segment, token, column of the table (-1 for a result that nobody wants), keys seen from and
+to.
+"""
 
 _BYTES_PER_CALL = 2**20
 """Keys and values that are read in about the time that a call takes besides reading."""
 
 _BYTES_OF_SCORES = 2**23
-"""Scores of one call over several segments of a prompt at most: few enough to stay in the processor's caches."""
+"""Scores of one call over several segments of a prompt at most: few enough to stay in the
+processor's caches.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Entries of `tokens` query tokens each; entry i reads `length` keys of segment ``first + i * stride``.
+    """Entries of `tokens` query tokens each; entry i reads `length` keys of segment ``first + i *
+    stride``.
 
     `mask` is additive, ``[entries, 1, tokens * group, length]``, or None if every key is seen.
     """
@@ -50,14 +56,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The calls of a step for one window, and how their partial results become one result per token.
+    """The calls of a step for one window, and how their partial results become one result per
+    token.
 
     Attributes:
         calls: In the order of their results.
-        queries: Query token of each place in the calls' entries; None if that is every token in order.
+        queries: Query token of each place in the calls' entries; None if that is every token in
+            order.
         last: Of each token, the result of its last segment; None if that is every result in order.
         several: Tokens with more than one segment, None if there are none.
-        parts: Of those, the result of each segment, ascending ``[n, S]``; where a token has none, its last.
+        parts: Of those, the result of each segment, ascending ``[n, S]``; where a token has none,
+            its last.
         absent: Of those, 0 or, where a token has no such segment, -inf: ``[n, S, 1]``.
     """
 
@@ -127,16 +136,19 @@ class _Planner:
         pairs = self._bridge(sorted(pairs))
         _, tokens, columns, begins, ends = torch.tensor(pairs).unbind(1)
         for start, stop, stride in _runs([pair[0] for pair in pairs]):
-            # rows that share a segment are the query tokens of one entry, so that its keys are read once
+            # rows that share a segment are the query tokens of one entry, so that its keys are read
+            # once
             places = _tiles(torch.arange(start, stop), 1 if stride else self._shapes.tokens)
             wanted = torch.arange(start, stop)[columns[start:stop] >= 0]
             self._table[tokens[wanted], columns[wanted]] = wanted + (self._results - start)
             self._call(pairs[start][0], stride, tokens[places], begins[places], ends[places])
 
     def _bridge(self, pairs: list[_Pair]) -> list[_Pair]:
-        """Pairs with others between them that nobody wants, where reading those costs less than one more call.
+        """Pairs with others between them that nobody wants, where reading those costs less than one
+        more call.
 
-        What is wanted of scattered segments would be many calls, and reading a few segments too many costs little.
+        What is wanted of scattered segments would be many calls, and reading a few segments too
+        many costs little.
         """
         most = _BYTES_PER_CALL // self._segment_bytes
         if not most or sum(1 for _ in _runs([pair[0] for pair in pairs])) <= 2:
@@ -170,7 +182,9 @@ class _Planner:
             self._plan_segment(span, token, column, seen[column])
 
     def _num_whole(self, span: Span, tokens: int) -> int:
-        """Segments, from the first on, that every token sees whole, where their calls may be one."""
+        """Segments, from the first on, that every token sees whole, where their calls may be
+        one.
+        """
         if self._window or self._shapes.tokens not in (None, tokens):
             return 0
         return span.start // self._size
@@ -188,7 +202,9 @@ class _Planner:
         self._call(span.segments[place], 0, padded, begins, ends)
 
     def _call(self, first: int, stride: int, queries: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> None:
-        """Entries for query tokens ``[entries, tokens]``, each of which sees keys from `begins` to `ends`."""
+        """Entries for query tokens ``[entries, tokens]``, each of which sees keys from `begins`
+        to `ends`.
+        """
         entries, tokens = queries.shape
         kernel = Kernel.PRODUCTS
         if self._may_flash:
@@ -227,7 +243,9 @@ class _Planner:
 
 
 def _tiles(rows: torch.Tensor, tile: int | None) -> torch.Tensor:
-    """`rows` in tiles ``[n, tile]``, the last one filled up with its last row; one tile if `tile` is None."""
+    """`rows` in tiles ``[n, tile]``, the last one filled up with its last row; one tile if
+    `tile` is None.
+    """
     tile = tile or len(rows)
     return torch.cat((rows, rows[-1:].expand(-len(rows) % tile))).view(-1, tile)
 

@@ -1,7 +1,9 @@
-"""`TextGenerationController`: prompts to answers in dynamic and in static batches, under Megatron-Core's public names.
+"""`TextGenerationController`: prompts to answers in dynamic and in static batches, under
+Megatron-Core's public names.
 
-`docs/controller.md` maps each member of Megatron-Core's class to this one. Both kinds of batch run through the same
-step, so that an answer does not depend on the kind. One rank: nothing here is split over processes.
+`docs/controller.md` maps each member of Megatron-Core's class to this one. Both kinds of batch run
+through the same step, so that an answer does not depend on the kind. One rank: nothing here is
+split over processes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from worker.engines.embedded.host import FairLock
 from worker.engines.embedded.offline import Engine
 
 NO_TOKEN = -1
-"""What `TextGenerationController.sample_from_logits` gives for a row that holds no token that may be sampled."""
+"""What `TextGenerationController.sample_from_logits` gives for a row that holds no token that
+may be sampled.
+"""
 
 StopWordCallback = Callable[[list[RequestId]], Iterable[RequestId]]
 
@@ -86,17 +90,19 @@ class TextGenerationController(PaddedBatches, Streaming):
     ) -> torch.Tensor:
         """A token for each row, and the likeliest ones of it.
 
-        A draw is a function of the row's seed, its number, its position and the row itself; without a seed it is
-        drawn anew by each call. A row without a token (NaN, +inf, all -inf) gets `NO_TOKEN`, the others are what they
-        would have been, and `sampling_errors` says why. The logits are not changed.
+        A draw is a function of the row's seed, its number, its position and the row itself; without
+        a seed it is drawn anew by each call. A row without a token (NaN, +inf, all -inf) gets
+        `NO_TOKEN`, the others are what they would have been, and `sampling_errors` says why. The
+        logits are not changed.
 
         Args:
             last_token_logits: floating ``[B, V]``.
-            sampling_params: For all rows, or one for each; their temperature, truncation, seed and top-n.
+            sampling_params: For all rows, or one for each; their temperature, truncation, seed and
+                top-n.
             vocab_size: Ids from it on are padding and never sampled.
             generation_started: bool ``[B]``: rows past their prompt; needed for top-n.
-            top_n_logprobs_dict: By row, a list to which this call adds what is likeliest: one entry if the row is past
-                its prompt or asks for the prompt's, too.
+            top_n_logprobs_dict: By row, a list to which this call adds what is likeliest: one entry
+                if the row is past its prompt or asks for the prompt's, too.
             logits: floating ``[B, S, V]``: rows of the prompt, of which each adds an entry instead.
             positions: Absolute position of each row's token; 0 by default.
 
@@ -104,7 +110,8 @@ class TextGenerationController(PaddedBatches, Streaming):
             int64 ``[B]`` on the device of the logits.
 
         Raises:
-            ValueError: a shape does not fit, or something is asked for that needs a request's history.
+            ValueError: a shape does not fit, or something is asked for that needs a request's
+                history.
         """
         count, width = last_token_logits.shape
         params = [sampling_params] * count if isinstance(sampling_params, InferenceParams) else list(sampling_params)
@@ -136,7 +143,9 @@ class TextGenerationController(PaddedBatches, Streaming):
             self._add([request], {} if stream is None else {request.request_id: stream})
 
     def suspend_request(self, request_id: RequestId) -> None:
-        """Take a request out of the batch; nothing of it is lost. Raises `KeyError` if there is none."""
+        """Take a request out of the batch; nothing of it is lost. Raises `KeyError` if there is
+        none.
+        """
         with self._lock:
             running = self._find(request_id)
             self._session.suspend(running.job.id)
@@ -162,18 +171,20 @@ class TextGenerationController(PaddedBatches, Streaming):
     def set_stop_word_finished_ids_callback(self, callback: StopWordCallback | None) -> None:
         """Have `callback` say, in each step, which of the active requests are to end with it.
 
-        It is called with the ids of requests that got a token and are not over; the newest token is the last of their
-        ``generated_tokens``, and stays there. None removes it.
+        It is called with the ids of requests that got a token and are not over; the newest token is
+        the last of their ``generated_tokens``, and stays there. None removes it.
         """
         self._stop_callback = callback
 
     # Batches
 
     async def async_generate_output_tokens_dynamic_batch(self) -> DynamicStep | None:
-        """One step of the dynamic batch, beside the event loop; None if there is nothing to compute.
+        """One step of the dynamic batch, beside the event loop; None if there is nothing to
+        compute.
 
         Raises:
-            ValueError: the stop-word callback named a request that is not active; the step has been taken.
+            ValueError: the stop-word callback named a request that is not active; the step has been
+                taken.
         """
         return await asyncio.to_thread(self.generate_output_tokens_dynamic_batch)
 
@@ -191,15 +202,19 @@ class TextGenerationController(PaddedBatches, Streaming):
 
         Args:
             active_requests: Filled in.
-            active_streams: By the same keys; each gets a copy of what there is, at each step that adds to it.
+            active_streams: By the same keys; each gets a copy of what there is, at each step that
+                adds to it.
 
         Returns:
-            `active_requests`. A request that failed while it ran says so, and leaves the others as they are.
+            `active_requests`. A request that failed while it ran says so, and leaves the others as
+            they are.
 
         Raises:
-            MaxSequenceLengthOverflowError: prompt and answer of a request do not fit into the context.
+            MaxSequenceLengthOverflowError: prompt and answer of a request do not fit into the
+                context.
             InvalidRequest: a request cannot be served.
-            ValueError: there are more answers than the engine has places, or a dynamic batch is unfinished.
+            ValueError: there are more answers than the engine has places, or a dynamic batch is
+                unfinished.
         """
         streams = {active_requests[key].request_id: stream for key, stream in (active_streams or {}).items()}
         try:
@@ -214,7 +229,9 @@ class TextGenerationController(PaddedBatches, Streaming):
         return active_requests
 
     def dummy_forward(self) -> None:
-        """Nothing: an idle rank of several would have to take part in their collectives, and there is one rank."""
+        """Nothing: an idle rank of several would have to take part in their collectives, and
+        there is one rank.
+        """
 
     # The step
 
@@ -230,7 +247,9 @@ class TextGenerationController(PaddedBatches, Streaming):
         self._in_static_batch = True
 
     def _step_static_batch(self) -> bool:
-        """One step; whether there is more to do. Between steps requests may be suspended, resumed and aborted."""
+        """One step; whether there is more to do. Between steps requests may be suspended,
+        resumed and aborted.
+        """
         more = False
         try:
             if self._session.is_idle:  # all is suspended

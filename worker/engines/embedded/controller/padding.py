@@ -19,7 +19,8 @@ class PaddedBatches(Texts):
     def pad_input_prompt_tokens(
         self, batch_prompt_tokens_list: Sequence[Sequence[int]], padded_batch_size: int, padded_sequence_length: int
     ) -> torch.Tensor:
-        """int64 ``[padded_batch_size, padded_sequence_length]``, filled up with ``eod``. The lists are not changed.
+        """int64 ``[padded_batch_size, padded_sequence_length]``, filled up with ``eod``. The lists
+        are not changed.
 
         Raises:
             ValueError: there are more prompts, or a prompt has more tokens.
@@ -47,7 +48,8 @@ class PaddedBatches(Texts):
         active_requests: Mapping[_Key, InferenceRequest],
         use_attention_mask: bool = False,
     ) -> dict[str, torch.Tensor | None]:
-        """Input of a model that takes padded batches. The engine's own packs rows and needs none of it.
+        """Input of a model that takes padded batches. The engine's own packs rows and needs none of
+        it.
 
         Args:
             prompts_tokens: int64 ``[B, T]``, from `pad_input_prompt_tokens`.
@@ -55,8 +57,8 @@ class PaddedBatches(Texts):
             use_attention_mask: For a forward over whole prompts of several lengths.
 
         Returns:
-            ``tokens`` as given, ``position_ids`` int64 ``[B, T]``, and ``attention_mask``: None, or bool
-            ``[B, 1, T, T]``, true where a token must not look: ahead, and at padding.
+            ``tokens`` as given, ``position_ids`` int64 ``[B, T]``, and ``attention_mask``: None, or
+            bool ``[B, 1, T, T]``, true where a token must not look: ahead, and at padding.
         """
         count, length = prompts_tokens.shape
         positions = torch.arange(length).expand(count, length)
@@ -77,7 +79,8 @@ class PaddedBatches(Texts):
         generated_sequence_lengths: torch.Tensor,
         termination_id: int | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which rows are done, and how many tokens each has generated; the end token is not counted.
+        """Which rows are done, and how many tokens each has generated; the end token is not
+        counted.
 
         Args:
             updated_prompts_tokens: int ``[B, T]``.
@@ -85,7 +88,8 @@ class PaddedBatches(Texts):
             current_context_end_position: Column of the newest tokens.
             is_generation_done_tensor: bool ``[B]``, before; not changed.
             generated_sequence_lengths: int ``[B]``, before; not changed.
-            termination_id: Of all rows or int ``[B]``; the tokenizer's ``eod`` by default, -1: none.
+            termination_id: Of all rows or int ``[B]``; the tokenizer's ``eod`` by default, -1:
+                none.
 
         Returns:
             bool ``[B]`` and int32 ``[B]``.

@@ -1,4 +1,6 @@
-"""What the `TextGenerationController` keeps of a request while it runs, and of a step while it is put together."""
+"""What the `TextGenerationController` keeps of a request while it runs, and of a step while it
+is put together.
+"""
 
 from __future__ import annotations
 

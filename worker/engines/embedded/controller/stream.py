@@ -31,8 +31,8 @@ class Streaming(Texts):
     ) -> None:
         """Give each stream a request with what has been generated so far.
 
-        A stream that is finished, whose request has not started, or which would get no token is passed over; it ends
-        when the generation is done or has its full length.
+        A stream that is finished, whose request has not started, or which would get no token is
+        passed over; it ends when the generation is done or has its full length.
 
         Args:
             sampling_params: Of all of them.

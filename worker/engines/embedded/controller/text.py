@@ -1,4 +1,6 @@
-"""Text to tokens and back: the tokenizer that Megatron-Core's controller asks for, and what is done with it."""
+"""Text to tokens and back: the tokenizer that Megatron-Core's controller asks for, and what is
+done with it.
+"""
 
 from __future__ import annotations
 
@@ -135,8 +137,8 @@ class Texts:
             skip_special_tokens: Leave special tokens out.
 
         Returns:
-            The text without ``eod`` at the end, and one list with a text for each token; that of an ``eod`` at the
-            end is empty.
+            The text without ``eod`` at the end, and one list with a text for each token; that of an
+            ``eod`` at the end is empty.
         """
         ids = [int(one) for one in tokens][: int(lengths)]
         text = self.detokenize(self.tokenizer, ids, skip_special_tokens=skip_special_tokens)

@@ -1,4 +1,6 @@
-"""What goes into the `TextGenerationController` and comes out of it, under Megatron-Core's names."""
+"""What goes into the `TextGenerationController` and comes out of it, under Megatron-Core's
+names.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from worker.sampling import SamplingParams
 
 RequestId = int | str
 TopN = dict[int, float]
-"""Log probability by token id. By id and not by text as in Megatron-Core, where two ids of equal text are one entry."""
+"""Log probability by token id. By id and not by text as in Megatron-Core, where two ids of equal
+text are one entry.
+"""
 
 MEGATRON_OFF = 0
 """``top_k`` 0 and ``top_p`` 0.0 are off."""
@@ -48,15 +52,18 @@ class InferenceParams:
         temperature: 0 is greedy.
         top_k: 0 is off, 1 greedy. Together with `top_p` it goes first.
         top_p: 0.0 is off, as is 1.0.
-        num_tokens_to_generate: Most tokens of the answer; 0 scores the prompt alone; None: up to the context's end.
+        num_tokens_to_generate: Most tokens of the answer; 0 scores the prompt alone; None: up to
+            the context's end.
         num_tokens_total: The same, with the prompt's tokens; not both.
         termination_id: The token that ends the answer; None: the model's own, -1: none.
         stop_words: Stop strings, wherever tokens are cut.
-        detokenize_stop_sequence: Keep the stop word or the end token in the answer; special tokens then are text.
+        detokenize_stop_sequence: Keep the stop word or the end token in the answer; special tokens
+            then are text.
         add_BOS: Begin a prompt given as text with the tokenizer's first token.
         return_log_probs: Of generated tokens, and of the prompt's unless `skip_prompt_log_probs`.
         top_n_logprobs: Likeliest tokens at each position, likewise.
-        logprobs_mode: ``raw``: the model's own; ``processed``: what the token was drawn from. The prompt's are raw.
+        logprobs_mode: ``raw``: the model's own; ``processed``: what the token was drawn from. The
+            prompt's are raw.
         return_segments: The text of each token.
         return_logits: The rows that tokens were sampled from.
         return_prompt_logits: The rows of the prompt's tokens.
@@ -109,7 +116,9 @@ class InferenceParams:
         self.lower(1)
 
     def max_tokens(self, prompt_length: int) -> int | None:
-        """Most tokens of an answer to a prompt of that length, None if only the context bounds it."""
+        """Most tokens of an answer to a prompt of that length, None if only the context bounds
+        it.
+        """
         if self.num_tokens_total is not None:
             return max(0, self.num_tokens_total - prompt_length)
         return self.num_tokens_to_generate
@@ -125,7 +134,8 @@ class InferenceParams:
         return self.wants_logprobs and not self.skip_prompt_log_probs
 
     def lower(self, prompt_length: int) -> SamplingParams:
-        """The same in the engine's own names. An answer of no tokens becomes one that is thrown away.
+        """The same in the engine's own names. An answer of no tokens becomes one that is thrown
+        away.
 
         Raises:
             ValueError: as the class.
@@ -181,7 +191,8 @@ class InferenceRequest:
         generated_top_n_logprobs: The likeliest at the same places.
         prompt_logits: float32 ``[prompt tokens, V]``.
         generated_logits: float32 ``[generated_length, V]``.
-        tpot: Seconds that each of `generated_tokens` took; the first with its prompt and its time in the queue.
+        tpot: Seconds that each of `generated_tokens` took; the first with its prompt and its time
+            in the queue.
         finish_reason: ``stop``, ``length``, ``cancelled`` or ``error``.
         stop_reason: The stop token or stop word, if one ended the answer.
         error: Why it failed.
@@ -215,11 +226,10 @@ class InferenceRequest:
 class DynamicStep(TypedDict):
     """What one step of a dynamic batch has done. The lists of the first four keys go together.
 
-    Keys:
-        active_request_ids: Requests that got a token; once for each of their answers.
-        choices: Which of the request's answers it was.
-        sample: int64, the tokens, end tokens too.
-        log_probs: Of each, None if it asked for none: that of the token, at a request's first step after those of its
+    Keys: active_request_ids: Requests that got a token; once for each of their answers. choices:
+        Which of the request's answers it was. sample: int64, the tokens, end tokens too. log_probs:
+        Of each, None if it asked for none: that of the token, at a request's first step after those
+        of its
             prompt. Empty for an end token that is not shown.
         top_n_logprobs: By place in `active_request_ids`, likewise; None if nobody asked.
         finished_request_ids: Requests that are over with this step.
@@ -269,7 +279,9 @@ class TokenStream:
                 self._wake()
 
     def finish(self, exception: BaseException | None = None) -> None:
-        """Nothing more will come; the consumer gets `exception` after the last item. Once more changes nothing."""
+        """Nothing more will come; the consumer gets `exception` after the last item. Once more
+        changes nothing.
+        """
         with self._lock:
             if not self._finished:
                 self._finished, self._failure = True, exception

@@ -1,4 +1,6 @@
-"""The machine under the engine: memory, threads, copies from a device, and the watchdog of a step that hangs."""
+"""The machine under the engine: memory, threads, copies from a device, and the watchdog of a
+step that hangs.
+"""
 
 from worker.engines.embedded.host.device_copy import HostCopy
 from worker.engines.embedded.host.fair_lock import FairLock

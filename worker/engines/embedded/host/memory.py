@@ -1,8 +1,10 @@
-"""How a step's memory is had from the system. Linux only, and only advice: without it nothing changes but the speed.
+"""How a step's memory is had from the system. Linux only, and only advice: without it nothing
+changes but the speed.
 
-What every step reads lies in huge pages: with small ones, looking up addresses takes about a tenth of a decoding step,
-and another process's memory, which is read through the kernel page by page, is read at less than half the speed.
-What a step gives back is kept for the next one: otherwise the system takes it, and clears it again, many times a step.
+What every step reads lies in huge pages: with small ones, looking up addresses takes about a tenth
+of a decoding step, and another process's memory, which is read through the kernel page by page, is
+read at less than half the speed. What a step gives back is kept for the next one: otherwise the
+system takes it, and clears it again, many times a step.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _SMAPS = Path("/proc/self/smaps")
 
 
 def zeros(count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """`count` contiguous tensors of zeros; in a CPU's memory one after the other in one block of huge pages.
+    """`count` contiguous tensors of zeros; in a CPU's memory one after the other in one block of
+    huge pages.
 
     Small ones, and those on other devices, are torch's own.
 
@@ -54,7 +57,9 @@ def zeros(count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.de
 
 
 def keep_freed() -> None:
-    """Let the C library keep the memory of freed temporary tensors, up to `_MOST_KEPT` bytes per thread."""
+    """Let the C library keep the memory of freed temporary tensors, up to `_MOST_KEPT` bytes per
+    thread.
+    """
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_TEMPORARY)
@@ -76,7 +81,9 @@ def collapse_resident() -> None:
 
 
 def _resident_mappings(smaps: str) -> Iterator[tuple[int, int]]:
-    """Addresses of the anonymous writable mappings that hold whole huge pages and are nearly all in use."""
+    """Addresses of the anonymous writable mappings that hold whole huge pages and are nearly all
+    in use.
+    """
     start = stop = 0
     for line in smaps.splitlines():
         words = line.split()

@@ -1,4 +1,6 @@
-"""Ends the process when a step hangs: its requests then move to another worker, as they do when a worker dies."""
+"""Ends the process when a step hangs: its requests then move to another worker, as they do when
+a worker dies.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,13 @@ _STDERR = 2
 class Watchdog:
     """Watches one thread's steps from a thread of its own.
 
-    Nothing of the process is used in the end that a hung thread might hold: no lock, no logger, no event loop. A step
-    that never lets go of the interpreter is ended by `faulthandler`, whose timer needs no interpreter and of which a
-    process has only one.
+    Nothing of the process is used in the end that a hung thread might hold: no lock, no logger, no
+    event loop. A step that never lets go of the interpreter is ended by `faulthandler`, whose timer
+    needs no interpreter and of which a process has only one.
 
     Args:
-        timeout_s: Seconds after which a step counts as hung; it ends the process at most two periods later.
+        timeout_s: Seconds after which a step counts as hung; it ends the process at most two
+            periods later.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -72,7 +75,9 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _wind_timer(self) -> None:
-        """It ends the process if this is not called again, because no Python thread runs any more."""
+        """It ends the process if this is not called again, because no Python thread runs any
+        more.
+        """
         faulthandler.dump_traceback_later(self.timeout_s + self.period_s, exit=True, file=_STDERR)
 
     def _end(self) -> None:

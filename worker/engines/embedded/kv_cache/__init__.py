@@ -1,7 +1,8 @@
 """The paged KV cache.
 
-`cache` is the bookkeeping: who owns which pages, automatic prefix caching, copy-on-write; `blocks` are the hashed units of
-prefix caching; `store` holds the tensors of keys and values; `budget` decides how large it is.
+`cache` is the bookkeeping: who owns which pages, automatic prefix caching, copy-on-write; `blocks`
+are the hashed units of prefix caching; `store` holds the tensors of keys and values; `budget`
+decides how large it is.
 """
 
 from worker.engines.embedded.kv_cache.blocks import ROOT, Block, BlocksRemoved, BlocksStored, hash_blocks

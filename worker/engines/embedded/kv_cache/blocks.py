@@ -30,7 +30,9 @@ class Block:
     holders: list[int] = field(default_factory=list)
 
     def is_made_of(self, parent: Block | None, tokens: list[int]) -> bool:
-        """Whether this is the block of `tokens` after `parent`; equal hashes alone do not prove it."""
+        """Whether this is the block of `tokens` after `parent`; equal hashes alone do not prove
+        it.
+        """
         return self.parent is parent and self.tokens == tokens
 
 
@@ -57,7 +59,8 @@ class BlocksRemoved:
 
 
 def hash_block(parent: int, tokens: Sequence[int]) -> int:
-    """64 bits of BLAKE2b over the parent's hash (uint64) and the token ids (int32), all little-endian.
+    """64 bits of BLAKE2b over the parent's hash (uint64) and the token ids (int32), all
+    little-endian.
 
     The same on every worker, so that a router can compare them.
     """
@@ -66,7 +69,9 @@ def hash_block(parent: int, tokens: Sequence[int]) -> int:
 
 
 def root_of(cache_salt: str | None) -> int:
-    """What a sequence's first block is hashed with: one with a salt has no block in common with any other."""
+    """What a sequence's first block is hashed with: one with a salt has no block in common with
+    any other.
+    """
     return ROOT if cache_salt is None else hash_block(ROOT, list(cache_salt.encode("utf-8", "surrogatepass")))
 
 

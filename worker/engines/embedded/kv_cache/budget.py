@@ -11,17 +11,22 @@ from worker.engines.embedded.plan import Model
 from worker.errors import StartupError
 
 _SHARE = {"cuda": 0.85, "cpu": 0.5}
-"""Part of the memory that is free once the weights are loaded; activations and the rest of the machine need some."""
+"""Part of the memory that is free once the weights are loaded; activations and the rest of the
+machine need some.
+"""
 
 
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 
 SEGMENT_TOKENS = 256
-"""Largest segment. Long ones make few parts per row of attention, short ones waste less at the end of a sequence."""
+"""Largest segment. Long ones make few parts per row of attention, short ones waste less at the
+end of a sequence.
+"""
 
 
 def choose_segment_size(block_size: int, context_length: int) -> int:
-    """Tokens per segment: whole blocks, `SEGMENT_TOKENS` at most, and no more than a context takes; one block at least.
+    """Tokens per segment: whole blocks, `SEGMENT_TOKENS` at most, and no more than a context takes;
+    one block at least.
 
     Args:
         block_size: Tokens per block.
@@ -32,7 +37,8 @@ def choose_segment_size(block_size: int, context_length: int) -> int:
 
 
 def choose_kv_blocks(config: EmbeddedConfig, model: Model, context_length: int) -> int:
-    """Blocks of the KV store: those asked for, or enough for every slot's full context, as far as memory goes.
+    """Blocks of the KV store: those asked for, or enough for every slot's full context, as far as
+    memory goes.
 
     They make whole segments; what is left of the blocks asked for is not used.
 
@@ -93,11 +99,14 @@ _LIMITS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-"""Limit, use, and the cached files in use that the kernel gives back first; of cgroups version 2 and 1."""
+"""Limit, use, and the cached files in use that the kernel gives back first; of cgroups version 2
+and 1.
+"""
 
 
 def free_in_container(root: Path) -> int | None:
-    """Bytes below the memory limit of the container that this process runs in; None if it has no limit.
+    """Bytes below the memory limit of the container that this process runs in; None if it has no
+    limit.
 
     Args:
         root: Where the control groups are mounted.

@@ -1,16 +1,17 @@
-"""Who owns which segment of the KV store, and what the segments hold. The store itself belongs to the model.
+"""Who owns which segment of the KV store, and what the segments hold. The store itself belongs to
+the model.
 
-A segment holds the KV of consecutive tokens of a sequence. Full ones are shared among the requests whose tokens begin
-alike; a request writes only into its last one, which it owns alone. What no request owns any more stays until its
-place is needed, least recently used first.
+A segment holds the KV of consecutive tokens of a sequence. Full ones are shared among the requests
+whose tokens begin alike; a request writes only into its last one, which it owns alone. What no
+request owns any more stays until its place is needed, least recently used first.
 
-=================  ========  =============================================  ==========================
-a segment is       owners    holds                                          becomes
-=================  ========  =============================================  ==========================
-free               0         nothing                                        held by `admit` or `grow`
-held               1 or more  the tokens of its owners                      cached or free by `release`
-cached             0         one known block at least                       held by `admit`, or evicted
-=================  ========  =============================================  ==========================
+==============  =========  ==========================  ============================
+a segment is    owners     holds                       becomes
+==============  =========  ==========================  ============================
+free            0          nothing                     held by `admit` or `grow`
+held            1 or more  the tokens of its owners    cached or free by `release`
+cached          0          one known block at least    held by `admit`, or evicted
+==============  =========  ==========================  ============================
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ class Segment:
 
 
 class KvCache:
-    """Segments with reference counts, found again by the blocks that they hold. Pure bookkeeping, one thread.
+    """Segments with reference counts, found again by the blocks that they hold. Pure bookkeeping,
+    one thread.
 
-    A request's segments are released last one first, and held together: a segment is therefore never evicted before
-    those that follow it in a sequence. So a block is known only as long as the one before it is.
+    A request's segments are released last one first, and held together: a segment is therefore
+    never evicted before those that follow it in a sequence. So a block is known only as long as the
+    one before it is.
 
     Args:
         num_segments: Segments in the store.
@@ -91,7 +94,8 @@ class KvCache:
         return -(-num_tokens // self.segment_size)
 
     def match(self, request: Request) -> list[Block]:
-        """The longest chain of known blocks that a request's tokens begin with; it leaves one token to compute.
+        """The longest chain of known blocks that a request's tokens begin with; it leaves one token
+        to compute.
 
         What it found before is not looked at again: of a chain whose last block is known, all are.
         """
@@ -119,7 +123,8 @@ class KvCache:
             spare: Segments that must be available afterwards.
 
         Returns:
-            What the model has to copy before it writes; None, and nothing is changed, if there are too few segments.
+            What the model has to copy before it writes; None, and nothing is changed, if there are
+            too few segments.
         """
         chain = self.match(request)
         num_whole, num_copied = divmod(len(chain), self._per_segment)
@@ -152,7 +157,9 @@ class KvCache:
             self._register(request, first, end)
 
     def release(self, request: Request) -> None:
-        """Take a request's segments back. What they hold stays known until their places are needed."""
+        """Take a request's segments back. What they hold stays known until their places are
+        needed.
+        """
         for number in reversed(request.segments):
             segment = self._segments[number]
             segment.owners -= 1
@@ -167,10 +174,11 @@ class KvCache:
         request.num_computed = 0
 
     def compact(self) -> tuple[SegmentCopy, ...]:
-        """Move what is cached out of the store's beginning, where the segments that are held should lie densely.
+        """Move what is cached out of the store's beginning, where the segments that are held should
+        lie densely.
 
-        Torch's attention reads segments at a constant distance in one call. What is moved, not much at a time, takes
-        the place of what is free or was used least recently.
+        Torch's attention reads segments at a constant distance in one call. What is moved, not much
+        at a time, takes the place of what is free or was used least recently.
 
         Returns:
             What the model has to copy before it writes.
@@ -193,7 +201,9 @@ class KvCache:
         return self._move(moved)
 
     def _take_from(self, first: int) -> int | None:
-        """A place from `first` on, None if what is free or oldest lies before it. It leaves no heap."""
+        """A place from `first` on, None if what is free or oldest lies before it. It leaves no
+        heap.
+        """
         if self._free and (place := max(self._free)) >= first:
             self._free.remove(place)
             return place
@@ -201,7 +211,9 @@ class KvCache:
         return self._evict() if oldest >= first else None
 
     def _move(self, moved: dict[int, int]) -> tuple[SegmentCopy, ...]:
-        """Rename cached segments, by their old numbers; they keep their places in the order of use."""
+        """Rename cached segments, by their old numbers; they keep their places in the order of
+        use.
+        """
         copies = []
         for number, target in moved.items():
             old, new = self._segments[number], self._segments[target]
@@ -221,7 +233,8 @@ class KvCache:
             heapq.heappush(self._free, self._evict())
 
     def record_events(self) -> None:
-        """Keep what becomes known and forgotten for `drain_events`, beginning with what is known already.
+        """Keep what becomes known and forgotten for `drain_events`, beginning with what is known
+        already.
 
         There must be somebody who drains them.
         """
@@ -230,14 +243,17 @@ class KvCache:
             _record(self._events, block)
 
     def drain_events(self) -> list[BlocksStored | BlocksRemoved]:
-        """What has become known and forgotten since the last call, oldest first; nothing before `record_events`."""
+        """What has become known and forgotten since the last call, oldest first; nothing before
+        `record_events`.
+        """
         events = self._events or []
         if self._events is not None:
             self._events = []
         return events
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Free + cached + held is the whole store, and held is exactly what `requests` own, as often as they own it.
+        """Free + cached + held is the whole store, and held is exactly what `requests` own, as
+        often as they own it.
 
         Raises:
             AssertionError: the bookkeeping is broken.
@@ -249,7 +265,8 @@ class KvCache:
         assert everything == list(range(self.num_segments)), f"segments leaked: {self!r}"
 
     def check_blocks(self) -> None:
-        """What is known of blocks agrees with what the segments hold; slower than `check_integrity`.
+        """What is known of blocks agrees with what the segments hold; slower than
+        `check_integrity`.
 
         Raises:
             AssertionError: the bookkeeping is broken.
@@ -274,7 +291,9 @@ class KvCache:
         return self._segments[segment.parent].blocks[-1] if segment.parent >= 0 else None
 
     def _line(self, chain: list[Block], num_whole: int) -> list[int]:
-        """The segments that hold the first `num_whole` whole segments of a chain, one following the other."""
+        """The segments that hold the first `num_whole` whole segments of a chain, one following
+        the other.
+        """
         if not chain:
             return []
         number = chain[-1].holders[0]
@@ -347,7 +366,8 @@ class KvCache:
         return block is None or self._index.get(block.hash) is block
 
     def _attach(self, block: Block, number: int) -> None:
-        # another block of the same hash stays the known one, and what follows this one could not be found
+        # another block of the same hash stays the known one, and what follows this one could not be
+        # found
         if not block.holders and block.hash not in self._index and self._is_known(block.parent):
             self._index[block.hash] = block
             if self._events is not None:

@@ -12,7 +12,9 @@ from worker.engines.embedded.plan import SegmentCopy
 
 @dataclass(slots=True)
 class KvStore:
-    """Keys and values of every layer: tensors ``[num_segments, num_kv_heads, segment_size, head_dim]``, finite."""
+    """Keys and values of every layer: tensors ``[num_segments, num_kv_heads, segment_size,
+    head_dim]``, finite.
+    """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -31,7 +33,9 @@ class KvStore:
         self._value_slots[layer].index_put_(places, _wide(value))
 
     def open(self, segments: Sequence[int]) -> None:
-        """Zero segments that are written from their first slot on: a NaN left there would get past every mask."""
+        """Zero segments that are written from their first slot on: a NaN left there would get
+        past every mask.
+        """
         if segments:
             index = torch.tensor(segments, device=self.keys[0].device)
             for tensor in (*self.keys, *self.values):
@@ -46,13 +50,17 @@ class KvStore:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as 64-bit numbers, where a row holds whole ones: they are moved by number, not by byte."""
+    """The same bytes as 64-bit numbers, where a row holds whole ones: they are moved by number,
+    not by byte.
+    """
     return tensor.view(torch.int64) if tensor.shape[-1] * tensor.itemsize % 8 == 0 else tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One row of a step: tokens at positions ``[start, stop)`` of the sequence stored in `segments`."""
+    """One row of a step: tokens at positions ``[start, stop)`` of the sequence stored in
+    `segments`.
+    """
 
     segments: Sequence[int]
     start: int

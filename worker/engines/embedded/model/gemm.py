@@ -1,4 +1,6 @@
-"""What a linear layer is computed with: our own kernels, oneDNN's on a weight laid out for them, or torch's."""
+"""What a linear layer is computed with: our own kernels, oneDNN's on a weight laid out for them,
+or torch's.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,17 @@ class Product(Protocol):
 
     Attributes:
         is_exact: Whether a row's result is the same, bit by bit, whatever rows are beside it.
-        is_packed: Whether the weight was copied into another layout, so that the one given is of no more use.
+        is_packed: Whether the weight was copied into another layout, so that the one given is of no
+            more use.
     """
 
     is_exact: bool
     is_packed: bool
 
     def __call__(self, x: torch.Tensor, then: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
-        """The product ``[n, N]``, and then nothing, ``silu``, or ``add`` or ``mul`` with ``other [n, N]``."""
+        """The product ``[n, N]``, and then nothing, ``silu``, or ``add`` or ``mul`` with ``other
+        [n, N]``.
+        """
 
     def layouts(self) -> Iterator[Panels]:
         """Layouts in which the packed weight may lie; none if it is not packed."""
@@ -69,7 +74,8 @@ class TorchProduct:
         product = self._product(x, then)
         if other is None:
             return product
-        # oneDNN could add and multiply, too, but setting that up takes as long again as setting up the product
+        # oneDNN could add and multiply, too, but setting that up takes as long again as setting up
+        # the product
         return product.add_(other) if then == "add" else product.mul_(other)
 
     def layouts(self) -> Iterator[Panels]:
@@ -104,7 +110,8 @@ class OneDnnProduct(TorchProduct):
 def onednn_layouts(
     words: torch.Tensor, shape: torch.Size, dtype: torch.dtype, owner: object = None
 ) -> Iterator[Panels]:
-    """Layouts that oneDNN may have chosen for a weight; it does not tell which. They differ in one number alone.
+    """Layouts that oneDNN may have chosen for a weight; it does not tell which. They differ in one
+    number alone.
 
     Args:
         words: int32 ``[n]``, the packed weight.
@@ -119,7 +126,9 @@ def onednn_layouts(
 
 
 def make(weight: torch.Tensor, bias: torch.Tensor | None, may_be_native: bool) -> Product:
-    """The fastest there is for ``weight [N, K]`` and ``bias [N]``; native kernels only where they are allowed."""
+    """The fastest there is for ``weight [N, K]`` and ``bias [N]``; native kernels only where
+    they are allowed.
+    """
     if may_be_native and native.takes_weight(weight):
         return NativeProduct(weight, bias)
     return (OneDnnProduct if _onednn_takes(weight) else TorchProduct)(weight, bias)

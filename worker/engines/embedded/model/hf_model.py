@@ -1,4 +1,6 @@
-"""The model of one step: a Hugging Face causal language model over a packed batch, with our own KV store."""
+"""The model of one step: a Hugging Face causal language model over a packed batch, with our own
+KV store.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from worker.errors import StartupError
 logger = logging.getLogger(__name__)
 
 MODEL_TYPES = (*llama.MODEL_TYPES, *transformers_network.MODEL_TYPES)
-"""Architectures that are tested; others may hide attention variants that `attention.py` does not know."""
+"""Architectures that are tested; others may hide attention variants that `attention.py` does not
+know.
+"""
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -43,7 +47,8 @@ class HfModel:
     """Implements `Model`. Build it with `load_model`.
 
     Args:
-        network: transformers' causal language model, on its device; taken apart, and of no use afterwards.
+        network: transformers' causal language model, on its device; taken apart, and of no use
+            afterwards.
         eos_token_ids: Ids that end an answer.
         undecodable_ids: Ids that the tokenizer does not know.
         numerics: One of `config.NUMERICS`.
@@ -129,13 +134,17 @@ class HfModel:
         self.wants_dense_kv = chosen.shapes.kernel is not Kernel.NATIVE  # which needs one call in any case
 
     def _padding(self, count: int) -> int:
-        """Rows that `count` are filled up with: what every product needs, and a tile that is nearly full."""
+        """Rows that `count` are filled up with: what every product needs, and a tile that is
+        nearly full.
+        """
         tile = self._tile
         is_nearly_full = tile and count > tile and -count % tile < tile // 4
         return -count % (tile if is_nearly_full else self._row_step)
 
     def kv_tensors(self) -> list[torch.Tensor]:
-        """The store: keys of each layer, then values of each layer, ``[segments, heads, segment_size, head_dim]``."""
+        """The store: keys of each layer, then values of each layer, ``[segments, heads,
+        segment_size, head_dim]``.
+        """
         return [*self._store.keys, *self._store.values]
 
     @torch.inference_mode()
@@ -160,7 +169,9 @@ class HfModel:
 
 
 def _may_be_native(kernels: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether native kernels are used where they can be. Raises `StartupError` if they are asked for and cannot be."""
+    """Whether native kernels are used where they can be. Raises `StartupError` if they are asked
+    for and cannot be.
+    """
     if kernels == "torch":
         return False
     reason = native.unavailable(dtype) if device.type == "cpu" else f"they compute on a CPU, not on {device}"
@@ -173,7 +184,8 @@ def load_model(config: EmbeddedConfig) -> HfModel:
     """Load the checkpoint in ``config.model_path``.
 
     Raises:
-        StartupError: it is missing, unreadable, incomplete or of an architecture that is not served.
+        StartupError: it is missing, unreadable, incomplete or of an architecture that is not
+            served.
     """
     return in_own_thread(lambda: _load_model(config))
 
@@ -268,7 +280,9 @@ def _eos_token_ids(directory: Path, settings: dict[str, Any]) -> tuple[int, ...]
 
 
 def _undecodable_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """Ids of padding rows. Without a ``tokenizer.json`` nothing is known about ids, and all may be sampled."""
+    """Ids of padding rows. Without a ``tokenizer.json`` nothing is known about ids, and all may
+    be sampled.
+    """
     path = directory / "tokenizer.json"
     if not path.is_file():
         return ()

@@ -1,4 +1,6 @@
-"""Linear layers whose weights are laid out once for the CPU's matrix kernels, with the work beside them fused in."""
+"""Linear layers whose weights are laid out once for the CPU's matrix kernels, with the work
+beside them fused in.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ Shape = tuple[int, int, type]
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Numbers of rows that a product is computed with: multiples of `step` up to `most`, and `blocks`.
+    """Numbers of rows that a product is computed with: multiples of `step` up to `most`, and
+    `blocks`.
 
     None for `most` means any number. Blocks are multiples of `step` above `most`, largest first.
     """
@@ -43,7 +46,8 @@ class Tiles:
 
 
 class Linear(torch.nn.Module):
-    """``x @ weight.T + bias`` for rows ``[n, K]``. After `pack` it keeps the weight in the layout of its kernels alone.
+    """``x @ weight.T + bias`` for rows ``[n, K]``. After `pack` it keeps the weight in the layout
+    of its kernels alone.
 
     Args:
         weight: ``[N, K]``.
@@ -61,7 +65,9 @@ class Linear(torch.nn.Module):
         self._product: gemm.Product = gemm.TorchProduct(self._weight, self._bias)
 
     def pack(self, may_be_native: bool) -> None:
-        """Choose the kernels, our own only if they are allowed, and lay out the weight for them; once."""
+        """Choose the kernels, our own only if they are allowed, and lay out the weight for them;
+        once.
+        """
         if self._weight is None:
             raise RuntimeError("the layer is packed already")
         self._product = gemm.make(self._weight, self._bias, may_be_native)
@@ -78,7 +84,9 @@ class Linear(torch.nn.Module):
 
     @property
     def is_exact(self) -> bool:
-        """Whether a row's result is the same, bit by bit, whatever the number of rows; then it needs no tiles."""
+        """Whether a row's result is the same, bit by bit, whatever the number of rows; then it
+        needs no tiles.
+        """
         return self._product.is_exact
 
     @property
@@ -119,7 +127,9 @@ class Linear(torch.nn.Module):
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[:rows]
 
     def is_invariant(self, tiles: Tiles) -> bool:
-        """Whether the result of a row is the same, bit by bit, in all `tiles` (bounded ones) and places in them."""
+        """Whether the result of a row is the same, bit by bit, in all `tiles` (bounded ones) and
+        places in them.
+        """
         if tiles.most is None:
             raise ValueError("only a bounded number of shapes can be tried")
         generator = torch.Generator().manual_seed(0)
@@ -147,23 +157,28 @@ def fuse(*layers: torch.nn.Linear) -> Linear:
 
 
 def has_tied_embeddings(network: Any) -> bool:
-    """Whether the output layer of transformers' causal language model has the weight of its embedding."""
+    """Whether the output layer of transformers' causal language model has the weight of its
+    embedding.
+    """
     embedding, head = network.model.embed_tokens.weight, network.lm_head.weight
     return bool(embedding.data_ptr() == head.data_ptr() and embedding.shape == head.shape)
 
 
 def embed_with(weight: torch.Tensor, head: Linear, is_tied: bool) -> Lookup:
-    """Looks up rows of an embedding's ``weight [N, K]``, held once with that of the packed `head` where it is tied.
+    """Looks up rows of an embedding's ``weight [N, K]``, held once with that of the packed `head`
+    where it is tied.
 
-    Where all layers hold packed copies it keeps none of the memory of `weight`, which may be the whole checkpoint,
-    mapped into memory.
+    Where all layers hold packed copies it keeps none of the memory of `weight`, which may be the
+    whole checkpoint, mapped into memory.
     """
     found = lookup(weight, head.layouts()) if is_tied else None
     return found or partial(functional.embedding, weight=weight.clone() if head.is_packed else weight)
 
 
 def replace_linears(module: torch.nn.Module) -> None:
-    """Put a `Linear` in place of every ``torch.nn.Linear`` inside `module`, and let go of the originals."""
+    """Put a `Linear` in place of every ``torch.nn.Linear`` inside `module`, and let go of the
+    originals.
+    """
     for name, child in list(module.named_children()):
         if type(child) is torch.nn.Linear:
             setattr(module, name, fuse(child))

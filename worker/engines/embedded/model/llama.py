@@ -1,7 +1,8 @@
 """The Llama family's forward pass over a packed batch, from transformers' weights.
 
-Products of one input are one product, and what follows a product element by element is done in it, so that a step of
-few rows is mostly the reading of weights. Equal to transformers' code up to rounding.
+Products of one input are one product, and what follows a product element by element is done in it,
+so that a step of few rows is mostly the reading of weights. Equal to transformers' code up to
+rounding.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class LlamaNetwork(torch.nn.Module):
 
 @dataclass(frozen=True)
 class _Angles:
-    """Of each token of a step: cosine and sine ``[T, head_dim]``, of which the two halves are equal."""
+    """Of each token of a step: cosine and sine ``[T, head_dim]``, of which the two halves are
+    equal.
+    """
 
     cosine: torch.Tensor
     sine: torch.Tensor

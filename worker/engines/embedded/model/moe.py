@@ -1,4 +1,6 @@
-"""A mixture of experts, as Qwen3's: a token's result is the sum over its experts, in the order of their numbers."""
+"""A mixture of experts, as Qwen3's: a token's result is the sum over its experts, in the order
+of their numbers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Router(torch.nn.Module):
 
 
 class Experts(torch.nn.Module):
-    """Stands in for transformers' experts of the same weights ``[experts, 2 * width, hidden]`` and back."""
+    """Stands in for transformers' experts of the same weights ``[experts, 2 * width, hidden]``
+    and back.
+    """
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -38,7 +42,9 @@ class Experts(torch.nn.Module):
         self._downs = torch.nn.ModuleList(Linear(down) for down in experts.down_proj)
 
     def forward(self, hidden: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum ``[n, hidden]`` of what the experts `numbers` ``[n, top_k]`` make of each token."""
+        """The weighted sum ``[n, hidden]`` of what the experts `numbers` ``[n, top_k]`` make of
+        each token.
+        """
         total = torch.zeros_like(hidden)
         for number in sorted(set(numbers.flatten().tolist())):
             tokens, places = torch.where(numbers == number)

@@ -1,7 +1,9 @@
-"""Exact numerics: shapes of products and of attention calls in which a row's result is its own, bit by bit.
+"""Exact numerics: shapes of products and of attention calls in which a row's result is its own, bit
+by bit.
 
-Native kernels keep that in every shape. Which shapes torch's do depends on the processor, the data type and the kernels
-that it chooses, so they are tried at start, cheapest first, on the model's own layers.
+Native kernels keep that in every shape. Which shapes torch's do depends on the processor, the data
+type and the kernels that it chooses, so they are tried at start, cheapest first, on the model's own
+layers.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from worker.engines.embedded.plan import TILE
 from worker.errors import StartupError
 
 _BLOCKS = (128, 96, 64)
-"""Rows of a prompt's products, where they come out as in tiles of `TILE`; they are computed faster."""
+"""Rows of a prompt's products, where they come out as in tiles of `TILE`; they are computed
+faster.
+"""
 
 _PROBED_ENTRIES = 8
 
@@ -44,7 +48,9 @@ class AttentionSizes:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What was chosen: ``exact`` or ``fast``, and the shapes for it, of products by `Linear.shape`."""
+    """What was chosen: ``exact`` or ``fast``, and the shapes for it, of products by
+    `Linear.shape`.
+    """
 
     name: str
     tiles: dict[Shape, Tiles]
@@ -52,7 +58,9 @@ class Numerics:
 
     @property
     def made_by(self) -> str:
-        """The name and, where bits count, whose kernels they come from: those of others are different ones."""
+        """The name and, where bits count, whose kernels they come from: those of others are
+        different ones.
+        """
         if self.name == "fast":
             return self.name
         products = {shape[-1] is NativeProduct for shape in self.tiles}
@@ -61,7 +69,8 @@ class Numerics:
 
 
 def choose(mode: str, layers: Iterable[Linear], sizes: AttentionSizes, device: torch.device) -> Numerics:
-    """The numerics for `mode`, one of `config.NUMERICS`; ``auto`` is exact where that costs next to nothing.
+    """The numerics for `mode`, one of `config.NUMERICS`; ``auto`` is exact where that costs next to
+    nothing.
 
     Native kernels are taken wherever there are any: they are the fastest, too.
 
@@ -106,7 +115,8 @@ def _tiles(may_cost: bool) -> list[Tiles]:
 
 def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:
     tile = max(1, _ENTRY_QUERIES * sizes.kv_heads // sizes.heads)
-    # small products are computed by another kernel, so that those of a single token may need padding
+    # small products are computed by another kernel, so that those of a single token may need
+    # padding
     products = [
         Shapes(Kernel.PRODUCTS, whole_segments=whole, query_multiple=multiple)
         for multiple in ((1, 8, 16) if may_cost else (1,))
@@ -118,7 +128,9 @@ def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:
 
 
 _known: dict[tuple[object, ...], bool] = {}
-"""What has been tried in this process: a product's sizes, tiles and threads, and whether a row's result is its own."""
+"""What has been tried in this process: a product's sizes, tiles and threads, and whether a row's
+result is its own.
+"""
 
 
 def _is_product_invariant(tiles: Tiles, layer: Linear, dtype: torch.dtype) -> bool:
@@ -130,7 +142,8 @@ def _is_product_invariant(tiles: Tiles, layer: Linear, dtype: torch.dtype) -> bo
 
 @cache
 def _is_invariant(shapes: Shapes, sizes: AttentionSizes, num_threads: int) -> bool:
-    """Whether tokens get the same result one by one, in pieces and together, wherever their segments lie.
+    """Whether tokens get the same result one by one, in pieces and together, wherever their
+    segments lie.
 
     `num_threads` is what torch computes with.
     """
@@ -167,10 +180,11 @@ def _is_invariant(shapes: Shapes, sizes: AttentionSizes, num_threads: int) -> bo
 
 
 def _are_products_invariant(shapes: Shapes, sizes: AttentionSizes) -> bool:
-    """Whether a query's two products come out the same whatever the number of queries, entries and keys of the call.
+    """Whether a query's two products come out the same whatever the number of queries, entries and
+    keys of the call.
 
-    In bfloat16 sums that were added in another order nearly always round to the same. So these sums are all 0, and what
-    is left of the terms is what was lost in between.
+    In bfloat16 sums that were added in another order nearly always round to the same. So these sums
+    are all 0, and what is left of the terms is what was lost in between.
     """
     group = sizes.heads // sizes.kv_heads
     numbers = [-(-group * tokens // shapes.query_multiple) * shapes.query_multiple for tokens in (64, 1, 2, 3, 7, 33)]
@@ -192,7 +206,9 @@ def _are_products_invariant(shapes: Shapes, sizes: AttentionSizes) -> bool:
 def _cancelling(
     matrices: int, rows: int, inner: int, outer: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[matrices, rows, inner]`` and ``[matrices, inner, outer]``, whose product is 0 but for rounding."""
+    """``[matrices, rows, inner]`` and ``[matrices, inner, outer]``, whose product is 0 but for
+    rounding.
+    """
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(matrices, rows, inner // 2, generator=generator).to(dtype)
     right = torch.randn(matrices, inner // 2, outer, generator=generator).to(dtype)

@@ -1,4 +1,6 @@
-"""Rows out of a weight that lies packed for a matrix kernel, so that tied embeddings need no copy of their own."""
+"""Rows out of a weight that lies packed for a matrix kernel, so that tied embeddings need no
+copy of their own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _COMPARED_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A weight ``[N, K]`` in panels of c rows, word by word: ``words[n // c, w, n % c]`` is word w of row n.
+    """A weight ``[N, K]`` in panels of c rows, word by word: ``words[n // c, w, n % c]`` is word w
+    of row n.
 
     A word is 32 bits: one float32, or two elements of bfloat16.
 
@@ -43,5 +46,7 @@ class Panels:
 
 
 def lookup(weight: torch.Tensor, layouts: Iterable[Panels]) -> Lookup | None:
-    """Looks rows of `weight` up in the first of `layouts` that holds all of them; None if none does."""
+    """Looks rows of `weight` up in the first of `layouts` that holds all of them; None if none
+    does.
+    """
     return next((panels.rows for panels in layouts if panels.hold(weight)), None)

@@ -21,7 +21,8 @@ MODEL_TYPES = ("gemma2", "gemma3_text", "qwen3_moe")
 
 
 class TransformersNetwork(torch.nn.Module):
-    """Same use as `LlamaNetwork`, for any causal language model that attends through transformers' interface.
+    """Same use as `LlamaNetwork`, for any causal language model that attends through transformers'
+    interface.
 
     Args:
         network: transformers' causal language model; its linear layers are replaced.

@@ -1,9 +1,11 @@
-"""Kernels of our own for a CPU with AVX-512: linear layers, attention over the KV store, and what lies between.
+"""Kernels of our own for a CPU with AVX-512: linear layers, attention over the KV store, and what
+lies between.
 
-They are built with the package where there is a C compiler. Every sum in them runs in an order that depends on the
-token alone, so that what a token gets is the same, bit by bit, in any batch; and few rows are computed at the speed at
-which weights and keys are read. Tensors are passed by address: whatever is passed must be contiguous, but for the
-strides that are named. All tensors of a call are of one data type: bfloat16, which also needs AVX512-BF16, or float32.
+They are built with the package where there is a C compiler. Every sum in them runs in an order that
+depends on the token alone, so that what a token gets is the same, bit by bit, in any batch; and few
+rows are computed at the speed at which weights and keys are read. Tensors are passed by address:
+whatever is passed must be contiguous, but for the strides that are named. All tensors of a call are
+of one data type: bfloat16, which also needs AVX512-BF16, or float32.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class _Kind:
     Attributes:
         name: Of its library.
         needs: Flags of the processor.
-        outrun_with: A flag of processors on which torch's kernels compute prompts several times as fast.
+        outrun_with: A flag of processors on which torch's kernels compute prompts several times as
+            fast.
         per_word: Elements in 32 bits.
     """
 
@@ -72,13 +75,17 @@ def unavailable(dtype: torch.dtype) -> str | None:
 
 
 def is_outrun(dtype: torch.dtype) -> bool:
-    """Whether torch's kernels compute prompts several times as fast on this processor, as oneDNN's do with AMX."""
+    """Whether torch's kernels compute prompts several times as fast on this processor, as
+    oneDNN's do with AMX.
+    """
     return _KINDS[dtype].outrun_with in _cpu_flags()
 
 
 @cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL:
-    """Raises `RuntimeError`, `OSError` or `AttributeError` (an older one lacks a function) saying why there is none."""
+    """Raises `RuntimeError`, `OSError` or `AttributeError` (an older one lacks a function)
+    saying why there is none.
+    """
     kind = _KINDS.get(dtype)
     if kind is None:
         raise RuntimeError(f"they compute bfloat16 and float32, not {dtype}")
@@ -127,12 +134,16 @@ def takes_weight(weight: torch.Tensor) -> bool:
 
 
 def takes_heads(heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> bool:
-    """Whether attention with `heads` heads of inner size `width`, over `kv_heads`, can be computed."""
+    """Whether attention with `heads` heads of inner size `width`, over `kv_heads`, can be
+    computed.
+    """
     return dtype in _KINDS and width % 2 == 0 and width <= _WIDEST and heads // kv_heads <= _QUERIES
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """``weight [N, K]`` in panels ``[ceil(N / 32), K / w, 32, w]``, w elements to a word; filled up with 0."""
+    """``weight [N, K]`` in panels ``[ceil(N / 32), K / w, 32, w]``, w elements to a word; filled
+    up with 0.
+    """
     columns, inner = weight.shape
     per_word = _KINDS[weight.dtype].per_word
     padded = functional.pad(weight, (0, 0, 0, -columns % _COLUMNS))
@@ -147,7 +158,8 @@ def linear(
     then: str = "none",
     other: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x [n, K]`` times a packed weight of `columns` rows, plus ``bias [N]``; ``[n, N]``, rounded once.
+    """``x [n, K]`` times a packed weight of `columns` rows, plus ``bias [N]``; ``[n, N]``, rounded
+    once.
 
     Args:
         x: Rows.
@@ -195,7 +207,8 @@ class Projections:
         heads: H.
         cosine: Of each token's angles ``[T, D]``, of which the two halves are equal.
         sine: Likewise.
-        norms: Weights ``[D]`` of an RMS norm of each head's query, and of its key, and their epsilon; None for none.
+        norms: Weights ``[D]`` of an RMS norm of each head's query, and of its key, and their
+            epsilon; None for none.
     """
 
     qkv: torch.Tensor
@@ -208,7 +221,8 @@ class Projections:
 def rotate_and_store(
     projections: Projections, keys: torch.Tensor, values: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Put rotated keys, and values, into the store ``[segments, Hkv, size, D]``; returns rotated queries ``[T, H, D]``.
+    """Put rotated keys, and values, into the store ``[segments, Hkv, size, D]``; returns rotated
+    queries ``[T, H, D]``.
 
     Args:
         projections: Of T tokens.
@@ -260,10 +274,11 @@ def attend(
     window: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of ``query [T, H, D]`` over ``keys, values [segments, Hkv, size, D]``; ``[T, H, D]``.
+    """Attention of ``query [T, H, D]`` over ``keys, values [segments, Hkv, size, D]``; ``[T, H,
+    D]``.
 
-    A token sees itself and the `window` - 1 tokens before it, or all of them if `window` is 0. Scores go through
-    ``softcap * tanh(score / softcap)`` where it is given.
+    A token sees itself and the `window` - 1 tokens before it, or all of them if `window` is 0.
+    Scores go through ``softcap * tanh(score / softcap)`` where it is given.
     """
     tokens, heads, width = query.shape
     _, kv_heads, size, _ = keys.shape

@@ -33,10 +33,13 @@ class Engine:
             print(result.text)
 
     Args:
-        model_path: Directory of the checkpoint. It needs a tokenizer only where text goes in or comes out.
-        model: A model to use instead of the checkpoint's; the tokenizer is still read from `model_path`.
+        model_path: Directory of the checkpoint. It needs a tokenizer only where text goes in or
+            comes out.
+        model: A model to use instead of the checkpoint's; the tokenizer is still read from
+            `model_path`.
         catalog: Logits processors that may be named; the built-in ones by default.
-        settings: Of `EmbeddedConfig`; prompts are computed in whole steps unless `max_mixed_chunk` is among them.
+        settings: Of `EmbeddedConfig`; prompts are computed in whole steps unless `max_mixed_chunk`
+            is among them.
 
     Raises:
         StartupError: the checkpoint or a setting cannot be served.
@@ -84,17 +87,19 @@ class Engine:
     ) -> list[Result]:
         """Answer prompts; returns one result each, in their order.
 
-        An answer that fails while it runs ends with ``finish_reason`` ``error`` and leaves the others as they are.
+        An answer that fails while it runs ends with ``finish_reason`` ``error`` and leaves the
+        others as they are.
 
         Args:
             prompts: Texts or lists of token ids, or a single one.
             sampling_params: For all prompts, or one for each; `SamplingParams()` by default.
             progress: Show a progress bar if standard error is a terminal.
-            processors: Logits processors by name, ``[{"name": "min_tokens", "args": {"n": 8}}]``: one list for all
-                prompts, or a list for each. Every answer has its own.
+            processors: Logits processors by name, ``[{"name": "min_tokens", "args": {"n": 8}}]``:
+                one list for all prompts, or a list for each. Every answer has its own.
 
         Raises:
-            InvalidRequest: a prompt cannot be served; no prompt has been started. The field names its place.
+            InvalidRequest: a prompt cannot be served; no prompt has been started. The field names
+                its place.
             ValueError: there are not as many parameters or lists of processors as prompts.
         """
         asked = _prompts(prompts)
@@ -138,16 +143,22 @@ class Engine:
         return earlier + self._advance()
 
     def abort(self, request_id: str) -> Result | None:
-        """End a prompt's answers where they are; None if it is done already. Suspended ones may be aborted, too."""
+        """End a prompt's answers where they are; None if it is done already. Suspended ones may
+        be aborted, too.
+        """
         job = self.session.abort(request_id)
         return None if job is None else job.result()
 
     def suspend(self, request_id: str) -> None:
-        """Take a prompt out of the engine, so that others have its place. Raises `KeyError` if it is not here."""
+        """Take a prompt out of the engine, so that others have its place. Raises `KeyError` if
+        it is not here.
+        """
         self.session.suspend(request_id)
 
     def resume(self, request_id: str) -> None:
-        """Go on with a suspended prompt: its answers are what they would have been. Raises `KeyError` if it is not."""
+        """Go on with a suspended prompt: its answers are what they would have been. Raises
+        `KeyError` if it is not.
+        """
         self.session.resume(request_id)
 
     @property

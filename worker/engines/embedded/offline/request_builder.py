@@ -1,4 +1,6 @@
-"""What may be asked of the engine offline: a prompt and its `SamplingParams` become requests, one for each answer."""
+"""What may be asked of the engine offline: a prompt and its `SamplingParams` become requests,
+one for each answer.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ class Desk:
         return tokens if wanted.truncate_prompt_tokens is None else tokens[-wanted.truncate_prompt_tokens :]
 
     def _requested(self, wanted: SamplingParams, named: Sequence[Named]) -> list[Requested]:
-        """The processors that the request names, and its fields that are processors by another name."""
+        """The processors that the request names, and its fields that are processors by another
+        name.
+        """
         try:
             selected = parse_selection(json.dumps({"version": 1, "processors": [dict(one) for one in named]}))
         except SelectionError as error:

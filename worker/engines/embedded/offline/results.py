@@ -25,9 +25,10 @@ class Completion:
     Attributes:
         index: Which of the answers to its prompt, 0 first; with ``best_of`` 0 is the best.
         text: None without a tokenizer, or with ``detokenize=False``.
-        token_ids: Generated ids. Neither a stop token nor a token that holds any part of a stop string is among them,
-            unless ``include_stop_str_in_output`` is set.
-        logprobs: Of each of `token_ids` itself first, then the top-n; with ``logprobs_simple_format`` its own alone.
+        token_ids: Generated ids. Neither a stop token nor a token that holds any part of a stop
+            string is among them, unless ``include_stop_str_in_output`` is set.
+        logprobs: Of each of `token_ids` itself first, then the top-n; with
+            ``logprobs_simple_format`` its own alone.
         cumulative_logprob: Sum over `token_ids`; None if no log probabilities were asked for.
         finish_reason: ``stop``, ``length``, ``cancelled`` or ``error``.
         stop_reason: The stop token or the stop string that ended the answer, if one did.
@@ -61,10 +62,11 @@ class Result:
         prompt: Its text, None if it came as token ids.
         prompt_token_ids: Its ids.
         outputs: The answers, ``n`` of them.
-        prompt_logprobs: Of each prompt token; None in place of the first one's, which nothing precedes. With
-            ``prompt_logprobs_simple_format`` one number each. Shorter where the first answer was cancelled, or failed,
-            before the prompt had been computed.
-        context_logits: float32 ``[len(prompt_token_ids), V]``, the model's own, if asked for; shorter likewise.
+        prompt_logprobs: Of each prompt token; None in place of the first one's, which nothing
+            precedes. With ``prompt_logprobs_simple_format`` one number each. Shorter where the
+            first answer was cancelled, or failed, before the prompt had been computed.
+        context_logits: float32 ``[len(prompt_token_ids), V]``, the model's own, if asked for;
+            shorter likewise.
     """
 
     request_id: str
@@ -76,7 +78,9 @@ class Result:
 
     @property
     def text(self) -> str | None:
-        """Text of the only answer. This and the next three raise `ValueError` if there are several."""
+        """Text of the only answer. This and the next three raise `ValueError` if there are
+        several.
+        """
         return self._only.text
 
     @property
@@ -113,7 +117,8 @@ class Answer:
         token_ids: Shown tokens; those that belong to a stop string go when it is found.
         token_times_s: When they came.
         token_logprobs: Of each, if asked for.
-        last_logprobs: Of the newest token, also if it has gone with a stop string; None if it is not shown.
+        last_logprobs: Of the newest token, also if it has gone with a stop string; None if it is
+            not shown.
         finish_reason: None while it grows.
     """
 
@@ -141,7 +146,9 @@ class Answer:
         return len(self.token_ids) if self.text is None else min(self.text.num_shown_tokens, len(self.token_ids))
 
     def take(self, output: Output, time_s: float) -> None:
-        """Add what a step says; it is over when `finish_reason` is set, also if `output` has none."""
+        """Add what a step says; it is over when `finish_reason` is set, also if `output` has
+        none.
+        """
         ended = False
         self.last_logprobs = output.logprobs
         if not self.token_ids:
@@ -225,7 +232,9 @@ class Job:
 
     @property
     def best(self) -> list[Answer]:
-        """The ``n`` answers to return: with a larger ``best_of`` the likeliest first, failed ones last."""
+        """The ``n`` answers to return: with a larger ``best_of`` the likeliest first, failed
+        ones last.
+        """
         if len(self.answers) <= self.wanted.n:
             return self.answers
         return sorted(self.answers, key=_rank)[: self.wanted.n]

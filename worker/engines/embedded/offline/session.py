@@ -1,4 +1,6 @@
-"""Prompts to answers without an event loop: what the offline `Engine` and the `TextGenerationController` share."""
+"""Prompts to answers without an event loop: what the offline `Engine` and the
+`TextGenerationController` share.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Event:
     Attributes:
         job: Its prompt.
         answer: The answer; it is over if its ``finish_reason`` is set.
-        token_id: The sampled token, also where the answer does not show it; None if none was sampled.
+        token_id: The sampled token, also where the answer does not show it; None if none was
+            sampled.
     """
 
     job: Job
@@ -36,7 +39,8 @@ class Event:
 
 
 class Session:
-    """Drives a `Stepper`. Every method may be called from any thread; they wait for each other, and for the step.
+    """Drives a `Stepper`. Every method may be called from any thread; they wait for each other, and
+    for the step.
 
     What a step calls, such as a logits processor, must not call back: that is a `RuntimeError`.
 
@@ -129,11 +133,15 @@ class Session:
             return [self._take(output, time_s) for output in outputs]
 
     def finish(self, job_id: str) -> None:
-        """End every unfinished answer to a prompt as ``stop``, with the tokens that it has; no error if it is done."""
+        """End every unfinished answer to a prompt as ``stop``, with the tokens that it has; no
+        error if it is done.
+        """
         self._end(job_id, "stop")
 
     def abort(self, job_id: str) -> Job | None:
-        """End every unfinished answer to a prompt as ``cancelled``; None if it is not here any more."""
+        """End every unfinished answer to a prompt as ``cancelled``; None if it is not here any
+        more.
+        """
         return self._end(job_id, "cancelled")
 
     def suspend(self, job_id: str) -> None:
@@ -149,7 +157,8 @@ class Session:
                 self._suspended[job_id] = self._withdraw(job)
 
     def resume(self, job_id: str) -> None:
-        """Go on with a suspended prompt, before others that wait; its answers are what they would have been.
+        """Go on with a suspended prompt, before others that wait; its answers are what they would
+        have been.
 
         Raises:
             KeyError: it is not suspended.
@@ -162,7 +171,9 @@ class Session:
             self._changed.set()
 
     def wait(self) -> None:
-        """Return when there may be something to compute, or a prompt has been ended by another thread."""
+        """Return when there may be something to compute, or a prompt has been ended by another
+        thread.
+        """
         if self.is_idle:
             self._changed.wait(_LONGEST_WAIT_S)
         self._changed.clear()

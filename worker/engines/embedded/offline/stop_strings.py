@@ -1,11 +1,15 @@
-"""The text of an answer while it grows: decoded token by token, and ended by stop strings wherever tokens are cut."""
+"""The text of an answer while it grows: decoded token by token, and ended by stop strings
+wherever tokens are cut.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
-"""Text of token ids; bytes that are no UTF-8, and an unfinished character at the end, become U+FFFD."""
+"""Text of token ids; bytes that are no UTF-8, and an unfinished character at the end, become
+U+FFFD.
+"""
 
 _UNFINISHED = "\ufffd"
 _CONTEXT = 6
@@ -22,14 +26,16 @@ _STRAY = 4
 
 
 class IncrementalText:
-    """Decodes a growing list of tokens, a few at a time; all of its text is that of all tokens decoded at once.
+    """Decodes a growing list of tokens, a few at a time; all of its text is that of all tokens
+    decoded at once.
 
-    What has been given out stays. Tokenizers with byte fallback take whole characters back where a stray byte follows
-    them without another token in between; here these stay, too.
+    What has been given out stays. Tokenizers with byte fallback take whole characters back where a
+    stray byte follows them without another token in between; here these stay, too.
 
     Args:
         decode: Of the tokenizer.
-        context: Tokens before the first one; the last few matter to tokenizers that drop a leading space.
+        context: Tokens before the first one; the last few matter to tokenizers that drop a leading
+            space.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
@@ -75,7 +81,9 @@ class IncrementalText:
             self._cut = len(self._tokens)
 
     def _shorten_window(self) -> str:
-        """Let go of the beginning of a window that never ended in a whole character; returns its text."""
+        """Let go of the beginning of a window that never ended in a whole character; returns its
+        text.
+        """
         tokens = self._shorter()
         text = self._decode(tokens)
         final = max(0, len(self._text) - len(text))
@@ -91,14 +99,16 @@ class IncrementalText:
             tokens = self._tokens
         elif len(tokens) <= _WINDOW:
             return tokens
-        # whatever holds for the text without its last tokens does not depend on how its last character is completed
+        # whatever holds for the text without its last tokens does not depend on how its last
+        # character is completed
         ends = [len(tokens) - count for count in range(_STRAY)]
         whole = [self._decode(tokens[:end]) for end in ends]
         for cut in range(len(tokens) - _KEPT, 0, -1):
             before = self._decode(tokens[:cut])
             if all(before + self._decode(tokens[cut:end]) == text for end, text in zip(ends, whole, strict=True)):
                 return tokens[cut:]
-        # with byte fallback one stray byte makes U+FFFD of every byte of a run, so it has to stay in front of the rest
+        # with byte fallback one stray byte makes U+FFFD of every byte of a run, so it has to stay
+        # in front of the rest
         for first in range(len(tokens) - _KEPT - _STRAY + 1):
             kept = tokens[first : first + _STRAY] + tokens[-_KEPT:]
             if not any(self._decode(kept[: len(kept) - count]).strip(_UNFINISHED) for count in range(_STRAY)):
@@ -109,20 +119,21 @@ class IncrementalText:
 class AnswerText:
     """The text of one answer, up to the first stop string.
 
-    Of several stop strings the one that ends first counts, and of those that end together the longest; so the text
-    does not depend on how it is cut into tokens.
+    Of several stop strings the one that ends first counts, and of those that end together the
+    longest; so the text does not depend on how it is cut into tokens.
 
     Args:
         decode: Of the tokenizer.
         stops: Not empty strings.
         include: Whether the stop string is part of the answer.
         context: Tokens of the prompt.
-        is_too_short: Asked with every token: whether a stop string that is complete with it is text like any other.
+        is_too_short: Asked with every token: whether a stop string that is complete with it is text
+            like any other.
 
     Attributes:
         stopped_by: The stop string, None while there is none.
-        num_tokens: Tokens of the answer: those before the stop string, of which they hold no part, or, if it is
-            included, up to the one that completes it.
+        num_tokens: Tokens of the answer: those before the stop string, of which they hold no part,
+            or, if it is included, up to the one that completes it.
     """
 
     def __init__(
@@ -155,7 +166,9 @@ class AnswerText:
 
     @property
     def shown(self) -> str:
-        """What of the text will stay, whatever comes next: without an end that may be the start of a stop string."""
+        """What of the text will stay, whatever comes next: without an end that may be the start
+        of a stop string.
+        """
         if self.stopped_by is not None:
             return self.text
         for length in range(min(self._longest - 1, len(self.text)), 0, -1):
@@ -182,7 +195,9 @@ class AnswerText:
         return self._stop()
 
     def finish(self) -> bool:
-        """No more tokens come: what was held back becomes text. Whether that completed a stop string."""
+        """No more tokens come: what was held back becomes text. Whether that completed a stop
+        string.
+        """
         if self.stopped_by is None:
             self._decode_later()
             self._add(self._pieces.finish())
@@ -215,7 +230,9 @@ class AnswerText:
         return True
 
     def _first_stop(self) -> tuple[int, int] | None:
-        """Start and end of the stop string that ends first after `_floor`, the longest of those that end there."""
+        """Start and end of the stop string that ends first after `_floor`, the longest of those
+        that end there.
+        """
         found: list[tuple[int, int]] = []
         for stop in self._stops:
             start = self._text.find(stop, max(0, self._floor + 1 - len(stop)))

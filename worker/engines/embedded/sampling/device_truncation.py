@@ -1,8 +1,9 @@
-"""Temperature, min-p, top-k, top-p and the draw on a device, without ever looking at a value from the host.
+"""Temperature, min-p, top-k, top-p and the draw on a device, without ever looking at a value from
+the host.
 
-The same tokens, bit for bit, as `truncation` finds on the CPU: the weights are integers, so that it does not matter in
-which order a GPU adds them up. Every row is weighed whole; shapes depend on the number of rows alone, which is padded
-to a few sizes, so that a CUDA graph can hold it.
+The same tokens, bit for bit, as `truncation` finds on the CPU: the weights are integers, so that it
+does not matter in which order a GPU adds them up. Every row is weighed whole; shapes depend on the
+number of rows alone, which is padded to a few sizes, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def draw_rows(
     """Draw a token for each row.
 
     Args:
-        logits: float32 ``[P, V]``. A row with NaN or +inf, or with nothing but -inf, gets any token.
+        logits: float32 ``[P, V]``. A row with NaN or +inf, or with nothing but -inf, gets any
+            token.
         highest: float32 ``[P, 1]``, of each row.
         columns: What the rows ask for.
         numbers: float64 ``[P, 1]``, in [0, 1).
@@ -113,11 +115,13 @@ def select_by_sorting(
 
     Args:
         keys: float32 ``[P, V]``. A row with NaN ends anywhere.
-        masses: int64 ``[P, V]``, at least 0, with a sum below 2**62 in each row; 1 each if it is None.
+        masses: int64 ``[P, V]``, at least 0, with a sum below 2**62 in each row; 1 each if it is
+            None.
         targets: int64 ``[P, 1]``, from 1 to the sum.
 
     Returns:
-        The key of the last token, float32 ``[P, 1]``, and the mass of all tokens with higher keys, int64 ``[P, 1]``.
+        The key of the last token, float32 ``[P, 1]``, and the mass of all tokens with higher keys,
+        int64 ``[P, 1]``.
     """
     ordered, order = torch.sort(keys, dim=-1, descending=True)
     if masses is None:

@@ -1,9 +1,10 @@
 """Weights of tokens as integers, whose sums do not depend on the order in which they are added.
 
-A token's weight is ``exp((z - max z) / T)``, computed in float64 and rounded to a multiple of ``2**-weight_bits(V)``;
-here it is counted in these units. The weights of a row sum to less than 2**62, so that every sum of them is exact in
-int64, whoever adds them up and in whatever order: a few candidates, a whole row, or the threads of a GPU. A token with
-a weight below half a unit, 3e-14 of the likeliest token's, is never drawn.
+A token's weight is ``exp((z - max z) / T)``, computed in float64 and rounded to a multiple of
+``2**-weight_bits(V)``; here it is counted in these units. The weights of a row sum to less than
+2**62, so that every sum of them is exact in int64, whoever adds them up and in whatever order: a
+few candidates, a whole row, or the threads of a GPU. A token with a weight below half a unit, 3e-14
+of the likeliest token's, is never drawn.
 """
 
 from __future__ import annotations
@@ -21,23 +22,29 @@ _NUMPY_IS_FASTER = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def weight_bits(vocab_size: int) -> int:
-    """Binary places of a weight: 44, and one less for each doubling of a vocabulary from 262,144 tokens on."""
+    """Binary places of a weight: 44, and one less for each doubling of a vocabulary from 262,144
+    tokens on.
+    """
     return min(_MOST_BITS, 62 - vocab_size.bit_length())
 
 
 @lru_cache
 def rounding(bits: int) -> tuple[float, int]:
-    """A number that, added to a weight in [0, 1], leaves `bits` binary places of it; and its bits, as an int64.
+    """A number that, added to a weight in [0, 1], leaves `bits` binary places of it; and its bits,
+    as an int64.
 
-    Between it and the next power of two, float64 numbers are ``2**-bits`` apart. So the bits of a sum, less the bits of
-    the number, are the weight in units, rounded to the nearest, of two equally near ones to the even.
+    Between it and the next power of two, float64 numbers are ``2**-bits`` apart. So the bits of a
+    sum, less the bits of the number, are the weight in units, rounded to the nearest, of two
+    equally near ones to the even.
     """
     offset = 1.5 * 2.0 ** (52 - bits)
     return offset, int.from_bytes(struct.pack("<d", offset), "little")
 
 
 def exponential_(values: torch.Tensor) -> torch.Tensor:
-    """``values.exp_()`` of contiguous float64, by whichever of torch and numpy is the faster on this processor."""
+    """``values.exp_()`` of contiguous float64, by whichever of torch and numpy is the faster on
+    this processor.
+    """
     if values.device.type == "cpu" and _NUMPY_IS_FASTER:
         array = values.numpy()
         np.exp(array, out=array)
@@ -57,13 +64,17 @@ def logarithms(units: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def share_of(totals: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """The least integers that are at least `shares` (float64) of `totals` (int64), at most all; a share of 1 is all."""
+    """The least integers that are at least `shares` (float64) of `totals` (int64), at most all;
+    a share of 1 is all.
+    """
     wanted = (totals.double() * shares).ceil_().to(torch.int64)
     return torch.where(shares < 1, torch.minimum(wanted, totals), totals)
 
 
 def points_in(totals: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Where `numbers` (float64, in [0, 1]) fall in ``range(totals)``: the token with this unit of weight is drawn."""
+    """Where `numbers` (float64, in [0, 1]) fall in ``range(totals)``: the token with this unit
+    of weight is drawn.
+    """
     return torch.minimum((totals.double() * numbers).to(torch.int64), totals - 1)
 
 

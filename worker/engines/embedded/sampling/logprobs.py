@@ -14,7 +14,8 @@ from worker.engines.embedded.host import HostCopy
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[list[TokenLogprob]]:
     """The sampled token, then the top-n, for each row.
 
-    Ranks are 1-based, by falling probability and then rising id. Tokens that cannot occur are not in the top-n.
+    Ranks are 1-based, by falling probability and then rising id. Tokens that cannot occur are not
+    in the top-n.
 
     Args:
         logits: floating ``[m, V]``, not normalised.
@@ -42,7 +43,8 @@ class Logprobs:
         ahead = (self._logprobs > chosen) | ((self._logprobs == chosen) & (ids < sampled))
         found = [token_ids, chosen[:, 0], ahead.sum(-1) + 1]
         if max(counts):
-            # one more than asked for, to see whether `topk`, which takes any of equal values, had a choice
+            # one more than asked for, to see whether `topk`, which takes any of equal values, had a
+            # choice
             found += self._logprobs.topk(min(max(counts) + 1, logits.shape[-1]))
         self._copy = HostCopy(*found)
 

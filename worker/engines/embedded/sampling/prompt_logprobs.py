@@ -1,4 +1,6 @@
-"""Log probabilities of a prompt's tokens, and the logits themselves, for requests that ask: what a tap collects."""
+"""Log probabilities of a prompt's tokens, and the logits themselves, for requests that ask: what
+a tap collects.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from worker.engines import TokenLogprob
 from worker.engines.embedded.sampling.logprobs import token_logprobs
 
 _ROWS_AT_ONCE = 32
-"""Rows that are turned into float64 log probabilities at a time; a whole chunk of a large vocabulary would not fit."""
+"""Rows that are turned into float64 log probabilities at a time; a whole chunk of a large
+vocabulary would not fit.
+"""
 
 
 class LogitsCollector:
@@ -18,8 +22,10 @@ class LogitsCollector:
 
     Args:
         prompt: Token ids of the prompt.
-        top_n: Alternatives per prompt token, 0 for the tokens themselves alone, None for no log probabilities.
-        never: Ids that are never sampled; they take no part in log probabilities, as in those of sampled tokens.
+        top_n: Alternatives per prompt token, 0 for the tokens themselves alone, None for no log
+            probabilities.
+        never: Ids that are never sampled; they take no part in log probabilities, as in those of
+            sampled tokens.
         keep_prompt: Keep the logits of the prompt.
         keep_generated: Keep the logits that tokens are sampled from.
     """
@@ -45,11 +51,15 @@ class LogitsCollector:
 
     @property
     def wants_prompt(self) -> bool:
-        """Whether the prompt is asked for and has not been seen to its end; what is computed again is not wanted."""
+        """Whether the prompt is asked for and has not been seen to its end; what is computed
+        again is not wanted.
+        """
         return (self._keep_prompt or self._top_n is not None) and self._num_seen < len(self._prompt)
 
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        """Rows ``[n, V]`` of the tokens from `start` on; what was seen before, or is no prompt, is passed over."""
+        """Rows ``[n, V]`` of the tokens from `start` on; what was seen before, or is no prompt,
+        is passed over.
+        """
         rows = logits[: max(0, len(self._prompt) - start)]
         if not len(rows) or start + len(rows) <= self._num_seen:
             return
@@ -77,7 +87,9 @@ class LogitsCollector:
 
     @property
     def prompt_logprobs(self) -> list[list[TokenLogprob] | None] | None:
-        """Of each prompt token, itself first and then the top-n; None for the first one, which nothing precedes."""
+        """Of each prompt token, itself first and then the top-n; None for the first one, which
+        nothing precedes.
+        """
         return None if self._top_n is None else self._logprobs
 
     @property
@@ -86,7 +98,9 @@ class LogitsCollector:
         return torch.cat(self._prompt_logits) if self._keep_prompt and self._prompt_logits else None
 
     def generated_logits(self, count: int) -> torch.Tensor | None:
-        """float32 ``[count, V]`` on the CPU: of the first `count` generated tokens, None if they were not asked for."""
+        """float32 ``[count, V]`` on the CPU: of the first `count` generated tokens, None if they
+        were not asked for.
+        """
         if not self.wants_generated or not count:
             return None
         first = len(self._prompt)

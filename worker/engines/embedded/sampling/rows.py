@@ -23,8 +23,8 @@ class RowTable:
 
     Args:
         requests: The sampled requests.
-        offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive positions; one row each by
-            default.
+        offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive
+            positions; one row each by default.
         vocab_size: Width of a row.
         device: Where logits are.
 
@@ -34,7 +34,8 @@ class RowTable:
         random: Rows that draw, and `controls`, what each of them asks for.
         raw: Rows whose raw log probabilities are asked for.
         processed: Rows whose processed ones are.
-        logprob_counts: Of each row: how many tokens' log probabilities are asked for, beside its own token's.
+        logprob_counts: Of each row: how many tokens' log probabilities are asked for, beside its
+            own token's.
 
     Raises:
         ValueError: the offsets do not start at 0, fall, or do not fit the requests.
@@ -107,8 +108,8 @@ class DrawnRows:
 
     Attributes:
         index: Which rows they are, int64 ``[R]``.
-        padded_index: The same with the first one again and again, int64 ``[padded(R)]``; None if every row draws and
-            none has to be added.
+        padded_index: The same with the first one again and again, int64 ``[padded(R)]``; None if
+            every row draws and none has to be added.
         columns: What they ask for.
         num_processed: How many of ``table.processed`` draw.
         processed_places: Their places in ``table.processed``, int64.

@@ -1,4 +1,6 @@
-"""Logits to tokens, in the order law: the chains' edits, then temperature, truncation and the draw."""
+"""Logits to tokens, in the order law: the chains' edits, then temperature, truncation and the
+draw.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,9 @@ class Sampler:
         vocab_size: Width of a row.
         undecodable_ids: Ids that are never sampled.
         device: Where logits are.
-        blind: Never look at a value on the host before the tokens are chosen, so that the host need not wait for the
-            device. By default so on every device but the CPU; the tokens are the same either way.
+        blind: Never look at a value on the host before the tokens are chosen, so that the host need
+            not wait for the device. By default so on every device but the CPU; the tokens are the
+            same either way.
     """
 
     def __init__(
@@ -82,18 +85,21 @@ class Sampler:
         offsets: Sequence[int] | None = None,
         bitmask: torch.Tensor | None = None,
     ) -> Launched:
-        """Begin to choose tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it is float32.
+        """Begin to choose tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it
+        is float32.
 
-        The requests' tokens must stay as they are until it returns. On a device it does not wait for the logits, but
-        for a request with a shaping processor that is not batched, whose result is checked.
+        The requests' tokens must stay as they are until it returns. On a device it does not wait
+        for the logits, but for a request with a shaping processor that is not batched, whose result
+        is checked.
 
         Args:
             logits: One row per request, or as many as `offsets` say.
             edits: By row.
             plan: Its ``sampled`` requests own the rows.
-            offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive positions from the
-                length of its tokens on; a request may have none.
-            bitmask: int32 ``[n, ceil(V / 32)]``, a hard mask on top of the chains'; see `adapters.contract.edits.Allow`.
+            offsets: Rows ``offsets[i]`` to ``offsets[i + 1]`` are request i's, at consecutive
+                positions from the length of its tokens on; a request may have none.
+            bitmask: int32 ``[n, ceil(V / 32)]``, a hard mask on top of the chains'; see
+                `adapters.contract.edits.Allow`.
 
         Raises:
             ValueError: as `RowTable`, or a shape does not fit.
@@ -118,7 +124,9 @@ class Sampler:
         return Chosen(samples)
 
     def prepare_next(self) -> None:
-        """Prepare what the next step needs on the device, while it is busy with this one. Only saves time."""
+        """Prepare what the next step needs on the device, while it is busy with this one. Only
+        saves time.
+        """
         if self._select is not None and self._table.random:
             self._table.drawn.prepare_next()
 
@@ -176,7 +184,9 @@ class Sampler:
         return samples
 
     def _force(self, logits: torch.Tensor, samples: Samples, planned: list[Planned]) -> dict[int, int]:
-        """Override the sampled ids; returns the forced id by row. One that this engine never samples is an error."""
+        """Override the sampled ids; returns the forced id by row. One that this engine never
+        samples is an error.
+        """
         rows = [one for one in forced_rows(planned) if one.row not in samples.errors]
         if not rows:
             return {}
@@ -200,7 +210,8 @@ def _take_highest(samples: Samples, logits: torch.Tensor, maxima: torch.Tensor, 
 
 
 def _choose_plain(logits: torch.Tensor, errors: dict[int, str]) -> Samples:
-    """The same for narrow rows that are all greedy and have no chain: one search, whose ties are the lowest id.
+    """The same for narrow rows that are all greedy and have no chain: one search, whose ties are
+    the lowest id.
 
     By numpy: torch's maximum wakes a second thread for it, which takes longer than the search.
     """

@@ -1,4 +1,6 @@
-"""Which function finds the ends of prefixes on a device: our Triton kernel where it runs and agrees, else sorting."""
+"""Which function finds the ends of prefixes on a device: our Triton kernel where it runs and
+agrees, else sorting.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ logger = logging.getLogger(__name__)
 def choose_select(device: torch.device) -> Select:
     """The fastest function that is known to be right on `device`.
 
-    The kernel is compiled and compared with sorting here, once per device and process, so that a machine without a
-    compiler, or with a Triton that does something else, is as slow as sorting and not wrong.
+    The kernel is compiled and compared with sorting here, once per device and process, so that a
+    machine without a compiler, or with a Triton that does something else, is as slow as sorting and
+    not wrong.
     """
     if device.type != "cuda":
         return select_by_sorting
@@ -41,7 +44,9 @@ def choose_select(device: torch.device) -> Select:
 
 
 def agree(one: Select, other: Select, device: torch.device) -> bool:
-    """Whether two functions find the same ends, of a few rows with ties, masked tokens and both signs."""
+    """Whether two functions find the same ends, of a few rows with ties, masked tokens and both
+    signs.
+    """
     width = 9008  # divisible by 16, as vocabularies are: kernels are compiled apart for others
     generator = torch.Generator().manual_seed(1)
     keys = (torch.randn(4, width, generator=generator) * 3).to(device)

@@ -1,9 +1,11 @@
-"""Where prefixes end, found digit by digit: a Triton kernel that gives what `select_by_sorting` gives, bit for bit.
+"""Where prefixes end, found digit by digit: a Triton kernel that gives what `select_by_sorting`
+gives, bit for bit.
 
-The bits of a float32 can be read as an integer that rises with it. From its highest digit (of four bits) to its lowest
-one, the masses of the tokens that agree with what is known so far are added up by their next digit; the prefix ends
-in the digit at which the sum reaches the target. Sums of integers do not depend on the order in which the programs add
-them up. A row is read eight times, mostly out of the cache, instead of being sorted.
+The bits of a float32 can be read as an integer that rises with it. From its highest digit (of four
+bits) to its lowest one, the masses of the tokens that agree with what is known so far are added up
+by their next digit; the prefix ends in the digit at which the sum reaches the target. Sums of
+integers do not depend on the order in which the programs add them up. A row is read eight times,
+mostly out of the cache, instead of being sorted.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def _add_digits(  # type: ignore[no-untyped-def]
     DIGITS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Adds a block's masses to ``sums[row, place]``, by digit number `place` of those that agree in all before it."""
+    """Adds a block's masses to ``sums[row, place]``, by digit number `place` of those that agree
+    in all before it.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

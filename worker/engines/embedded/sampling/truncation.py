@@ -1,9 +1,11 @@
-"""Temperature, min-p, top-k, top-p and the draw on the CPU: a row of logits and a uniform number to a token.
+"""Temperature, min-p, top-k, top-p and the draw on the CPU: a row of logits and a uniform number to
+a token.
 
-Order: temperature, then min-p, then top-k, renormalised, then top-p. Weights are those of `weights`, whose sums are
-exact, so that a token depends on its row, its controls and its number alone, bit for bit, however it is found.
-A few hundred of the highest logits nearly always hold all that can be drawn, and it is known when they do not: then
-the whole row is weighed, one row at a time. `device_draw` does the same without ever looking at a value.
+Order: temperature, then min-p, then top-k, renormalised, then top-p. Weights are those of
+`weights`, whose sums are exact, so that a token depends on its row, its controls and its number
+alone, bit for bit, however it is found. A few hundred of the highest logits nearly always hold all
+that can be drawn, and it is known when they do not: then the whole row is weighed, one row at a
+time. `device_draw` does the same without ever looking at a value.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Controls:
         temperature: Above 0.
         min_p: Keep tokens at least this likely relative to the likeliest; off: 0.
         top_k: Keep the k highest logits, and ties with the lowest of them; off: 0.
-        top_p: Keep the shortest prefix, by falling logit and rising id, of at least this mass; above 0, off: 1.
+        top_p: Keep the shortest prefix, by falling logit and rising id, of at least this mass;
+            above 0, off: 1.
     """
 
     temperature: float = 1.0
@@ -53,7 +56,9 @@ class Controls:
 
     @property
     def min_p_depth(self) -> float:
-        """How far below the highest logit those are that min-p still keeps: at most 0, -inf if it is off."""
+        """How far below the highest logit those are that min-p still keeps: at most 0, -inf if
+        it is off.
+        """
         return self.temperature * math.log(self.min_p) if self.min_p > 0 else -math.inf
 
 
@@ -67,16 +72,16 @@ def draw(
     """Draw a token for every row of the groups.
 
     Args:
-        logits: float32 ``[B, V]`` on the CPU; the rows of `groups` hold a finite value, and otherwise finite ones or
-            -inf.
+        logits: float32 ``[B, V]`` on the CPU; the rows of `groups` hold a finite value, and
+            otherwise finite ones or -inf.
         groups: From `group_rows`.
         uniforms: A number in [0, 1) for each row.
         maxima: `adapters.candidates.block_maxima` of `logits`.
         wanted: Rows whose distribution is asked for.
 
     Returns:
-        Token id by row; and for the rows `wanted`, float64 ``[V]``: the logarithm of each token's weight, -inf for a
-        token that cannot be drawn.
+        Token id by row; and for the rows `wanted`, float64 ``[V]``: the logarithm of each token's
+        weight, -inf for a token that cannot be drawn.
     """
     if maxima is None:
         maxima = block_maxima(logits)
@@ -96,8 +101,8 @@ class Group:
         device: Where logits are.
 
     Attributes:
-        is_wide: Whether no row's prefix was among the candidates when the group was drawn last. The next ones will
-            likely not be either, so that looking for candidates would be in vain.
+        is_wide: Whether no row's prefix was among the candidates when the group was drawn last. The
+            next ones will likely not be either, so that looking for candidates would be in vain.
     """
 
     def __init__(self, controls: dict[int, Controls], width: int, vocab_size: int, device: torch.device) -> None:
@@ -221,8 +226,9 @@ class _Drawing:
         return _Candidates(values, ids, weights, complete)
 
     def _settle_incomplete(self, group: Group, found: _Candidates, targets: torch.Tensor | None) -> set[int]:
-        """Rows of which more than the candidates has a weight: `targets` for those whose prefix ends among them all the
-        same, tokens for the others. Returns which places in the group have a token."""
+        """Rows of which more than the candidates has a weight: `targets` for those whose prefix
+        ends among them all the same, tokens for the others. Returns which places in the group have
+        a token."""
         sure = (found.weights * (found.values > found.values[:, -1:])).sum(-1).tolist()
         done: set[int] = set()
         for place, complete in enumerate(found.complete[:, 0].tolist()):
@@ -289,7 +295,8 @@ class _Drawing:
 
 
 class _WholeRow:
-    """Weights of one row after the other, in one place: a fresh one per row would cost more than the weighing.
+    """Weights of one row after the other, in one place: a fresh one per row would cost more than
+    the weighing.
 
     Args:
         vocab_size: Width of a row.
@@ -309,7 +316,9 @@ class _WholeRow:
         self.total = 0
 
     def weigh(self, logits: torch.Tensor, highest: float, controls: Controls, lowest: torch.Tensor | None) -> int:
-        """Weigh `logits` ``[V]``, leaving out what is below `lowest` or left out by min-p; returns the sum."""
+        """Weigh `logits` ``[V]``, leaving out what is below `lowest` or left out by min-p;
+        returns the sum.
+        """
         floats = self._floats
         floats.copy_(logits).sub_(highest)
         kept = None if lowest is None else logits >= lowest
@@ -331,11 +340,15 @@ class _WholeRow:
         return self._integers - self._zero
 
     def prefix(self, logits: torch.Tensor, target: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The shortest prefix with a weight of at least `target`: ids and weights; see `prefix_of_mass`."""
+        """The shortest prefix with a weight of at least `target`: ids and weights; see
+        `prefix_of_mass`.
+        """
         return prefix_of_mass(logits, self._integers, self.total, target, self._zero)
 
     def token_at(self, point: int) -> int:
-        """The token whose units include the place `point`: first of the blocks, then of the tokens of one block."""
+        """The token whose units include the place `point`: first of the blocks, then of the
+        tokens of one block.
+        """
         cumulative = self._sums.numpy().cumsum()
         block = int(cumulative.searchsorted(point, "right"))
         before = int(cumulative[block - 1]) if block else 0
@@ -344,5 +357,7 @@ class _WholeRow:
 
 
 def _wrapped(value: int) -> int:
-    """What an int64 makes of a value that is too large: the low 64 bits, the highest of them for the sign."""
+    """What an int64 makes of a value that is too large: the low 64 bits, the highest of them for
+    the sign.
+    """
     return (value + 2**63) % 2**64 - 2**63

@@ -147,14 +147,18 @@ class EmbeddedEngine:
         self._thread.tell(Listen(sink))
 
     def transfers(self) -> dict[str, float]:
-        """Hand-offs so far by what became of them, the seconds that reads took, and the blocks in use now."""
+        """Hand-offs so far by what became of them, the seconds that reads took, and the blocks
+        in use now.
+        """
         if self._exchange is None:
             return {}
         exchange = self._exchange
         return {**exchange.counts, "seconds": exchange.seconds, "used_blocks": exchange.num_used_blocks}
 
     def hand_off(self) -> int:
-        """End every unfinished request with `Draining`, and refuse new ones; returns how many were ended."""
+        """End every unfinished request with `Draining`, and refuse new ones; returns how many
+        were ended.
+        """
         return self._end_all(Draining("the worker is shutting down"))
 
     async def stop(self) -> None:
@@ -192,7 +196,9 @@ class EmbeddedEngine:
         return stream
 
     def _part(self, request: Request, kv: KeepKv | ReadKv | None) -> KvHandle | None:
-        """Make `request` this worker's part of what was asked; where its prompt's KV is, if elsewhere."""
+        """Make `request` this worker's part of what was asked; where its prompt's KV is, if
+        elsewhere.
+        """
         if kv is None:
             if self.config.role == "decode":
                 note_mode(request, "local prefill")
@@ -225,7 +231,9 @@ class EmbeddedEngine:
             self._pace()
 
     def _pace(self) -> None:
-        """Hold decoding back while most consumers are behind; a few slow ones do not slow the others."""
+        """Hold decoding back while most consumers are behind; a few slow ones do not slow the
+        others.
+        """
         if self._thread is not None:
             self._thread.hold(2 * len(self._behind) > len(self._streams))
 

@@ -1,4 +1,6 @@
-"""The thread that steps, and its messages: what comes in between steps, and how outputs get to the event loop."""
+"""The thread that steps, and its messages: what comes in between steps, and how outputs get to
+the event loop.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,41 @@ from worker.engines.embedded.transfer import KvHandle
 logger = logging.getLogger(__name__)
 
 RUN_AHEAD = 16
-"""Tokens of all requests together that may wait for their consumers, and steps that may wait for the event loop. A
-model faster than its consumers would otherwise take processor and interpreter from the threads that pass chunks on."""
+"""Tokens of all requests together that may wait for their consumers, and steps that may wait for
+the event loop. A model faster than its consumers would otherwise take processor and interpreter
+from the threads that pass chunks on."""
 
 MIN_AHEAD = 2
-"""Tokens of each request that may wait all the same: one step is computed while another is consumed."""
+"""Tokens of each request that may wait all the same: one step is computed while another is
+consumed.
+"""
 
 MAX_PAUSE_S = 0.01
-"""Longest that a step is held back for consumers, so that those that hang slow decoding but never stop it."""
+"""Longest that a step is held back for consumers, so that those that hang slow decoding but
+never stop it.
+"""
 
 GATHER_S = 0.001
-"""How long decoding waits after a request came in for the next one, whose prompt is computed at once. So requests that
-come together start together, and their first tokens do not queue behind the many tokens of a fast model."""
+"""How long decoding waits after a request came in for the next one, whose prompt is computed at
+once. So requests that come together start together, and their first tokens do not queue behind the
+many tokens of a fast model."""
 
 BURST_S = 0.005
-"""The same after a request that came as soon as that after another: as long as first tokens need to be on their way."""
+"""The same after a request that came as soon as that after another: as long as first tokens need
+to be on their way.
+"""
 
 MAX_GATHER_S = 0.03
-"""Longest that decoding waits while requests keep coming; it then goes on for as long before it may wait again."""
+"""Longest that decoding waits while requests keep coming; it then goes on for as long before it
+may wait again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To the step thread: a new request, and where its prompt's KV is, if another worker holds it."""
+    """To the step thread: a new request, and where its prompt's KV is, if another worker holds
+    it.
+    """
 
     request: Request
     kv: KvHandle | None = None
@@ -124,7 +138,9 @@ class StepThread:
         self._inbox.put(message)
 
     def hold(self, wanted: bool) -> None:
-        """Compute prompts alone while `wanted`; for the loop, whenever it has delivered or a consumer has taken."""
+        """Compute prompts alone while `wanted`; for the loop, whenever it has delivered or a
+        consumer has taken.
+        """
         was_held, self._is_held = self._is_held, wanted
         if was_held and not wanted:
             self.tell(Go())
@@ -150,7 +166,9 @@ class StepThread:
             self._call_soon(self._died, f"the step thread died of {reason}{type(error).__name__}: {error}")
 
     def _read_messages(self) -> bool:
-        """Act on all messages, waiting for one while there is nothing else to do; False to leave."""
+        """Act on all messages, waiting for one while there is nothing else to do; False to
+        leave.
+        """
         while (message := self._next_message()) is not None:
             match message:
                 case Submit(request, kv):
@@ -181,7 +199,9 @@ class StepThread:
             return None
 
     def _wait_s(self) -> float | None:
-        """How long to wait for a message before the next step; None if there is nothing to compute."""
+        """How long to wait for a message before the next step; None if there is nothing to
+        compute.
+        """
         wait_s, scheduler = self._stepper.wait_s, self._stepper.scheduler
         if wait_s != 0:
             return wait_s

@@ -1,4 +1,6 @@
-"""The event loop's end of one request: outputs go in, as many at a time as there are; deltas come out."""
+"""The event loop's end of one request: outputs go in, as many at a time as there are; deltas
+come out.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """KV transfer from a prefill worker to a decode worker.
 
-`connector` is a worker's part in it, step by step; `nixl` reads remote memory with NIXL; `handle` is the JSON object that
-tells a decode worker what to read; `layout` is the arithmetic of where a sequence's KV lies.
+`connector` is a worker's part in it, step by step; `nixl` reads remote memory with NIXL; `handle`
+is the JSON object that tells a decode worker what to read; `layout` is the arithmetic of where a
+sequence's KV lies.
 """
 
 from worker.engines.embedded.transfer.connector import Exchange, note_mode, open_exchange

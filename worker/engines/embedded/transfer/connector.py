@@ -1,15 +1,16 @@
-"""A worker's part in disaggregated serving: what a prefill worker holds for others, what a decode worker receives.
+"""A worker's part in disaggregated serving: what a prefill worker holds for others, what a decode
+worker receives.
 
-==================  =========================================================  ======================================
-a request's KV is   in                                                         until
-==================  =========================================================  ======================================
-held                ``scheduler.guests``, with a ticket and a deadline         a reader's note, or the deadline
-awaited             ``_waiting``                                               there are segments for it
-received            ``scheduler.guests``, with a read                          the read ends
-ready               ``scheduler.guests``, without                              a slot is free: the scheduler resumes it
-recomputed          the scheduler's queue, as if it came without a hand-off
-abandoned           ``scheduler.guests``, under a stand-in                     its read cannot write any more
-==================  =========================================================  ======================================
+==========  ================================================  =================================
+a KV is     in                                                until
+==========  ================================================  =================================
+held        ``scheduler.guests``, with a ticket, a deadline   a reader's note, or the deadline
+awaited     ``_waiting``                                      there are segments for it
+received    ``scheduler.guests``, with a read                 the read ends
+ready       ``scheduler.guests``, without                     a slot is free: it is resumed
+recomputed  the scheduler's queue, as without a hand-off
+abandoned   ``scheduler.guests``, under a stand-in            its read cannot write any more
+==========  ================================================  =================================
 
 Everything happens in the step thread, between two steps.
 """
@@ -41,7 +42,9 @@ IDLE_BUDGET_S = 0.02
 """Longest that reads go on before messages are looked at, with nothing to decode."""
 
 SERVING_SHARE = 0.05
-"""Part of its time that a busy holder gives its readers: over TCP its step thread sends what they read."""
+"""Part of its time that a busy holder gives its readers: over TCP its step thread sends what
+they read.
+"""
 
 POLL_S = 0.0005
 """Pause between looking for notes or for a connection, with nothing else to do."""
@@ -52,7 +55,9 @@ SLOW_POLL_S = 0.005
 FRESH_S = 1.0
 
 IDLE_POLL_S = 0.02
-"""The same on a prefill worker that holds nothing: a reader that comes too late still needs it to connect."""
+"""The same on a prefill worker that holds nothing: a reader that comes too late still needs it
+to connect.
+"""
 
 
 @dataclass(slots=True)
@@ -109,8 +114,9 @@ class Exchange:
         clock: Of `hold_s`, seconds.
 
     Attributes:
-        counts: Hand-offs by what became of them: ``held``, ``taken``, ``timed_out``; ``received``, ``known`` (nothing
-            was missing), ``expired``, ``lost``, ``cancelled``; and ``bytes`` received.
+        counts: Hand-offs by what became of them: ``held``, ``taken``, ``timed_out``; ``received``,
+            ``known`` (nothing was missing), ``expired``, ``lost``, ``cancelled``; and ``bytes``
+            received.
         seconds: Time that the reads of ``received`` took, summed.
     """
 
@@ -152,7 +158,9 @@ class Exchange:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks of the store that requests own; what is only cached is not counted. May be read by any thread."""
+        """Blocks of the store that requests own; what is only cached is not counted. May be read
+        by any thread.
+        """
         cache = self._scheduler.cache
         return (cache.num_segments - cache.num_available) * (self.layout.segment_size // self.layout.block_size)
 
@@ -171,7 +179,9 @@ class Exchange:
         return None if self._hold_s is None else IDLE_POLL_S
 
     def hold(self, plan: Plan, outputs: Sequence[Output]) -> None:
-        """Hold the KV of requests that have just ended and say in their outputs where it is; they show no token."""
+        """Hold the KV of requests that have just ended and say in their outputs where it is;
+        they show no token.
+        """
         for request, output in zip(plan.sampled, outputs, strict=True):
             if not request.keeps_kv or output.finish_reason != "length":
                 continue
@@ -204,7 +214,9 @@ class Exchange:
         return None
 
     def poll(self) -> None:
-        """Let everything go on for a bounded time: notes, deadlines, reads; ready requests join the scheduler."""
+        """Let everything go on for a bounded time: notes, deadlines, reads; ready requests join
+        the scheduler.
+        """
         self._take_notes()
         self._end_late_holds()
         self._begin_reads()
@@ -214,7 +226,9 @@ class Exchange:
             self._scheduler.resume(self._ready.popleft())
 
     def close(self) -> None:
-        """Give everything up, and disconnect. Memory that a read may still write is kept from being freed."""
+        """Give everything up, and disconnect. Memory that a read may still write is kept from
+        being freed.
+        """
         for receipt in (*self._waiting, *self._reading):
             self._cancel(receipt)
         for request in self._ready:
@@ -256,7 +270,9 @@ class Exchange:
         self.counts[outcome] += 1
 
     def _begin_reads(self) -> None:
-        """In order of arrival, with those who wait in the scheduler's queue: preempted, or without a hand-off."""
+        """In order of arrival, with those who wait in the scheduler's queue: preempted, or
+        without a hand-off.
+        """
         scheduler = self._scheduler
         scheduler.waits_outside = None
         while self._waiting and len(self._reading) + len(self._ready) < scheduler.max_num_seqs:
@@ -272,7 +288,9 @@ class Exchange:
             self._begin(receipt)
 
     def _prepare(self, request: Request, copies: Sequence[SegmentCopy]) -> None:
-        """Copy what is known, and zero what neither a copy nor the read will fill: a NaN would get past every mask."""
+        """Copy what is known, and zero what neither a copy nor the read will fill: a NaN would
+        get past every mask.
+        """
         last = (len(request.segments) - 1) * self.layout.segment_size
         opened = request.segments[-1:] if request.num_computed <= last else []
         for tensor in self.port.tensors:
@@ -339,7 +357,9 @@ class Exchange:
         self._give_back(receipt.request, receipt.read if not clean else None)
 
     def _give_back(self, request: Request, read: KvRead | None) -> None:
-        """Free a request's segments; if `read` may still write into them, a stand-in keeps them until it cannot."""
+        """Free a request's segments; if `read` may still write into them, a stand-in keeps them
+        until it cannot.
+        """
         if read is None:
             self._scheduler.dismiss(request)
             return

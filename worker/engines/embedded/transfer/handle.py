@@ -1,7 +1,9 @@
-"""What a prefill worker tells a decode worker: a small JSON object, written by one and checked by the other.
+"""What a prefill worker tells a decode worker: a small JSON object, written by one and checked by
+the other.
 
-It says for which prompt and which processors it was made, so that a hand-off that went astray is refused, and where the
-prompt's KV lies. It carries no state of processors: decode samples the first token itself.
+It says for which prompt and which processors it was made, so that a hand-off that went astray is
+refused, and where the prompt's KV lies. It carries no state of processors: decode samples the first
+token itself.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class HandOff:
     version: int = VERSION
 
     def as_json(self) -> dict[str, Any]:
-        """What the first and only chunk of a prefill worker carries as ``disaggregated_params``, sealed."""
+        """What the first and only chunk of a prefill worker carries as ``disaggregated_params``,
+        sealed.
+        """
         return {"format": FORMAT, **{field.name: getattr(self, field.name) for field in fields(self)}}
 
 
@@ -214,9 +218,11 @@ def _bytes(where: str, value: object) -> bytes:
 
 
 def fingerprint(model_path: str | Path) -> str:
-    """What tells models apart: the configuration, the names and shapes of the weights, and samples of their values.
+    """What tells models apart: the configuration, the names and shapes of the weights, and samples
+    of their values.
 
-    Reads some kilobytes of each file. Two copies of a checkpoint have the same one, wherever they lie.
+    Reads some kilobytes of each file. Two copies of a checkpoint have the same one, wherever they
+    lie.
 
     Raises:
         StartupError: the checkpoint cannot be read.

@@ -1,4 +1,6 @@
-"""Where the KV of a sequence lies in a store of segments, and what two stores must have in common. Pure arithmetic."""
+"""Where the KV of a sequence lies in a store of segments, and what two stores must have in
+common. Pure arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class KvLayout:
         head_dim: Elements per head.
         block_size: Tokens per block.
         segment_size: Tokens per segment.
-        numerics: What it was computed with, as far as bits depend on it; see `numerics.Numerics.made_by`.
+        numerics: What it was computed with, as far as bits depend on it; see
+            `numerics.Numerics.made_by`.
     """
 
     model: str
@@ -36,7 +39,9 @@ class KvLayout:
     numerics: str = "fast"
 
     def difference(self, other: KvLayout) -> str | None:
-        """The first attribute in which they differ, with both values (`other`'s is the prefill worker's), or None."""
+        """The first attribute in which they differ, with both values (`other`'s is the prefill
+        worker's), or None.
+        """
         for name in (field.name for field in fields(self)):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
@@ -45,10 +50,11 @@ class KvLayout:
 
 
 def pieces(layout: KvLayout, target: Sequence[int], source: Sequence[int], start: int, stop: int) -> list[list[int]]:
-    """The contiguous pieces of positions ``[start, stop)`` in one tensor ``[segments, heads, segment_size, head_dim]``.
+    """The contiguous pieces of positions ``[start, stop)`` in one tensor ``[segments, heads,
+    segment_size, head_dim]``.
 
-    A whole segment is one piece, together with its neighbours where both sides have them in a row; part of a segment is
-    one piece per head.
+    A whole segment is one piece, together with its neighbours where both sides have them in a row;
+    part of a segment is one piece per head.
 
     Args:
         layout: Of both sides.
@@ -86,7 +92,8 @@ def descriptors(found: list[list[int]], sides: Sequence[tuple[Sequence[int], int
 
     Args:
         found: What `pieces` found.
-        sides: Addresses of the tensors and the device that they lie on: the reader's, and the holder's.
+        sides: Addresses of the tensors and the device that they lie on: the reader's, and the
+            holder's.
         itemsize: Bytes per element.
     """
     table = np.array(found, dtype=np.uint64) * np.uint64(itemsize)
@@ -114,7 +121,8 @@ def slices(sizes: Array, limit: int) -> list[tuple[int, int]]:
 
 
 def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Address and size of spans, in the order of addresses, those without a gap between them made one.
+    """Address and size of spans, in the order of addresses, those without a gap between them made
+    one.
 
     What is registered as one has one remote key, and every hand-off carries the keys.
     """

@@ -1,13 +1,15 @@
 """KV blocks go straight from one worker's memory into another's, with NIXL.
 
-The reader reads, and the holder's processor takes no part in it. At the end the reader writes a *note* into the
-holder's memory, that it may let go; NIXL's own notifications are messages, and the next read would wait until the
-holder has looked at the last one, for as long as its steps take. A holder may let go earlier (a time-out), so a read
-that has ended proves nothing yet: the reader then reads the *ticket* of what was held, one number in the holder's
-memory, which changes before the memory behind it is used again. Only with the right ticket was everything read in time.
+The reader reads, and the holder's processor takes no part in it. At the end the reader writes a
+*note* into the holder's memory, that it may let go; NIXL's own notifications are messages, and the
+next read would wait until the holder has looked at the last one, for as long as its steps take. A
+holder may let go earlier (a time-out), so a read that has ended proves nothing yet: the reader then
+reads the *ticket* of what was held, one number in the holder's memory, which changes before the
+memory behind it is used again. Only with the right ticket was everything read in time.
 
-No thread of its own: every call of `KvPort` and `KvRead` comes from the step thread, which polls while there is
-something to wait for. Listens on the network devices that it is given alone, which is loopback unless configured.
+No thread of its own: every call of `KvPort` and `KvRead` comes from the step thread, which polls
+while there is something to wait for. Listens on the network devices that it is given alone, which
+is loopback unless configured.
 """
 
 from __future__ import annotations
@@ -33,13 +35,17 @@ MAX_TICKETS = 4096
 """Prompts that may be held, and reads that may be under way, at once."""
 
 SLICE_BYTES = 16 * 2**20
-"""Most that is read at a time: over shared memory a read takes the step thread's time, and decode rows wait."""
+"""Most that is read at a time: over shared memory a read takes the step thread's time, and
+decode rows wait.
+"""
 
 READ_TIMEOUT_S = 10.0
 """A read that makes no progress for this long is given up."""
 
 PAUSE_S = 0.00005
-"""Pause between looks at a transfer that another thread or device carries out, once it has taken as long."""
+"""Pause between looks at a transfer that another thread or device carries out, once it has taken
+as long.
+"""
 
 LINGER_S = 0.5
 """How long a note to a peer is given to leave: over TCP nothing moves unless somebody polls."""
@@ -79,11 +85,12 @@ class KvHandle:
 
 
 class KvPort:
-    """One worker's end: its KV store, registered, the tickets of what it holds, and its connections.
+    """One worker's end: its KV store, registered, the tickets of what it holds, and its
+    connections.
 
     Args:
-        tensors: Keys of each layer, then values of each layer: ``[segments, heads, segment_size, head_dim]``,
-            contiguous.
+        tensors: Keys of each layer, then values of each layer: ``[segments, heads, segment_size,
+            head_dim]``, contiguous.
         layout: Of the store.
         devices: Network devices to listen on, as in ``UCX_NET_DEVICES``.
 
@@ -123,7 +130,9 @@ class KvPort:
 
     @property
     def is_lingering(self) -> bool:
-        """Whether a note to a peer may still be on its way, so that `notes` should be called again soon."""
+        """Whether a note to a peer may still be on its way, so that `notes` should be called
+        again soon.
+        """
         return bool(self._leaving)
 
     def publish(self, segments: Sequence[int]) -> KvHandle | None:
@@ -147,14 +156,18 @@ class KvPort:
         )
 
     def withdraw(self, handle: KvHandle) -> None:
-        """Take the ticket back: reads that have not ended by now will find out. Then the segments may be written."""
+        """Take the ticket back: reads that have not ended by now will find out. Then the
+        segments may be written.
+        """
         place = (handle.ticket_address - self._slots.data_ptr()) // _TICKET_BYTES
         assert int(self._tickets[place]) == handle.ticket, f"{handle.ticket} is not held: {self!r}"
         self._tickets[place] = 0
         self._free_tickets.append(place)
 
     def notes(self) -> list[int]:
-        """Tickets that readers have sent back since the last call. Also lets everything on its way move on."""
+        """Tickets that readers have sent back since the last call. Also lets everything on its
+        way move on.
+        """
         try:
             self._agent.get_new_notifs()
         except self._errors as error:
@@ -165,11 +178,15 @@ class KvPort:
         return [int(ticket) for ticket in self._tickets[places]]
 
     def read(self, handle: KvHandle, segments: Sequence[int], start: int, stop: int) -> KvRead:
-        """Begin to read positions ``[start, stop)`` of what `handle` describes into our own `segments`."""
+        """Begin to read positions ``[start, stop)`` of what `handle` describes into our own
+        `segments`.
+        """
         return KvRead(self, handle, segments, start, stop)
 
     def let_go(self, handle: KvHandle) -> None:
-        """Tell the holder that nothing more will be read; if it cannot be told, its time-out will do."""
+        """Tell the holder that nothing more will be read; if it cannot be told, its time-out
+        will do.
+        """
         if not self._free_landing:
             return
         place = self._free_landing.pop()
@@ -204,7 +221,9 @@ class KvPort:
         self._registered = []
 
     def _has_left(self, note: Any, place: int, until: float) -> bool:
-        """Whether a note is written, or cannot or need not be any more; then all that it took is free again."""
+        """Whether a note is written, or cannot or need not be any more; then all that it took is
+        free again.
+        """
         with contextlib.suppress(*self._errors):
             if self._agent.check_xfer_state(note) == "PROC" and time.monotonic() < until:
                 return False
@@ -268,8 +287,9 @@ class KvRead:
         """Go on for `budget_s` seconds at most, if the transport does not take longer by itself.
 
         Returns:
-            ``busy`` while there is more to do, ``done`` once everything is here, ``expired`` if the holder let go of it
-            before that, ``lost`` if the holder cannot be reached. The holder was told where it could be.
+            ``busy`` while there is more to do, ``done`` once everything is here, ``expired`` if the
+            holder let go of it before that, ``lost`` if the holder cannot be reached. The holder
+            was told where it could be.
         """
         until = time.monotonic() + budget_s
         while self._state == "busy":
@@ -294,7 +314,9 @@ class KvRead:
         return self._state
 
     def release(self) -> bool:
-        """Give the read up, or clean up after it; whether nothing can be written to our segments any more."""
+        """Give the read up, or clean up after it; whether nothing can be written to our segments
+        any more.
+        """
         if self._transfer is not None:
             try:
                 self._transfer.release()
@@ -372,7 +394,8 @@ class Nixl:
 
 
 def load_nixl(devices: str) -> Nixl:
-    """Import NIXL; it reads its settings from the environment when it is imported and when an agent is made.
+    """Import NIXL; it reads its settings from the environment when it is imported and when an agent
+    is made.
 
     Raises:
         StartupError: it is not installed, or its libraries cannot be loaded.
