@@ -4,6 +4,9 @@ The engines and the request parser raise these; a runtime (`worker/runtimes/`) m
 errors.
 """
 
+HAND_OFF_FIELD = "prefill_result.disaggregated_params"
+"""The field of a request in which a hand-off comes."""
+
 
 class ServingError(Exception):
     """Base of every error that the worker raises on purpose."""

@@ -8,7 +8,7 @@ first five stages::
     Scale(ids, factors)    z <- z / f where z > 0, else z * f   penalties (CTRL, arXiv 1909.05858)
     Ban(ids)               z <- -inf                            hard mask, sparse
     Allow(bitmask)         z <- -inf where the bit is 0         hard mask, packed
-    Force(id)              the token is `id`                    forcing: the row of logits is not touched at all
+    Force(id)              the token is `id`                    forcing; the row is not touched
 """
 
 from __future__ import annotations

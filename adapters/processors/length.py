@@ -117,9 +117,9 @@ class ExponentialDecayLength(ShapingProcessor):
     """Raises the logits of the end tokens exponentially once the answer is longer than a start
     length.
 
-    Source: ``ExponentialDecayLengthPenalty`` of transformers: z_e + |z_e| * (factor^(n - start) - 1)
-    for every end token e, where n > start is the number of generated tokens. A logit of exactly 0
-    stays, a masked one stays masked. The growth factor^(n - start) stops at 1e30.
+    Source: ``ExponentialDecayLengthPenalty`` of transformers: z_e + |z_e| * (factor^(n - start)
+    - 1) for every end token e, where n > start is the number of generated tokens. A logit of
+    exactly 0 stays, a masked one stays masked. The growth factor^(n - start) stops at 1e30.
     """
 
     name = "exponential_decay_length"

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import worker.__main__
+import worker.build
 from worker.arguments import Arguments
 from worker.engines import EngineInfo, TokenDelta
 from worker.errors import Draining, EngineBroken, Overloaded
@@ -108,5 +109,5 @@ class ScriptedEngine:
 
 
 if __name__ == "__main__":
-    worker.__main__.make_engine = ScriptedEngine
+    worker.build.make_engine = ScriptedEngine
     worker.__main__.run()

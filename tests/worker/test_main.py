@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import worker.__main__ as program
+import worker.build as checks
 from worker.arguments import Arguments, parse_arguments
 from worker.errors import ConfigurationError, StartupError
+from worker.runtimes.llm_engine import WorkerEngine
 
 
 def arguments(*argv: str) -> Arguments:
@@ -20,7 +22,7 @@ def arguments(*argv: str) -> Arguments:
 
 
 def test_our_own_adapters_package_is_the_one_that_is_found() -> None:
-    program.check_adapters_package()
+    checks.check_adapters_package()
 
 
 @pytest.mark.parametrize("name", ["adapters", "adapter-transformers"])
@@ -32,7 +34,7 @@ def test_another_distribution_with_an_adapters_package(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(importlib.metadata, "distribution", distribution)
     with pytest.raises(ConfigurationError, match=f"distribution '{name}' also installs a package called 'adapters'"):
-        program.check_adapters_package()
+        checks.check_adapters_package()
 
 
 def test_a_shadowing_adapters_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -41,20 +43,20 @@ def test_a_shadowing_adapters_package(monkeypatch: pytest.MonkeyPatch, tmp_path:
     spec = importlib.util.spec_from_file_location("adapters", tmp_path / "adapters" / "__init__.py")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(ConfigurationError, match=f"'adapters' must be the package at .*, found {tmp_path}"):
-        program.check_adapters_package()
+        checks.check_adapters_package()
 
 
 def test_trtllm_where_it_is_missing_and_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    program.check_engine(arguments())
+    checks.check_engine(arguments())
     with pytest.raises(ConfigurationError, match="tensorrt_llm is not installed"):
-        program.check_engine(arguments("--engine", "trtllm"))
+        checks.check_engine(arguments("--engine", "trtllm"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    program.check_engine(arguments("--engine", "trtllm"))
+    checks.check_engine(arguments("--engine", "trtllm"))
 
 
 def test_models_that_are_none(tmp_path: Path) -> None:
     def check(*argv: str) -> None:
-        program.check_model(parse_arguments(["--model-path", str(tmp_path / "m"), *argv], {}))
+        checks.check_model(parse_arguments(["--model-path", str(tmp_path / "m"), *argv], {}))
 
     with pytest.raises(StartupError, match="no such directory"):
         check()
@@ -77,7 +79,8 @@ class Serving:
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
     engine = Serving()
-    monkeypatch.setattr(program, "build", lambda argv: (engine, None))
+    monkeypatch.setattr(program, "build", lambda argv: None)
+    monkeypatch.setattr(WorkerEngine, "of", lambda built: (engine, None))
     return engine
 
 

@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from adapters.catalog import Selection
-from worker.disaggregation.seal import FIELD, SECRET, Seal
+from worker.disaggregation.seal import SECRET, Seal
 from worker.engines import Engine, KeepKv, ReadKv, TokenDelta
 from worker.engines.embedded.transfer import handle
-from worker.errors import ConfigurationError, InvalidRequest, Overloaded
+from worker.errors import HAND_OFF_FIELD, ConfigurationError, InvalidRequest, Overloaded
 from worker.lifecycle.drain import Flight
 from worker.requests.request import GenerationRequest
 
@@ -106,7 +106,7 @@ class HandOffs:
     def _local_part(self, reason: str) -> Part:
         if not self._max_local:
             problem = f"is {reason}, and this decode worker computes no prompts (--max-local-prefills 0)"
-            raise InvalidRequest(FIELD, problem)
+            raise InvalidRequest(HAND_OFF_FIELD, problem)
         return Part(local_reason=reason)
 
     def check_room(self, part: Part) -> None:

@@ -16,12 +16,14 @@ from dynamo.common.backend.engine import EngineConfig, LLMEngine
 from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.metrics import register_engine_registry
 from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
+from dynamo.common.backend.worker import WorkerConfig
 from prometheus_client import CollectorRegistry
 
 from adapters import create_trtllm_adapters
 from adapters.catalog import Selection
 from worker import __version__
 from worker.arguments import Arguments
+from worker.build import Built, build
 from worker.disaggregation.hand_offs import HandOffs, TransferMetrics
 from worker.disaggregation.seal import Seal
 from worker.engines import Engine, EngineInfo, SelfReporting, TokenDelta
@@ -148,11 +150,15 @@ class WorkerEngine(LLMEngine):
         self._drained = False
 
     @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> Any:
-        """The SDK's factory; ``python -m worker`` builds the engine itself (`worker.__main__`)."""
-        from worker.__main__ import build
+    def of(cls, built: Built) -> tuple[WorkerEngine, WorkerConfig]:
+        """The engine that was built, and the runtime's settings for it."""
+        engine = cls(built.engine, built.arguments, seal=built.seal, smoke=built.smoke)
+        return engine, runtime.worker_config(built.arguments)
 
-        return build(argv)
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> Any:
+        """The SDK's factory; ``python -m worker`` calls `of` itself."""
+        return cls.of(build(argv))
 
     async def start(self, worker_id: int) -> EngineConfig:
         self._loop = asyncio.get_running_loop()

@@ -6,11 +6,11 @@ One step, and the folder or file that answers each of its words::
     logits   = model.forward(plan)                   # model/, attention/
     edits    = plan_edits(plan)                      # the requests' chains: adapters.chain
     launched = sampler.launch(logits, edits, plan)   # sampling/
-    scheduler.settle(plan)                           # what needs no tokens, while a GPU chooses them
+    scheduler.settle(plan)                           # what needs no tokens, while a GPU samples
     outputs  = scheduler.commit(plan, launched.collect())
 
-`plan.py` holds what they pass to each other, `step.py` the loop, synchronous; `admission.py` decides
-what a request may ask for. Who drives the loop: `serving/` in a thread of its own, for streams;
+`plan.py` holds what they pass to each other, `step.py` the loop, synchronous; `admission.py`
+decides what a request may ask for. Who drives the loop: `serving/` in its own thread, for streams;
 `offline/` in the caller's thread; `controller/` under Megatron-Core's names; `fused.py` is the
 sampler alone, under MAX's. `transfer/` moves KV between workers, `native/` has the C kernels, and
 `host/` the machine under it all. Imports run one way through these folders (``pyproject.toml``).

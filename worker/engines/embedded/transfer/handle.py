@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from adapters.catalog import Selection, shown
-from worker.disaggregation.seal import FIELD
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle
-from worker.errors import InvalidRequest, StartupError
+from worker.errors import HAND_OFF_FIELD, InvalidRequest, StartupError
 
 FORMAT = "dynamo-logits-worker/kv"
 VERSION = 1
@@ -82,20 +81,20 @@ def read(data: object, prompt: Sequence[int], selection: Selection) -> HandOff:
     """
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, Mapping) else data
-        raise InvalidRequest(FIELD, f"must be of format {FORMAT}, got {shown(found)}")
+        raise InvalidRequest(HAND_OFF_FIELD, f"must be of format {FORMAT}, got {shown(found)}")
     if data.get("version") != VERSION:
-        raise InvalidRequest(f"{FIELD}.version", f"must be {VERSION}, got {shown(data.get('version'))}")
+        raise InvalidRequest(f"{HAND_OFF_FIELD}.version", f"must be {VERSION}, got {shown(data.get('version'))}")
     names = {field.name for field in fields(HandOff)}
-    _check_names(FIELD, data, names | {"format"})
+    _check_names(HAND_OFF_FIELD, data, names | {"format"})
     found = HandOff(**{name: data[name] for name in names})
     expected = HandOff(len(prompt), digest_prompt(prompt), digest_selection(selection), {})
     for name, whose in _MADE_FOR:
         if getattr(found, name) != getattr(expected, name):
             theirs, ours = shown(getattr(found, name)), getattr(expected, name)
-            raise InvalidRequest(f"{FIELD}.{name}", f"was made for {whose}: {theirs}, and here {ours!r}")
+            raise InvalidRequest(f"{HAND_OFF_FIELD}.{name}", f"was made for {whose}: {theirs}, and here {ours!r}")
     if not isinstance(found.kv, Mapping):
-        raise InvalidRequest(f"{FIELD}.kv", f"must be a mapping, got {shown(found.kv)}")
-    _integer(f"{FIELD}.num_cached_tokens", found.num_cached_tokens, len(prompt) + 1)
+        raise InvalidRequest(f"{HAND_OFF_FIELD}.kv", f"must be a mapping, got {shown(found.kv)}")
+    _integer(f"{HAND_OFF_FIELD}.num_cached_tokens", found.num_cached_tokens, len(prompt) + 1)
     return found
 
 
@@ -136,7 +135,7 @@ def handle_from_json(data: Mapping[str, Any], layout: KvLayout, prompt_length: i
     Raises:
         InvalidRequest: it is malformed, or its layout is not the reader's.
     """
-    where = f"{FIELD}.kv"
+    where = f"{HAND_OFF_FIELD}.kv"
     _check_names(where, data, {field.name for field in fields(KvHandle)})
     theirs = _layout(f"{where}.layout", data["layout"])
     difference = layout.difference(theirs)

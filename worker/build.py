@@ -1,0 +1,128 @@
+"""Makes a worker's engine of its arguments: what is cheap is checked before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from worker.arguments import Arguments, parse_arguments
+from worker.disaggregation.seal import Seal, take_seal
+from worker.errors import ConfigurationError, StartupError
+from worker.processors.smoke import smoke_enabled
+from worker.runtimes import dynamo as runtime
+
+if TYPE_CHECKING:
+    from worker.engines import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a `WorkerEngine` is made of.
+
+    Attributes:
+        engine: Not started.
+        arguments: The worker's options.
+        seal: Signs hand-offs, None for a worker that makes and takes none.
+        smoke: Whether every answer is ``Hello world!``.
+    """
+
+    engine: Engine
+    arguments: Arguments
+    seal: Seal | None
+    smoke: bool
+
+
+def build(argv: Sequence[str] | None = None) -> Built:
+    """Check the arguments, the environment and the installation, and make the engine.
+
+    Args:
+        argv: The command line, ``sys.argv`` by default.
+
+    Raises:
+        ConfigurationError: an argument, a variable or an installed package is wrong.
+        StartupError: there is no such model, or a port is taken.
+    """
+    arguments = parse_arguments(argv)
+    seal = take_seal(arguments.disaggregation_mode, os.environ)
+    smoke = smoke_enabled(os.environ)
+    check_adapters_package()
+    runtime.check_installed()
+    runtime.allow_drain(arguments.drain_timeout_s, os.environ)
+    check_engine(arguments)
+    check_model(arguments)
+    runtime.check_ports(os.environ)
+    return Built(make_engine(arguments), arguments, seal, smoke)
+
+
+def check_adapters_package() -> None:
+    """Raises `ConfigurationError` if another distribution's `adapters` package is installed in
+    place of ours.
+    """
+    for name in ("adapters", "adapter-transformers"):
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        raise ConfigurationError(
+            f"the distribution {name!r} also installs a package called 'adapters'; remove it: pip uninstall {name}"
+        )
+    spec = importlib.util.find_spec("adapters")
+    ours = Path(__file__).resolve().parents[1] / "adapters" / "__init__.py"
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != ours:
+        found = "no package" if spec is None else spec.origin
+        raise ConfigurationError(f"'adapters' must be the package at {ours.parent}, found {found}")
+
+
+def check_engine(arguments: Arguments) -> None:
+    """Raises `ConfigurationError` if the chosen engine cannot be driven here."""
+    if arguments.engine != "trtllm":
+        return
+    if importlib.util.find_spec("tensorrt_llm") is None:
+        raise ConfigurationError("--engine trtllm: tensorrt_llm is not installed")
+
+
+def check_model(arguments: Arguments) -> None:
+    """Raises `StartupError` if the model is not a checkpoint directory."""
+    path = Path(arguments.model_path)
+    if not path.is_dir():
+        raise StartupError(f"--model-path {path}: no such directory")
+    if not (path / "config.json").is_file():
+        raise StartupError(f"--model-path {path}: no config.json, so not a Hugging Face checkpoint")
+    template = arguments.custom_jinja_template
+    if template is not None and not Path(template).is_file():
+        raise StartupError(f"--custom-jinja-template {template}: no such file")
+
+
+def make_engine(arguments: Arguments) -> Engine:
+    """The engine that the arguments choose, not started. Raises `ConfigurationError`."""
+    if arguments.engine == "trtllm":
+        from worker.engines.trtllm import TrtllmEngine, config_from
+
+        return TrtllmEngine(config_from(arguments))
+
+    from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+
+    config = EmbeddedConfig(
+        model_path=arguments.model_path,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        numerics=arguments.numerics,
+        kernels=arguments.kernels,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_mixed_chunk=arguments.max_mixed_chunk,
+        context_length=arguments.context_length,
+        kv_block_size=arguments.kv_block_size,
+        kv_blocks=arguments.kv_blocks,
+        max_queue=arguments.max_queue,
+        step_timeout_s=arguments.step_timeout_s,
+        role=arguments.disaggregation_mode,
+        kv_hold_s=arguments.kv_hold_s,
+        kv_devices=arguments.kv_transfer_devices,
+    )
+    return EmbeddedEngine(config)
