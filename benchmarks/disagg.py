@@ -4,9 +4,9 @@
 
 All on this machine, with a Llama of about 100 million random parameters where a model is needed.
 
-*Transfer*: whole segments of a store of 24 tensors are read with NIXL out of another process's
+*Transfer*: whole pages of a store of 24 tensors are read with NIXL out of another process's
 memory, and the same number of bytes are copied once, by one thread, out of memory that both
-processes have mapped and the other one has written, in turn; both in huge pages, and no segment
+processes have mapped and the other one has written, in turn; both in huge pages, and no page
 twice before all others. The target is 0.6 of the copy's speed.
 
 *Hand-off*: two engines, prompts of several lengths; the time from the hand-off to the first token
@@ -61,11 +61,11 @@ from worker.engines.embedded.transfer.nixl import KvHandle, KvPort
 from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
 
-LAYOUT = KvLayout("benchmark", "bfloat16", layers=12, kv_heads=4, head_dim=64, block_size=16, segment_size=256)
-NUM_SEGMENTS = 64
+LAYOUT = KvLayout("benchmark", "bfloat16", layers=12, kv_heads=4, head_dim=64, block_size=16, page_size=256)
+NUM_PAGES = 64
 NUM_TENSORS = 2 * LAYOUT.layers
-SEGMENT_ELEMENTS = LAYOUT.kv_heads * LAYOUT.segment_size * LAYOUT.head_dim
-SHARED_BYTES = NUM_TENSORS * NUM_SEGMENTS * SEGMENT_ELEMENTS * 2
+PAGE_ELEMENTS = LAYOUT.kv_heads * LAYOUT.page_size * LAYOUT.head_dim
+SHARED_BYTES = NUM_TENSORS * NUM_PAGES * PAGE_ELEMENTS * 2
 TRANSFER_TARGET = 0.6
 HAND_OFF_TARGET_MS = 5.0
 ROUTING_TARGET = 3.0
@@ -114,7 +114,7 @@ def say(data: Any) -> None:
 
 
 def store(fill: float) -> list[torch.Tensor]:
-    shape = (NUM_SEGMENTS, LAYOUT.kv_heads, LAYOUT.segment_size, LAYOUT.head_dim)
+    shape = (NUM_PAGES, LAYOUT.kv_heads, LAYOUT.page_size, LAYOUT.head_dim)
     tensors = host_memory.zeros(NUM_TENSORS, shape, torch.bfloat16, torch.device("cpu"))
     for tensor in tensors:
         tensor.fill_(fill)
@@ -122,14 +122,14 @@ def store(fill: float) -> list[torch.Tensor]:
 
 
 def mapped(descriptor: int) -> torch.Tensor:
-    """The memory that both processes have mapped, ``[tensors, segments, elements]``."""
+    """The memory that both processes have mapped, ``[tensors, pages, elements]``."""
     memory = mmap.mmap(descriptor, SHARED_BYTES)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.bfloat16).view(NUM_TENSORS, NUM_SEGMENTS, SEGMENT_ELEMENTS)
+    return torch.frombuffer(memory, dtype=torch.bfloat16).view(NUM_TENSORS, NUM_PAGES, PAGE_ELEMENTS)
 
 
 def hold_for_transfer(descriptor: int) -> None:
-    """The child of the transfer: holds the segments asked for, until it is told to leave."""
+    """The child of the transfer: holds the pages asked for, until it is told to leave."""
     import select
 
     port = KvPort(store(1.0), LAYOUT)
@@ -163,15 +163,15 @@ def measure_transfer(rounds: int) -> list[tuple[str, float, float]]:
     for count, scattered in ((1, False), (4, False), (16, False), (16, True)):
         speeds: tuple[list[float], list[float]] = ([], [])
         for round_number in range(rounds):
-            first = round_number * count % NUM_SEGMENTS
+            first = round_number * count % NUM_PAGES
             source = list(range(first, first + count))
-            target = [(each + NUM_SEGMENTS // 2) % NUM_SEGMENTS for each in source]
+            target = [(each + NUM_PAGES // 2) % NUM_PAGES for each in source]
             if scattered:
-                source, target = (numbers.sample(range(NUM_SEGMENTS), count) for _ in range(2))
-            num_bytes = count * SEGMENT_ELEMENTS * NUM_TENSORS * 2
+                source, target = (numbers.sample(range(NUM_PAGES), count) for _ in range(2))
+            num_bytes = count * PAGE_ELEMENTS * NUM_TENSORS * 2
             speeds[0].append(num_bytes / read_with_nixl(port, child, source, target))
             speeds[1].append(num_bytes / copy_once(port.tensors, shared, source, target, scattered))
-        name = f"{num_bytes / 2**20:.0f} MiB, {count} segments{', scattered' * scattered}"
+        name = f"{num_bytes / 2**20:.0f} MiB, {count} pages{', scattered' * scattered}"
         rows.append((name, *map(statistics.median, speeds)))
     child.end()
     return rows
@@ -183,7 +183,7 @@ def read_with_nixl(port: KvPort, child: Child, source: list[int], target: list[i
     layout = KvLayout(**data.pop("layout"))
     handle = KvHandle(layout=layout, **(data | {"metadata": b64decode(data["metadata"])}))
     began = time.perf_counter()
-    read = port.read(handle, target, 0, len(source) * LAYOUT.segment_size)
+    read = port.read(handle, target, 0, len(source) * LAYOUT.page_size)
     while (state := read.poll(1.0)) == "busy":
         pass
     took = time.perf_counter() - began
@@ -196,7 +196,7 @@ def read_with_nixl(port: KvPort, child: Child, source: list[int], target: list[i
 def copy_once(
     tensors: list[torch.Tensor], shared: torch.Tensor, source: list[int], target: list[int], scattered: bool
 ) -> float:
-    """Seconds of one thread's copy of the same segments out of mapped memory; neighbours are one
+    """Seconds of one thread's copy of the same pages out of mapped memory; neighbours are one
     copy.
     """
     runs = [([one], [other]) for one, other in zip(source, target, strict=True)] if scattered else [(source, target)]

@@ -52,7 +52,7 @@ class NullModel:
         rows[:, token] = 10.0
         self._logits = [rows[:count] for count in range(max_num_seqs + 1)]
 
-    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
+    def allocate_kv(self, num_pages: int, page_size: int) -> None:
         """There is none."""
 
     def forward(self, plan: Plan) -> torch.Tensor:

@@ -44,8 +44,8 @@ class ScriptedModel:
         self.num_kv_tokens = 0
         self.plans: list[Plan] = []
 
-    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
-        self.num_kv_tokens = num_segments * segment_size
+    def allocate_kv(self, num_pages: int, page_size: int) -> None:
+        self.num_kv_tokens = num_pages * page_size
 
     def row(self, tokens: Sequence[int]) -> torch.Tensor:
         return 2 * (self.by_token[tokens[-1]] + self.by_position[len(tokens) - 1])

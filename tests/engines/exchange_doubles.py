@@ -25,11 +25,11 @@ class TensorRecallModel(RecallModel):
     those of values.
     """
 
-    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
-        super().allocate_kv(num_segments, segment_size)
-        self.keys = torch.full((num_segments, 1, segment_size, 1), -1, dtype=torch.int64)
+    def allocate_kv(self, num_pages: int, page_size: int) -> None:
+        super().allocate_kv(num_pages, page_size)
+        self.keys = torch.full((num_pages, 1, page_size, 1), -1, dtype=torch.int64)
         self.values = self.keys.clone()
-        self.store = [self.keys[segment, 0, :, 0] for segment in range(num_segments)]  # type: ignore[misc]
+        self.store = [self.keys[page, 0, :, 0] for page in range(num_pages)]  # type: ignore[misc]
 
     def kv_tensors(self) -> list[torch.Tensor]:
         return [self.keys, self.values]
@@ -60,7 +60,7 @@ class Side:
         timing = {} if clock is None else {"clock": clock}
         self.exchange = Exchange(port, self.stepper.scheduler, hold_s, **timing)
         self.stepper.exchange = self.exchange
-        self.num_segments = self.stepper.scheduler.cache.num_available
+        self.num_pages = self.stepper.scheduler.cache.num_available
         self.outputs: dict[str, list[Output]] = {}
 
     def step(self) -> None:
@@ -99,17 +99,17 @@ class Side:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody holds a segment and nothing is under way."""
+        """Whether nobody holds a page and nothing is under way."""
         scheduler = self.stepper.scheduler
-        return scheduler.is_idle and not scheduler.guests and scheduler.cache.num_available == self.num_segments
+        return scheduler.is_idle and not scheduler.guests and scheduler.cache.num_available == self.num_pages
 
     def close(self) -> None:
         self.exchange.close()
 
     def _length(self, kv: dict[str, object]) -> int:
-        segments = kv["segments"]
-        assert isinstance(segments, (tuple, list))
-        return len(segments) * self.exchange.layout.segment_size
+        pages = kv["pages"]
+        assert isinstance(pages, (tuple, list))
+        return len(pages) * self.exchange.layout.page_size
 
 
 def run(sides: Sequence[Side], until: Callable[[], bool], limit: int = 20_000) -> None:

@@ -45,7 +45,7 @@ class RecallModel:
     and the token.
 
     Every step checks all that its rows read against what their own tokens make, that nothing is
-    written twice, and that nothing is written into a segment that another row of the step has.
+    written twice, and that nothing is written into a page that another row of the step has.
     """
 
     vocab_size = WIDTH
@@ -62,9 +62,9 @@ class RecallModel:
         self.store: list[list[int]] = []
         self.num_computed = 0
 
-    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
-        self.size = segment_size
-        self.store = [[UNWRITTEN] * segment_size for _ in range(num_segments)]
+    def allocate_kv(self, num_pages: int, page_size: int) -> None:
+        self.size = page_size
+        self.store = [[UNWRITTEN] * page_size for _ in range(num_pages)]
 
     def choose(self, plan: Plan) -> Samples:
         """Compute a step; returns the greedy tokens."""
@@ -76,11 +76,11 @@ class RecallModel:
         for one, start, stop in spans:
             self._check_sole_writer(one, start, stop, spans)
             for position in range(start, stop):
-                segment, slot = one.segments[position // self.size], position % self.size
-                assert (segment, slot) not in written, f"{one.id}: position {position} is another row's too"
-                written.add((segment, slot))
+                page, slot = one.pages[position // self.size], position % self.size
+                assert (page, slot) not in written, f"{one.id}: position {position} is another row's too"
+                written.add((page, slot))
                 before = self._read(one, position - 1) if position else 1
-                self.store[segment][slot] = mix(before, one.tokens[position])
+                self.store[page][slot] = mix(before, one.tokens[position])
         last = {id(one): self._check_reads(one, stop) for one, _, stop in spans}
         self.num_computed += len(written)
         return Samples([next_token(last[id(one)]) for one in plan.sampled])
@@ -90,12 +90,12 @@ class RecallModel:
         return torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.long), WIDTH).float()
 
     def _read(self, one: Request, position: int) -> int:
-        return self.store[one.segments[position // self.size]][position % self.size]
+        return self.store[one.pages[position // self.size]][position % self.size]
 
     def _check_sole_writer(self, one: Request, start: int, stop: int, spans: list[tuple[Request, int, int]]) -> None:
-        mine = set(one.segments[start // self.size : -(-stop // self.size)])
+        mine = set(one.pages[start // self.size : -(-stop // self.size)])
         for other, _, _ in spans:
-            assert other is one or not mine & set(other.segments), f"{one.id} writes into a segment of {other.id}"
+            assert other is one or not mine & set(other.pages), f"{one.id} writes into a page of {other.id}"
 
     def _check_reads(self, one: Request, stop: int) -> int:
         kv = 1

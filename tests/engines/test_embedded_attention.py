@@ -12,7 +12,7 @@ from worker.engines.embedded import native
 from worker.engines.embedded.attention.attention import AttentionStep
 from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
 from worker.engines.embedded.kv_cache.store import KvStore, Span
-from worker.engines.embedded.plan import SegmentCopy
+from worker.engines.embedded.plan import PageCopy
 
 COMPUTED = [(torch.float32, kernel) for kernel in (None, Kernel.FLASH, Kernel.PRODUCTS)] + [
     (dtype, Kernel.NATIVE) for dtype in (torch.float32, torch.bfloat16) if native.unavailable(dtype) is None
@@ -25,7 +25,7 @@ class Row:
 
     start: int
     stop: int
-    shared: int  # segments that it shares with the other rows, as far as they are full and before `start`
+    shared: int  # pages that it shares with the other rows, as far as they are full and before `start`
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class Stage:
             own = self.randn(row.stop, 2, heads)
             own[: row.shared * size] = prefix[: row.shared * size]
             count = -(-row.stop // size)
-            segments = common[: row.shared] + [free.pop(0) for _ in range(count - row.shared)]
+            pages = common[: row.shared] + [free.pop(0) for _ in range(count - row.shared)]
             for position in range(row.start):
-                place = segments[position // size], slice(None), position % size
+                place = pages[position // size], slice(None), position % size
                 self.store.keys[0][place], self.store.values[0][place] = own[position]
             self.keys.append(own[:, 0])
             self.values.append(own[:, 1])
-            self.spans.append(Span(segments, row.start, row.stop))
+            self.spans.append(Span(pages, row.start, row.stop))
         self.query = self.randn(sum(row.stop - row.start for row in scene.rows), heads * scene.group)
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -107,7 +107,7 @@ class Stage:
     def attend(self) -> torch.Tensor:
         scene = self.scene
         places = [
-            (span.segments[position // scene.size], position % scene.size)
+            (span.pages[position // scene.size], position % scene.size)
             for span in self.spans
             for position in range(span.start, span.stop)
         ]
@@ -136,7 +136,7 @@ class Stage:
 
 @settings(max_examples=150, deadline=None)
 @given(scene=scenes())
-def test_attention_over_scattered_segments_is_attention(scene: Scene) -> None:
+def test_attention_over_scattered_pages_is_attention(scene: Scene) -> None:
     stage = Stage(scene)
     tolerance = 2e-6 if scene.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(stage.attend().double(), stage.reference(), atol=tolerance, rtol=tolerance)
@@ -160,7 +160,7 @@ def test_the_number_of_calls_does_not_grow_with_rows_that_lie_densely(
     size = 32
     store = KvStore(*([torch.zeros(3 * rows, 1, size, 16)] for _ in range(2)))
     spans = [Span([3 * row, 3 * row + 1, 3 * row + 2], 70 + row % 20, 71 + row % 20) for row in range(rows)]
-    places = torch.tensor([[span.segments[2] for span in spans], [span.start - 64 for span in spans]])
+    places = torch.tensor([[span.pages[2] for span in spans], [span.start - 64 for span in spans]])
     monkeypatch.setattr("worker.engines.embedded.attention.online_softmax._ATEN", Counting())
     step = AttentionStep(store, spans, places, Shapes(Kernel.FLASH))
     new = torch.ones(rows, 1, 16)
@@ -168,11 +168,11 @@ def test_the_number_of_calls_does_not_grow_with_rows_that_lie_densely(
     assert len(counted) == 1
 
 
-def test_a_copied_or_opened_segment_is_finite_behind_what_it_holds() -> None:
+def test_a_copied_or_opened_page_is_finite_behind_what_it_holds() -> None:
     store = KvStore(*([torch.full((3, 1, 4, 2), torch.nan)] for _ in range(2)))
     for tensor in (store.keys[0], store.values[0]):
         tensor[0, :, :3] = 1.0
-    store.copy([SegmentCopy(source=0, target=1, num_tokens=3)])
+    store.copy([PageCopy(source=0, target=1, num_tokens=3)])
     store.open([2])
     for tensor in (store.keys[0], store.values[0]):
         assert tensor[1, 0].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]

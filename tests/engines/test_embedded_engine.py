@@ -204,7 +204,7 @@ async def test_abort_frees_the_place_at_the_next_step(start_engine: StartEngine,
     assert (await second)[0] == model.greedy(PROMPT, 5)
     assert engine.num_unfinished() == 0
     cache = kv_cache(engine)
-    assert cache.num_available == cache.num_segments
+    assert cache.num_available == cache.num_pages
 
 
 async def test_abort_of_a_waiting_request(start_engine: StartEngine, gate: Gate) -> None:
@@ -290,7 +290,7 @@ async def test_hand_off_ends_all_and_refuses_new_ones(start_engine: StartEngine,
     cache = kv_cache(engine)
     gate.open()
     await engine.stop()
-    assert cache.num_available == cache.num_segments
+    assert cache.num_available == cache.num_pages
 
 
 async def test_hand_off_delivers_what_was_sampled_before(start_engine: StartEngine, gate: Gate) -> None:

@@ -122,20 +122,20 @@ async def test_concurrent_streams(case: Case) -> None:
         await engine.stop()
 
 
-SEGMENT = 32
-"""Tokens per segment in what follows, so that every prompt but the shortest takes several."""
+PAGE = 32
+"""Tokens per page in what follows, so that every prompt but the shortest takes several."""
 
 
 @pytest.fixture
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_budget, "SEGMENT_TOKENS", SEGMENT)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_budget, "PAGE_TOKENS", PAGE)
 
 
-def small_driver(case: Case, *, budget: int = 4096, num_seqs: int = 8, num_segments: int = 32) -> Stepper:
+def small_driver(case: Case, *, budget: int = 4096, num_seqs: int = 8, num_pages: int = 32) -> Stepper:
     config = EmbeddedConfig(model_path="", max_num_seqs=num_seqs, max_num_batched_tokens=max(budget, num_seqs))
-    driver = make_stepper(config, case.model, num_kv_blocks=num_segments * SEGMENT // 16)
-    assert driver.scheduler.cache.segment_size == SEGMENT
-    assert driver.scheduler.cache.num_segments == num_segments
+    driver = make_stepper(config, case.model, num_kv_blocks=num_pages * PAGE // 16)
+    assert driver.scheduler.cache.page_size == PAGE
+    assert driver.scheduler.cache.num_pages == num_pages
     return driver
 
 
@@ -157,7 +157,7 @@ def generated(requests: list[Request]) -> list[list[int]]:
     return [one.tokens[one.prompt_length :] for one in requests]
 
 
-@pytest.mark.usefixtures("small_segments")
+@pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("size", range(1, 18))
 def test_chunks_of_every_size(case: Case, size: int) -> None:
     driver = small_driver(case, budget=size, num_seqs=1)
@@ -166,7 +166,7 @@ def test_chunks_of_every_size(case: Case, size: int) -> None:
     assert generated([one]) == [case.answers[3][:AFTER_CHUNKS]]
 
 
-@pytest.mark.usefixtures("small_segments")
+@pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("forgets", [False, True], ids=["kv is found again", "kv is computed again"])
 def test_preempted_at_every_step(case: Case, forgets: bool) -> None:
     driver = small_driver(case)
@@ -183,16 +183,16 @@ def test_preempted_at_every_step(case: Case, forgets: bool) -> None:
     assert driver.scheduler.num_preemptions >= NEW_TOKENS - 1
 
 
-@pytest.mark.usefixtures("small_segments")
+@pytest.mark.usefixtures("small_pages")
 def test_driven_out_of_a_store_that_is_too_small(case: Case) -> None:
-    driver = small_driver(case, num_segments=12)
+    driver = small_driver(case, num_pages=12)
     requests = [add(driver, case, which, f"{which} {copy}") for copy in range(4) for which in range(len(LENGTHS))]
     finish(driver)
     assert generated(requests) == case.answers * 4
     assert driver.scheduler.num_preemptions > 0
 
 
-@pytest.mark.usefixtures("small_segments")
+@pytest.mark.usefixtures("small_pages")
 def test_beginnings_that_are_known(case: Case) -> None:
     driver = small_driver(case)
     for count in range(3):
@@ -203,7 +203,7 @@ def test_beginnings_that_are_known(case: Case) -> None:
         assert cached == ([(length - 1) // 16 * 16 for length in LENGTHS] if count else [0] * len(LENGTHS))
 
 
-@pytest.mark.usefixtures("small_segments")
+@pytest.mark.usefixtures("small_pages")
 def test_three_answers_share_their_prompt(case: Case) -> None:
     driver = small_driver(case)
     requests = [add(driver, case, 4, str(choice)) for choice in range(3)]
@@ -211,7 +211,7 @@ def test_three_answers_share_their_prompt(case: Case) -> None:
 
     def look() -> None:
         if len(driver.scheduler.decoding) == 3:
-            shared.append(len({tuple(one.segments[:4]) for one in requests}) == 1)
+            shared.append(len({tuple(one.pages[:4]) for one in requests}) == 1)
 
     finish(driver, look)
     assert generated(requests) == [case.answers[4]] * 3

@@ -20,11 +20,11 @@ from worker.engines.embedded.model.gemm import NativeProduct, OneDnnProduct
 from worker.engines.embedded.model.hf_model import HfModel, load_model
 from worker.engines.embedded.model.linear import Linear, Tiles
 from worker.engines.embedded.model.numerics import Numerics
-from worker.engines.embedded.plan import Chunk, Plan, Request, SegmentCopy
+from worker.engines.embedded.plan import Chunk, PageCopy, Plan, Request
 from worker.sampling import SamplingParams
 
-SEGMENT = 32
-NUM_SEGMENTS = 24
+PAGE = 32
+NUM_PAGES = 24
 LENGTHS = (1, 3, 31, 33, 45, 70)
 """Of the sequences that are computed again and again; in tokens."""
 
@@ -39,15 +39,15 @@ class Loaded:
     def __init__(self, path: Path, dtype: str, kernels: str = "auto") -> None:
         config = EmbeddedConfig(model_path=path, device="cpu", dtype=dtype, numerics="exact", kernels=kernels)
         self.model: HfModel = load_model(config)
-        self.model.allocate_kv(NUM_SEGMENTS, SEGMENT)
+        self.model.allocate_kv(NUM_PAGES, PAGE)
         generator = torch.Generator().manual_seed(3)
         width = self.model.vocab_size
         self.tokens = [torch.randint(width, (length,), generator=generator).tolist() for length in LENGTHS]
-        self.tokens[-1][:SEGMENT] = self.tokens[-2][:SEGMENT]
+        self.tokens[-1][:PAGE] = self.tokens[-2][:PAGE]
         self.expected = [self.alone(tokens) for tokens in self.tokens]
 
     def alone(self, tokens: list[int]) -> torch.Tensor:
-        request = make_request(tokens, list(range(-(-len(tokens) // SEGMENT))))
+        request = make_request(tokens, list(range(-(-len(tokens) // PAGE))))
         tap = request.tap = EveryToken()
         self.model.forward(step(chunks=[Chunk(request, 0, len(tokens))]))
         return torch.cat(tap.seen)
@@ -70,12 +70,12 @@ class EveryToken:
         raise AssertionError("nothing was asked for")
 
 
-def make_request(tokens: list[int], segments: list[int]) -> Request:
-    return Request("", 0, SamplingParams(), list(tokens), len(tokens), 999, frozenset(), 0, segments=segments)
+def make_request(tokens: list[int], pages: list[int]) -> Request:
+    return Request("", 0, SamplingParams(), list(tokens), len(tokens), 999, frozenset(), 0, pages=pages)
 
 
 def step(
-    decode: list[Request] | None = None, chunks: list[Chunk] | None = None, copies: tuple[SegmentCopy, ...] = ()
+    decode: list[Request] | None = None, chunks: list[Chunk] | None = None, copies: tuple[PageCopy, ...] = ()
 ) -> Plan:
     rows = tuple(decode or ())
     pieces = tuple(chunks or ())
@@ -91,12 +91,12 @@ def check_run(loaded: Loaded, data: st.DataObject) -> None:
     """Compute all sequences again, cut and mixed as `data` says, and compare each row of logits
     on the way.
     """
-    free = data.draw(st.permutations(range(NUM_SEGMENTS)))
+    free = data.draw(st.permutations(range(NUM_PAGES)))
     rows = data.draw(st.lists(st.integers(0, len(LENGTHS) - 1), min_size=1, max_size=5, unique=True))
     requests: dict[int, Request] = {}
-    copies: tuple[SegmentCopy, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
     for which in rows:
-        count = -(-LENGTHS[which] // SEGMENT)
+        count = -(-LENGTHS[which] // PAGE)
         requests[which] = make_request([], [free.pop() for _ in range(count)])
     done = dict.fromkeys(rows, 0)
     while any(done[which] < LENGTHS[which] for which in rows):
@@ -131,10 +131,10 @@ def check_run(loaded: Loaded, data: st.DataObject) -> None:
                 if data.draw(st.booleans()):
                     done[which] = 0  # preempted: everything is computed again
                 else:  # as after a preemption that found its blocks in the cache: the tail is copied elsewhere
-                    last = (done[which] - 1) // SEGMENT
-                    held = requests[which].segments
-                    kept = done[which] - last * SEGMENT
-                    copies = (*copies, SegmentCopy(held[last], free[-1], kept))
+                    last = (done[which] - 1) // PAGE
+                    held = requests[which].pages
+                    kept = done[which] - last * PAGE
+                    copies = (*copies, PageCopy(held[last], free[-1], kept))
                     held[last] = free.pop()
 
 
@@ -177,7 +177,7 @@ def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(checkpoints: dict[
     first, second = one.tokens[-2], one.tokens[-1]
     requests = [make_request(first, [5, 6, 7]), make_request(second, [5, 8, 9, 10])]
     one.model.forward(step(chunks=[Chunk(requests[0], 0, len(first) - 1)]))
-    one.model.forward(step(chunks=[Chunk(requests[1], SEGMENT, len(second) - 1)]))
+    one.model.forward(step(chunks=[Chunk(requests[1], PAGE, len(second) - 1)]))
     logits = one.model.forward(step(decode=requests))
     assert torch.equal(logits[0], one.expected[-2][-1])
     assert torch.equal(logits[1], one.expected[-1][-1])
@@ -212,7 +212,7 @@ def test_tiles_change_nothing_but_the_shape(dtype: torch.dtype, tiles: Tiles, is
 def test_the_receipt_says_which_ran(checkpoints: dict[str, Path]) -> None:
     config = EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", dtype="bfloat16", numerics="exact")
     model = load_model(config)
-    model.allocate_kv(4, SEGMENT)
+    model.allocate_kv(4, PAGE)
     request = admit("one", 0, [1, 2], SamplingParams(repetition_penalty=1.5, max_tokens=3), model, 99)
     assert request.chain is not None
     assert request.chain.receipt.as_json()["numerics"] == "exact"
@@ -233,7 +233,7 @@ def test_fast_and_auto(checkpoints: dict[str, Path]) -> None:
         model = load_model(
             EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", dtype="bfloat16", numerics=numerics)
         )
-        model.allocate_kv(4, SEGMENT)
+        model.allocate_kv(4, PAGE)
         return model.numerics
 
     assert chosen("fast") == "fast"

@@ -22,11 +22,11 @@ class Driver:
     """A scheduler on a model that checks its KV, and the plans of all steps."""
 
     def __init__(
-        self, num_segments: int, segment_size: int, max_num_seqs: int = 8, budget: int = 1024, mixed: int | None = None
+        self, num_pages: int, page_size: int, max_num_seqs: int = 8, budget: int = 1024, mixed: int | None = None
     ) -> None:
-        self.model = RecallModel(num_segments * segment_size)
-        self.model.allocate_kv(num_segments, segment_size)
-        self.cache = KvCache(num_segments, segment_size, BLOCK)
+        self.model = RecallModel(num_pages * page_size)
+        self.model.allocate_kv(num_pages, page_size)
+        self.cache = KvCache(num_pages, page_size, BLOCK)
         self.scheduler = Scheduler(self.cache, max_num_seqs, budget, mixed)
         self.plans: list[Plan] = []
 
@@ -105,13 +105,13 @@ def test_prompts_first_of_a_prompt_in_pieces() -> None:
 
 
 def test_the_head_of_the_queue_waits_for_memory_and_nobody_overtakes_it() -> None:
-    driver = Driver(num_segments=4, segment_size=16)
+    driver = Driver(num_pages=4, page_size=16)
     first = driver.add("first", prompt(40, first=3), 5)
     driver.add("large", prompt(60, first=4), 2)
     driver.add("small", prompt(4, first=5), 2)
     driver.step()
     assert [one.id for one in driver.scheduler.waiting] == ["large", "small"]
-    assert first.segments == [0, 1, 2]
+    assert first.pages == [0, 1, 2]
     driver.scheduler.abort("first")
     driver.step()
     assert [one.id for one in driver.plans[-1].sampled] == ["large"]
@@ -119,7 +119,7 @@ def test_the_head_of_the_queue_waits_for_memory_and_nobody_overtakes_it() -> Non
 
 
 def test_a_long_prompt_does_not_starve_short_ones_behind_it() -> None:
-    driver = Driver(num_segments=64, segment_size=256, budget=1024)
+    driver = Driver(num_pages=64, page_size=256, budget=1024)
     driver.add("long", prompt(5000, first=3), 4)
     for name in range(4):
         driver.add(str(name), prompt(100, first=10 + name), 4)
@@ -128,7 +128,7 @@ def test_a_long_prompt_does_not_starve_short_ones_behind_it() -> None:
 
 
 def test_prompts_of_the_same_length_share_a_step_and_the_oldest_gets_the_rest() -> None:
-    driver = Driver(num_segments=64, segment_size=256, budget=1024)
+    driver = Driver(num_pages=64, page_size=256, budget=1024)
     for name in range(3):
         driver.add(str(name), prompt(2000, first=10 + name), 4)
     driver.step()
@@ -136,7 +136,7 @@ def test_prompts_of_the_same_length_share_a_step_and_the_oldest_gets_the_rest() 
 
 
 def test_a_long_prompt_hardly_slows_those_who_decode() -> None:
-    driver = Driver(num_segments=64, segment_size=256, mixed=64)
+    driver = Driver(num_pages=64, page_size=256, mixed=64)
     driver.add("early", prompt(100, first=3), 100)
     driver.step()
     driver.add("long", prompt(1500, first=4), 2)
@@ -152,7 +152,7 @@ def test_a_long_prompt_hardly_slows_those_who_decode() -> None:
 
 def test_many_who_decode_bear_a_larger_piece_of_a_long_prompt() -> None:
     """Whole tiles with those who decode; less of it where each token sees many others."""
-    driver = Driver(num_segments=64, segment_size=256, max_num_seqs=32, mixed=64)
+    driver = Driver(num_pages=64, page_size=256, max_num_seqs=32, mixed=64)
     for name in range(FEW_ROWS + 1):
         driver.add(str(name), prompt(20, first=60 + name), 100)
     driver.step()
@@ -167,7 +167,7 @@ def test_many_who_decode_bear_a_larger_piece_of_a_long_prompt() -> None:
 
 
 def test_many_prompts_are_not_held_up_by_few_who_decode() -> None:
-    driver = Driver(num_segments=64, segment_size=256, mixed=64)
+    driver = Driver(num_pages=64, page_size=256, mixed=64)
     driver.add("early", prompt(100, first=3), 100)
     driver.step()
     for name in range(7):
@@ -177,7 +177,7 @@ def test_many_prompts_are_not_held_up_by_few_who_decode() -> None:
 
 
 def test_one_that_comes_back_is_served_before_the_younger_ones() -> None:
-    driver = Driver(num_segments=64, segment_size=256, budget=1024)
+    driver = Driver(num_pages=64, page_size=256, budget=1024)
     first = driver.add("first", prompt(3000, first=3), 4)
     second = driver.add("second", prompt(3000, first=4), 4)
     driver.step()
@@ -190,8 +190,8 @@ def test_one_that_comes_back_is_served_before_the_younger_ones() -> None:
     ]
 
 
-def test_the_last_segment_is_left_to_those_who_will_grow() -> None:
-    driver = Driver(num_segments=4, segment_size=16)
+def test_the_last_page_is_left_to_those_who_will_grow() -> None:
+    driver = Driver(num_pages=4, page_size=16)
     driver.add("grows", prompt(10, first=3), 40)
     driver.add("fits", prompt(30, first=4), 3)
     driver.add("waits", prompt(10, first=5), 3)
@@ -202,7 +202,7 @@ def test_the_last_segment_is_left_to_those_who_will_grow() -> None:
 
 
 def test_nothing_is_left_to_those_who_will_not_grow() -> None:
-    driver = Driver(num_segments=2, segment_size=16)
+    driver = Driver(num_pages=2, page_size=16)
     driver.add("short", prompt(10, first=3), 6)
     driver.add("as short", prompt(10, first=4), 6)
     driver.step()
@@ -210,7 +210,7 @@ def test_nothing_is_left_to_those_who_will_not_grow() -> None:
 
 
 def test_the_last_that_came_is_the_first_that_goes() -> None:
-    driver = Driver(num_segments=6, segment_size=16)
+    driver = Driver(num_pages=6, page_size=16)
     for name in range(3):
         driver.add(str(name), prompt(10, first=10 + name), 40)
     outputs = driver.finish()
@@ -229,7 +229,7 @@ def answer_without_end(prompt: Sequence[int], count: int) -> list[int]:
 
 
 def test_a_preempted_request_goes_on_where_it_was() -> None:
-    driver = Driver(num_segments=8, segment_size=64)
+    driver = Driver(num_pages=8, page_size=64)
     one = driver.add("one", prompt(20), 50)
     for _ in range(30):
         driver.step()
@@ -244,7 +244,7 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
 
 
 def test_preempted_requests_keep_their_order() -> None:
-    driver = Driver(num_segments=8, segment_size=64)
+    driver = Driver(num_pages=8, page_size=64)
     requests = [driver.add(str(name), prompt(20, first=10 + name), 5) for name in range(4)]
     driver.step()
     late = driver.add("late", prompt(3, first=30), 5)
@@ -254,7 +254,7 @@ def test_preempted_requests_keep_their_order() -> None:
 
 
 def test_answers_to_one_prompt_compute_it_once() -> None:
-    driver = Driver(num_segments=32, segment_size=64)
+    driver = Driver(num_pages=32, page_size=64)
     alone = prompt(500, first=50)
     for choice in range(4):
         driver.add(str(choice), prompt(700), 3)
@@ -268,7 +268,7 @@ def test_answers_to_one_prompt_compute_it_once() -> None:
 
 
 def test_a_small_common_beginning_makes_nobody_wait() -> None:
-    driver = Driver(num_segments=32, segment_size=64)
+    driver = Driver(num_pages=32, page_size=64)
     for name in range(4):
         driver.add(str(name), [*prompt(20), *prompt(30, first=10 + name)], 3)
     driver.step()
@@ -276,7 +276,7 @@ def test_a_small_common_beginning_makes_nobody_wait() -> None:
 
 
 def test_who_waits_for_a_prompt_that_is_aborted_computes_it() -> None:
-    driver = Driver(num_segments=32, segment_size=64, budget=100)
+    driver = Driver(num_pages=32, page_size=64, budget=100)
     first = driver.add("first", prompt(500), 3)
     second = driver.add("second", prompt(500), 3)
     driver.step()
@@ -287,20 +287,20 @@ def test_who_waits_for_a_prompt_that_is_aborted_computes_it() -> None:
 
 
 def test_a_request_larger_than_the_store_is_our_own_mistake() -> None:
-    driver = Driver(num_segments=2, segment_size=64)
+    driver = Driver(num_pages=2, page_size=64)
     one = recall_request(driver.model, "one", prompt(100), 20)
     one.limit = 129
-    with pytest.raises(AssertionError, match="may take 3 segments"):
+    with pytest.raises(AssertionError, match="may take 3 pages"):
         driver.scheduler.add(one)
 
 
 def test_where_guests_hold_all_kv_nothing_is_computed_until_they_leave() -> None:
-    driver = Driver(num_segments=4, segment_size=16)
+    driver = Driver(num_pages=4, page_size=16)
     stepper_ = Stepper(driver.model, driver.scheduler)
     guest = recall_request(driver.model, "guest", prompt(40, first=3), 1)
     assert driver.scheduler.invite(guest) == ()
     one = driver.add("one", prompt(14, first=4), 30)
-    while one.segments or not driver.scheduler.num_preemptions:
+    while one.pages or not driver.scheduler.num_preemptions:
         stepper_.step()
     computed = driver.model.num_computed
     assert stepper_.step() == []

@@ -117,7 +117,7 @@ async def test_the_store_is_as_large_as_memory_allows(
     engine = EmbeddedEngine(EmbeddedConfig(model_path=checkpoints["llama"], device="cpu"))
     info = await engine.start()
     await engine.stop()
-    assert info.total_kv_blocks == 288  # 18 whole segments of the 300 that fit
+    assert info.total_kv_blocks == 288  # 18 whole pages of the 300 that fit
 
 
 async def test_a_fresh_checkpoint(checkpoints: dict[str, Path], device: str) -> None:

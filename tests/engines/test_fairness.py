@@ -27,7 +27,7 @@ from worker.engines.embedded.transfer.nixl import KvHandle
 
 ROLES = ("aggregated", "prefill", "decode")
 MAX_NUM_SEQS = 4
-SEGMENT = 8
+PAGE = 8
 LONGEST = 60
 """Tokens of a prompt at most, and of an answer."""
 
@@ -45,7 +45,7 @@ class Wire:
         self._held: deque[int] = deque()
         self._next_ticket = 0
 
-    def publish(self, segments: Sequence[int]) -> KvHandle:
+    def publish(self, pages: Sequence[int]) -> KvHandle:
         self._next_ticket += 1
         self._held.append(self._next_ticket)
         return self.handle(self._next_ticket)
@@ -63,8 +63,8 @@ class Wire:
         self._held.rotate(self.chance.randrange(len(self._held)))
         return [self._held.popleft()]
 
-    def read(self, handle: KvHandle, segments: Sequence[int], start: int, stop: int) -> Reading:
-        return Reading(self, handle.ticket, segments, start, stop)
+    def read(self, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> Reading:
+        return Reading(self, handle.ticket, pages, start, stop)
 
     def let_go(self, handle: KvHandle) -> None:
         """Nobody holds anything here."""
@@ -76,8 +76,8 @@ class Reading:
     num_bytes = 0
     seconds = 0.0
 
-    def __init__(self, wire: Wire, prompt: int, segments: Sequence[int], start: int, stop: int) -> None:
-        self._wire, self._segments, self._span = wire, segments, (start, stop)
+    def __init__(self, wire: Wire, prompt: int, pages: Sequence[int], start: int, stop: int) -> None:
+        self._wire, self._pages, self._span = wire, pages, (start, stop)
         self._prompt = wire.prompts[prompt]
         self._looks = wire.chance.randrange(4)
 
@@ -87,12 +87,12 @@ class Reading:
             return "busy"
         if self._wire.chance.random() < 0.05:
             return "lost"
-        kv, size = 1, self._wire.layout.segment_size
+        kv, size = 1, self._wire.layout.page_size
         for position, token in enumerate(self._prompt[: self._span[1]]):
             kv = mix(kv, token)
             if position >= self._span[0]:
                 for tensor in self._wire.tensors:
-                    tensor[self._segments[position // size], 0, position % size, 0] = kv
+                    tensor[self._pages[position // size], 0, position % size, 0] = kv
         return "done"
 
     def release(self) -> bool:
@@ -102,18 +102,18 @@ class Reading:
 class Station:
     """One worker under a load, and who was passed by whom."""
 
-    def __init__(self, role: str, seed: int, num_segments: int, local: float) -> None:
+    def __init__(self, role: str, seed: int, num_pages: int, local: float) -> None:
         self.role = role
         self.chance = random.Random(seed)
         self.local = local
         self.model = TensorRecallModel(CONTEXT)
-        self.model.allocate_kv(num_segments, SEGMENT)
-        cache = KvCache(num_segments, SEGMENT, BLOCK, is_dense=True)
+        self.model.allocate_kv(num_pages, PAGE)
+        cache = KvCache(num_pages, PAGE, BLOCK, is_dense=True)
         self.stepper = Stepper(self.model, Scheduler(cache, MAX_NUM_SEQS, max_num_batched_tokens=48, max_mixed_chunk=8))
         self.prompts: list[list[int]] = []
         self.requests: dict[str, Request] = {}  # by order of arrival
-        self.served: set[str] = set()  # who has had segments
-        self.passed: Counter[str] = Counter()  # how many younger ones got segments while it had none
+        self.served: set[str] = set()  # who has had pages
+        self.passed: Counter[str] = Counter()  # how many younger ones got pages while it had none
         self.said: dict[str, list[int]] = {}
         self.num_finished = 0
         if role != "aggregated":
@@ -155,7 +155,7 @@ class Station:
             assert self.said.pop(request.id) == answer(prompt, limit)
 
     def watch(self, answered: set[str]) -> None:
-        has_kv = {name for name, request in self.requests.items() if request.segments} | answered
+        has_kv = {name for name, request in self.requests.items() if request.pages} | answered
         new = sorted(map(int, has_kv - self.served))
         self.served |= has_kv
         for name in self.requests.keys() - has_kv:
@@ -177,15 +177,15 @@ class Station:
 @pytest.mark.parametrize("role", ROLES)
 @given(
     seed=st.integers(0, 2**32),
-    num_segments=st.integers(2 * LONGEST // SEGMENT, 5 * LONGEST // SEGMENT),
+    num_pages=st.integers(2 * LONGEST // PAGE, 5 * LONGEST // PAGE),
     local=st.sampled_from([0.0, 0.1, 0.5]),
     per_step=st.sampled_from([0.03, 0.1, 0.3]),
 )
 @settings(max_examples=8, deadline=None)
 def test_nobody_is_passed_by_more_than_a_batch(
-    role: str, seed: int, num_segments: int, local: float, per_step: float
+    role: str, seed: int, num_pages: int, local: float, per_step: float
 ) -> None:
-    station = Station(role, seed, num_segments, local)
+    station = Station(role, seed, num_pages, local)
     station.run(250, per_step)
     assert station.num_finished == len(station.prompts)
     assert max(station.passed.values(), default=0) <= MAX_NUM_SEQS
@@ -193,7 +193,7 @@ def test_nobody_is_passed_by_more_than_a_batch(
 
 def test_the_preempted_do_not_starve_behind_hand_offs() -> None:
     """A steady load, somewhat more than a decode worker with little memory can serve."""
-    station = Station("decode", seed=5, num_segments=2 * LONGEST // SEGMENT, local=0.0)
+    station = Station("decode", seed=5, num_pages=2 * LONGEST // PAGE, local=0.0)
     station.run(1500, per_step=0.15)
     assert station.stepper.scheduler.num_preemptions > 20
     assert max(station.passed.values()) <= MAX_NUM_SEQS

@@ -18,7 +18,7 @@ from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle
 from worker.errors import InvalidRequest, StartupError
 
-LAYOUT = KvLayout("f00d", "float32", layers=2, kv_heads=2, head_dim=4, block_size=4, segment_size=16)
+LAYOUT = KvLayout("f00d", "float32", layers=2, kv_heads=2, head_dim=4, block_size=4, page_size=16)
 HANDLE = KvHandle("dlw-1", b"\x00meta\xff", "DRAM", 0, (16, 32, 48, 64), LAYOUT, (3, 1), 4096, 99)
 PROMPT = list(range(5, 30))
 CHOSEN = Selection((Requested("banned_tokens", {"token_ids": [7, 8]}), Requested("min_tokens", {"n": 3}, "answer")))
@@ -117,7 +117,7 @@ BROKEN: dict[str, list[Any]] = {
     "device": [-1, 1.5, True, 2**20, None],
     "bases": [[1], [1, 2, 3, -4], [1, 2, 3, "4"], 7, [1, 2, 3, 2**70], None],
     "layout": [3, {}, {"model": "f00d"}, None],
-    "segments": [[3], [3, 1, 2], [3, -1], [3, True], "31", None],
+    "pages": [[3], [3, 1, 2], [3, -1], [3, True], "31", None],
     "ticket_address": [-1, "0", 2**64, None],
     "ticket": [-1, 2**63, 0.5, None],
 }

@@ -10,16 +10,16 @@ from test_scheduler_properties import House, operate
 
 from worker.engines.embedded.kv_cache import blocks
 from worker.engines.embedded.kv_cache.blocks import ROOT, BlocksRemoved, BlocksStored, hash_block
-from worker.engines.embedded.kv_cache.budget import choose_segment_size
+from worker.engines.embedded.kv_cache.budget import choose_page_size
 from worker.engines.embedded.kv_cache.cache import FREE_AHEAD, KvCache
-from worker.engines.embedded.plan import Request, SegmentCopy
+from worker.engines.embedded.plan import PageCopy, Request
 
-BLOCK, SEGMENT, CONTEXT = 4, 16, 64
+BLOCK, PAGE, CONTEXT = 4, 16, 64
 MODEL = RecallModel(CONTEXT)
 
 
-def cache(num_segments: int = 8) -> KvCache:
-    return KvCache(num_segments, SEGMENT, BLOCK)
+def cache(num_pages: int = 8) -> KvCache:
+    return KvCache(num_pages, PAGE, BLOCK)
 
 
 def request(tokens: list[int]) -> Request:
@@ -58,7 +58,7 @@ def test_salts_are_kept_apart() -> None:
     for salt in (None, "a"):
         assert store.admit(held[salt]) == ()
         store.complete(held[salt], 40)
-    assert len({tuple(one.segments) for one in (held[None], held["a"])}) == 2
+    assert len({tuple(one.pages) for one in (held[None], held["a"])}) == 2
     for salt, known in ((None, 9), ("a", 9), ("b", 0), ("", 0)):
         other = request(held[None].tokens)
         other.cache_salt = salt
@@ -66,38 +66,38 @@ def test_salts_are_kept_apart() -> None:
     store.check_blocks()
 
 
-def test_whole_segments_are_shared_and_the_rest_is_copied() -> None:
+def test_whole_pages_are_shared_and_the_rest_is_copied() -> None:
     store = cache()
-    first = hold(store, list(range(3, 43)))  # 40 tokens: two whole segments and two blocks
+    first = hold(store, list(range(3, 43)))  # 40 tokens: two whole pages and two blocks
     second = request(first.tokens)
-    assert store.admit(second) == (SegmentCopy(source=2, target=3, num_tokens=4),)  # one token is left to compute
-    assert (first.segments, second.segments) == ([0, 1, 2], [0, 1, 3])
+    assert store.admit(second) == (PageCopy(source=2, target=3, num_tokens=4),)  # one token is left to compute
+    assert (first.pages, second.pages) == ([0, 1, 2], [0, 1, 3])
     assert second.num_computed == 36
     store.check_integrity([first, second])
     store.check_blocks()
 
 
-def test_a_prompt_that_ends_with_a_segment_leaves_its_last_block_to_compute() -> None:
+def test_a_prompt_that_ends_with_a_page_leaves_its_last_block_to_compute() -> None:
     store = cache()
     first = hold(store, list(range(3, 35)))
     second = request(first.tokens)
-    assert store.admit(second) == (SegmentCopy(source=1, target=2, num_tokens=12),)
-    assert second.segments == [0, 2]
+    assert store.admit(second) == (PageCopy(source=1, target=2, num_tokens=12),)
+    assert second.pages == [0, 2]
 
 
 def test_what_is_released_stays_known_until_its_place_is_needed() -> None:
-    store = cache(num_segments=4)
+    store = cache(num_pages=4)
     store.release(hold(store, list(range(3, 43))))
     assert (store.num_free, store.num_available) == (1, 4)
     assert len(store.match(request(list(range(3, 60))))) == 10
     other = hold(store, [50] * 20)  # takes the free one and evicts the end of the chain
-    assert (other.segments, store.num_free) == ([3, 2], 0)
+    assert (other.pages, store.num_free) == ([3, 2], 0)
     assert len(store.match(request(list(range(3, 60))))) == 8
     store.check_integrity([other])
 
 
 def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
-    store = cache(num_segments=6)
+    store = cache(num_pages=6)
     for first in (10, 20, 30):
         store.release(hold(store, [first] * 32))
     again = request([10] * 33)
@@ -112,58 +112,58 @@ def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None
     assert lengths == [[8, 4, 8], [8, 0, 8], [8, 0, 4], [8, 0, 0], [4, 0, 0], [0, 0, 0]]
 
 
-def test_the_last_segment_to_be_had_is_taken_over_and_not_copied() -> None:
-    store = cache(num_segments=4)
+def test_the_last_page_to_be_had_is_taken_over_and_not_copied() -> None:
+    store = cache(num_pages=4)
     tokens = list(range(3, 61))
     store.release(hold(store, tokens))
     assert store.num_available == 4
     again = request(tokens)
     assert store.admit(again) == ()
-    assert (again.segments, again.num_computed) == ([0, 1, 2, 3], 56)
+    assert (again.pages, again.num_computed) == ([0, 1, 2, 3], 56)
     store.check_integrity([again])
     store.check_blocks()
     assert len(store.match(request(tokens))) == 14
 
 
 def test_what_is_copied_from_outlives_what_is_not_wanted() -> None:
-    store = cache(num_segments=2)
+    store = cache(num_pages=2)
     store.release(hold(store, [10] * 14))
     store.release(hold(store, [20] * 14))
     again = request([10] * 6)
-    assert store.admit(again) == (SegmentCopy(source=0, target=1, num_tokens=4),)
+    assert store.admit(again) == (PageCopy(source=0, target=1, num_tokens=4),)
     assert len(store.match(request([10] * 14))) == 3
 
 
 def test_what_is_released_makes_room_at_the_beginning() -> None:
-    store = cache(num_segments=9)
+    store = cache(num_pages=9)
     gone, stays = hold(store, list(range(3, 43))), hold(store, [9] * 40)
-    assert (gone.segments, stays.segments) == ([0, 1, 2], [3, 4, 5])
+    assert (gone.pages, stays.pages) == ([0, 1, 2], [3, 4, 5])
     store.release(gone)
-    assert store.compact() == (SegmentCopy(0, 8, 16), SegmentCopy(1, 7, 16))
+    assert store.compact() == (PageCopy(0, 8, 16), PageCopy(1, 7, 16))
     assert store.compact() == ()  # there is no place for the third
     store.check_blocks()
     store.check_integrity([stays])
     again = request(gone.tokens)
-    assert store.admit(again) == (SegmentCopy(source=2, target=0, num_tokens=4),)
-    assert again.segments == [8, 7, 0]
+    assert store.admit(again) == (PageCopy(source=2, target=0, num_tokens=4),)
+    assert again.pages == [8, 7, 0]
     store.check_blocks()
 
 
 def test_in_a_full_store_what_is_released_takes_the_place_of_what_is_oldest() -> None:
-    store = cache(num_segments=8)
+    store = cache(num_pages=8)
     first, stays = hold(store, [10] * 14), hold(store, [20] * 14)
     old = [hold(store, [token] * 46) for token in (30, 40)]
-    assert [one.segments for one in old] == [[2, 3, 4], [5, 6, 7]]
+    assert [one.pages for one in old] == [[2, 3, 4], [5, 6, 7]]
     for one in (old[1], old[0], first):
         store.release(one)
-    assert store.compact() == (SegmentCopy(0, 7, 12), SegmentCopy(2, 6, 16))  # the end of the 40s goes
+    assert store.compact() == (PageCopy(0, 7, 12), PageCopy(2, 6, 16))  # the end of the 40s goes
     assert [len(store.match(request([token] * 47))) for token in (10, 30, 40)] == [3, 11, 4]
     store.check_blocks()
     store.check_integrity([stays])
 
 
 def test_nothing_moves_where_nothing_is_older() -> None:
-    store = cache(num_segments=2)
+    store = cache(num_pages=2)
     first, stays = hold(store, [10] * 14), hold(store, [20] * 14)
     store.release(first)
     assert store.compact() == ()
@@ -171,36 +171,36 @@ def test_nothing_moves_where_nothing_is_older() -> None:
     store.check_integrity([stays])
 
 
-@pytest.mark.parametrize("num_segments", [12, 40])
-def test_compaction_comes_to_an_end_and_leaves_nothing_to_move(num_segments: int) -> None:
-    house = House(num_segments)
+@pytest.mark.parametrize("num_pages", [12, 40])
+def test_compaction_comes_to_an_end_and_leaves_nothing_to_move(num_pages: int) -> None:
+    house = House(num_pages)
     for seed in range(8):
         operate(house, random.Random(seed), 300)
         store = house.cache
         store._is_compact = False
-        for _ in range(num_segments):
+        for _ in range(num_pages):
             for copy in store.compact():
                 house.model.store[copy.target][: copy.num_tokens] = house.model.store[copy.source][: copy.num_tokens]
-        end = num_segments - store.num_available + FREE_AHEAD
+        end = num_pages - store.num_available + FREE_AHEAD
         low = [number for number in store._cached if number < end]
         assert not low or (max(store._free, default=-1) < end and next(iter(store._cached)) < end)
         house.check()
 
 
-def test_too_few_segments_change_nothing() -> None:
-    store = cache(num_segments=4)
+def test_too_few_pages_change_nothing() -> None:
+    store = cache(num_pages=4)
     held = hold(store, [9] * 20)
     store.release(hold(store, [8] * 20))
     before = repr(store)
     large = request([8] * 50)
     assert store.admit(large) is None
     assert store.admit(request([8] * 20), spare=1) is None
-    assert (repr(store), large.segments, large.num_computed) == (before, [], 0)
+    assert (repr(store), large.pages, large.num_computed) == (before, [], 0)
     store.check_integrity([held])
 
 
 def test_a_router_can_follow() -> None:
-    store = cache(num_segments=2)
+    store = cache(num_pages=2)
     store.record_events()
     one = hold(store, [10] * 18)
     first, second, third, fourth = one.block_hashes
@@ -217,7 +217,7 @@ def test_a_router_can_follow() -> None:
 
 
 def test_a_router_that_comes_later_is_told_what_is_known_and_nothing_is_kept_for_it() -> None:
-    store = KvCache(4, SEGMENT, BLOCK)
+    store = KvCache(4, PAGE, BLOCK)
     for token in range(10, 30):
         store.release(hold(store, [token] * 36))
     assert store._events is None
@@ -250,7 +250,7 @@ def test_a_prompt_that_waits_is_hashed_and_compared_once(monkeypatch: pytest.Mon
     made_of = blocks.Block.is_made_of
     monkeypatch.setattr(blocks, "hash_block", lambda parent, tokens: hashed.append(1) or hash_block(parent, tokens))
     monkeypatch.setattr(blocks.Block, "is_made_of", lambda *arguments: compared.append(1) or made_of(*arguments))
-    store = cache(num_segments=17)
+    store = cache(num_pages=17)
     tokens = list(range(3, 63))
     first = hold(store, tokens[:52])
     others = [hold(store, [80 + place] * 60) for place in range(2)]
@@ -306,8 +306,8 @@ def test_equal_hashes_of_different_tokens_do_no_harm(monkeypatch: pytest.MonkeyP
     ("block_size", "context_length", "expected"),
     [(16, 2048, 256), (16, 100, 112), (8, 100, 104), (24, 5000, 240), (300, 5000, 300), (1, 2, 2), (256, 7, 256)],
 )
-def test_segments_are_whole_blocks(block_size: int, context_length: int, expected: int) -> None:
-    assert choose_segment_size(block_size, context_length) == expected
+def test_pages_are_whole_blocks(block_size: int, context_length: int, expected: int) -> None:
+    assert choose_page_size(block_size, context_length) == expected
 
 
 def test_leaks_are_noticed() -> None:
@@ -325,10 +325,10 @@ def test_wrong_blocks_are_noticed() -> None:
     store = cache()
     one = hold(store, [10] * 36)
     store.check_blocks()
-    block = store._segments[one.segments[0]].blocks.pop()
+    block = store._pages[one.pages[0]].blocks.pop()
     with pytest.raises(AssertionError, match="misplaced"):
         store.check_blocks()
-    store._segments[one.segments[0]].blocks.append(block)
+    store._pages[one.pages[0]].blocks.append(block)
     block.holders.append(7)
-    with pytest.raises(AssertionError, match="no segment"):
+    with pytest.raises(AssertionError, match="no page"):
         store.check_blocks()

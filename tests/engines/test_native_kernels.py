@@ -163,14 +163,14 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, width: int, has_norms: bool, threads: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    size, segments = 16, 6
+    size, pages = 16, 6
     qkv = randn(dtype, generator, tokens, heads + 2 * kv_heads, width)
     angles = torch.randn(tokens, width // 2, generator=generator).repeat(1, 2)
     cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
     norms = (randn(dtype, generator, width), randn(dtype, generator, width), 1e-6) if has_norms else None
-    slots = torch.randperm(segments * size, generator=generator)[:tokens]
+    slots = torch.randperm(pages * size, generator=generator)[:tokens]
     places = (slots // size, slots % size)
-    keys, values = (torch.zeros(segments, kv_heads, size, width).to(dtype) for _ in range(2))
+    keys, values = (torch.zeros(pages, kv_heads, size, width).to(dtype) for _ in range(2))
     with computing_with(threads):
         query = native.rotate_and_store(native.Projections(qkv, heads, cosine, sine, norms), keys, values, places)
 
@@ -184,7 +184,7 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
         return bool(((found.double() - expected).abs() <= 4 * ROUNDING[dtype] * (1 + expected.abs())).all())
 
-    stored = torch.zeros(segments, size, dtype=torch.bool)
+    stored = torch.zeros(pages, size, dtype=torch.bool)
     stored[places] = True
     by_slot = (each.transpose(1, 2) for each in (keys, values))
     stored_keys, stored_values = ((each[places], each[~stored]) for each in by_slot)
@@ -241,7 +241,7 @@ def test_a_model_is_as_near_to_the_truth_as_with_torchs_kernels(
         config = EmbeddedConfig(model_path=every_checkpoint[arch], device="cpu", dtype=dtype, kernels=kernels)
         model = load_model(config)
         model.allocate_kv(4, 32)
-        request = Request("", 0, SamplingParams(), tokens, len(tokens), 999, frozenset(), 0, segments=[2, 0, 3])
+        request = Request("", 0, SamplingParams(), tokens, len(tokens), 999, frozenset(), 0, pages=[2, 0, 3])
         rows = []
         for start, stop in ((0, 40), (40, 89), (89, 90)):
             rows.append(model.forward(Plan((), (Chunk(request, start, stop),), (request,))))

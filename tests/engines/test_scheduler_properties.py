@@ -26,16 +26,16 @@ class House:
 
     def __init__(
         self,
-        num_segments: int = 12,
-        segment_size: int = 8,
+        num_pages: int = 12,
+        page_size: int = 8,
         budget: int = 24,
         mixed: int | None = 3,
         routes: bool = True,
     ) -> None:
         self.routes = routes
         self.model = RecallModel(CONTEXT)
-        self.model.allocate_kv(num_segments, segment_size)
-        self.cache = KvCache(num_segments, segment_size, BLOCK)
+        self.model.allocate_kv(num_pages, page_size)
+        self.cache = KvCache(num_pages, page_size, BLOCK)
         if routes:
             self.cache.record_events()
         self.scheduler = Scheduler(self.cache, max_num_seqs=5, max_num_batched_tokens=budget, max_mixed_chunk=mixed)
@@ -76,7 +76,7 @@ class House:
         self.computed.pop(one.id)
         self.num_sent_back += 1
         self.scheduler.preempt(one)
-        assert (one.segments, one.num_computed) == ([], 0)
+        assert (one.pages, one.num_computed) == ([], 0)
 
     def step(self) -> None:
         before = self.running
@@ -111,12 +111,12 @@ class House:
 
     def check_victims(self, before: list[Request]) -> None:
         """Who has been driven out is younger than all who stay."""
-        stay = [one.arrival for one in before if one.segments]
-        gone = [one.arrival for one in before if not one.segments]
+        stay = [one.arrival for one in before if one.pages]
+        gone = [one.arrival for one in before if not one.pages]
         assert not before or stay, "everybody was driven out"
         assert not gone or min(gone) > max(stay)
         for one in before:
-            if not one.segments:
+            if not one.pages:
                 self.computed.pop(one.id)
 
     def check_admissions(self, before: list[Request], known: set[int]) -> None:
@@ -168,7 +168,7 @@ class House:
         assert self.scheduler.is_idle == (not self.live)
         self.listen()
         if not self.live:
-            assert self.cache.num_available == self.cache.num_segments
+            assert self.cache.num_available == self.cache.num_pages
 
     def listen(self) -> None:
         """Be the router."""
@@ -285,9 +285,9 @@ def test_ten_thousand_operations() -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("segments", [8, 9, 12, 20, 40])
+@pytest.mark.parametrize("pages", [8, 9, 12, 20, 40])
 @pytest.mark.parametrize(("budget", "mixed"), [(5, None), (24, 3), (100, None), (100, 20)])
-def test_ten_thousand_operations_in_stores_of_all_sizes(segments: int, budget: int, mixed: int | None) -> None:
-    house = House(num_segments=segments, budget=budget, mixed=mixed)
-    operate(house, random.Random(segments * budget), 10_000)
+def test_ten_thousand_operations_in_stores_of_all_sizes(pages: int, budget: int, mixed: int | None) -> None:
+    house = House(num_pages=pages, budget=budget, mixed=mixed)
+    operate(house, random.Random(pages * budget), 10_000)
     assert house.num_finished > 500

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transfer_peer import LAYOUT, NUM_SEGMENTS, Peer, store
+from transfer_peer import LAYOUT, NUM_PAGES, Peer, store
 
 from worker.engines.embedded.transfer import nixl
 from worker.engines.embedded.transfer.layout import KvLayout, descriptors, pieces, slices
@@ -30,7 +30,7 @@ def peer() -> Iterator[Peer]:
 
 @pytest.fixture(scope="module")
 def shared_port() -> Iterator[KvPort]:
-    port = KvPort(store(LAYOUT, NUM_SEGMENTS, None), LAYOUT)
+    port = KvPort(store(LAYOUT, NUM_PAGES, None), LAYOUT)
     yield port
     port.close()
 
@@ -48,9 +48,9 @@ def finish(read: KvRead) -> str:
     return state
 
 
-def sequence(tensor: torch.Tensor, segments: list[int]) -> torch.Tensor:
-    """The tokens of `segments` in order, ``[heads, tokens, head_dim]``."""
-    return torch.cat([tensor[segment] for segment in segments], dim=1)
+def sequence(tensor: torch.Tensor, pages: list[int]) -> torch.Tensor:
+    """The tokens of `pages` in order, ``[heads, tokens, head_dim]``."""
+    return torch.cat([tensor[page] for page in pages], dim=1)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 48), (0, 47), (0, 1), (5, 9), (16, 32), (12, 40), (47, 48), (3, 48)])
@@ -68,7 +68,7 @@ def test_exactly_the_positions_asked_for(
         assert torch.equal(got[:, start:stop], sent[:, start:stop])
         assert not got[:, :start].any()
         assert not got[:, stop:].any()
-        others = [segment for segment in range(NUM_SEGMENTS) if segment not in target]
+        others = [page for page in range(NUM_PAGES) if page not in target]
         assert not here[others].any()
     assert len(port._free_landing) == nixl.MAX_TICKETS
 

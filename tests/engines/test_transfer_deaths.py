@@ -17,8 +17,8 @@ from transfer_peer import begin_to_read as begin
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle, KvPort
 
-LARGE = KvLayout("large", "float32", layers=8, kv_heads=4, head_dim=64, block_size=16, segment_size=256)
-NUM_SEGMENTS = 16
+LARGE = KvLayout("large", "float32", layers=8, kv_heads=4, head_dim=64, block_size=16, page_size=256)
+NUM_PAGES = 16
 """Of 256 KiB in each of 16 tensors: 64 MiB, several slices."""
 
 TRANSPORTS = {"shared memory": {}, "TCP": {"UCX_TLS": "tcp"}}
@@ -34,7 +34,7 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def port(transport: dict[str, str]) -> Iterator[KvPort]:
-    one = KvPort(store(LARGE, NUM_SEGMENTS, None), LARGE)
+    one = KvPort(store(LARGE, NUM_PAGES, None), LARGE)
     yield one
     one.close()
 
@@ -44,7 +44,7 @@ def start_peer(transport: dict[str, str]) -> Iterator[Callable[[int | None], Pee
     started: list[Peer] = []
 
     def start(seed: int | None) -> Peer:
-        started.append(Peer(LARGE, NUM_SEGMENTS, seed, **transport))
+        started.append(Peer(LARGE, NUM_PAGES, seed, **transport))
         return started[-1]
 
     yield start
@@ -53,13 +53,13 @@ def start_peer(transport: dict[str, str]) -> Iterator[Callable[[int | None], Pee
 
 
 def publish(port: KvPort) -> KvHandle:
-    handle = port.publish(range(NUM_SEGMENTS))
+    handle = port.publish(range(NUM_PAGES))
     assert handle is not None
     return handle
 
 
 def begin_to_read(reader: Peer, port: KvPort, handle: KvHandle) -> None:
-    reader.tell("begin_to_read", handle, range(NUM_SEGMENTS))
+    reader.tell("begin_to_read", handle, range(NUM_PAGES))
     assert reader.answer_to(port) == "busy"
 
 
@@ -87,8 +87,8 @@ def test_a_reader_killed_while_it_reads(port: KvPort, start_peer: Callable[[int 
 
 def test_a_holder_killed_while_it_is_read(port: KvPort, start_peer: Callable[[int | None], Peer]) -> None:
     holder = start_peer(1)
-    handle = holder.hold(range(NUM_SEGMENTS))
-    read, state = begin(port, handle, range(NUM_SEGMENTS))
+    handle = holder.hold(range(NUM_PAGES))
+    read, state = begin(port, handle, range(NUM_PAGES))
     assert state == "busy"
     holder.kill()
     assert read.poll(60.0) == "lost"

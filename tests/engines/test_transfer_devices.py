@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from worker.engines.embedded.plan import SegmentCopy
+from worker.engines.embedded.plan import PageCopy
 from worker.engines.embedded.transfer import nixl
 from worker.engines.embedded.transfer.connector import Exchange
 from worker.engines.embedded.transfer.layout import Array, KvLayout
 from worker.engines.embedded.transfer.nixl import KvPort, Nixl
 
-LAYOUT = KvLayout("m", "bfloat16", layers=1, kv_heads=2, head_dim=4, block_size=4, segment_size=16)
-SEGMENT_BYTES = 2 * 16 * 4 * 2
-NUM_SEGMENTS = 3
+LAYOUT = KvLayout("m", "bfloat16", layers=1, kv_heads=2, head_dim=4, block_size=4, page_size=16)
+PAGE_BYTES = 2 * 16 * 4 * 2
+NUM_PAGES = 3
 
 
 class OnCuda:
@@ -35,7 +35,7 @@ class OnCuda:
         return 2
 
     def numel(self) -> int:
-        return NUM_SEGMENTS * SEGMENT_BYTES // 2
+        return NUM_PAGES * PAGE_BYTES // 2
 
     def __getitem__(self, place: object) -> int:
         return 0
@@ -93,7 +93,7 @@ def port_on(index: int, addresses: tuple[int, ...], done: list[str], monkeypatch
 
 
 def test_the_device_is_named_wherever_kv_is_and_tickets_stay_in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = NUM_SEGMENTS * SEGMENT_BYTES
+    size = NUM_PAGES * PAGE_BYTES
     holder = port_on(3, (1_000_000, 1_000_000 + size), [], monkeypatch)
     reader = port_on(1, (9_000_000, 5_000_000), [], monkeypatch)
     # neighbours may be allocations of their own there, so each is registered by itself
@@ -109,8 +109,8 @@ def test_the_device_is_named_wherever_kv_is_and_tickets_stay_in_main_memory(monk
     assert read.poll(1.0) == "done"
     (to, of), (landing, ticket) = reader._agent.reads
     assert (to[0], of[0], landing[0], ticket[0]) == ("VRAM", "VRAM", "DRAM", "DRAM")
-    assert to[1].tolist() == [[base + SEGMENT_BYTES, SEGMENT_BYTES, 1] for base in (9_000_000, 5_000_000)]
-    assert of[1].tolist() == [[base + 2 * SEGMENT_BYTES, SEGMENT_BYTES, 3] for base in (1_000_000, 1_000_000 + size)]
+    assert to[1].tolist() == [[base + PAGE_BYTES, PAGE_BYTES, 1] for base in (9_000_000, 5_000_000)]
+    assert of[1].tolist() == [[base + 2 * PAGE_BYTES, PAGE_BYTES, 3] for base in (1_000_000, 1_000_000 + size)]
     assert ticket[1].tolist() == [[handle.ticket_address, 8, 0]]
     assert landing[1][0, 2] == 0
     assert len(reader._agent.writes) == 1
@@ -119,11 +119,11 @@ def test_the_device_is_named_wherever_kv_is_and_tickets_stay_in_main_memory(monk
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_the_gpu_is_done_with_a_segment_before_it_is_read_into(monkeypatch: pytest.MonkeyPatch, opened: bool) -> None:
+def test_the_gpu_is_done_with_a_page_before_it_is_read_into(monkeypatch: pytest.MonkeyPatch, opened: bool) -> None:
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"wait for {device}"))
     port = port_on(1, (1_000_000, 2_000_000), done, monkeypatch)
     exchange = Exchange(port, SimpleNamespace(), None)  # type: ignore[arg-type]
-    request: Any = SimpleNamespace(segments=[0, 1], num_computed=0 if opened else 20)
-    exchange._prepare(request, [] if opened else [SegmentCopy(source=2, target=1, num_tokens=4)])
+    request: Any = SimpleNamespace(pages=[0, 1], num_computed=0 if opened else 20)
+    exchange._prepare(request, [] if opened else [PageCopy(source=2, target=1, num_tokens=4)])
     assert done == ["write"] * (2 if opened else 4) + ["wait for cuda:1"]

@@ -1,4 +1,4 @@
-"""Prefill here, decode there: the same tokens, whatever happens between, and every segment back
+"""Prefill here, decode there: the same tokens, whatever happens between, and every page back
 at the end.
 """
 
@@ -141,7 +141,7 @@ def test_a_hold_that_ends_under_a_reader_is_noticed(
 
 
 def test_too_many_holds_fail_their_request_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.prefill.exchange.port, "publish", lambda segments: None)
+    monkeypatch.setattr(pair.prefill.exchange.port, "publish", lambda pages: None)
     pair.prefill.prefill("one", prompt_of(50))
     pair.run(lambda: pair.prefill.finished("one"))
     assert pair.prefill.finished("one") == "error"

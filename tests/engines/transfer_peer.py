@@ -18,16 +18,16 @@ import torch
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle, KvPort, KvRead
 
-LAYOUT = KvLayout("tiny", "float32", layers=3, kv_heads=2, head_dim=4, block_size=4, segment_size=16)
-NUM_SEGMENTS = 12
+LAYOUT = KvLayout("tiny", "float32", layers=3, kv_heads=2, head_dim=4, block_size=4, page_size=16)
+NUM_PAGES = 12
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch", "worker.engines.embedded.transfer.nixl"])
 
 
-def store(layout: KvLayout, num_segments: int, seed: int | None) -> list[torch.Tensor]:
+def store(layout: KvLayout, num_pages: int, seed: int | None) -> list[torch.Tensor]:
     """Keys of each layer, then values of each layer; zeros without a seed."""
-    shape = (num_segments, layout.kv_heads, layout.segment_size, layout.head_dim)
+    shape = (num_pages, layout.kv_heads, layout.page_size, layout.head_dim)
     dtype = getattr(torch, layout.dtype)
     if seed is None:
         return [torch.zeros(shape, dtype=dtype) for _ in range(2 * layout.layers)]
@@ -45,12 +45,12 @@ class Peer:
     """
 
     def __init__(
-        self, layout: KvLayout = LAYOUT, num_segments: int = NUM_SEGMENTS, seed: int | None = 1, **environ: str
+        self, layout: KvLayout = LAYOUT, num_pages: int = NUM_PAGES, seed: int | None = 1, **environ: str
     ) -> None:
-        self.tensors = store(layout, num_segments, seed)
+        self.tensors = store(layout, num_pages, seed)
         self.notes: list[int] = []
         self._pipe, theirs = _FORKS.Pipe()
-        self.process = _FORKS.Process(target=serve, args=(theirs, layout, num_segments, seed, environ), daemon=True)
+        self.process = _FORKS.Process(target=serve, args=(theirs, layout, num_pages, seed, environ), daemon=True)
         self.process.start()
         theirs.close()
         assert self._pipe.recv() == "ready"
@@ -70,8 +70,8 @@ class Peer:
             self.notes += port.notes()
         return self._pipe.recv()
 
-    def hold(self, segments: Sequence[int]) -> KvHandle:
-        handle: KvHandle = self.ask("hold", segments)
+    def hold(self, pages: Sequence[int]) -> KvHandle:
+        handle: KvHandle = self.ask("hold", pages)
         return handle
 
     def wait_note(self) -> int:
@@ -96,11 +96,11 @@ class Peer:
         self._pipe.close()
 
 
-def begin_to_read(port: KvPort, handle: KvHandle, segments: Sequence[int]) -> tuple[KvRead, str]:
+def begin_to_read(port: KvPort, handle: KvHandle, pages: Sequence[int]) -> tuple[KvRead, str]:
     """A read of which some has come and some has not, if it is `busy`."""
     for tensor in port.tensors:
         tensor.zero_()
-    read = port.read(handle, segments, 0, len(segments) * port.layout.segment_size)
+    read = port.read(handle, pages, 0, len(pages) * port.layout.page_size)
     state = read.poll(0.0)
     while state == "busy" and not any(tensor.any() for tensor in port.tensors):
         state = read.poll(0.0)
@@ -120,8 +120,8 @@ class Served:
         """A real holder's step thread does so too."""
         self._notes += self._port.notes()
 
-    def hold(self, segments: Sequence[int]) -> KvHandle:
-        handle = self._port.publish(segments)
+    def hold(self, pages: Sequence[int]) -> KvHandle:
+        handle = self._port.publish(pages)
         assert handle is not None
         self._held[handle.ticket] = handle
         return handle
@@ -136,8 +136,8 @@ class Served:
             self.poll()
         return self._notes.pop(0)
 
-    def begin_to_read(self, handle: KvHandle, segments: Sequence[int]) -> str:
-        self._read, state = begin_to_read(self._port, handle, segments)
+    def begin_to_read(self, handle: KvHandle, pages: Sequence[int]) -> str:
+        self._read, state = begin_to_read(self._port, handle, pages)
         return state
 
     def finish_reading(self) -> tuple[str, list[float]]:
@@ -148,11 +148,11 @@ class Served:
         return state, [float(tensor.double().mean()) for tensor in self._port.tensors]
 
 
-def serve(pipe: Connection, layout: KvLayout, num_segments: int, seed: int | None, environ: dict[str, str]) -> None:
+def serve(pipe: Connection, layout: KvLayout, num_pages: int, seed: int | None, environ: dict[str, str]) -> None:
     """The process: does what is asked, one after the other, and polls between."""
     os.environ.update(environ, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    served = Served(KvPort(store(layout, num_segments, seed), layout))
+    served = Served(KvPort(store(layout, num_pages, seed), layout))
     pipe.send("ready")
     while True:
         served.poll()

@@ -82,9 +82,9 @@ class Request:
         keeps_kv: Whether its KV outlives it, for another worker to read; see `exchange`.
         cache_salt: It shares KV only with requests of the same salt.
         arrival: Place in the order of arrival, given by the scheduler.
-        segments: The KV segments of its tokens, in order, while it runs: position p is in
-            ``segments[p // size]`` at slot ``p % size``, `size` being the tokens per segment.
-        num_computed: Tokens, from the first on, whose KV is in `segments`.
+        pages: The KV pages of its tokens, in order, while it runs: position p is in
+            ``pages[p // size]`` at slot ``p % size``, `size` being the tokens per page.
+        num_computed: Tokens, from the first on, whose KV is in `pages`.
         num_cached_tokens: Prompt tokens whose KV was known when it was first admitted; None before.
         block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
         known_blocks: Those that its tokens begin with, as `KvCache.match` found them last.
@@ -105,7 +105,7 @@ class Request:
     keeps_kv: bool = False
     cache_salt: str | None = None
     arrival: int = -1
-    segments: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached_tokens: int | None = None
     block_hashes: list[int] = field(default_factory=list)
@@ -156,9 +156,9 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentCopy:
-    """The KV of the first `num_tokens` slots of segment `source` goes to the same slots of
-    segment `target`.
+class PageCopy:
+    """The KV of the first `num_tokens` slots of page `source` goes to the same slots of
+    page `target`.
     """
 
     source: int
@@ -181,7 +181,7 @@ class Plan:
     decode: tuple[Request, ...]
     chunks: tuple[Chunk, ...]
     sampled: tuple[Request, ...]
-    copies: tuple[SegmentCopy, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
 
     @property
     def scored(self) -> tuple[Chunk, ...]:
@@ -228,7 +228,7 @@ class Model(Protocol):
         undecodable_ids: Ids below `vocab_size` that the tokenizer does not know; never sampled.
         device: Where logits are.
         kv_bytes_per_token: Size of the KV of one token, 0 if there is none.
-        wants_dense_kv: Whether a step is faster where the segments that it reads lie densely.
+        wants_dense_kv: Whether a step is faster where the pages that it reads lie densely.
         numerics: ``exact`` if a row of logits is the same, bit by bit, in any batch and on any
             path, else ``fast``; known once there is room for KV.
     """
@@ -242,9 +242,9 @@ class Model(Protocol):
     wants_dense_kv: bool
     numerics: str
 
-    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
-        """Make room for `num_segments` segments of `segment_size` tokens; see
-        `Request.segments`.
+    def allocate_kv(self, num_pages: int, page_size: int) -> None:
+        """Make room for `num_pages` pages of `page_size` tokens; see
+        `Request.pages`.
         """
 
     def forward(self, plan: Plan) -> torch.Tensor:

@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from adapters.chain import ProcessorChain
 from worker.engines.embedded.kv_cache import KvCache, hash_blocks
-from worker.engines.embedded.plan import TILE, Chunk, Output, Plan, Request, Samples, SegmentCopy
+from worker.engines.embedded.plan import TILE, Chunk, Output, PageCopy, Plan, Request, Samples
 
 FAIR_CHUNK = 128
 """Tokens of each prompt that a step computes before any prompt gets more, a quarter of the
@@ -27,8 +27,8 @@ LONG_CONTEXT = 1024
 """Tokens after which computing one more of a prompt takes a small model half as long again."""
 
 RUNNING_PER_SPARE = 16
-"""Running requests for which one segment stays available when another is admitted, so that it does
-not drive one out, or is driven out, at the next full segment."""
+"""Running requests for which one page stays available when another is admitted, so that it does
+not drive one out, or is driven out, at the next full page."""
 
 
 class Scheduler:
@@ -39,14 +39,14 @@ class Scheduler:
     a request is          held in            and owns
     ====================  =================  ==================================================
     waiting               ``waiting``        nothing; after a preemption it has generated tokens
-    in prefill            ``prefilling``     segments for all its tokens
-    decoding              ``decoding``       segments for all its tokens
-    a guest               ``guests``         segments; `exchange` says why, and does the rest
+    in prefill            ``prefilling``     pages for all its tokens
+    decoding              ``decoding``       pages for all its tokens
+    a guest               ``guests``         pages; `exchange` says why, and does the rest
     finished or aborted   nowhere            nothing
     ====================  =================  ==================================================
 
     Args:
-        cache: KV segments.
+        cache: KV pages.
         max_num_seqs: Requests in ``prefilling`` and ``decoding`` together at most.
         max_num_batched_tokens: Tokens in one plan at most; at least `max_num_seqs`.
         max_mixed_chunk: Prompt tokens per prompt that is waited for in a plan that decodes too;
@@ -56,7 +56,7 @@ class Scheduler:
             Where it is `TILE` or more, the step is whole tiles.
 
     Attributes:
-        waits_outside: Place in the order of arrival of a request that waits for segments before it
+        waits_outside: Place in the order of arrival of a request that waits for pages before it
             can become a guest, None if none does. Nobody who came after it is admitted.
     """
 
@@ -95,8 +95,8 @@ class Scheduler:
         """Queue a request in order of arrival; the store must have room for the longest answer
         to it.
         """
-        longest = self.cache.count_segments(request.limit)
-        assert longest <= self.cache.num_segments, f"{request.id} may take {longest} segments: {self!r}"
+        longest = self.cache.count_pages(request.limit)
+        assert longest <= self.cache.num_pages, f"{request.id} may take {longest} pages: {self!r}"
         self.arrive(request)
         self._enqueue(request)
 
@@ -135,13 +135,13 @@ class Scheduler:
         """Whether one more request may run."""
         return len(self.decoding) + len(self.prefilling) < self.max_num_seqs
 
-    def invite(self, request: Request) -> tuple[SegmentCopy, ...] | None:
-        """Make a request a guest, with segments for all its tokens and as much KV in them as is
+    def invite(self, request: Request) -> tuple[PageCopy, ...] | None:
+        """Make a request a guest, with pages for all its tokens and as much KV in them as is
         known.
 
         Returns:
             What has to be copied in the store before anything is written; None if there are too few
-            segments.
+            pages.
         """
         copies = self.cache.admit(request, self._spare())
         if copies is not None:
@@ -167,7 +167,7 @@ class Scheduler:
         """
         fits = self._grow()
         budget = self._prompt_budget()
-        copies: tuple[SegmentCopy, ...] = self._admit(budget) if fits and self.waiting else ()
+        copies: tuple[PageCopy, ...] = self._admit(budget) if fits and self.waiting else ()
         chunks = self._cut(budget) if self.prefilling else ()
         ended = tuple(chunk.request for chunk in chunks if chunk.is_last)
         decode = () if prompts_first and chunks else self.decoding
@@ -201,22 +201,22 @@ class Scheduler:
         return outputs
 
     def check_integrity(self) -> None:
-        """Every live request is in one place and every KV segment has its owners. Raises
+        """Every live request is in one place and every KV page has its owners. Raises
         `AssertionError`.
         """
         running = [*self.prefilling, *self.decoding]
         live = [*running, *self.waiting]
         assert len({id(request) for request in live}) == len(live), f"a request is listed twice: {self!r}"
         assert len(running) <= self.max_num_seqs, f"more than {self.max_num_seqs} requests run: {self!r}"
-        assert not any(request.segments for request in self.waiting), f"a waiting request owns segments: {self!r}"
+        assert not any(request.pages for request in self.waiting), f"a waiting request owns pages: {self!r}"
         self.cache.check_integrity([*running, *self.guests])
 
     def _grow(self) -> bool:
-        """A segment for each decode row whose last one is full; whether that drove nobody out."""
-        size, before = self.cache.segment_size, self.num_preemptions
-        full = [request for request in self.decoding if request.num_computed == len(request.segments) * size]
+        """A page for each decode row whose last one is full; whether that drove nobody out."""
+        size, before = self.cache.page_size, self.num_preemptions
+        full = [request for request in self.decoding if request.num_computed == len(request.pages) * size]
         for request in sorted(full, key=_arrival):
-            while request.segments and not self.cache.grow(request):
+            while request.pages and not self.cache.grow(request):
                 self.preempt(max((*self.decoding, *self.prefilling), key=_arrival))
         return self.num_preemptions == before
 
@@ -235,14 +235,14 @@ class Scheduler:
             wanted = (rows + wanted + TILE // 2) // TILE * TILE - rows
         return min(most, wanted)
 
-    def _admit(self, budget: int) -> tuple[SegmentCopy, ...]:
+    def _admit(self, budget: int) -> tuple[PageCopy, ...]:
         """Move waiting requests into prefill, in order of arrival."""
         slots = self.max_num_seqs - len(self.decoding) - len(self.prefilling)
         fair = _fair_chunk(budget)
         reserved = sum(min(fair, _remaining(request)) for request in self.prefilling)
         if slots <= 0 or reserved >= budget:
             return ()
-        copies: list[SegmentCopy] = []
+        copies: list[PageCopy] = []
         pending = self._pending(self.prefilling)
         for request in list(islice(self.waiting, slots)):  # one that is passed over keeps its slot free
             if self.waits_outside is not None and request.arrival > self.waits_outside:
@@ -261,9 +261,9 @@ class Scheduler:
         return tuple(copies)
 
     def _spare(self) -> int:
-        """Segments that are to stay available: as many as running requests will soon need."""
+        """Pages that are to stay available: as many as running requests will soon need."""
         running = (*self.decoding, *self.prefilling)
-        growth = sum(self.cache.count_segments(one.limit) - len(one.segments) for one in running)
+        growth = sum(self.cache.count_pages(one.limit) - len(one.pages) for one in running)
         return min(growth, -(-len(running) // RUNNING_PER_SPARE))
 
     def _begin(self, request: Request) -> None:

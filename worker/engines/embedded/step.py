@@ -6,7 +6,7 @@ import torch
 
 from adapters.chain import plan_rows
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.kv_cache import KvCache, choose_segment_size
+from worker.engines.embedded.kv_cache import KvCache, choose_page_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.scheduler import Scheduler
@@ -126,9 +126,9 @@ def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> St
     """A stepper for `model`, with a KV store of `num_kv_blocks` blocks. Raises `StartupError` if
     they do not fit.
     """
-    segment_size = choose_segment_size(config.kv_block_size, config.context_length or model.context_length)
-    num_segments = num_kv_blocks * config.kv_block_size // segment_size
-    model.allocate_kv(num_segments, segment_size)
-    cache = KvCache(num_segments, segment_size, config.kv_block_size, is_dense=model.wants_dense_kv)
+    page_size = choose_page_size(config.kv_block_size, config.context_length or model.context_length)
+    num_pages = num_kv_blocks * config.kv_block_size // page_size
+    model.allocate_kv(num_pages, page_size)
+    cache = KvCache(num_pages, page_size, config.kv_block_size, is_dense=model.wants_dense_kv)
     mixed = config.max_mixed_chunk or MIXED_CHUNKS.get(model.device.type)
     return Stepper(model, Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed))

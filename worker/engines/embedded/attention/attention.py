@@ -1,9 +1,9 @@
 """Attention over a packed batch with our own KV store: one step's work, laid out once and used by
 every layer.
 
-The tokens of all rows lie one after another. Native kernels read each row's segments where they
-lie. With torch's, a token's keys are split at the absolute boundaries of the store's segments,
-always, and its result is put together from one partial softmax per segment, in ascending order. So
+The tokens of all rows lie one after another. Native kernels read each row's pages where they
+lie. With torch's, a token's keys are split at the absolute boundaries of the store's pages,
+always, and its result is put together from one partial softmax per page, in ascending order. So
 it depends on the tokens alone, not on where they lie, nor on which step computed them.
 """
 
@@ -32,7 +32,7 @@ class AttentionStep:
     Args:
         store: KV of all layers.
         spans: The rows, in the order of their tokens.
-        places: Segment and slot of each token, ``[2, T]``.
+        places: Page and slot of each token, ``[2, T]``.
         shapes: How calls may be shaped.
     """
 
@@ -133,7 +133,7 @@ def _combine(layout: Layout, outputs: list[torch.Tensor], sums: list[torch.Tenso
     sum_all = sums[0] if len(sums) == 1 else torch.cat(sums)
     weights = sum_all.index_select(0, layout.parts.view(-1)).view(count, depth, -1) + layout.absent
     weights = weights.sub_(weights.amax(1, keepdim=True)).exp_()[..., None]
-    # one after another, so that places without a segment, which weigh 0, change nothing
+    # one after another, so that places without a page, which weigh 0, change nothing
     total = weights[:, 0].clone()
     result = weights[:, 0] * output.index_select(0, layout.parts[:, 0])
     for part in range(1, depth):

@@ -33,15 +33,15 @@ class Shapes:
     Attributes:
         kernel: The one for every call; None means whichever is faster.
         tokens: Query tokens per entry when several share their keys; None means all of them.
-        whole_segments: Whether every call reads whole segments; otherwise no more than it needs, in
+        whole_pages: Whether every call reads whole pages; otherwise no more than it needs, in
             steps of 32 keys, but for products of several entries: they would copy a part of each
-            segment.
+            page.
         query_multiple: The queries of an entry are padded to a multiple of this.
     """
 
     kernel: Kernel | None = None
     tokens: int | None = None
-    whole_segments: bool = False
+    whole_pages: bool = False
     query_multiple: int = 1
 
     def kernel_for(self, entries: int, tokens: int, kv_heads: int, dtype: torch.dtype) -> Kernel:
@@ -52,9 +52,9 @@ class Shapes:
         return Kernel.PRODUCTS if batched else Kernel.FLASH
 
     def length(self, kernel: Kernel, entries: int, tokens: int, needed: int, size: int) -> int:
-        """Keys to read of segments of `size` tokens of which `needed` are seen."""
+        """Keys to read of pages of `size` tokens of which `needed` are seen."""
         copies = kernel is Kernel.PRODUCTS and (entries > 1 or tokens < _FEW_MATRICES)
-        if self.whole_segments or copies:
+        if self.whole_pages or copies:
             return size
         return min(size, -(-needed // _LENGTH_STEP) * _LENGTH_STEP)
 

@@ -1,7 +1,7 @@
 """The calls of torch's kernels by which a step attends, and how their results are put together.
 
-Partial softmaxes that read segments at a constant distance are one call over a strided view of the
-store: nothing is gathered, and the number of calls depends on how scattered the segments are, not
+Partial softmaxes that read pages at a constant distance are one call over a strided view of the
+store: nothing is gathered, and the number of calls depends on how scattered the pages are, not
 on the number of rows.
 """
 
@@ -17,7 +17,7 @@ from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
 from worker.engines.embedded.kv_cache import Span
 
 _Pair = tuple[int, int, int, int, int]
-"""Segment, token, column of the table (-1 for a result that nobody wants), keys seen from and
+"""Page, token, column of the table (-1 for a result that nobody wants), keys seen from and
 to.
 """
 
@@ -25,14 +25,14 @@ _BYTES_PER_CALL = 2**20
 """Keys and values that are read in about the time that a call takes besides reading."""
 
 _BYTES_OF_SCORES = 2**23
-"""Scores of one call over several segments of a prompt at most: few enough to stay in the
+"""Scores of one call over several pages of a prompt at most: few enough to stay in the
 processor's caches.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Entries of `tokens` query tokens each; entry i reads `length` keys of segment ``first + i *
+    """Entries of `tokens` query tokens each; entry i reads `length` keys of page ``first + i *
     stride``.
 
     `mask` is additive, ``[entries, 1, tokens * group, length]``, or None if every key is seen.
@@ -63,11 +63,11 @@ class Layout:
         calls: In the order of their results.
         queries: Query token of each place in the calls' entries; None if that is every token in
             order.
-        last: Of each token, the result of its last segment; None if that is every result in order.
-        several: Tokens with more than one segment, None if there are none.
-        parts: Of those, the result of each segment, ascending ``[n, S]``; where a token has none,
+        last: Of each token, the result of its last page; None if that is every result in order.
+        several: Tokens with more than one page, None if there are none.
+        parts: Of those, the result of each page, ascending ``[n, S]``; where a token has none,
             its last.
-        absent: Of those, 0 or, where a token has no such segment, -inf: ``[n, S, 1]``.
+        absent: Of those, 0 or, where a token has no such page, -inf: ``[n, S, 1]``.
     """
 
     calls: list[Call]
@@ -92,7 +92,7 @@ class _Planner:
     ) -> None:
         self._spans = spans
         self._kv_heads, self._size = keys.shape[1:3]
-        self._segment_bytes = 2 * keys[0].nbytes
+        self._page_bytes = 2 * keys[0].nbytes
         self._window = window
         self._group = query.shape[1] // self._kv_heads
         self._like = query
@@ -101,7 +101,7 @@ class _Planner:
         self._calls: list[Call] = []
         self._queries: list[torch.Tensor] = []
         self._results = 0  # places in the calls so far
-        self._table: torch.Tensor = torch.empty(0)  # [T, S]: result of each segment, -1 where a token does not see it
+        self._table: torch.Tensor = torch.empty(0)  # [T, S]: result of each page, -1 where a token does not see it
 
     def layout(self) -> Layout:
         count = sum(span.stop - span.start for span in self._spans)
@@ -116,7 +116,7 @@ class _Planner:
         return self._finish()
 
     def _seen(self, span: Span) -> range:
-        """Segments, by their place in the sequence, that any token of `span` sees."""
+        """Pages, by their place in the sequence, that any token of `span` sees."""
         first = max(0, span.start - self._window + 1) if self._window else 0
         return range(first // self._size, (span.stop - 1) // self._size + 1)
 
@@ -129,14 +129,14 @@ class _Planner:
                 for column, place in enumerate(self._seen(span)):
                     begin = place * self._size
                     seen = max(0, lowest - begin), min(self._size, span.stop - begin)
-                    pairs.append((span.segments[place], token, column, *seen))
+                    pairs.append((span.pages[place], token, column, *seen))
             token += span.stop - span.start
         if not pairs:
             return
         pairs = self._bridge(sorted(pairs))
         _, tokens, columns, begins, ends = torch.tensor(pairs).unbind(1)
         for start, stop, stride in _runs([pair[0] for pair in pairs]):
-            # rows that share a segment are the query tokens of one entry, so that its keys are read
+            # rows that share a page are the query tokens of one entry, so that its keys are read
             # once
             places = _tiles(torch.arange(start, stop), 1 if stride else self._shapes.tokens)
             wanted = torch.arange(start, stop)[columns[start:stop] >= 0]
@@ -147,16 +147,16 @@ class _Planner:
         """Pairs with others between them that nobody wants, where reading those costs less than one
         more call.
 
-        What is wanted of scattered segments would be many calls, and reading a few segments too
+        What is wanted of scattered pages would be many calls, and reading a few pages too
         many costs little.
         """
-        most = _BYTES_PER_CALL // self._segment_bytes
+        most = _BYTES_PER_CALL // self._page_bytes
         if not most or sum(1 for _ in _runs([pair[0] for pair in pairs])) <= 2:
             return pairs
         bridged = [pairs[0]]
         for before, pair in pairwise(pairs):
             if pair[0] - before[0] <= most + 1:
-                bridged += [(segment, pair[1], -1, 0, self._size) for segment in range(before[0] + 1, pair[0])]
+                bridged += [(page, pair[1], -1, 0, self._size) for page in range(before[0] + 1, pair[0])]
             bridged.append(pair)
         return bridged
 
@@ -164,32 +164,32 @@ class _Planner:
         seen = self._seen(span)
         rows = torch.arange(token, token + span.stop - span.start)
         num_whole = self._num_whole(span, len(rows))
-        scores = 4 * len(rows) * self._like.shape[1] * self._size  # bytes of one segment's
-        for start, stop, stride in _runs([span.segments[place] for place in seen[:num_whole]]):
+        scores = 4 * len(rows) * self._like.shape[1] * self._size  # bytes of one page's
+        for start, stop, stride in _runs([span.pages[place] for place in seen[:num_whole]]):
             most = max(1, _BYTES_OF_SCORES // scores) if stride > 0 else 1
             for first in range(start, stop, most):
                 count = min(most, stop - first)
                 results = torch.arange(self._results, self._results + count * len(rows)).view(count, -1)
                 self._table[rows, first : first + count] = results.T
                 self._call(
-                    span.segments[seen[first]],
+                    span.pages[seen[first]],
                     stride,
                     rows.expand(count, -1),
                     torch.zeros(count, len(rows), dtype=torch.long),
                     torch.full((count, len(rows)), self._size),
                 )
         for column in range(num_whole, len(seen)):
-            self._plan_segment(span, token, column, seen[column])
+            self._plan_page(span, token, column, seen[column])
 
     def _num_whole(self, span: Span, tokens: int) -> int:
-        """Segments, from the first on, that every token sees whole, where their calls may be
+        """Pages, from the first on, that every token sees whole, where their calls may be
         one.
         """
         if self._window or self._shapes.tokens not in (None, tokens):
             return 0
         return span.start // self._size
 
-    def _plan_segment(self, span: Span, token: int, column: int, place: int) -> None:
+    def _plan_page(self, span: Span, token: int, column: int, place: int) -> None:
         begin = place * self._size
         last = begin + self._size - 1 + self._window if self._window else span.stop
         first, stop = max(span.start, begin), min(span.stop, last)
@@ -199,7 +199,7 @@ class _Planner:
         positions = padded + (span.start - token)
         ends = (positions + 1 - begin).clamp_(max=self._size)
         begins = (positions + (1 - self._window - begin)).clamp_(min=0) if self._window else torch.zeros_like(ends)
-        self._call(span.segments[place], 0, padded, begins, ends)
+        self._call(span.pages[place], 0, padded, begins, ends)
 
     def _call(self, first: int, stride: int, queries: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> None:
         """Entries for query tokens ``[entries, tokens]``, each of which sees keys from `begins`

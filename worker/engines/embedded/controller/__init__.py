@@ -5,4 +5,25 @@
 their streams, `state` is what is kept of them.
 """
 
-__all__ = []
+from worker.engines.embedded.controller.controller import TextGenerationController
+from worker.engines.embedded.controller.text import ControllerTokenizer, HfControllerTokenizer
+from worker.engines.embedded.controller.types import (
+    DynamicStep,
+    InferenceParams,
+    InferenceRequest,
+    MaxSequenceLengthOverflowError,
+    Status,
+    TokenStream,
+)
+
+__all__ = [
+    "ControllerTokenizer",
+    "DynamicStep",
+    "HfControllerTokenizer",
+    "InferenceParams",
+    "InferenceRequest",
+    "MaxSequenceLengthOverflowError",
+    "Status",
+    "TextGenerationController",
+    "TokenStream",
+]

@@ -6,7 +6,7 @@ decides how large it is.
 """
 
 from worker.engines.embedded.kv_cache.blocks import ROOT, Block, BlocksRemoved, BlocksStored, hash_blocks
-from worker.engines.embedded.kv_cache.budget import choose_kv_blocks, choose_segment_size, is_out_of_memory
+from worker.engines.embedded.kv_cache.budget import choose_kv_blocks, choose_page_size, is_out_of_memory
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.kv_cache.store import KvStore, Span
 
@@ -19,7 +19,7 @@ __all__ = [
     "KvStore",
     "Span",
     "choose_kv_blocks",
-    "choose_segment_size",
+    "choose_page_size",
     "hash_blocks",
     "is_out_of_memory",
 ]

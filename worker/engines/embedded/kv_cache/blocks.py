@@ -21,7 +21,7 @@ class Block:
         hash: See `hash_block`.
         parent: The block before it, None for the first of a sequence.
         tokens: Its token ids.
-        holders: The segments whose KV holds it.
+        holders: The pages whose KV holds it.
     """
 
     hash: int

@@ -18,21 +18,21 @@ machine need some.
 
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 
-SEGMENT_TOKENS = 256
-"""Largest segment. Long ones make few parts per row of attention, short ones waste less at the
+PAGE_TOKENS = 256
+"""Largest page. Long ones make few parts per row of attention, short ones waste less at the
 end of a sequence.
 """
 
 
-def choose_segment_size(block_size: int, context_length: int) -> int:
-    """Tokens per segment: whole blocks, `SEGMENT_TOKENS` at most, and no more than a context takes;
+def choose_page_size(block_size: int, context_length: int) -> int:
+    """Tokens per page: whole blocks, `PAGE_TOKENS` at most, and no more than a context takes;
     one block at least.
 
     Args:
         block_size: Tokens per block.
         context_length: Longest sequence, in tokens.
     """
-    most = min(SEGMENT_TOKENS // block_size, -(-context_length // block_size))
+    most = min(PAGE_TOKENS // block_size, -(-context_length // block_size))
     return block_size * max(1, most)
 
 
@@ -40,21 +40,21 @@ def choose_kv_blocks(config: EmbeddedConfig, model: Model, context_length: int) 
     """Blocks of the KV store: those asked for, or enough for every slot's full context, as far as
     memory goes.
 
-    They make whole segments; what is left of the blocks asked for is not used.
+    They make whole pages; what is left of the blocks asked for is not used.
 
     Raises:
         StartupError: not even one full context fits.
     """
-    segment_size = choose_segment_size(config.kv_block_size, context_length)
-    per_segment = segment_size // config.kv_block_size
-    per_context = -(-context_length // segment_size) * per_segment
+    page_size = choose_page_size(config.kv_block_size, context_length)
+    per_page = page_size // config.kv_block_size
+    per_context = -(-context_length // page_size) * per_page
     if config.kv_blocks is not None:
         if config.kv_blocks < per_context:
             raise StartupError(
                 f"--kv-blocks {config.kv_blocks} cannot hold one context of {context_length} tokens, "
                 f"which takes {per_context}"
             )
-        return config.kv_blocks // per_segment * per_segment
+        return config.kv_blocks // per_page * per_page
     wanted = per_context * config.max_num_seqs
     block_bytes = model.kv_bytes_per_token * config.kv_block_size
     free_bytes = free_memory(model.device)
@@ -66,7 +66,7 @@ def choose_kv_blocks(config: EmbeddedConfig, model: Model, context_length: int) 
             f"--context-length {context_length} needs {per_context * block_bytes / 2**30:.1f} GiB of KV store, "
             f"{fitting * block_bytes / 2**30:.1f} GiB are available: lower it"
         )
-    return min(wanted, fitting // per_segment * per_segment)
+    return min(wanted, fitting // per_page * per_page)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

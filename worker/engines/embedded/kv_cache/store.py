@@ -1,4 +1,4 @@
-"""Where keys and values are: segments of every layer, and which of them a row of a step reads."""
+"""Where keys and values are: pages of every layer, and which of them a row of a step reads."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from worker.engines.embedded.plan import SegmentCopy
+from worker.engines.embedded.plan import PageCopy
 
 
 @dataclass(slots=True)
 class KvStore:
-    """Keys and values of every layer: tensors ``[num_segments, num_kv_heads, segment_size,
+    """Keys and values of every layer: tensors ``[num_pages, num_kv_heads, page_size,
     head_dim]``, finite.
     """
 
@@ -28,21 +28,21 @@ class KvStore:
     def write(
         self, layer: int, places: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Put ``key, value [T, num_kv_heads, head_dim]`` into the segments and slots `places`."""
+        """Put ``key, value [T, num_kv_heads, head_dim]`` into the pages and slots `places`."""
         self._key_slots[layer].index_put_(places, _wide(key))
         self._value_slots[layer].index_put_(places, _wide(value))
 
-    def open(self, segments: Sequence[int]) -> None:
-        """Zero segments that are written from their first slot on: a NaN left there would get
+    def open(self, pages: Sequence[int]) -> None:
+        """Zero pages that are written from their first slot on: a NaN left there would get
         past every mask.
         """
-        if segments:
-            index = torch.tensor(segments, device=self.keys[0].device)
+        if pages:
+            index = torch.tensor(pages, device=self.keys[0].device)
             for tensor in (*self.keys, *self.values):
                 tensor.index_fill_(0, index, 0)
 
-    def copy(self, copies: Sequence[SegmentCopy]) -> None:
-        """Copy the beginnings of segments, in every layer, and zero what is behind them."""
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copy the beginnings of pages, in every layer, and zero what is behind them."""
         for tensor in (*self.keys, *self.values) if copies else ():
             for each in copies:
                 tensor[each.target, :, : each.num_tokens] = tensor[each.source, :, : each.num_tokens]
@@ -59,9 +59,9 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class Span:
     """One row of a step: tokens at positions ``[start, stop)`` of the sequence stored in
-    `segments`.
+    `pages`.
     """
 
-    segments: Sequence[int]
+    pages: Sequence[int]
     start: int
     stop: int

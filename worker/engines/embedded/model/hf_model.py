@@ -57,7 +57,7 @@ class HfModel:
     Attributes:
         numerics: ``exact`` or ``fast``; known once there is a KV store, as are the following ones.
         made_by: See `Numerics.made_by`.
-        wants_dense_kv: Whether a step is faster where the segments that it reads lie densely.
+        wants_dense_kv: Whether a step is faster where the pages that it reads lie densely.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class HfModel:
         self._may_be_native = _may_be_native(kernels, self.device, self.dtype)
         self._network = (LlamaNetwork if llama.serves(config) else TransformersNetwork)(network, self._may_be_native)
         self._store = KvStore([], [])
-        self._segment_size = 0
+        self._page_size = 0
         self._wanted_numerics = numerics
         self._row_step = 1
         self._tile = 0
@@ -92,20 +92,20 @@ class HfModel:
         self.numerics = self.made_by = "fast"
         self.wants_dense_kv = True
 
-    def allocate_kv(self, num_segments: int, segment_size: int) -> None:
+    def allocate_kv(self, num_pages: int, page_size: int) -> None:
         """Allocate the KV store. Raises `StartupError` if the memory is not there."""
-        in_own_thread(lambda: self._allocate_kv(num_segments, segment_size))
+        in_own_thread(lambda: self._allocate_kv(num_pages, page_size))
 
-    def _allocate_kv(self, num_segments: int, segment_size: int) -> None:
-        shape = (num_segments, self._kv_heads, segment_size, self._head_dim)
+    def _allocate_kv(self, num_pages: int, page_size: int) -> None:
+        shape = (num_pages, self._kv_heads, page_size, self._head_dim)
         try:
             tensors = host_memory.zeros(2 * self._layers, shape, self.dtype, self.device)
         except RuntimeError as error:  # out of memory, on either device
             raise StartupError(
-                f"--kv-blocks: no memory for the KV of {num_segments * segment_size} tokens ({first_line(error)})"
+                f"--kv-blocks: no memory for the KV of {num_pages * page_size} tokens ({first_line(error)})"
             ) from error
         self._store = KvStore(tensors[: self._layers], tensors[self._layers :])
-        self._segment_size = segment_size
+        self._page_size = page_size
         self._choose_numerics()
         if self.device.type == "cpu" and sum(layer.num_bytes for layer in linears(self._network)) >= _LARGE_BYTES:
             host_memory.collapse_resident()
@@ -118,7 +118,7 @@ class HfModel:
             self._kv_heads,
             self._head_dim,
             self._softcap,
-            self._segment_size,
+            self._page_size,
             self.dtype,
             self._may_be_native and native.takes_heads(self._heads, self._kv_heads, self._head_dim, self.dtype),
         )
@@ -142,18 +142,18 @@ class HfModel:
         return -count % (tile if is_nearly_full else self._row_step)
 
     def kv_tensors(self) -> list[torch.Tensor]:
-        """The store: keys of each layer, then values of each layer, ``[segments, heads,
-        segment_size, head_dim]``.
+        """The store: keys of each layer, then values of each layer, ``[pages, heads,
+        page_size, head_dim]``.
         """
         return [*self._store.keys, *self._store.values]
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
         """Logits in the model's dtype; see `Model.forward`."""
-        batch = pack(plan, self._segment_size)
+        batch = pack(plan, self._page_size)
         self._store.copy(plan.copies)
         self._store.open(batch.opened)
-        tensors = torch.tensor([batch.ids, batch.positions, batch.segments, batch.slots])
+        tensors = torch.tensor([batch.ids, batch.positions, batch.pages, batch.slots])
         tensors = tensors.to(self.device, non_blocking=True)
         step = attention.AttentionStep(self._store, batch.spans, tensors[2:], self._shapes)
         padding = self._padding(len(batch.ids))

@@ -41,7 +41,7 @@ class AttentionSizes:
     kv_heads: int
     width: int
     softcap: float | None
-    segment_size: int
+    page_size: int
     dtype: torch.dtype
     is_native: bool = False
 
@@ -118,12 +118,12 @@ def _shapes(sizes: AttentionSizes, may_cost: bool) -> list[Shapes]:
     # small products are computed by another kernel, so that those of a single token may need
     # padding
     products = [
-        Shapes(Kernel.PRODUCTS, whole_segments=whole, query_multiple=multiple)
+        Shapes(Kernel.PRODUCTS, whole_pages=whole, query_multiple=multiple)
         for multiple in ((1, 8, 16) if may_cost else (1,))
         for whole in (False, True)
     ]
     # entries of one size and aligned, whatever the kernel makes of others
-    costly = [Shapes(Kernel.FLASH, tokens, whole_segments=True, query_multiple=8) for tokens in (tile, 1)]
+    costly = [Shapes(Kernel.FLASH, tokens, whole_pages=True, query_multiple=8) for tokens in (tile, 1)]
     return products + costly if may_cost else products
 
 
@@ -143,33 +143,33 @@ def _is_product_invariant(tiles: Tiles, layer: Linear, dtype: torch.dtype) -> bo
 @cache
 def _is_invariant(shapes: Shapes, sizes: AttentionSizes, num_threads: int) -> bool:
     """Whether tokens get the same result one by one, in pieces and together, wherever their
-    segments lie.
+    pages lie.
 
     `num_threads` is what torch computes with.
     """
     if shapes.kernel is Kernel.PRODUCTS and not _are_products_invariant(shapes, sizes):
         return False
-    count = sizes.segment_size + sizes.segment_size // 2 + 3
+    count = sizes.page_size + sizes.page_size // 2 + 3
     generator = torch.Generator().manual_seed(0)
 
     def randn(heads: int) -> torch.Tensor:
         return torch.randn(count, heads, sizes.width, generator=generator).to(sizes.dtype)
 
     query, key, value = randn(sizes.heads), randn(sizes.kv_heads), randn(sizes.kv_heads)
-    shape = (8, sizes.kv_heads, sizes.segment_size, sizes.width)
+    shape = (8, sizes.kv_heads, sizes.page_size, sizes.width)
     store = KvStore(*([torch.zeros(shape, dtype=sizes.dtype)] for _ in range(2)))
 
     def attend(spans: list[Span]) -> torch.Tensor:
         positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-        homes = torch.tensor([span.segments[p // sizes.segment_size] for span in spans for p in _positions(span)])
-        step = AttentionStep(store, spans, torch.stack((homes, positions % sizes.segment_size)), shapes)
+        homes = torch.tensor([span.pages[p // sizes.page_size] for span in spans for p in _positions(span)])
+        step = AttentionStep(store, spans, torch.stack((homes, positions % sizes.page_size)), shapes)
         return step.attend(0, query[positions], key[positions], value[positions], sizes.width**-0.5, 0, sizes.softcap)
 
     homes = ([0, 1], [4, 3], [2, 6])
     expected = attend([Span(homes[0], 0, count)])
     for home in homes[1:]:
         attend([Span(home, 0, count)])
-    sample = sorted({*range(0, count, 23), *range(min(count, 5)), sizes.segment_size - 1, sizes.segment_size})
+    sample = sorted({*range(0, count, 23), *range(min(count, 5)), sizes.page_size - 1, sizes.page_size})
     alone = [[Span(homes[p % 3], p, p + 1)] for p in sample]
     together = [[Span(homes[0], p, p + 1) for p in sample], [Span(homes[p % 3], p, p + 1) for p in sample]]
     pieces = [[Span(homes[1], p, min(count, p + 7)), Span(homes[2], 5, 6)] for p in sample]
@@ -188,8 +188,8 @@ def _are_products_invariant(shapes: Shapes, sizes: AttentionSizes) -> bool:
     """
     group = sizes.heads // sizes.kv_heads
     numbers = [-(-group * tokens // shapes.query_multiple) * shapes.query_multiple for tokens in (64, 1, 2, 3, 7, 33)]
-    half = sizes.segment_size // 2
-    for inner, outer in ((sizes.width, sizes.segment_size), (sizes.segment_size, sizes.width), (half, sizes.width)):
+    half = sizes.page_size // 2
+    for inner, outer in ((sizes.width, sizes.page_size), (sizes.page_size, sizes.width), (half, sizes.width)):
         queries, keys = _cancelling(_PROBED_ENTRIES * sizes.kv_heads, numbers[0], inner, outer, sizes.dtype)
         if inner == sizes.width:
             keys = keys.transpose(1, 2).contiguous().transpose(1, 2)  # as keys lie in the store

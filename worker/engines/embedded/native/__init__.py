@@ -221,14 +221,14 @@ class Projections:
 def rotate_and_store(
     projections: Projections, keys: torch.Tensor, values: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Put rotated keys, and values, into the store ``[segments, Hkv, size, D]``; returns rotated
+    """Put rotated keys, and values, into the store ``[pages, Hkv, size, D]``; returns rotated
     queries ``[T, H, D]``.
 
     Args:
         projections: Of T tokens.
         keys: The layer's.
         values: Likewise.
-        places: Segment and slot of each token, int64 ``[T]``.
+        places: Page and slot of each token, int64 ``[T]``.
     """
     tokens, _, width = projections.qkv.shape
     _, kv_heads, size, _ = keys.shape
@@ -253,15 +253,15 @@ class Tiles:
 
     def __init__(self, spans: Sequence[Span], group: int) -> None:
         most = _QUERIES // group
-        segments: list[int] = []
+        pages: list[int] = []
         tiles: list[tuple[int, int, int, int]] = []
         token = 0
         for span in spans:
             for first in range(span.start, span.stop, most):
-                tiles.append((token + first - span.start, min(most, span.stop - first), first, len(segments)))
+                tiles.append((token + first - span.start, min(most, span.stop - first), first, len(pages)))
             token += span.stop - span.start
-            segments += span.segments
-        self.segments = torch.tensor(segments)
+            pages += span.pages
+        self.pages = torch.tensor(pages)
         self.tiles = torch.tensor(tiles)
 
 
@@ -274,7 +274,7 @@ def attend(
     window: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of ``query [T, H, D]`` over ``keys, values [segments, Hkv, size, D]``; ``[T, H,
+    """Attention of ``query [T, H, D]`` over ``keys, values [pages, Hkv, size, D]``; ``[T, H,
     D]``.
 
     A token sees itself and the `window` - 1 tokens before it, or all of them if `window` is 0.
@@ -287,7 +287,7 @@ def attend(
     output = query.new_empty(tokens, heads, width)
     _library(query.dtype).attend(
         *(query.data_ptr(), query.stride(0), output.data_ptr(), keys.data_ptr(), values.data_ptr()),
-        *(kv_heads, heads // kv_heads, width, size, tiles.segments.data_ptr(), tiles.tiles.data_ptr()),
+        *(kv_heads, heads // kv_heads, width, size, tiles.pages.data_ptr(), tiles.tiles.data_ptr()),
         *(len(tiles.tiles), window, scale, softcap or 0.0, torch.get_num_threads()),
     )
     return output

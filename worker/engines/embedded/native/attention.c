@@ -2,7 +2,7 @@
  *
  * A token's keys are taken in blocks of 64 that begin at fixed places of its sequence, one block after another, with the
  * softmax's maximum, sum and result carried along (Milakov and Gimelshein, "Online normalizer calculation for softmax",
- * 2018). What a token gets depends on nothing else: not on the tokens computed beside it, nor on where segments lie.
+ * 2018). What a token gets depends on nothing else: not on the tokens computed beside it, nor on where pages lie.
  */
 #include <math.h>
 
@@ -21,16 +21,16 @@ enum {
 typedef struct {
     int64_t first, count; /* tokens of the step */
     int64_t position;     /* of the first one in its sequence */
-    int64_t segments;     /* where the list of the sequence's segments begins */
+    int64_t pages;     /* where the list of the sequence's pages begins */
 } tile_t;
 
 typedef struct {
     const element *query; /* [tokens] with this stride, [kv_heads * group, width] */
     int64_t query_stride;
     element *output;              /* [tokens, kv_heads * group, width] */
-    const element *keys, *values; /* [segments, kv_heads, size, width] */
+    const element *keys, *values; /* [pages, kv_heads, size, width] */
     int64_t kv_heads, group, width, size;
-    const int64_t *segments;
+    const int64_t *pages;
     int64_t window; /* tokens that a token sees, itself among them; 0: all */
     float scale, softcap;
 } attention_t;
@@ -92,7 +92,7 @@ transpose_words(const element *from, int64_t stride, int rows, int words, elemen
             _mm512_storeu_si512(to + i * to_stride, a[i]);
 }
 
-/* Asks for a row of the next block, which lies behind this one unless its segment ends. */
+/* Asks for a row of the next block, which lies behind this one unless its page ends. */
 static inline void
 prefetch_next(const element *row, int width)
 {
@@ -249,7 +249,7 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
     const int64_t start = c->window && tile->position >= c->window ? tile->position + 1 - c->window : 0;
     for (int64_t place = start / c->size; place * c->size < stop; place++) {
         const int64_t base = place * c->size;
-        const int64_t from = (c->segments[tile->segments + place] * c->kv_heads + head) * c->size;
+        const int64_t from = (c->pages[tile->pages + place] * c->kv_heads + head) * c->size;
         int64_t at = start > base ? (start - base) / KEYS * KEYS : 0;
         for (; at < c->size && base + at < stop; at += KEYS) {
             block.begin = base + at;
@@ -271,11 +271,11 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
 
 void
 attend(const element *query, int64_t query_stride, element *output, const element *keys, const element *values, int64_t kv_heads,
-       int64_t group, int64_t width, int64_t size, const int64_t *segments, const tile_t *tiles, int64_t num_tiles,
+       int64_t group, int64_t width, int64_t size, const int64_t *pages, const tile_t *tiles, int64_t num_tiles,
        int64_t window, float scale, float softcap, int32_t threads)
 {
     const attention_t c = {query,    query_stride, output, keys,  values, kv_heads, group, width, size,
-                           segments, window,       scale,  softcap};
+                           pages, window,       scale,  softcap};
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t i = 0; i < num_tiles * kv_heads; i++)
         attend_tile(&c, tiles + i / kv_heads, i % kv_heads);

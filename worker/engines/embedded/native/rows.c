@@ -60,12 +60,12 @@ turn_head(const element *x, norm_t norm, const element *cosine, const element *s
 }
 
 /* Splits `qkv` [tokens, heads + 2 * kv_heads, width]: rotated queries go to `query` [tokens, heads, width], rotated keys
- * and values into the store, [segments, kv_heads, size, width], at each token's segment and slot. Angles: [tokens, width].
+ * and values into the store, [pages, kv_heads, size, width], at each token's page and slot. Angles: [tokens, width].
  */
 void
 rotate_and_store(const element *qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, const element *cosine,
                  const element *sine, const element *query_norm, const element *key_norm, float epsilon, element *query, element *keys,
-                 element *values, int64_t size, const int64_t *segments, const int64_t *slots, int32_t threads)
+                 element *values, int64_t size, const int64_t *pages, const int64_t *slots, int32_t threads)
 {
     const norm_t of_query = {query_norm, epsilon}, of_key = {key_norm, epsilon};
 #pragma omp parallel for num_threads(threads) if (tokens > FEW)
@@ -75,7 +75,7 @@ rotate_and_store(const element *qkv, int64_t tokens, int64_t heads, int64_t kv_h
         for (int64_t head = 0; head < heads; head++, from += width)
             turn_head(from, of_query, c, s, width, query + (token * heads + head) * width);
         for (int64_t head = 0; head < kv_heads; head++, from += width) {
-            const int64_t place = ((segments[token] * kv_heads + head) * size + slots[token]) * width;
+            const int64_t place = ((pages[token] * kv_heads + head) * size + slots[token]) * width;
             turn_head(from, of_key, c, s, width, keys + place);
             memcpy(values + place, from + kv_heads * width, width * sizeof *values);
         }

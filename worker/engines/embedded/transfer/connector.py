@@ -5,7 +5,7 @@ worker receives.
 a KV is     in                                                until
 ==========  ================================================  =================================
 held        ``scheduler.guests``, with a ticket, a deadline   a reader's note, or the deadline
-awaited     ``_waiting``                                      there are segments for it
+awaited     ``_waiting``                                      there are pages for it
 received    ``scheduler.guests``, with a read                 the read ends
 ready       ``scheduler.guests``, without                     a slot is free: it is resumed
 recomputed  the scheduler's queue, as without a hand-off
@@ -27,7 +27,7 @@ import torch
 
 from adapters.chain import Mode
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.plan import Output, Plan, Request, SegmentCopy
+from worker.engines.embedded.plan import Output, PageCopy, Plan, Request
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.transfer.handle import handle_as_json
 from worker.engines.embedded.transfer.layout import KvLayout
@@ -162,7 +162,7 @@ class Exchange:
         by any thread.
         """
         cache = self._scheduler.cache
-        return (cache.num_segments - cache.num_available) * (self.layout.segment_size // self.layout.block_size)
+        return (cache.num_pages - cache.num_available) * (self.layout.page_size // self.layout.block_size)
 
     @property
     def wait_s(self) -> float | None:
@@ -186,7 +186,7 @@ class Exchange:
             if not request.keeps_kv or output.finish_reason != "length":
                 continue
             output.token_id = None
-            handle = self.port.publish(request.segments[: -(-request.prompt_length // self.layout.segment_size)])
+            handle = self.port.publish(request.pages[: -(-request.prompt_length // self.layout.page_size)])
             if handle is None:
                 self._scheduler.dismiss(request)
                 output.finish_reason, output.error = "error", "too many prompts are held for other workers"
@@ -287,18 +287,18 @@ class Exchange:
             self._prepare(receipt.request, copies)
             self._begin(receipt)
 
-    def _prepare(self, request: Request, copies: Sequence[SegmentCopy]) -> None:
+    def _prepare(self, request: Request, copies: Sequence[PageCopy]) -> None:
         """Copy what is known, and zero what neither a copy nor the read will fill: a NaN would
         get past every mask.
         """
-        last = (len(request.segments) - 1) * self.layout.segment_size
-        opened = request.segments[-1:] if request.num_computed <= last else []
+        last = (len(request.pages) - 1) * self.layout.page_size
+        opened = request.pages[-1:] if request.num_computed <= last else []
         for tensor in self.port.tensors:
             for each in copies:
                 tensor[each.target, :, : each.num_tokens] = tensor[each.source, :, : each.num_tokens]
                 tensor[each.target, :, each.num_tokens :] = 0
-            for segment in opened:
-                tensor[segment] = 0
+            for page in opened:
+                tensor[page] = 0
         device = self.port.tensors[0].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the read is no part of torch's stream, and must come after it
@@ -313,7 +313,7 @@ class Exchange:
             note_mode(request, "hand-off")
             self._ready.append(request)
             return
-        receipt.read = self.port.read(receipt.handle, request.segments, start, stop)
+        receipt.read = self.port.read(receipt.handle, request.pages, start, stop)
         self._reading.append(receipt)
 
     def _go_on_reading(self) -> None:
@@ -357,7 +357,7 @@ class Exchange:
         self._give_back(receipt.request, receipt.read if not clean else None)
 
     def _give_back(self, request: Request, read: KvRead | None) -> None:
-        """Free a request's segments; if `read` may still write into them, a stand-in keeps them
+        """Free a request's pages; if `read` may still write into them, a stand-in keeps them
         until it cannot.
         """
         if read is None:
@@ -366,7 +366,7 @@ class Exchange:
         stand_in = replace(request, chain=None)
         self._scheduler.guests.append(stand_in)
         self._scheduler.guests.remove(request)
-        request.segments, request.num_computed = [], 0
+        request.pages, request.num_computed = [], 0
         self._abandoned.append((read, stand_in))
 
     def _is_over(self, read: KvRead, stand_in: Request) -> bool:

@@ -141,9 +141,9 @@ def handle_from_json(data: Mapping[str, Any], layout: KvLayout, prompt_length: i
     difference = layout.difference(theirs)
     if difference is not None:
         raise InvalidRequest(f"{where}.layout", difference)
-    segments = _integers(f"{where}.segments", data["segments"], 2**32)
-    if len(segments) != -(-prompt_length // layout.segment_size):
-        raise InvalidRequest(f"{where}.segments", f"{len(segments)} cannot hold a prompt of {prompt_length} tokens")
+    pages = _integers(f"{where}.pages", data["pages"], 2**32)
+    if len(pages) != -(-prompt_length // layout.page_size):
+        raise InvalidRequest(f"{where}.pages", f"{len(pages)} cannot hold a prompt of {prompt_length} tokens")
     bases = _integers(f"{where}.bases", data["bases"], 2**64)
     if len(bases) != 2 * layout.layers:
         raise InvalidRequest(f"{where}.bases", f"must be {2 * layout.layers} addresses, got {len(bases)}")
@@ -156,7 +156,7 @@ def handle_from_json(data: Mapping[str, Any], layout: KvLayout, prompt_length: i
         device=_integer(f"{where}.device", data["device"], 2**16),
         bases=bases,
         layout=theirs,
-        segments=segments,
+        pages=pages,
         ticket_address=_integer(f"{where}.ticket_address", data["ticket_address"], 2**63),
         ticket=_integer(f"{where}.ticket", data["ticket"], 2**63),
     )
@@ -184,7 +184,7 @@ def _layout(where: str, data: object) -> KvLayout:
         kv_heads=number("kv_heads"),
         head_dim=number("head_dim"),
         block_size=number("block_size"),
-        segment_size=number("segment_size"),
+        page_size=number("page_size"),
         numerics=_text(f"{where}.numerics", data["numerics"]),
     )
 

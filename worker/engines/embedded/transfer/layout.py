@@ -1,4 +1,4 @@
-"""Where the KV of a sequence lies in a store of segments, and what two stores must have in
+"""Where the KV of a sequence lies in a store of pages, and what two stores must have in
 common. Pure arithmetic.
 """
 
@@ -24,7 +24,7 @@ class KvLayout:
         kv_heads: Heads of keys and values.
         head_dim: Elements per head.
         block_size: Tokens per block.
-        segment_size: Tokens per segment.
+        page_size: Tokens per page.
         numerics: What it was computed with, as far as bits depend on it; see
             `numerics.Numerics.made_by`.
     """
@@ -35,7 +35,7 @@ class KvLayout:
     kv_heads: int
     head_dim: int
     block_size: int
-    segment_size: int
+    page_size: int
     numerics: str = "fast"
 
     def difference(self, other: KvLayout) -> str | None:
@@ -50,23 +50,23 @@ class KvLayout:
 
 
 def pieces(layout: KvLayout, target: Sequence[int], source: Sequence[int], start: int, stop: int) -> list[list[int]]:
-    """The contiguous pieces of positions ``[start, stop)`` in one tensor ``[segments, heads,
-    segment_size, head_dim]``.
+    """The contiguous pieces of positions ``[start, stop)`` in one tensor ``[pages, heads,
+    page_size, head_dim]``.
 
-    A whole segment is one piece, together with its neighbours where both sides have them in a row;
-    part of a segment is one piece per head.
+    A whole page is one piece, together with its neighbours where both sides have them in a row;
+    part of a page is one piece per head.
 
     Args:
         layout: Of both sides.
-        target: The reader's segments, in order.
-        source: The holder's segments, in order.
+        target: The reader's pages, in order.
+        source: The holder's pages, in order.
         start: First position.
         stop: Past the last position.
 
     Returns:
         ``[target offset, source offset, length]`` of each piece, in elements.
     """
-    size, heads, width = layout.segment_size, layout.kv_heads, layout.head_dim
+    size, heads, width = layout.page_size, layout.kv_heads, layout.head_dim
     row, whole = size * width, heads * size * width
     found: list[list[int]] = []
     for index in range(start // size, -(-stop // size)):

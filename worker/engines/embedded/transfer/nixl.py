@@ -68,7 +68,7 @@ class KvHandle:
         device: Index of the holder's device, 0 for ``DRAM``.
         bases: Address of each layer's keys, then of each layer's values.
         layout: The holder's.
-        segments: Of the prompt, in order.
+        pages: Of the prompt, in order.
         ticket_address: Where the ticket lies, in ``DRAM``.
         ticket: What must be there, 63 bits.
     """
@@ -79,7 +79,7 @@ class KvHandle:
     device: int
     bases: tuple[int, ...]
     layout: KvLayout
-    segments: tuple[int, ...]
+    pages: tuple[int, ...]
     ticket_address: int
     ticket: int
 
@@ -89,7 +89,7 @@ class KvPort:
     connections.
 
     Args:
-        tensors: Keys of each layer, then values of each layer: ``[segments, heads, segment_size,
+        tensors: Keys of each layer, then values of each layer: ``[pages, heads, page_size,
             head_dim]``, contiguous.
         layout: Of the store.
         devices: Network devices to listen on, as in ``UCX_NET_DEVICES``.
@@ -135,8 +135,8 @@ class KvPort:
         """
         return bool(self._leaving)
 
-    def publish(self, segments: Sequence[int]) -> KvHandle | None:
-        """Let others read `segments` until `withdraw`; None if too much is held already."""
+    def publish(self, pages: Sequence[int]) -> KvHandle | None:
+        """Let others read `pages` until `withdraw`; None if too much is held already."""
         if not self._free_tickets:
             return None
         place = self._free_tickets.pop()
@@ -150,14 +150,14 @@ class KvPort:
             self._device,
             self.bases,
             self.layout,
-            tuple(segments),
+            tuple(pages),
             self._slots.data_ptr() + place * _TICKET_BYTES,
             ticket,
         )
 
     def withdraw(self, handle: KvHandle) -> None:
         """Take the ticket back: reads that have not ended by now will find out. Then the
-        segments may be written.
+        pages may be written.
         """
         place = (handle.ticket_address - self._slots.data_ptr()) // _TICKET_BYTES
         assert int(self._tickets[place]) == handle.ticket, f"{handle.ticket} is not held: {self!r}"
@@ -177,11 +177,11 @@ class KvPort:
         self._notes[places] = 0
         return [int(ticket) for ticket in self._tickets[places]]
 
-    def read(self, handle: KvHandle, segments: Sequence[int], start: int, stop: int) -> KvRead:
+    def read(self, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> KvRead:
         """Begin to read positions ``[start, stop)`` of what `handle` describes into our own
-        `segments`.
+        `pages`.
         """
-        return KvRead(self, handle, segments, start, stop)
+        return KvRead(self, handle, pages, start, stop)
 
     def let_go(self, handle: KvHandle) -> None:
         """Tell the holder that nothing more will be read; if it cannot be told, its time-out
@@ -268,10 +268,10 @@ class KvRead:
         seconds: From the start to the end, with all waiting.
     """
 
-    def __init__(self, port: KvPort, handle: KvHandle, segments: Sequence[int], start: int, stop: int) -> None:
+    def __init__(self, port: KvPort, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> None:
         self._port = port
         self._handle = handle
-        found = pieces(port.layout, segments, handle.segments, start, stop)
+        found = pieces(port.layout, pages, handle.pages, start, stop)
         sides = (port.bases, port._device), (handle.bases, handle.device)
         self._local, self._remote = descriptors(found, sides, port._itemsize)
         self._slices = slices(self._local[:, 1], SLICE_BYTES)
@@ -314,7 +314,7 @@ class KvRead:
         return self._state
 
     def release(self) -> bool:
-        """Give the read up, or clean up after it; whether nothing can be written to our segments
+        """Give the read up, or clean up after it; whether nothing can be written to our pages
         any more.
         """
         if self._transfer is not None:
