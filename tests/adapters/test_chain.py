@@ -587,7 +587,7 @@ def test_a_third_partys_processor_over_its_budget_fails_its_request(monkeypatch)
 def test_a_built_in_never_fails_by_time(monkeypatch, module):
     """Frequency penalty is planned, min-p shapes a batch; each step takes an hour."""
     clock = itertools.count(step=3600.0)
-    monkeypatch.setattr(f"adapters.{module}.thread_time", lambda: float(next(clock)))
+    monkeypatch.setattr(f"adapters.chain.{module}.thread_time", lambda: float(next(clock)))
     members = [FrequencyPenalty(FrequencyPenalty.Args(penalty=0.5), CONTEXT), MinP(MinP.Args(p=0.1), CONTEXT)]
     made = chain(*members, step_budget_s=1e-9)
     apply_chain(made, torch.zeros(VOCAB))

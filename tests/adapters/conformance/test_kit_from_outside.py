@@ -83,9 +83,9 @@ def test_trying_it_as_the_page_does(page_files: dict[str, str], capsys: pytest.C
 def test_everything_that_an_author_needs_is_in_one_place() -> None:
     imported = re.findall(r"from (adapters\.[\w.]+) import", _PAGE.read_text(encoding="utf-8"))
     assert set(imported) == {
-        "adapters.contract.processor",
-        "adapters.third_party.processors",
-        "adapters.catalog.catalog",
+        "adapters.contract",
+        "adapters.third_party",
+        "adapters.catalog",
     }  # the last for trying only
     for edit in get_args(edits.Edit):
         assert getattr(contract, edit.__name__) is edit
