@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from warm_start import WarmProcess
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = "tiny"
@@ -68,12 +69,16 @@ def http(url: str, body: Any = None, timeout_s: float = 30.0) -> tuple[int, str]
 
 
 class Process:
-    """One child process, its log in a file; ended by its pid."""
+    """One process of ours, its log in a file; ended by its pid."""
 
     def __init__(self, command: list[str], environ: Mapping[str, str], log: Path) -> None:
         self.log_path = log
-        with log.open("wb") as output:
-            self.child = subprocess.Popen(command, env=dict(environ), stdout=output, stderr=subprocess.STDOUT)
+        self.child: WarmProcess | subprocess.Popen[bytes]
+        if command[0] == sys.executable:
+            self.child = WarmProcess(command[1:], environ, log)
+        else:
+            with log.open("wb") as output:
+                self.child = subprocess.Popen(command, env=dict(environ), stdout=output, stderr=subprocess.STDOUT)
 
     @property
     def log(self) -> str:
