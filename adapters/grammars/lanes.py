@@ -27,15 +27,17 @@ class Lane:
     nice: int
 
 
-def lanes_up_to(timeout_s: float) -> tuple[Lane, ...]:
+def lanes_up_to(timeout_s: float, num_cpus: int) -> tuple[Lane, ...]:
     """The lanes where a grammar may take ``timeout_s`` of processor time in the end.
 
     Grammars in use compile within milliseconds, so those that do never wait for one that takes
     seconds: it was stopped after 25 ms, and begins anew among its own kind. What it computes twice
-    is a tenth of what it may take.
+    is a tenth of what it may take. On few cores (`num_cpus`) one of those compiles at a time: two
+    would leave no core to an engine whose threads wait for each other.
     """
     quick = (Lane(0.025, 2, 0), Lane(0.25, 1, 5))
-    return (*(lane for lane in quick if lane.cpu_s < timeout_s), Lane(timeout_s, 2, 9))
+    slow = Lane(timeout_s, 2 if num_cpus > 2 else 1, 9)
+    return (*(lane for lane in quick if lane.cpu_s < timeout_s), slow)
 
 
 @dataclass(eq=False, slots=True)

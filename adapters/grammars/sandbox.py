@@ -147,7 +147,7 @@ class GrammarSandbox:
         self._max_wait_s = max(10.0, 5 * timeout_s) if max_wait_s is None else max_wait_s
         self._observe = observe
         self._tables = tables
-        self._lanes: Lanes[_Job] = Lanes(lanes_up_to(timeout_s), max_waiting)
+        self._lanes: Lanes[_Job] = Lanes(lanes_up_to(timeout_s, len(os.sched_getaffinity(0))), max_waiting)
         self._running: dict[int, _Job] = {}
         self._killed: dict[int, float] = {}
         self._num_jobs = 0

@@ -92,7 +92,12 @@ def test_who_lost_a_slot_is_the_first_of_its_client_to_have_one_again() -> None:
 
 @pytest.mark.parametrize(("timeout_s", "cpu_s"), [(2.0, [0.025, 0.25, 2.0]), (0.2, [0.025, 0.2]), (0.01, [0.01])])
 def test_the_last_lane_has_the_whole_time(timeout_s: float, cpu_s: list[float]) -> None:
-    assert [lane.cpu_s for lane in lanes_up_to(timeout_s)] == cpu_s
+    assert [lane.cpu_s for lane in lanes_up_to(timeout_s, 2)] == cpu_s
+
+
+@pytest.mark.parametrize(("num_cpus", "slots"), [(1, 1), (2, 1), (3, 2), (64, 2)])
+def test_slow_grammars_leave_a_core_to_the_engine(num_cpus: int, slots: int) -> None:
+    assert lanes_up_to(2.0, num_cpus)[-1].slots == slots
 
 
 EVENTS = st.lists(
@@ -106,7 +111,7 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_nothing_is_lost_and_no_bound_is_passed(events: list[tuple[str, Any]]) -> None:
-    lanes: Lanes[Turn] = Lanes(lanes_up_to(2.0), 8)
+    lanes: Lanes[Turn] = Lanes(lanes_up_to(2.0, 4), 8)
     alive: list[Turn] = []
     for event, argument in events:
         running = [turn for turn in alive if turn.is_running]
