@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from worker.arguments import parse_arguments
 from worker.engines import TokenDelta
@@ -24,19 +25,15 @@ STAND_IN = Path(__file__).resolve().parents[1] / "trtllm_standin"
 @contextlib.contextmanager
 def stand_in(**switches: Any) -> Iterator[None]:
     """Makes ``tensorrt_llm`` importable, and forgets it afterwards."""
-    before = os.environ.get("TRTLLM_STANDIN")
-    os.environ["TRTLLM_STANDIN"] = json.dumps(switches)
-    sys.path.insert(0, str(STAND_IN))
-    _forget()
-    try:
-        yield
-    finally:
-        sys.path.remove(str(STAND_IN))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRTLLM_STANDIN", json.dumps(switches))
+        patch.setenv("TRTLLM_STANDIN_FORKS", "yes")
+        patch.syspath_prepend(str(STAND_IN))
         _forget()
-        if before is None:
-            del os.environ["TRTLLM_STANDIN"]
-        else:
-            os.environ["TRTLLM_STANDIN"] = before
+        try:
+            yield
+        finally:
+            _forget()
 
 
 def _forget() -> None:

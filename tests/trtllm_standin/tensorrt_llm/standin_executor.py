@@ -422,4 +422,4 @@ def _first_tokens(hand_off: Any, prompt: list[int]) -> list[int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(Executor(Connection(int(sys.argv[1])), json.loads(sys.argv[2])).run())
+    asyncio.run(Executor(Connection(int(sys.argv[2])), json.loads(sys.argv[1])).run())

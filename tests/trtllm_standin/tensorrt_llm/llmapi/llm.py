@@ -204,11 +204,7 @@ class _NewLLM:
             "total_blocks": self._capacity_tokens() // args.kv_cache_config.tokens_per_block,
         }
         ours, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tensorrt_llm.standin_executor", str(theirs.fileno()), json.dumps(settings)],
-            pass_fds=[theirs.fileno()],
-            env=_environment(),
-        )
+        self._process = _start_executor(settings, theirs.fileno())
         theirs.close()
         self._socket = Connection(ours.detach())
         try:
@@ -318,6 +314,16 @@ def _end_ids(model: Path) -> list[int]:
     path = model / "generation_config.json"
     found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     return [] if found is None else found if isinstance(found, list) else [found]
+
+
+def _start_executor(settings: dict[str, Any], fileno: int) -> Any:
+    """A `subprocess.Popen`, or what stands for one where processes are forked (`warm_start`)."""
+    arguments = ["-m", "tensorrt_llm.standin_executor", json.dumps(settings)]
+    if "TRTLLM_STANDIN_FORKS" in os.environ:
+        from warm_start import WarmProcess
+
+        return WarmProcess(arguments, _environment(), fds=[fileno])
+    return subprocess.Popen([sys.executable, *arguments, str(fileno)], pass_fds=[fileno], env=_environment())
 
 
 def _environment() -> dict[str, str]:

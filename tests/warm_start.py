@@ -6,8 +6,9 @@ nothing else: one thread, nothing computed, no file open. From there on it is a 
 other, with its own environment, arguments and log.
 
 ``python warm_start.py SOCKET`` takes one JSON object per connection: ``argv`` as after ``python``,
-``environ`` and ``log``. It answers with a line that has the pid, and at the end with one that has
-the exit status, negative for a signal.
+``environ`` and ``log``, and file descriptors to inherit, whose numbers are added to ``argv``. It
+answers with a line that has the pid, and at the end with one that has the exit status, negative
+for a signal.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import runpy
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +28,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
+MAX_JOB = 2**20
 IMPORTS = (
     "adapters",
     "dynamo.frontend.main",
@@ -37,14 +40,23 @@ IMPORTS = (
 
 
 class WarmProcess:
-    """A process that was started here, with the part of `subprocess.Popen` that tests need."""
+    """A process that was started here, with the part of `subprocess.Popen` that tests need.
 
-    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
-        self._connection = socket.socket(socket.AF_UNIX)
+    Args:
+        argv: As after ``python``.
+        environ: The whole environment.
+        log: Where it writes; by default with this process.
+        fds: File descriptors that it inherits; their numbers there are added to `argv`.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], environ: Mapping[str, str], log: Path | None = None, fds: Sequence[int] = ()
+    ) -> None:
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.connect(_server())
         self._lines = self._connection.makefile("r")
-        job = {"argv": list(argv), "environ": dict(environ), "log": str(log)}
-        self._connection.sendall(json.dumps(job).encode() + b"\n")
+        job = {"argv": list(argv), "environ": dict(environ), "log": log and str(log)}
+        socket.send_fds(self._connection, [json.dumps(job).encode()], fds)
         self.pid = int(self._lines.readline())
         self.returncode: int | None = None
 
@@ -71,6 +83,9 @@ class WarmProcess:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
 
 @cache
 def _server() -> str:
@@ -93,7 +108,7 @@ def _server() -> str:
 
 def _serve(address: str) -> dict[str, Any] | None:
     """Fork for every job. Returns the job in the process that does it, None at the end."""
-    listener = socket.socket(socket.AF_UNIX)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen()
     running: dict[int, tuple[int, socket.socket]] = {}
@@ -107,8 +122,8 @@ def _serve(address: str) -> dict[str, Any] | None:
                 return None
             if key.fileobj is listener:
                 connection, _ = listener.accept()
-                with connection.makefile("r") as lines:
-                    job: dict[str, Any] = json.loads(lines.readline())
+                data, fds, _, _ = socket.recv_fds(connection, MAX_JOB, 8)
+                job: dict[str, Any] = json.loads(data)
                 pid = os.fork()
                 if pid == 0:
                     for other in (connection, listener, *(one for _, one in running.values())):
@@ -116,7 +131,9 @@ def _serve(address: str) -> dict[str, Any] | None:
                     for descriptor in running:
                         os.close(descriptor)
                     selector.close()
-                    return job
+                    return {**job, "argv": [*job["argv"], *map(str, fds)]}
+                for descriptor in fds:
+                    os.close(descriptor)
                 connection.sendall(b"%d\n" % pid)
                 descriptor = os.pidfd_open(pid)
                 running[descriptor] = pid, connection
@@ -133,9 +150,10 @@ def _serve(address: str) -> dict[str, Any] | None:
 def _become(job: Mapping[str, Any]) -> None:
     """Run a job as ``python`` would have, had it been started for it."""
     nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    for descriptor, number in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(descriptor, number)
+    os.dup2(nothing, 0)
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) if job["log"] else 2
+    for number in (1, 2):
+        os.dup2(log, number)
     os.environ.clear()
     os.environ.update(job["environ"])
     first, *rest = job["argv"]
