@@ -55,6 +55,8 @@ class WarmProcess:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.connect(_server())
         self._lines = self._connection.makefile("r")
+        if log is not None:
+            log.touch()  # whoever reads it at once finds it
         job = {"argv": list(argv), "environ": dict(environ), "log": log and str(log)}
         socket.send_fds(self._connection, [json.dumps(job).encode()], fds)
         self.pid = int(self._lines.readline())
