@@ -130,6 +130,7 @@ class Stack:
         self.http_port = free_port()
         self.url = f"http://127.0.0.1:{self.http_port}"
         self._processes: list[Process] = []
+        self._clients: list[openai.OpenAI] = []
         self._coming_up: Process | None = None  # a frontend of which nobody has heard yet
         self.environ = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "DYNAMO_", "WORKER_"))},
@@ -203,7 +204,9 @@ class Stack:
 
     def client(self) -> openai.OpenAI:
         self.wait_for_frontend()
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        self._clients.append(client)
+        return client
 
     def async_client(self) -> openai.AsyncOpenAI:
         self.wait_for_frontend()
@@ -222,6 +225,8 @@ class Stack:
         return [path for path in (self.directory / "discovery").glob("v1/instances/*") if path.is_file()]
 
     def end(self) -> None:
+        for client in self._clients:
+            client.close()
         for process in reversed(self._processes):
             process.end()
 
