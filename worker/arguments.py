@@ -244,7 +244,7 @@ class Arguments:
     disaggregation_mode: str = _option(
         "aggregated", "Role of this worker.", choices=("aggregated", "agg", "prefill", "decode")
     )
-    kv_hold_s: float = _option(
+    kv_lease_s: float = _option(
         30.0,
         "Seconds that a prefill worker holds the KV of a prompt for a decode worker; later ones compute it themselves.",
         parse=_positive_seconds,

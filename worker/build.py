@@ -122,7 +122,7 @@ def make_engine(arguments: Arguments) -> Engine:
         max_queue=arguments.max_queue,
         step_timeout_s=arguments.step_timeout_s,
         role=arguments.disaggregation_mode,
-        kv_hold_s=arguments.kv_hold_s,
+        kv_lease_s=arguments.kv_lease_s,
         kv_devices=arguments.kv_transfer_devices,
     )
     return EmbeddedEngine(config)

@@ -81,7 +81,7 @@ class Asking:
 
 
 def start(stack: Stack, role: str, **environ: str) -> Worker:
-    hold = ("--kv-hold-s", str(HOLD_S)) if role == "prefill" else ()
+    hold = ("--kv-lease-s", str(HOLD_S)) if role == "prefill" else ()
     worker = stack.start_worker(*COMMON, *hold, "--disaggregation-mode", role, wait=False, **environ)
     stack.wait_endpoint(worker)
     return worker

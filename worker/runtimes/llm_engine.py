@@ -129,7 +129,7 @@ class WorkerEngine(LLMEngine):
         self.gate = Gate()
         self.metrics = WorkerMetrics(self.gate)
         self.hand_offs = HandOffs(
-            arguments.disaggregation_mode, seal, arguments.kv_hold_s, arguments.max_local_prefills
+            arguments.disaggregation_mode, seal, arguments.kv_lease_s, arguments.max_local_prefills
         )
         self.startup_error: str | None = None
         self.broken: str | None = None

@@ -41,7 +41,7 @@ class EmbeddedConfig:
             fit into memory.
         max_queue: Requests that may wait for a place; more are refused with `Overloaded`.
         role: ``aggregated``, or ``prefill`` or ``decode`` of disaggregated serving.
-        kv_hold_s: How long a prefill worker holds a prompt's KV for a decode worker, seconds.
+        kv_lease_s: How long a prefill worker holds a prompt's KV for a decode worker, seconds.
         kv_devices: Network devices over which KV is transferred, as in ``UCX_NET_DEVICES``.
         step_timeout_s: Seconds after which a step that has not ended counts as hung and ends the
             process.
@@ -60,7 +60,7 @@ class EmbeddedConfig:
     kv_blocks: int | None = None
     max_queue: int = 256
     role: str = "aggregated"
-    kv_hold_s: float = 30.0
+    kv_lease_s: float = 30.0
     kv_devices: str = "lo"
     step_timeout_s: float = 300.0
 
@@ -86,8 +86,8 @@ class EmbeddedConfig:
             )
         if self.role not in ROLES:
             raise StartupError(f"--disaggregation-mode must be one of {', '.join(ROLES)}, got {self.role!r}")
-        if not 0 < self.kv_hold_s < float("inf"):
-            raise StartupError(f"--kv-hold-s must be above 0 and finite, got {self.kv_hold_s}")
+        if not 0 < self.kv_lease_s < float("inf"):
+            raise StartupError(f"--kv-lease-s must be above 0 and finite, got {self.kv_lease_s}")
         if self.numerics not in NUMERICS:
             raise StartupError(f"--numerics must be one of {', '.join(NUMERICS)}, got {self.numerics!r}")
         if self.kernels not in KERNELS:

@@ -128,7 +128,7 @@ class TrtllmEngine(RuntimeReports):
     async def _drain_prefill(self) -> None:
         """KV that decode workers have not fetched is lost with the executor."""
         if self.config.role == "prefill" and not isinstance(self._refusal, EngineBroken):
-            wait = self._last_prefill + self.config.kv_hold_s - asyncio.get_running_loop().time()
+            wait = self._last_prefill + self.config.kv_lease_s - asyncio.get_running_loop().time()
             if wait > 0:
                 await asyncio.sleep(wait)
 

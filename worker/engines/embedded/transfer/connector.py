@@ -101,7 +101,7 @@ def open_exchange(
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     layout = KvLayout(model_fingerprint, dtype, len(tensors) // 2, heads, width, config.kv_block_size, size, numerics)
     port = KvPort(tensors, layout, config.kv_devices)
-    return Exchange(port, scheduler, config.kv_hold_s if config.role == "prefill" else None)
+    return Exchange(port, scheduler, config.kv_lease_s if config.role == "prefill" else None)
 
 
 class Exchange:
