@@ -211,7 +211,7 @@ class Arguments:
         None, "YAML file of engine options, keyed by option name; with TensorRT-LLM by the names of its LLM arguments."
     )
     drain_timeout_s: float = _option(
-        30.0, "Seconds that in-flight requests get to finish after SIGTERM; the rest are handed off.", parse=_seconds
+        30.0, "Seconds that in-flight requests get to finish after SIGTERM; the rest are migrated.", parse=_seconds
     )
     logits_processor: tuple[str, ...] = _option(
         (),

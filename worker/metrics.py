@@ -20,7 +20,7 @@ OUTCOMES = (
     "failed",
     "overloaded",
     "unavailable",
-    "handed_off",
+    "migrated",
     "engine_broken",
     "unknown_error",
 )
@@ -37,7 +37,7 @@ class WorkerMetrics:
         self._requests = self._counter("requests", "Requests by how they ended.", "outcome")
         self._refused = self._counter("refused_fields", "Refused requests by the field that was refused.", "field")
         self._tokens = self._counter("tokens", "Tokens by kind.", "kind")
-        self._handed_off = self._counter("drain_handed_off", "Requests that a drain gave to another worker.")
+        self._migrated = self._counter("drain_migrated", "Requests that a drain gave to another worker.")
         in_flight = Gauge(PREFIX + "in_flight_requests", "Requests admitted and not ended.", registry=self.registry)
         in_flight.set_function(lambda: len(gate))
         draining = Gauge(PREFIX + "draining", "1 once the worker admits no more requests.", registry=self.registry)
@@ -73,4 +73,4 @@ class WorkerMetrics:
             self._tokens.labels(kind).inc(number)
 
     def count_drain(self, outcome: DrainOutcome) -> None:
-        self._handed_off.inc(outcome.num_handed_off)
+        self._migrated.inc(outcome.num_migrated)

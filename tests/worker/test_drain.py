@@ -15,16 +15,16 @@ def _no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.lifecycle.drain.FLUSH_S", 0.0)
 
 
-class GivesAway:
+class MigratesRequests:
     """The one thing that a drain asks of an engine."""
 
     def __init__(self, gate: Gate, leave: bool = True) -> None:
         self.gate = gate
         self.leave = leave
-        self.hand_offs = 0
+        self.num_calls = 0
 
-    def hand_off(self) -> int:
-        self.hand_offs += 1
+    def migrate_all(self) -> int:
+        self.num_calls += 1
         for request_id in list(self.gate._inside) if self.leave else ():
             self.gate.evict(request_id)
         return 0
@@ -74,15 +74,15 @@ def test_a_closed_gate_admits_nobody() -> None:
 
 async def test_drain_of_an_idle_worker_is_immediate() -> None:
     gate = Gate()
-    engine = GivesAway(gate)
+    engine = MigratesRequests(gate)
     assert await drain(gate, engine, 1000) == DrainOutcome(0, 0)
     assert gate.closed
-    assert engine.hand_offs == 0
+    assert engine.num_calls == 0
 
 
 async def test_requests_that_finish_within_the_budget() -> None:
     gate = Gate()
-    engine = GivesAway(gate)
+    engine = MigratesRequests(gate)
     flights = [gate.enter(name, 1) for name in "abc"]
     draining = asyncio.create_task(drain(gate, engine, 1000))
     await asyncio.sleep(0)
@@ -91,17 +91,17 @@ async def test_requests_that_finish_within_the_budget() -> None:
         assert not draining.done()
         gate.leave(flight)
     assert await draining == DrainOutcome(3, 0)
-    assert engine.hand_offs == 0
+    assert engine.num_calls == 0
 
 
-async def test_the_rest_is_handed_off_when_the_budget_is_spent() -> None:
+async def test_the_rest_is_migrated_when_the_budget_is_spent() -> None:
     gate = Gate()
-    engine = GivesAway(gate)
+    engine = MigratesRequests(gate)
     finished = gate.enter("a", 1)
     gate.enter("b", 1)
     gate.leave(finished)
     assert await drain(gate, engine, 0.01) == DrainOutcome(0, 1)
-    assert engine.hand_offs == 1
+    assert engine.num_calls == 1
     assert len(gate) == 0
 
 
@@ -111,13 +111,13 @@ async def test_the_runtime_gets_time_to_send_the_last_words(monkeypatch: pytest.
     loop = asyncio.get_running_loop()
     gate.leave(gate.enter("a", 1))
     left = loop.time()
-    await drain(gate, GivesAway(gate), 1000)
+    await drain(gate, MigratesRequests(gate), 1000)
     assert loop.time() - left >= 0.04
 
 
 async def test_a_second_signal_ends_the_wait() -> None:
     gate = Gate()
-    engine = GivesAway(gate)
+    engine = MigratesRequests(gate)
     gate.enter("a", 1)
     draining = asyncio.create_task(drain(gate, engine, 1000))
     await asyncio.sleep(0)
@@ -126,7 +126,7 @@ async def test_a_second_signal_ends_the_wait() -> None:
 
 
 async def test_a_stream_that_never_ends_does_not_hold_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.lifecycle.drain.HAND_OFF_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("worker.lifecycle.drain.MIGRATION_TIMEOUT_S", 0.01)
     gate = Gate()
     gate.enter("a", 1)
-    assert await drain(gate, GivesAway(gate, leave=False), 0) == DrainOutcome(0, 1)
+    assert await drain(gate, MigratesRequests(gate, leave=False), 0) == DrainOutcome(0, 1)

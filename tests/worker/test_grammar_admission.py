@@ -203,7 +203,7 @@ async def test_a_drain_hands_off_what_still_compiles(worker: Served, sandbox: Gr
     await engine.cleanup()
     with pytest.raises(exceptions.EngineShutdown):
         await slow
-    assert engine.metrics.registry.get_sample_value("dlw_drain_handed_off_total") == 1
+    assert engine.metrics.registry.get_sample_value("dlw_drain_migrated_total") == 1
     assert pid is not None
     assert sandbox.pid is None
 

@@ -104,7 +104,7 @@ class FakeEngine:
     def transfers(self) -> dict[str, float]:
         return {}
 
-    def hand_off(self) -> int:
+    def migrate_all(self) -> int:
         self.given_away.set()
         return 0
 
@@ -204,7 +204,7 @@ async def test_a_bad_request_is_refused_before_the_engine_sees_it() -> None:
     [
         (InvalidRequest("presence_penalty", "is not served"), exceptions.InvalidArgument, "refused"),
         (Overloaded("queue full"), exceptions.HttpError, "overloaded"),
-        (Draining("given away"), exceptions.EngineShutdown, "handed_off"),
+        (Draining("given away"), exceptions.EngineShutdown, "migrated"),
     ],
 )
 @pytest.mark.parametrize("after", [0, 2])

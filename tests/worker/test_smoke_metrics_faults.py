@@ -53,7 +53,7 @@ def test_metrics() -> None:
     assert sample(metrics, "dlw_in_flight_requests") == 1
     assert sample(metrics, "dlw_draining") == 0
     assert sample(metrics, "dlw_tokens_total", kind="generated") == 2
-    assert sample(metrics, "dlw_drain_handed_off_total") == 2
+    assert sample(metrics, "dlw_drain_migrated_total") == 2
     gate.close()
     assert sample(metrics, "dlw_draining") == 1
     with pytest.raises(ValueError, match="unknown outcome"):

@@ -160,7 +160,7 @@ class Engine(Protocol):
             InvalidRequest: the request cannot be served by this engine; no other request is
                 touched.
             Overloaded: the queue is full.
-            Draining: `hand_off` gave the request away.
+            Draining: `migrate_all` gave the request away.
             EngineBroken: the engine died.
         """
 
@@ -183,7 +183,7 @@ class Engine(Protocol):
     def transfers(self) -> Mapping[str, float]:
         """Hand-offs of KV so far, by what became of them; empty for an engine that has none."""
 
-    def hand_off(self) -> int:
+    def migrate_all(self) -> int:
         """End every unfinished request with `Draining`; returns how many. New ones are refused
         the same way.
         """

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from worker.errors import Draining, InvalidRequest
 
-HAND_OFF_TIMEOUT_S = 2.0
+MIGRATION_TIMEOUT_S = 2.0
 """Time for streams to carry `Draining` out to the runtime once the engine has given its requests
 away.
 """
@@ -114,10 +114,10 @@ class Gate:
         for wait in waits:
             wait.cancel()
 
-    async def wait_handed_off(self) -> None:
-        """Until everybody has left, or `HAND_OFF_TIMEOUT_S` is over."""
+    async def wait_migrated(self) -> None:
+        """Until everybody has left, or `MIGRATION_TIMEOUT_S` is over."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), HAND_OFF_TIMEOUT_S)
+            await asyncio.wait_for(self._empty.wait(), MIGRATION_TIMEOUT_S)
 
     async def settle(self) -> None:
         """Until the last one who left has been gone for `FLUSH_S`."""
@@ -126,10 +126,10 @@ class Gate:
             await asyncio.sleep(max(0.0, FLUSH_S - elapsed))
 
 
-class GivesAway(Protocol):
+class MigratesRequests(Protocol):
     """Whoever can end every request that is left with `Draining`."""
 
-    def hand_off(self) -> int:
+    def migrate_all(self) -> int:
         """Do so; returns how many there were."""
 
 
@@ -139,21 +139,21 @@ class DrainOutcome:
 
     Attributes:
         num_finished: Requests that were in flight and finished (or were cancelled by their client).
-        num_handed_off: Requests that ended with `Draining`.
+        num_migrated: Requests that ended with `Draining`.
     """
 
     num_finished: int
-    num_handed_off: int
+    num_migrated: int
 
 
-async def drain(gate: Gate, engine: GivesAway, budget_s: float) -> DrainOutcome:
+async def drain(gate: Gate, engine: MigratesRequests, budget_s: float) -> DrainOutcome:
     """Close the gate, wait up to ``budget_s`` for the requests inside, give the rest away."""
     gate.close()
     inside = len(gate)
     await gate.wait_empty(budget_s)
     remaining = len(gate)
     if remaining:
-        engine.hand_off()
-        await gate.wait_handed_off()
+        engine.migrate_all()
+        await gate.wait_migrated()
     await gate.settle()
     return DrainOutcome(inside - remaining, remaining)

@@ -58,7 +58,7 @@ _OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
     (InvalidRequest, "refused"),
     (RequestFailed, "failed"),
     (Overloaded, "overloaded"),
-    (Draining, "handed_off"),
+    (Draining, "migrated"),
     (EngineBroken, "engine_broken"),
     (ProcessorUnavailable, "unavailable"),
     (GrammarsUnavailable, "unavailable"),
@@ -240,7 +240,7 @@ class WorkerEngine(LLMEngine):
         return _Serving(flight, builder, deltas, request, selection)
 
     async def _while_inside(self, flight: Flight, work: Coroutine[Any, Any, SamplingParams]) -> SamplingParams:
-        """What ``work`` returns, unless `abort` or `hand_off` end it."""
+        """What ``work`` returns, unless `abort` or `migrate_all` end it."""
         admission = _Admission(asyncio.create_task(work))
         self._admissions[flight.request_id] = admission
         try:
@@ -348,14 +348,14 @@ class WorkerEngine(LLMEngine):
             logger.error("engine broken, leaving: %s", self.broken)
             self.gate.close()
             self._end_admissions(EngineBroken(self.broken))
-            self.engine.hand_off()
+            self.engine.migrate_all()
             self._leave()
 
-    def hand_off(self) -> int:
+    def migrate_all(self) -> int:
         """End every request that is left with `Draining`, those that have not reached the engine
         too.
         """
-        return self._end_admissions(Draining("this worker is shutting down")) + self.engine.hand_off()
+        return self._end_admissions(Draining("this worker is shutting down")) + self.engine.migrate_all()
 
     def _end_admissions(self, failure: Exception) -> int:
         admissions = list(self._admissions.values())
@@ -381,7 +381,7 @@ class WorkerEngine(LLMEngine):
 
     def signalled(self) -> None:
         """A signal to leave arrived. The second one ends the drain at once: what is in flight is
-        handed off.
+        migrated.
         """
         self._num_signals += 1
         if self._num_signals > 1:
@@ -394,7 +394,7 @@ class WorkerEngine(LLMEngine):
             budget_s = 0.0 if self.broken is not None else self.arguments.drain_timeout_s
             outcome = await drain(self.gate, self, budget_s)
             self.metrics.count_drain(outcome)
-            logger.info("drained: %d finished, %d handed off", outcome.num_finished, outcome.num_handed_off)
+            logger.info("drained: %d finished, %d migrated", outcome.num_finished, outcome.num_migrated)
         if self._desk is not None:
             await self._desk.close()
         await self.engine.stop()

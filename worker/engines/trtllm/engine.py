@@ -251,7 +251,7 @@ class TrtllmEngine(RuntimeReports):
         """Requests admitted and not yet finished."""
         return len(self._flights)
 
-    def hand_off(self) -> int:
+    def migrate_all(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many
         were ended.
         """

@@ -57,8 +57,8 @@ class TrtllmConfig:
         fails_open: What Dynamo's own adapter does with a failing processor: the request goes on
             without it.
         role: ``prefill`` and ``decode`` hand over through TensorRT-LLM's cache transceiver.
-        kv_lease_s: Seconds that a prefill worker stays after its last prompt, so that decode workers
-            can fetch the KV.
+        kv_lease_s: Seconds that a prefill worker stays after its last prompt, so that decode
+            workers can fetch the KV.
         canary_interval_s: Seconds without a response after which a canary is sent.
         canary_timeout_s: Seconds that its answer may take.
     """

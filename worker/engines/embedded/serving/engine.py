@@ -155,7 +155,7 @@ class EmbeddedEngine:
         exchange = self._exchange
         return {**exchange.counts, "seconds": exchange.seconds, "used_blocks": exchange.num_used_blocks}
 
-    def hand_off(self) -> int:
+    def migrate_all(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many
         were ended.
         """
@@ -216,7 +216,7 @@ class EmbeddedEngine:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
-                continue  # ended by hand_off or stop
+                continue  # ended by migrate_all or stop
             stream.push(output)
             if stream.finished:
                 del self._streams[output.request_id]
