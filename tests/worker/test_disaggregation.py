@@ -15,7 +15,7 @@ from worker.disaggregation.hand_offs import HandOffs, TransferMetrics
 from worker.disaggregation.seal import CLOCK_SKEW_S, Seal
 from worker.engines import KeepKv, ReadKv, TokenDelta
 from worker.errors import ConfigurationError, InvalidRequest, Overloaded
-from worker.lifecycle.drain import Flight
+from worker.lifecycle.drain import InFlightRequest
 from worker.requests.request import GenerationRequest
 
 POOL = "a secret of this pool, and of no other"
@@ -99,21 +99,21 @@ def test_only_so_many_prompts_are_computed_for_want_of_a_hand_off() -> None:
     decode = hand_offs("decode", most=2)
     part = decode.part_of(request(), CHOSEN)
     assert (part.kv, part.local_reason) == (None, "missing")
-    flights = [Flight(str(number), len(PROMPT)) for number in range(3)]
-    for flight in flights[:2]:
+    all_admitted = [InFlightRequest(str(number), len(PROMPT)) for number in range(3)]
+    for admitted in all_admitted[:2]:
         decode.check_room(part)
-        decode.enter(flight, part)
+        decode.admit(admitted, part)
     with pytest.raises(Overloaded, match="2 prompts without a hand-off are being computed here already"):
         decode.check_room(part)
     decode.check_room(decode.part_of(request(handed_over()), CHOSEN))  # those who bring their KV pass
-    decode.leave(flights[0])
+    decode.release(all_admitted[0])
     decode.check_room(part)
-    decode.enter(flights[2], part)
+    decode.admit(all_admitted[2], part)
     assert decode.num_local == 2
-    decode.leave(flights[0])  # again: its place is another one's now
+    decode.release(all_admitted[0])  # again: its place is another one's now
     assert decode.num_local == 2
-    decode.evict("1")
-    decode.leave(flights[2])
+    decode.release_id("1")
+    decode.release(all_admitted[2])
     assert decode.num_local == 0
     assert decode.counts == {"missing": 3}
 
@@ -121,11 +121,11 @@ def test_only_so_many_prompts_are_computed_for_want_of_a_hand_off() -> None:
 def test_a_stream_that_is_closed_late_does_not_give_up_its_successors_place() -> None:
     decode = hand_offs("decode")
     part = decode.part_of(request(), CHOSEN)
-    first, second = Flight("same id", 3), Flight("same id", 3)
-    decode.enter(first, part)
-    decode.evict("same id")
-    decode.enter(second, part)
-    decode.leave(first)
+    first, second = InFlightRequest("same id", 3), InFlightRequest("same id", 3)
+    decode.admit(first, part)
+    decode.release_id("same id")
+    decode.admit(second, part)
+    decode.release(first)
     assert decode.num_local == 1
 
 
@@ -149,7 +149,7 @@ def test_what_was_computed_here_is_counted_by_reason() -> None:
             return 0
 
     decode, registry = hand_offs("decode"), CollectorRegistry()
-    decode.enter(Flight("one", 3), decode.part_of(request(), CHOSEN))
+    decode.admit(InFlightRequest("one", 3), decode.part_of(request(), CHOSEN))
     TransferMetrics(Counting(), decode, registry)  # type: ignore[arg-type]
     found = {
         reason: registry.get_sample_value("dlw_local_prefills_total", {"reason": reason})

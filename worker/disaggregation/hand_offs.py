@@ -17,7 +17,7 @@ from worker.disaggregation.seal import SECRET, Seal
 from worker.engines import Engine, KeepKv, ReadKv, TokenDelta
 from worker.engines.embedded.transfer import handle
 from worker.errors import HAND_OFF_FIELD, ConfigurationError, InvalidRequest, Overloaded
-from worker.lifecycle.drain import Flight
+from worker.lifecycle.drain import InFlightRequest
 from worker.requests.request import GenerationRequest
 
 Role = Literal["aggregated", "prefill", "decode"]
@@ -71,7 +71,7 @@ class HandOffs:
         self._seal = seal
         self._hold_s = hold_s
         self._max_local = max_local_prefills
-        self._local: dict[str, Flight] = {}
+        self._local: dict[str, InFlightRequest] = {}
         self.counts: Counter[str] = Counter()
 
     @property
@@ -118,18 +118,18 @@ class HandOffs:
                 f"{self._max_local} prompts without a hand-off are being computed here already (--max-local-prefills)"
             )
 
-    def enter(self, flight: Flight, part: Part) -> None:
+    def admit(self, admitted: InFlightRequest, part: Part) -> None:
         """Count a prompt that is computed here for want of a hand-off, until `leave` or `evict`."""
         if part.local_reason is not None:
-            self._local[flight.request_id] = flight
+            self._local[admitted.request_id] = admitted
             self.counts[part.local_reason] += 1
 
-    def leave(self, flight: Flight) -> None:
+    def release(self, admitted: InFlightRequest) -> None:
         """The prompt has been computed, or its request has ended. Idempotent."""
-        if self._local.get(flight.request_id) is flight:
-            self.evict(flight.request_id)
+        if self._local.get(admitted.request_id) is admitted:
+            self.release_id(admitted.request_id)
 
-    def evict(self, request_id: str) -> None:
+    def release_id(self, request_id: str) -> None:
         """The request with this id, if there is one, was aborted."""
         self._local.pop(request_id, None)
 

@@ -23,19 +23,19 @@ for that.
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightRequest:
     """One admitted request.
 
     Attributes:
         request_id: Id that the runtime gave it.
-        num_tokens: Tokens of prompt and answer so far; only `Gate.grow` changes it.
+        num_tokens: Tokens of prompt and answer so far; only `InFlightRequests.grow` changes it.
     """
 
     request_id: str
     num_tokens: int
 
 
-class Gate:
+class InFlightRequests:
     """Who may enter, and who is inside. One event loop only.
 
     A request leaves at the end of its stream or when it is aborted, whichever comes first: a
@@ -44,7 +44,7 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._inside: dict[str, Flight] = {}
+        self._inside: dict[str, InFlightRequest] = {}
         self._empty = asyncio.Event()
         self._empty.set()
         self._hurry = asyncio.Event()
@@ -57,44 +57,44 @@ class Gate:
     def __len__(self) -> int:
         return len(self._inside)
 
-    def enter(self, request_id: str, num_tokens: int) -> Flight:
+    def admit(self, request_id: str, num_tokens: int) -> InFlightRequest:
         """Admit a request.
 
         Raises:
-            Draining: the gate is closed.
+            Draining: the in_flight is closed.
             InvalidRequest: a request with this id is inside already.
         """
         if self.closed:
             raise Draining("this worker is shutting down")
         if request_id in self._inside:
             raise InvalidRequest("request id", f"{request_id[:60]!r} is being served already")
-        flight = Flight(request_id, num_tokens)
-        self._inside[request_id] = flight
+        admitted = InFlightRequest(request_id, num_tokens)
+        self._inside[request_id] = admitted
         self._empty.clear()
         self.num_blocks += self._blocks(num_tokens)
-        return flight
+        return admitted
 
-    def grow(self, flight: Flight, num_tokens: int) -> None:
+    def grow(self, admitted: InFlightRequest, num_tokens: int) -> None:
         """Count ``num_tokens`` more tokens of a request, if it is still inside."""
-        if self._inside.get(flight.request_id) is flight:
-            before = self._blocks(flight.num_tokens)
-            flight.num_tokens += num_tokens
-            self.num_blocks += self._blocks(flight.num_tokens) - before
+        if self._inside.get(admitted.request_id) is admitted:
+            before = self._blocks(admitted.num_tokens)
+            admitted.num_tokens += num_tokens
+            self.num_blocks += self._blocks(admitted.num_tokens) - before
 
-    def leave(self, flight: Flight) -> None:
+    def release(self, admitted: InFlightRequest) -> None:
         """Idempotent."""
-        if self._inside.get(flight.request_id) is flight:
-            self.evict(flight.request_id)
+        if self._inside.get(admitted.request_id) is admitted:
+            self.release_id(admitted.request_id)
 
-    def evict(self, request_id: str) -> bool:
+    def release_id(self, request_id: str) -> bool:
         """Make the request with this id leave; whether there was one."""
-        flight = self._inside.pop(request_id, None)
-        if flight is not None:
+        admitted = self._inside.pop(request_id, None)
+        if admitted is not None:
             self._last_left = asyncio.get_running_loop().time()
-            self.num_blocks -= self._blocks(flight.num_tokens)
+            self.num_blocks -= self._blocks(admitted.num_tokens)
         if not self._inside:
             self._empty.set()
-        return flight is not None
+        return admitted is not None
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -103,7 +103,7 @@ class Gate:
         """Admit nobody from now on."""
         self.closed = True
 
-    def hurry(self) -> None:
+    def stop_waiting(self) -> None:
         """End the drain's patience."""
         self._hurry.set()
 
@@ -146,14 +146,14 @@ class DrainOutcome:
     num_migrated: int
 
 
-async def drain(gate: Gate, engine: MigratesRequests, budget_s: float) -> DrainOutcome:
-    """Close the gate, wait up to ``budget_s`` for the requests inside, give the rest away."""
-    gate.close()
-    inside = len(gate)
-    await gate.wait_empty(budget_s)
-    remaining = len(gate)
+async def drain(in_flight: InFlightRequests, engine: MigratesRequests, budget_s: float) -> DrainOutcome:
+    """Close the in_flight, wait up to ``budget_s`` for the requests inside, give the rest away."""
+    in_flight.close()
+    inside = len(in_flight)
+    await in_flight.wait_empty(budget_s)
+    remaining = len(in_flight)
     if remaining:
         engine.migrate_all()
-        await gate.wait_migrated()
-    await gate.settle()
+        await in_flight.wait_migrated()
+    await in_flight.settle()
     return DrainOutcome(inside - remaining, remaining)

@@ -204,7 +204,7 @@ def to_dynamo(error: ServingError) -> Exception:
     return Unknown(str(error))
 
 
-def leave() -> None:
+def shut_down() -> None:
     """Ask the runtime to shut this process down: unregister, grace period, `cleanup`, return
     from `run`.
     """
