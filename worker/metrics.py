@@ -37,10 +37,10 @@ class WorkerMetrics:
         self._requests = self._counter("requests", "Requests by how they ended.", "outcome")
         self._refused = self._counter("refused_fields", "Refused requests by the field that was refused.", "field")
         self._tokens = self._counter("tokens", "Tokens by kind.", "kind")
-        self._migrated = self._counter("drain_migrated", "Requests that a drain gave to another worker.")
+        self._migrated = self._counter("drain_migrated", "Requests that a drain ended, to be migrated.")
         num_in_flight = Gauge(PREFIX + "in_flight_requests", "Requests admitted and not ended.", registry=self.registry)
         num_in_flight.set_function(lambda: len(in_flight))
-        draining = Gauge(PREFIX + "draining", "1 once the worker admits no more requests.", registry=self.registry)
+        draining = Gauge(PREFIX + "draining", "1 while the worker drains and admits nothing.", registry=self.registry)
         draining.set_function(lambda: float(in_flight.closed))
         for outcome in OUTCOMES:
             self._requests.labels(outcome)

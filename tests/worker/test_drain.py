@@ -1,4 +1,4 @@
-"""The in_flight and the drain, with a fake engine and no clock to race against."""
+"""Admission and drain, with a fake engine and no clock to race against."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class MigratesRequests:
-    """The one thing that a drain asks of an engine."""
+    """What a drain needs of an engine."""
 
     def __init__(self, in_flight: InFlightRequests, ends_streams: bool = True) -> None:
         self.in_flight = in_flight
@@ -25,12 +25,12 @@ class MigratesRequests:
 
     def migrate_all(self) -> int:
         self.num_calls += 1
-        for request_id in list(self.in_flight._inside) if self.ends_streams else ():
+        for request_id in list(self.in_flight._by_id) if self.ends_streams else ():
             self.in_flight.release_id(request_id)
         return 0
 
 
-async def test_enter_and_leave() -> None:
+async def test_admit_and_release() -> None:
     in_flight = InFlightRequests()
     in_flight.block_size = 16
     admitted = in_flight.admit("a", 17)
@@ -45,7 +45,7 @@ async def test_enter_and_leave() -> None:
     assert (len(in_flight), in_flight.num_blocks) == (0, 0)
 
 
-async def test_an_id_in_flight_is_refused_and_the_first_is_untouched() -> None:
+async def test_an_id_in_flight_is_refused_and_the_first_request_is_untouched() -> None:
     in_flight = InFlightRequests()
     first = in_flight.admit("a", 1)
     with pytest.raises(InvalidRequest, match="'a' is being served already"):
@@ -55,7 +55,7 @@ async def test_an_id_in_flight_is_refused_and_the_first_is_untouched() -> None:
     in_flight.admit("a", 1)
 
 
-async def test_a_stream_that_is_closed_late_does_not_evict_its_successor() -> None:
+async def test_a_stream_that_is_closed_late_does_not_release_its_successor() -> None:
     in_flight = InFlightRequests()
     cancelled = in_flight.admit("a", 1)
     assert in_flight.release_id("a")
@@ -65,7 +65,7 @@ async def test_a_stream_that_is_closed_late_does_not_evict_its_successor() -> No
     assert len(in_flight) == 1
 
 
-def test_a_closed_gate_admits_nobody() -> None:
+def test_nothing_is_admitted_after_close() -> None:
     in_flight = InFlightRequests()
     in_flight.close()
     with pytest.raises(Draining):
@@ -105,7 +105,7 @@ async def test_the_rest_is_migrated_when_the_budget_is_spent() -> None:
     assert len(in_flight) == 0
 
 
-async def test_the_runtime_gets_time_to_send_the_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_runtime_gets_time_to_send_the_last_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.lifecycle.drain.FLUSH_S", 0.05)
     in_flight = InFlightRequests()
     loop = asyncio.get_running_loop()

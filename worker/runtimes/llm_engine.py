@@ -116,9 +116,9 @@ class WorkerEngine(LLMEngine):
         shut_down: Callable[[], None] = runtime.shut_down,
         open_desk: Callable[[Arguments, EngineInfo, CollectorRegistry], ProcessorDesk] = make_desk,
     ) -> None:
-        """``seal`` signs hand-offs; prefill and decode workers need one.
+        """``seal`` signs KV transfers; prefill and decode workers need one.
 
-        ``shut_down`` asks the runtime to shut this process down; it is called at most once, when the
+        ``shut_down`` asks the runtime to shut this process down; called at most once, when the
         engine broke.
 
         ``open_desk`` makes the desk that turns selections into chains, in a thread, once the model
@@ -219,10 +219,10 @@ class WorkerEngine(LLMEngine):
         prompt = request.prompt_token_ids
         selection = desk.select(request, metadata)
         part = self.hand_offs.part_of(request, selection)
-        admitted = self.in_flight.admit(request_id, 0)  # inside while its grammars compile, but without KV
+        admitted = self.in_flight.admit(request_id, 0)  # in flight while its grammars compile, but without KV
         try:
             work = self._parameters(request, desk, selection, info)
-            params = await (self._while_inside(admitted, work) if selection.processors else work)
+            params = await (self._while_in_flight(admitted, work) if selection.processors else work)
             builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
             builder.num_cached_tokens = part.num_cached_tokens
             deltas = self.engine.generate(request_id, prompt, params, part.kv, request.cache_salt)
@@ -239,7 +239,9 @@ class WorkerEngine(LLMEngine):
         self._publish_load()
         return _Serving(admitted, builder, deltas, request, selection)
 
-    async def _while_inside(self, admitted: InFlightRequest, work: Coroutine[Any, Any, SamplingParams]) -> SamplingParams:
+    async def _while_in_flight(
+        self, admitted: InFlightRequest, work: Coroutine[Any, Any, SamplingParams]
+    ) -> SamplingParams:
         """What ``work`` returns, unless `abort` or `migrate_all` end it."""
         admission = _Admission(asyncio.create_task(work))
         self._admissions[admitted.request_id] = admission
@@ -332,17 +334,15 @@ class WorkerEngine(LLMEngine):
         self.metrics.count_outcome(outcome)
         if isinstance(error, InvalidRequest):
             self.metrics.count_refusal(error.field)
-            # 1.4.2's frontend keeps the message from many clients. A bad hand-off is none's fault,
-            # but the workers'.
+            # 1.4.2's frontend keeps the message from many clients. A bad KV transfer is none's
+            # fault, but the workers'.
             level = logging.ERROR if error.field.startswith("prefill_result") else logging.WARNING
             logger.log(level, "request %s refused: %s", request_id, error)
         if isinstance(error, EngineBroken):
             self._break(str(error))
 
     def _break(self, reason: str) -> None:
-        """Stop serving for good: hand everything off and let the process leave with a non-zero
-        status.
-        """
+        """Stop serving for good: migrate every request, and exit with a non-zero status."""
         if self.broken is None:
             self.broken = " ".join(reason.split())
             logger.error("engine broken, leaving: %s", self.broken)
@@ -352,9 +352,7 @@ class WorkerEngine(LLMEngine):
             self._shut_down()
 
     def migrate_all(self) -> int:
-        """End every request that is left with `Draining`, those that have not reached the engine
-        too.
-        """
+        """End every request in flight with `Draining`, those not yet in the engine too."""
         return self._end_admissions(Draining("this worker is shutting down")) + self.engine.migrate_all()
 
     def _end_admissions(self, failure: Exception) -> int:
@@ -374,15 +372,11 @@ class WorkerEngine(LLMEngine):
             self._publish_load()
 
     async def is_quiescent(self) -> bool:
-        """Whether no decode worker reads from here any more; the runtime asks a prefill worker
-        that is to leave.
-        """
+        """Whether no lease is left; the runtime asks a prefill worker that is shutting down."""
         return self.engine.num_held() == 0
 
     def signalled(self) -> None:
-        """A signal to leave arrived. The second one ends the drain at once: what is in flight is
-        migrated.
-        """
+        """SIGTERM or SIGINT arrived; a second one ends the drain: what is in flight migrates."""
         self._num_signals += 1
         if self._num_signals > 1:
             self.in_flight.stop_waiting()
