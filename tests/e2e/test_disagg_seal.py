@@ -132,11 +132,11 @@ def test_a_genuine_hand_off_is_taken_again_and_again_by_its_own_request_alone(pa
     for _ in range(2):
         answer = pair.to_decode.ask(prompt, prefill_result={"disaggregated_params": given})
         assert tokens(answer) == answer_of(expected, prompt)
-        wait_for(lambda: pair.prefill.metric("dlw_kv_held_prompts") == 0, "that nothing is held")
+        wait_for(lambda: pair.prefill.metric("dlw_kv_leased_prompts") == 0, "that nothing is held")
     outcomes = {
-        name: pair.decode.metric("dlw_kv_handoffs_total", outcome=name) for name in ("received", "known", "lost")
+        name: pair.decode.metric("dlw_kv_transfers_total", outcome=name) for name in ("received", "cached", "lost")
     }
-    assert outcomes == {"received": 1, "known": 1, "lost": 0}
+    assert outcomes == {"received": 1, "cached": 1, "lost": 0}
 
 
 def test_a_prompt_that_nobody_handed_over_is_computed_bit_for_bit(pair: Pair, expected: Engine) -> None:

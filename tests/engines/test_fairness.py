@@ -1,7 +1,7 @@
 """First come, first served, in every role: whoever waits is not passed by those who came later,
 whatever they bring.
 
-The exchange, the scheduler and the cache are real, and the model checks every KV that it reads;
+The connector, the scheduler and the cache are real, and the model checks every KV that it reads;
 only the wire between two workers is a double, so that what arrives when is part of the example.
 """
 
@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 import pytest
-from exchange_doubles import BLOCK, CONTEXT, TensorRecallModel
+from connector_doubles import BLOCK, CONTEXT, TensorRecallModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_doubles import WIDTH, answer, mix, recall_request
@@ -21,7 +21,7 @@ from worker.engines.embedded import Request
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.step import Stepper
-from worker.engines.embedded.transfer.connector import Exchange
+from worker.engines.embedded.transfer.connector import KvConnector
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle
 
@@ -119,7 +119,7 @@ class Station:
         if role != "aggregated":
             self.wire = Wire(self.model, self.prompts, self.chance)
             hold_s = 60.0 if role == "prefill" else None
-            self.stepper.exchange = Exchange(self.wire, self.stepper.scheduler, hold_s)  # type: ignore[arg-type]
+            self.stepper.connector = KvConnector(self.wire, self.stepper.scheduler, hold_s)  # type: ignore[arg-type]
 
     def arrive(self) -> None:
         """A request; on a decode worker some come without a hand-off."""

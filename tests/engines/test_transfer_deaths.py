@@ -71,7 +71,7 @@ def test_a_reader_killed_while_it_reads(port: KvPort, start_peer: Callable[[int 
     begin_to_read(victim, port, first)
     begin_to_read(heir, port, second)
     victim.kill()
-    port.withdraw(first)  # what the exchange does when nobody has come in time
+    port.withdraw(first)  # what the connector does when nobody has come in time
     third = publish(port)
     for handle in (second, third):
         if handle is third:

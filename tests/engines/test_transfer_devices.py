@@ -13,7 +13,7 @@ import torch
 
 from worker.engines.embedded.plan import PageCopy
 from worker.engines.embedded.transfer import nixl
-from worker.engines.embedded.transfer.connector import Exchange
+from worker.engines.embedded.transfer.connector import KvConnector
 from worker.engines.embedded.transfer.layout import Array, KvLayout
 from worker.engines.embedded.transfer.nixl import KvPort, Nixl
 
@@ -23,7 +23,7 @@ NUM_PAGES = 3
 
 
 class OnCuda:
-    """As much of a tensor in a GPU's memory as a port and an exchange look at."""
+    """As much of a tensor in a GPU's memory as a port and an connector look at."""
 
     def __init__(self, address: int, device: torch.device, done: list[str]) -> None:
         self._address, self.device, self._done = address, device, done
@@ -123,7 +123,7 @@ def test_the_gpu_is_done_with_a_page_before_it_is_read_into(monkeypatch: pytest.
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"wait for {device}"))
     port = port_on(1, (1_000_000, 2_000_000), done, monkeypatch)
-    exchange = Exchange(port, SimpleNamespace(), None)  # type: ignore[arg-type]
+    connector = KvConnector(port, SimpleNamespace(), None)  # type: ignore[arg-type]
     request: Any = SimpleNamespace(pages=[0, 1], num_computed=0 if opened else 20)
-    exchange._prepare(request, [] if opened else [PageCopy(source=2, target=1, num_tokens=4)])
+    connector._prepare(request, [] if opened else [PageCopy(source=2, target=1, num_tokens=4)])
     assert done == ["write"] * (2 if opened else 4) + ["wait for cuda:1"]

@@ -98,7 +98,7 @@ class FakeEngine:
     def num_unfinished(self) -> int:
         return 0
 
-    def num_held(self) -> int:
+    def num_leased(self) -> int:
         return 0
 
     def transfers(self) -> dict[str, float]:
@@ -404,7 +404,7 @@ async def test_a_prompt_without_a_hand_off_gives_its_place_back_once(ending: str
     context = Context("first")
     stream = worker.generate(request(), context)
     first = asyncio.ensure_future(anext(stream))
-    while worker.hand_offs.num_local == 0 and not first.done():
+    while worker.disaggregation.num_local_prefills == 0 and not first.done():
         await asyncio.sleep(0)
     if ending == "first token":
         await first
@@ -417,7 +417,7 @@ async def test_a_prompt_without_a_hand_off_gives_its_place_back_once(ending: str
             first.cancel()
             await asyncio.wait([first])
             await stream.aclose()
-    assert worker.hand_offs.num_local == 0
+    assert worker.disaggregation.num_local_prefills == 0
     go_on.set()
     await asyncio.wait([first])
     await stream.aclose()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.disaggregation.seal import CLOCK_SKEW_S, SECRET, SECRET_FILE, Seal, take_seal
-from worker.errors import HAND_OFF_FIELD, ConfigurationError, InvalidRequest
+from worker.errors import KV_TRANSFER_FIELD, ConfigurationError, InvalidRequest
 
 POOL = "a secret of this pool, and of no other"
 BODY = {"kv": {"metadata": "AAEC", "bases": [2**63 + 5], "ticket": 7}, "prompt_length": 3, "logprob": -0.1}
@@ -25,7 +25,7 @@ def over_the_wire(data: Any) -> Any:
 def refused(seal: Seal, data: Any) -> str:
     with pytest.raises(InvalidRequest) as error:
         seal.open(data)
-    assert error.value.field.startswith(HAND_OFF_FIELD)
+    assert error.value.field.startswith(KV_TRANSFER_FIELD)
     return str(error.value)
 
 
@@ -37,7 +37,7 @@ def test_what_was_closed_is_opened() -> None:
 
 def test_another_pool_is_refused_by_name() -> None:
     said = refused(Seal(POOL), Seal(POOL + ".").close(BODY, 30.0))
-    assert f"{HAND_OFF_FIELD}.mac: is not of this pool: the prefill worker has another {SECRET}" in said
+    assert f"{KV_TRANSFER_FIELD}.mac: is not of this pool: the prefill worker has another {SECRET}" in said
 
 
 JSON = st.recursive(

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.errors import HAND_OFF_FIELD, ConfigurationError, InvalidRequest
+from worker.errors import KV_TRANSFER_FIELD, ConfigurationError, InvalidRequest
 
 FORMAT = "dynamo-logits-worker/sealed"
 VERSION = 1
@@ -102,19 +102,21 @@ class Seal:
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, Mapping) else data
-            raise InvalidRequest(HAND_OFF_FIELD, f"must be of format {FORMAT}, got {_shown(found)}")
+            raise InvalidRequest(KV_TRANSFER_FIELD, f"must be of format {FORMAT}, got {_shown(found)}")
         if data.get("version") != VERSION:
-            raise InvalidRequest(f"{HAND_OFF_FIELD}.version", f"must be {VERSION}, got {_shown(data.get('version'))}")
+            raise InvalidRequest(
+                f"{KV_TRANSFER_FIELD}.version", f"must be {VERSION}, got {_shown(data.get('version'))}"
+            )
         for unknown in sorted(map(str, set(data) - set(_NAMES))):
-            raise InvalidRequest(f"{HAND_OFF_FIELD}.{_shown(unknown)}", "unknown field")
+            raise InvalidRequest(f"{KV_TRANSFER_FIELD}.{_shown(unknown)}", "unknown field")
         expires, text, mac = data.get("expires"), data.get("body"), data.get("mac")
         if type(expires) is not int or not 0 <= expires < 2**53:
-            raise InvalidRequest(f"{HAND_OFF_FIELD}.expires", f"must be seconds since 1970, got {_shown(expires)}")
+            raise InvalidRequest(f"{KV_TRANSFER_FIELD}.expires", f"must be seconds since 1970, got {_shown(expires)}")
         if not isinstance(text, str) or len(text) > MAX_BODY:
-            raise InvalidRequest(f"{HAND_OFF_FIELD}.body", f"must be a text of up to {MAX_BODY} characters")
+            raise InvalidRequest(f"{KV_TRANSFER_FIELD}.body", f"must be a text of up to {MAX_BODY} characters")
         if not isinstance(mac, str) or not hmac.compare_digest(_bytes(mac), _bytes(self._mac(expires, text))):
             raise InvalidRequest(
-                f"{HAND_OFF_FIELD}.mac",
+                f"{KV_TRANSFER_FIELD}.mac",
                 f"is not of this pool: the prefill worker has another {SECRET}, or the hand-off was made by a stranger",
             )
         return Opened(json.loads(text), self._clock() > expires + CLOCK_SKEW_S)

@@ -172,7 +172,7 @@ class Engine(Protocol):
     def num_unfinished(self) -> int:
         """Requests admitted and not yet finished."""
 
-    def num_held(self) -> int:
+    def num_leased(self) -> int:
         """Prompts whose KV is held for other workers."""
 
     def report_blocks(self, sink: KvEventSink) -> None:

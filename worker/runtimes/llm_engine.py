@@ -24,8 +24,8 @@ from adapters.catalog import Selection
 from worker import __version__
 from worker.arguments import Arguments
 from worker.build import Built, build
-from worker.disaggregation.hand_offs import HandOffs, TransferMetrics
 from worker.disaggregation.seal import Seal
+from worker.disaggregation.serving import DisaggregatedServing, TransferMetrics
 from worker.engines import Engine, EngineInfo, SelfReporting, TokenDelta
 from worker.errors import (
     Draining,
@@ -128,7 +128,7 @@ class WorkerEngine(LLMEngine):
         self.arguments = arguments
         self.in_flight = InFlightRequests()
         self.metrics = WorkerMetrics(self.in_flight)
-        self.hand_offs = HandOffs(
+        self.disaggregation = DisaggregatedServing(
             arguments.disaggregation_mode, seal, arguments.kv_lease_s, arguments.max_local_prefills
         )
         self.startup_error: str | None = None
@@ -182,7 +182,7 @@ class WorkerEngine(LLMEngine):
             self.engine.tell_load(self._take_load)
         self.metrics.describe_engine(info)
         if self.arguments.disaggregation_mode != "aggregated":
-            TransferMetrics(self.engine, self.hand_offs, self.metrics.registry)
+            TransferMetrics(self.engine, self.disaggregation, self.metrics.registry)
         return runtime.engine_config(info, self.arguments)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
@@ -218,7 +218,7 @@ class WorkerEngine(LLMEngine):
         request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size))
         prompt = request.prompt_token_ids
         selection = desk.select(request, metadata)
-        part = self.hand_offs.part_of(request, selection)
+        part = self.disaggregation.part_of(request, selection)
         admitted = self.in_flight.admit(request_id, 0)  # in flight while its grammars compile, but without KV
         try:
             work = self._parameters(request, desk, selection, info)
@@ -228,14 +228,14 @@ class WorkerEngine(LLMEngine):
             deltas = self.engine.generate(request_id, prompt, params, part.kv, request.cache_salt)
             if selection.deadline is not None:
                 deltas = until(selection.deadline, deltas)
-            self.hand_offs.check_room(part)
+            self.disaggregation.check_local_prefills(part)
         except _Aborted:
             return _Serving(admitted, ResponseBuilder(request, frozenset()), _cancelled(), request, selection)
         except BaseException:
             self._in_loop(self.in_flight.release, admitted)
             raise
         self.in_flight.grow(admitted, len(prompt))
-        self.hand_offs.admit(admitted, part)
+        self.disaggregation.admit(admitted, part)
         self._publish_load()
         return _Serving(admitted, builder, deltas, request, selection)
 
@@ -260,13 +260,13 @@ class WorkerEngine(LLMEngine):
 
     def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
         self._count_processors(delta)
-        self.hand_offs.release(serving.admitted)
+        self.disaggregation.release(serving.admitted)
         chunk = serving.builder.chunk(delta)
         self.in_flight.grow(serving.admitted, len(delta.token_ids))
         self._publish_load()
         if delta.kv is not None:
             prompt = serving.request.prompt_token_ids
-            chunk["disaggregated_params"] = self.hand_offs.hand_over(prompt, serving.selection, delta)
+            chunk["disaggregated_params"] = self.disaggregation.transfer_params(prompt, serving.selection, delta)
         if delta.finish_reason is not None:
             self.metrics.count_outcome(delta.finish_reason)
         elif not chunk["token_ids"] and "engine_data" not in chunk:
@@ -324,7 +324,7 @@ class WorkerEngine(LLMEngine):
 
     def _release(self, serving: _Serving) -> None:
         self.in_flight.release(serving.admitted)
-        self.hand_offs.release(serving.admitted)
+        self.disaggregation.release(serving.admitted)
         self._publish_load()
         builder = serving.builder
         self.metrics.count_tokens(builder.num_prompt_tokens, builder.num_cached_tokens, builder.num_generated_tokens)
@@ -367,13 +367,13 @@ class WorkerEngine(LLMEngine):
         if request_id in self._admissions:
             self._admissions[request_id].end(_Aborted())
         self.engine.abort(request_id)
-        self.hand_offs.release_id(request_id)
+        self.disaggregation.release_id(request_id)
         if self.in_flight.release_id(request_id):
             self._publish_load()
 
     async def is_quiescent(self) -> bool:
         """Whether no lease is left; the runtime asks a prefill worker that is shutting down."""
-        return self.engine.num_held() == 0
+        return self.engine.num_leased() == 0
 
     def signalled(self) -> None:
         """SIGTERM or SIGINT arrived; a second one ends the drain: what is in flight migrates."""

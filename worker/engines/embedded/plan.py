@@ -79,7 +79,7 @@ class Request:
         tap: Who is shown its logits, None if nobody is.
         tap_error: What `tap` has failed with; the request then ends with the next token that it
             would get.
-        keeps_kv: Whether its KV outlives it, for another worker to read; see `exchange`.
+        keeps_kv: Whether its KV outlives it, for another worker to read; see `connector`.
         cache_salt: It shares KV only with requests of the same salt.
         arrival: Place in the order of arrival, given by the scheduler.
         pages: The KV pages of its tokens, in order, while it runs: position p is in

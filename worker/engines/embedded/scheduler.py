@@ -41,7 +41,7 @@ class Scheduler:
     waiting               ``waiting``        nothing; after a preemption it has generated tokens
     in prefill            ``prefilling``     pages for all its tokens
     decoding              ``decoding``       pages for all its tokens
-    a guest               ``guests``         pages; `exchange` says why, and does the rest
+    a guest               ``guests``         pages; `connector` says why, and does the rest
     finished or aborted   nowhere            nothing
     ====================  =================  ==================================================
 

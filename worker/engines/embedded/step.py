@@ -10,7 +10,7 @@ from worker.engines.embedded.kv_cache import KvCache, choose_page_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.scheduler import Scheduler
-from worker.engines.embedded.transfer import Exchange, KvHandle
+from worker.engines.embedded.transfer import KvConnector, KvHandle
 
 MIXED_CHUNKS = {"cpu": 64, "cuda": 512}
 """What takes about as long as decoding two steps; see `EmbeddedConfig.max_mixed_chunk`."""
@@ -27,14 +27,14 @@ class Stepper:
         scheduler: What decides the work of a step.
 
     Attributes:
-        exchange: What gives KV to other workers and gets it from them; None where requests are
+        connector: What gives KV to other workers and gets it from them; None where requests are
             served by one.
     """
 
     def __init__(self, model: Model, scheduler: Scheduler) -> None:
         self.model = model
         self.scheduler = scheduler
-        self.exchange: Exchange | None = None
+        self.connector: KvConnector | None = None
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
         self._starved = False  # guests of the scheduler hold what the next request needs
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
@@ -48,20 +48,20 @@ class Stepper:
         if kv is None:
             self.scheduler.add(request)
         else:
-            assert self.exchange is not None
-            self.exchange.receive(request, kv)
+            assert self.connector is not None
+            self.connector.receive(request, kv)
 
     def abort(self, request_id: str) -> Output | None:
         """Free what a request holds; None if it has ended already."""
         self._tapped.discard(request_id)
-        if self.exchange is not None and (given_up := self.exchange.abort(request_id)) is not None:
+        if self.connector is not None and (given_up := self.connector.abort(request_id)) is not None:
             return given_up
         return self.scheduler.abort(request_id)
 
     def close(self) -> None:
         """Give up what is exchanged with other workers."""
-        if self.exchange is not None:
-            self.exchange.close()
+        if self.connector is not None:
+            self.connector.close()
 
     @property
     def wait_s(self) -> float | None:
@@ -70,7 +70,7 @@ class Stepper:
         """
         if not self.scheduler.is_idle:
             return STARVED_POLL_S if self._starved else 0.0
-        return None if self.exchange is None else self.exchange.wait_s
+        return None if self.connector is None else self.connector.wait_s
 
     @torch.inference_mode()
     def step(self, prompts_first: bool = False) -> list[Output]:
@@ -79,8 +79,8 @@ class Stepper:
         Args:
             prompts_first: Leave out the requests that are decoding if there are prompts to compute.
         """
-        if self.exchange is not None:
-            self.exchange.poll()
+        if self.connector is not None:
+            self.connector.poll()
             if self.scheduler.is_idle:
                 return []
         plan = self.scheduler.schedule(prompts_first)
@@ -98,8 +98,8 @@ class Stepper:
         if self._tapped:
             samples.errors |= tap_errors(plan)
         outputs = self.scheduler.commit(plan, samples)
-        if self.exchange is not None and self.scheduler.guests:
-            self.exchange.hold(plan, outputs)
+        if self.connector is not None and self.scheduler.guests:
+            self.connector.hold(plan, outputs)
         if self._tapped:
             self._tapped -= {output.request_id for output in outputs if output.finish_reason is not None}
         return outputs

@@ -5,8 +5,8 @@ is the JSON object that tells a decode worker what to read; `layout` is the arit
 sequence's KV lies.
 """
 
-from worker.engines.embedded.transfer.connector import Exchange, note_mode, open_exchange
+from worker.engines.embedded.transfer.connector import KvConnector, note_mode, open_connector
 from worker.engines.embedded.transfer.handle import fingerprint, handle_from_json
 from worker.engines.embedded.transfer.nixl import KvHandle
 
-__all__ = ["Exchange", "KvHandle", "fingerprint", "handle_from_json", "note_mode", "open_exchange"]
+__all__ = ["KvConnector", "KvHandle", "fingerprint", "handle_from_json", "note_mode", "open_connector"]

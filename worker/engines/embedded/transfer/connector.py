@@ -78,14 +78,14 @@ class Receipt:
     read: KvRead | None = None
 
 
-def open_exchange(
+def open_connector(
     tensors: Sequence[torch.Tensor],
     scheduler: Scheduler,
     config: EmbeddedConfig,
     model_fingerprint: str,
     numerics: str,
-) -> Exchange:
-    """The exchange of a worker.
+) -> KvConnector:
+    """The connector of a worker.
 
     Args:
         tensors: Its store: keys of each layer, then values of each layer.
@@ -101,10 +101,10 @@ def open_exchange(
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     layout = KvLayout(model_fingerprint, dtype, len(tensors) // 2, heads, width, config.kv_block_size, size, numerics)
     port = KvPort(tensors, layout, config.kv_devices)
-    return Exchange(port, scheduler, config.kv_lease_s if config.role == "prefill" else None)
+    return KvConnector(port, scheduler, config.kv_lease_s if config.role == "prefill" else None)
 
 
-class Exchange:
+class KvConnector:
     """What is held and what is received.
 
     Args:
@@ -114,8 +114,8 @@ class Exchange:
         clock: Of `hold_s`, seconds.
 
     Attributes:
-        counts: Hand-offs by what became of them: ``held``, ``taken``, ``timed_out``; ``received``,
-            ``known`` (nothing was missing), ``expired``, ``lost``, ``cancelled``; and ``bytes``
+        counts: Hand-offs by what became of them: ``leased``, ``released``, ``timed_out``; ``received``,
+            ``cached`` (nothing was missing), ``expired``, ``lost``, ``cancelled``; and ``bytes``
             received.
         seconds: Time that the reads of ``received`` took, summed.
     """
@@ -142,7 +142,7 @@ class Exchange:
 
     def __repr__(self) -> str:
         return (
-            f"Exchange({len(self._holds)} held, {len(self._waiting)} awaited, {len(self._reading)} being received, "
+            f"KvConnector({len(self._holds)} held, {len(self._waiting)} awaited, {len(self._reading)} being received, "
             f"{len(self._ready)} ready, {len(self._abandoned)} abandoned)"
         )
 
@@ -152,7 +152,7 @@ class Exchange:
         return self.port.layout
 
     @property
-    def num_held(self) -> int:
+    def num_leased(self) -> int:
         """Prompts held for other workers. May be read by any thread."""
         return len(self._holds)
 
@@ -192,7 +192,7 @@ class Exchange:
                 output.finish_reason, output.error = "error", "too many prompts are held for other workers"
                 continue
             self._holds[handle.ticket] = Hold(request, handle, self._clock())
-            self.counts["held"] += 1
+            self.counts["leased"] += 1
             output.kv = handle_as_json(handle)
 
     def receive(self, request: Request, handle: KvHandle) -> None:
@@ -253,7 +253,7 @@ class Exchange:
         for ticket in self.port.notes():
             hold = self._holds.get(ticket)
             if hold is not None:
-                self._end_hold(hold, "taken")
+                self._end_hold(hold, "released")
 
     def _end_late_holds(self) -> None:
         if self._hold_s is None:
@@ -309,8 +309,8 @@ class Exchange:
         start, stop = request.num_computed, request.prompt_length - 1
         if stop - start < self.layout.block_size:  # less than a block: sooner computed than fetched
             self.port.let_go(receipt.handle)
-            self.counts["known"] += 1
-            note_mode(request, "hand-off")
+            self.counts["cached"] += 1
+            note_mode(request, "KV transfer")
             self._ready.append(request)
             return
         receipt.read = self.port.read(receipt.handle, request.pages, start, stop)
@@ -337,7 +337,7 @@ class Exchange:
             self.counts["received"] += 1
             self.counts["bytes"] += read.num_bytes
             self.seconds += read.seconds
-            note_mode(request, "hand-off")
+            note_mode(request, "KV transfer")
             self._ready.append(request)
             return
         self.counts[state] += 1

@@ -21,7 +21,7 @@ from typing import Any
 from adapters.catalog import Selection, shown
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle
-from worker.errors import HAND_OFF_FIELD, InvalidRequest, StartupError
+from worker.errors import KV_TRANSFER_FIELD, InvalidRequest, StartupError
 
 FORMAT = "dynamo-logits-worker/kv"
 VERSION = 1
@@ -42,7 +42,7 @@ _VOLATILE = ("_name_or_path", "transformers_version")
 
 
 @dataclass(frozen=True, slots=True)
-class HandOff:
+class KvTransferParams:
     """One hand-off.
 
     Attributes:
@@ -69,11 +69,13 @@ class HandOff:
 
 
 def write(prompt: Sequence[int], selection: Selection, kv: Mapping[str, Any], num_cached_tokens: int) -> dict[str, Any]:
-    """The hand-off of a prompt that was computed; see `HandOff`."""
-    return HandOff(len(prompt), digest_prompt(prompt), digest_selection(selection), kv, num_cached_tokens).as_json()
+    """The hand-off of a prompt that was computed; see `KvTransferParams`."""
+    return KvTransferParams(
+        len(prompt), digest_prompt(prompt), digest_selection(selection), kv, num_cached_tokens
+    ).as_json()
 
 
-def read(data: object, prompt: Sequence[int], selection: Selection) -> HandOff:
+def read(data: object, prompt: Sequence[int], selection: Selection) -> KvTransferParams:
     """Check a hand-off that came with a request.
 
     Raises:
@@ -81,20 +83,20 @@ def read(data: object, prompt: Sequence[int], selection: Selection) -> HandOff:
     """
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, Mapping) else data
-        raise InvalidRequest(HAND_OFF_FIELD, f"must be of format {FORMAT}, got {shown(found)}")
+        raise InvalidRequest(KV_TRANSFER_FIELD, f"must be of format {FORMAT}, got {shown(found)}")
     if data.get("version") != VERSION:
-        raise InvalidRequest(f"{HAND_OFF_FIELD}.version", f"must be {VERSION}, got {shown(data.get('version'))}")
-    names = {field.name for field in fields(HandOff)}
-    _check_names(HAND_OFF_FIELD, data, names | {"format"})
-    found = HandOff(**{name: data[name] for name in names})
-    expected = HandOff(len(prompt), digest_prompt(prompt), digest_selection(selection), {})
+        raise InvalidRequest(f"{KV_TRANSFER_FIELD}.version", f"must be {VERSION}, got {shown(data.get('version'))}")
+    names = {field.name for field in fields(KvTransferParams)}
+    _check_names(KV_TRANSFER_FIELD, data, names | {"format"})
+    found = KvTransferParams(**{name: data[name] for name in names})
+    expected = KvTransferParams(len(prompt), digest_prompt(prompt), digest_selection(selection), {})
     for name, whose in _MADE_FOR:
         if getattr(found, name) != getattr(expected, name):
             theirs, ours = shown(getattr(found, name)), getattr(expected, name)
-            raise InvalidRequest(f"{HAND_OFF_FIELD}.{name}", f"was made for {whose}: {theirs}, and here {ours!r}")
+            raise InvalidRequest(f"{KV_TRANSFER_FIELD}.{name}", f"was made for {whose}: {theirs}, and here {ours!r}")
     if not isinstance(found.kv, Mapping):
-        raise InvalidRequest(f"{HAND_OFF_FIELD}.kv", f"must be a mapping, got {shown(found.kv)}")
-    _integer(f"{HAND_OFF_FIELD}.num_cached_tokens", found.num_cached_tokens, len(prompt) + 1)
+        raise InvalidRequest(f"{KV_TRANSFER_FIELD}.kv", f"must be a mapping, got {shown(found.kv)}")
+    _integer(f"{KV_TRANSFER_FIELD}.num_cached_tokens", found.num_cached_tokens, len(prompt) + 1)
     return found
 
 
@@ -135,7 +137,7 @@ def handle_from_json(data: Mapping[str, Any], layout: KvLayout, prompt_length: i
     Raises:
         InvalidRequest: it is malformed, or its layout is not the reader's.
     """
-    where = f"{HAND_OFF_FIELD}.kv"
+    where = f"{KV_TRANSFER_FIELD}.kv"
     _check_names(where, data, {field.name for field in fields(KvHandle)})
     theirs = _layout(f"{where}.layout", data["layout"])
     difference = layout.difference(theirs)

@@ -140,7 +140,7 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from([*payload(), "other"]), JSON), JSON)
 def test_anything_else_is_refused_and_nothing_else_is_raised(changes: dict[str, Any], kv: Any) -> None:
     for data in (kv, payload() | changes, payload() | {"kv": kv}):
-        field = handle.HAND_OFF_FIELD
+        field = handle.KV_TRANSFER_FIELD
         try:
             found = handle.read(data, PROMPT, CHOSEN)
             handle.handle_from_json(found.kv, LAYOUT, len(PROMPT))

@@ -11,7 +11,7 @@ from kv_doubles import RecallModel, recall_request
 from worker.engines.embedded import EmbeddedConfig, Request
 from worker.engines.embedded.plan import Output, Plan
 from worker.engines.embedded.step import Stepper, make_stepper
-from worker.engines.embedded.transfer.connector import Exchange
+from worker.engines.embedded.transfer.connector import KvConnector
 from worker.engines.embedded.transfer.handle import handle_from_json
 from worker.engines.embedded.transfer.layout import KvLayout
 from worker.engines.embedded.transfer.nixl import KvHandle, KvPort
@@ -58,8 +58,8 @@ class Side:
         layout = KvLayout("recall", "int64", 1, 1, 1, BLOCK, size)
         port = KvPort(self.model.kv_tensors(), layout)
         timing = {} if clock is None else {"clock": clock}
-        self.exchange = Exchange(port, self.stepper.scheduler, hold_s, **timing)
-        self.stepper.exchange = self.exchange
+        self.connector = KvConnector(port, self.stepper.scheduler, hold_s, **timing)
+        self.stepper.connector = self.connector
         self.num_pages = self.stepper.scheduler.cache.num_available
         self.outputs: dict[str, list[Output]] = {}
 
@@ -87,10 +87,10 @@ class Side:
         """Of a prompt that this side holds, as it comes out of JSON."""
         kv = self.outputs[name][-1].kv
         assert kv is not None, self.outputs[name]
-        return handle_from_json(json.loads(json.dumps(kv)), self.exchange.layout, self._length(kv))
+        return handle_from_json(json.loads(json.dumps(kv)), self.connector.layout, self._length(kv))
 
     def decode(self, name: str, prompt: Sequence[int], handle: KvHandle, count: int) -> None:
-        self.exchange.receive(recall_request(self.model, name, prompt, count), handle)
+        self.connector.receive(recall_request(self.model, name, prompt, count), handle)
 
     def abort(self, name: str) -> None:
         output = self.stepper.abort(name)
@@ -104,12 +104,12 @@ class Side:
         return scheduler.is_idle and not scheduler.guests and scheduler.cache.num_available == self.num_pages
 
     def close(self) -> None:
-        self.exchange.close()
+        self.connector.close()
 
     def _length(self, kv: dict[str, object]) -> int:
         pages = kv["pages"]
         assert isinstance(pages, (tuple, list))
-        return len(pages) * self.exchange.layout.page_size
+        return len(pages) * self.connector.layout.page_size
 
 
 def run(sides: Sequence[Side], until: Callable[[], bool], limit: int = 20_000) -> None:
@@ -119,4 +119,4 @@ def run(sides: Sequence[Side], until: Callable[[], bool], limit: int = 20_000) -
             return
         for side in sides:
             side.step()
-    raise AssertionError(f"still not: {[side.exchange for side in sides]}")
+    raise AssertionError(f"still not: {[side.connector for side in sides]}")

@@ -16,15 +16,15 @@ from adapters.catalog import Selection
 from worker.disaggregation.seal import SECRET, Seal
 from worker.engines import Engine, KeepKv, ReadKv, TokenDelta
 from worker.engines.embedded.transfer import handle
-from worker.errors import HAND_OFF_FIELD, ConfigurationError, InvalidRequest, Overloaded
+from worker.errors import KV_TRANSFER_FIELD, ConfigurationError, InvalidRequest, Overloaded
 from worker.lifecycle.drain import InFlightRequest
 from worker.requests.request import GenerationRequest
 
 Role = Literal["aggregated", "prefill", "decode"]
 
-OUTCOMES = ("held", "taken", "timed_out", "received", "known", "expired", "lost", "cancelled")
+OUTCOMES = ("leased", "released", "timed_out", "received", "cached", "expired", "lost", "cancelled")
 """What becomes of a hand-off, as in
-`worker.engines.embedded.transfer.connector.Exchange.counts`.
+`worker.engines.embedded.transfer.connector.KvConnector.counts`.
 """
 
 LOCAL_REASONS = ("missing", "late", "expired", "lost")
@@ -47,7 +47,7 @@ class Part:
     local_reason: str | None = None
 
 
-class HandOffs:
+class DisaggregatedServing:
     """What a worker hands over, or takes. One event loop only.
 
     A decode worker without a hand-off that it can use computes the prompt itself: whatever became
@@ -75,7 +75,7 @@ class HandOffs:
         self.counts: Counter[str] = Counter()
 
     @property
-    def num_local(self) -> int:
+    def num_local_prefills(self) -> int:
         """Prompts that are being computed here for want of a hand-off."""
         return len(self._local)
 
@@ -106,10 +106,10 @@ class HandOffs:
     def _local_part(self, reason: str) -> Part:
         if not self._max_local:
             problem = f"is {reason}, and this decode worker computes no prompts (--max-local-prefills 0)"
-            raise InvalidRequest(HAND_OFF_FIELD, problem)
+            raise InvalidRequest(KV_TRANSFER_FIELD, problem)
         return Part(local_reason=reason)
 
-    def check_room(self, part: Part) -> None:
+    def check_local_prefills(self, part: Part) -> None:
         """Raises `Overloaded` if no more prompts may be computed here for want of a hand-off,
         and `part` is to be.
         """
@@ -133,7 +133,7 @@ class HandOffs:
         """The request with this id, if there is one, was aborted."""
         self._local.pop(request_id, None)
 
-    def hand_over(self, prompt: Sequence[int], selection: Selection, delta: TokenDelta) -> dict[str, Any]:
+    def transfer_params(self, prompt: Sequence[int], selection: Selection, delta: TokenDelta) -> dict[str, Any]:
         """The ``disaggregated_params`` of the only chunk of a prefill worker, whose engine said
         `delta`.
         """
@@ -148,19 +148,19 @@ class TransferMetrics:
 
     Args:
         engine: The engine.
-        hand_offs: Of the same worker.
+        disaggregation: Of the same worker.
         registry: Where the metrics go.
     """
 
-    def __init__(self, engine: Engine, hand_offs: HandOffs, registry: CollectorRegistry) -> None:
+    def __init__(self, engine: Engine, disaggregation: DisaggregatedServing, registry: CollectorRegistry) -> None:
         self._engine = engine
-        self._hand_offs = hand_offs
+        self._disaggregation = disaggregation
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of now; `prometheus_client` calls it."""
         found: Mapping[str, float] = self._engine.transfers()
-        handed = CounterMetricFamily("dlw_kv_handoffs", "Hand-offs of KV by what became of them.", labels=["outcome"])
+        handed = CounterMetricFamily("dlw_kv_transfers", "Hand-offs of KV by what became of them.", labels=["outcome"])
         for outcome in OUTCOMES:
             handed.add_metric([outcome], found.get(outcome, 0))
         yield handed
@@ -168,7 +168,7 @@ class TransferMetrics:
             "dlw_local_prefills", "Prompts that a decode worker computed itself, by reason.", labels=["reason"]
         )
         for reason in LOCAL_REASONS:
-            local.add_metric([reason], self._hand_offs.counts[reason] + found.get(reason, 0))
+            local.add_metric([reason], self._disaggregation.counts[reason] + found.get(reason, 0))
         yield local
         received = "KV that was read from prefill workers"
         yield CounterMetricFamily("dlw_kv_received_bytes", f"{received}, bytes.", value=found.get("bytes", 0))
@@ -177,5 +177,5 @@ class TransferMetrics:
         if "used_blocks" in found:
             used = "Blocks of the KV store that requests own: in flight, being received, or held."
             yield GaugeMetricFamily("dlw_kv_used_blocks", used, value=found["used_blocks"])
-        held = self._engine.num_held()
-        yield GaugeMetricFamily("dlw_kv_held_prompts", "Prompts whose KV is held for decode workers.", value=held)
+        held = self._engine.num_leased()
+        yield GaugeMetricFamily("dlw_kv_leased_prompts", "Prompts whose KV is held for decode workers.", value=held)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from exchange_doubles import BLOCK, CONTEXT, Side, run
+from connector_doubles import BLOCK, CONTEXT, Side, run
 from kv_doubles import WIDTH, answer
 
 from worker.engines.embedded.transfer import nixl
@@ -62,25 +62,25 @@ def test_the_same_tokens_and_nothing_left(pair: Pair, length: int) -> None:
     assert pair.prefill.outputs["one"][-1].finish_reason == "length"
     assert pair.prefill.tokens("one") == []
     pair.settle()
-    counts = pair.decode.exchange.counts
-    assert pair.prefill.exchange.counts == {"held": 1, "taken": 1}
+    counts = pair.decode.connector.counts
+    assert pair.prefill.connector.counts == {"leased": 1, "released": 1}
     if length > BLOCK:
         assert counts == {"received": 1, "bytes": 2 * 8 * (length - 1)}
         answered = len(answer(prompt, 10))
         assert pair.decode.model.num_computed == answered  # the prompt's last position, the answer but for its last
     else:
-        assert counts == {"known": 1}
+        assert counts == {"cached": 1}
 
 
 def test_what_decode_knows_is_not_sent(pair: Pair) -> None:
     common = prompt_of(100)
     first, second = common + prompt_of(20, 1), common + prompt_of(60, 2)
     assert pair.serve("first", first, 5) == answer(first, 5)
-    before = pair.decode.exchange.counts["bytes"]
+    before = pair.decode.connector.counts["bytes"]
     assert pair.serve("second", second, 5) == answer(second, 5)
-    assert pair.decode.exchange.counts["bytes"] - before == 2 * 8 * (len(second) - 1 - 100)
+    assert pair.decode.connector.counts["bytes"] - before == 2 * 8 * (len(second) - 1 - 100)
     assert pair.serve("again", first, 5) == answer(first, 5)
-    assert pair.decode.exchange.counts["known"] == 1
+    assert pair.decode.connector.counts["cached"] == 1
     pair.settle()
 
 
@@ -103,7 +103,7 @@ def test_a_hold_ends_in_time_and_a_late_reader_computes(pair: Pair, now: list[fl
     pair.run(lambda: pair.prefill.finished("late"))
     handle = pair.prefill.handle("late")
     pair.prefill.step()
-    assert pair.prefill.exchange.num_held == 1
+    assert pair.prefill.connector.num_leased == 1
     now[0] = 61.0
     pair.prefill.step()
     assert pair.prefill.is_empty
@@ -114,8 +114,8 @@ def test_a_hold_ends_in_time_and_a_late_reader_computes(pair: Pair, now: list[fl
     pair.decode.decode("late", prompt, handle, 8)
     pair.run(lambda: pair.decode.finished("late"))
     assert pair.decode.tokens("late") == answer(prompt, 8)
-    assert pair.decode.exchange.counts == {"expired": 1}
-    assert pair.prefill.exchange.counts["timed_out"] == 1
+    assert pair.decode.connector.counts == {"expired": 1}
+    assert pair.prefill.connector.counts["timed_out"] == 1
     now[0] = 200.0
     pair.settle()
 
@@ -130,18 +130,18 @@ def test_a_hold_that_ends_under_a_reader_is_noticed(
     pair.run(lambda: pair.prefill.finished("torn"))
     pair.decode.decode("torn", prompt, pair.prefill.handle("torn"), 8)
     pair.run(lambda: bool((pair.decode.model.keys != -1).any()))  # some of it has come
-    assert not pair.decode.exchange.counts
+    assert not pair.decode.connector.counts
     now[0] = 61.0
     pair.prefill.step()
     pair.prefill.model.keys.fill_(-7)
     pair.run(lambda: pair.decode.finished("torn"))
     assert pair.decode.tokens("torn") == answer(prompt, 8)
-    assert pair.decode.exchange.counts == {"expired": 1}
+    assert pair.decode.connector.counts == {"expired": 1}
     pair.settle()
 
 
 def test_too_many_holds_fail_their_request_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.prefill.exchange.port, "publish", lambda pages: None)
+    monkeypatch.setattr(pair.prefill.connector.port, "publish", lambda pages: None)
     pair.prefill.prefill("one", prompt_of(50))
     pair.run(lambda: pair.prefill.finished("one"))
     assert pair.prefill.finished("one") == "error"
@@ -153,7 +153,7 @@ def test_too_many_holds_fail_their_request_alone(pair: Pair, monkeypatch: pytest
 def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(200)
     pair.serve("connect", prompt_of(40, 9), 2)
-    exchange = pair.decode.exchange
+    connector = pair.decode.connector
     if phase == "reading":
         monkeypatch.setattr(nixl, "SLICE_BYTES", 64)
         monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
@@ -163,16 +163,16 @@ def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.Mon
     if phase == "ready":
         monkeypatch.setattr(type(pair.decode.stepper.scheduler), "has_slot", property(lambda self: False))
     reached = {
-        "waiting": lambda: bool(exchange._waiting),
-        "reading": lambda: bool(exchange._reading),
-        "ready": lambda: bool(exchange._ready),
+        "waiting": lambda: bool(connector._waiting),
+        "reading": lambda: bool(connector._reading),
+        "ready": lambda: bool(connector._ready),
         "decoding": lambda: len(pair.decode.tokens("one")) > 1,
     }[phase]
     pair.run(reached)
     pair.decode.abort("one")
     assert pair.decode.finished("one") == "cancelled"
     pair.settle()
-    assert pair.prefill.exchange.counts["taken"] == 2
+    assert pair.prefill.connector.counts["released"] == 2
 
 
 def test_many_requests_with_disconnects_in_every_phase(pair: Pair, now: list[float]) -> None:
@@ -217,9 +217,9 @@ def test_many_requests_with_disconnects_in_every_phase(pair: Pair, now: list[flo
             assert pair.decode.tokens(name) == answer(prompt, count)
     now[0] += 100.0
     pair.settle()
-    counts = pair.prefill.exchange.counts
-    assert counts["held"] == counts["taken"] + counts["timed_out"]
-    assert pair.decode.exchange.counts["received"] > 50
+    counts = pair.prefill.connector.counts
+    assert counts["leased"] == counts["released"] + counts["timed_out"]
+    assert pair.decode.connector.counts["received"] > 50
     assert len(gone) > 50
 
 
