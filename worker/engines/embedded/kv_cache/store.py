@@ -26,13 +26,13 @@ class KvStore:
         self._value_slots = [_wide(each).transpose(1, 2) for each in self.values]
 
     def write(
-        self, layer: int, places: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
+        self, layer: int, slot_mapping: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Put ``key, value [T, num_kv_heads, head_dim]`` into the pages and slots `places`."""
-        self._key_slots[layer].index_put_(places, _wide(key))
-        self._value_slots[layer].index_put_(places, _wide(value))
+        """Put ``key, value [T, num_kv_heads, head_dim]`` into the pages and slots `slot_mapping`."""
+        self._key_slots[layer].index_put_(slot_mapping, _wide(key))
+        self._value_slots[layer].index_put_(slot_mapping, _wide(value))
 
-    def open(self, pages: Sequence[int]) -> None:
+    def zero(self, pages: Sequence[int]) -> None:
         """Zero pages that are written from their first slot on: a NaN left there would get
         past every mask.
         """
@@ -57,11 +57,11 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SequenceSlice:
     """One row of a step: tokens at positions ``[start, stop)`` of the sequence stored in
     `pages`.
     """
 
-    pages: Sequence[int]
+    page_table: Sequence[int]
     start: int
     stop: int

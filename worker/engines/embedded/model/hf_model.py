@@ -152,10 +152,10 @@ class HfModel:
         """Logits in the model's dtype; see `Model.forward`."""
         batch = pack(plan, self._page_size)
         self._store.copy(plan.copies)
-        self._store.open(batch.opened)
+        self._store.zero(batch.new_pages)
         tensors = torch.tensor([batch.ids, batch.positions, batch.pages, batch.slots])
         tensors = tensors.to(self.device, non_blocking=True)
-        step = attention.AttentionStep(self._store, batch.spans, tensors[2:], self._shapes)
+        step = attention.AttentionStep(self._store, batch.sequences, tensors[2:], self._shapes)
         padding = self._padding(len(batch.ids))
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
         hidden = self._network.hidden(ids, positions, step)
