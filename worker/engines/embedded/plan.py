@@ -87,7 +87,7 @@ class Request:
         num_computed: Tokens, from the first on, whose KV is in `pages`.
         num_cached_tokens: Prompt tokens whose KV was known when it was first admitted; None before.
         block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
-        known_blocks: Those that its tokens begin with, as `KvCache.match` found them last.
+        cached_blocks: Those that its tokens begin with, as `KvCache.match_prefix` found them last.
     """
 
     id: str
@@ -109,7 +109,7 @@ class Request:
     num_computed: int = 0
     num_cached_tokens: int | None = None
     block_hashes: list[int] = field(default_factory=list)
-    known_blocks: list[Block] = field(default_factory=list)
+    cached_blocks: list[Block] = field(default_factory=list)
 
     def show_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Show the tap rows of the prompt; see `LogitsTap.see_prompt`."""

@@ -143,7 +143,7 @@ class Scheduler:
             What has to be copied in the store before anything is written; None if there are too few
             pages.
         """
-        copies = self.cache.admit(request, self._spare())
+        copies = self.cache.allocate(request, self._spare())
         if copies is not None:
             request.num_cached_tokens = request.num_computed
             self.guests.append(request)
@@ -157,7 +157,7 @@ class Scheduler:
     def dismiss(self, request: Request) -> None:
         """Free what a guest holds."""
         self.guests.remove(request)
-        self.cache.release(request)
+        self.cache.free(request)
 
     def schedule(self, prompts_first: bool = False) -> Plan:
         """The next step's work; admits waiting requests while slots, KV and budget last.
@@ -216,7 +216,7 @@ class Scheduler:
         size, before = self.cache.page_size, self.num_preemptions
         full = [request for request in self.decoding if request.num_computed == len(request.pages) * size]
         for request in sorted(full, key=_arrival):
-            while request.pages and not self.cache.grow(request):
+            while request.pages and not self.cache.append_page(request):
                 self.preempt(max((*self.decoding, *self.prefilling), key=_arrival))
         return self.num_preemptions == before
 
@@ -249,7 +249,7 @@ class Scheduler:
                 break
             if pending and self._awaits(request, pending):
                 continue
-            copied = self.cache.admit(request, self._spare())
+            copied = self.cache.allocate(request, self._spare())
             if copied is None:
                 break
             copies += copied
@@ -285,7 +285,7 @@ class Scheduler:
         """Whether the larger part of what a request has to compute is being computed for another
         one.
         """
-        first = len(self.cache.match(request))
+        first = len(self.cache.match_prefix(request))
         shared = 0
         while first + shared < len(request.block_hashes) and request.block_hashes[first + shared] in pending:
             shared += 1
@@ -325,7 +325,7 @@ class Scheduler:
         self.prefilling = [request for request in self.prefilling if id(request) not in gone]
         for request in requests:
             if request not in self.guests:
-                self.cache.release(request)
+                self.cache.free(request)
 
 
 _arrival = attrgetter("arrival")

@@ -11,22 +11,22 @@ from worker.engines.embedded.plan import Model
 from worker.errors import StartupError
 
 _SHARE = {"cuda": 0.85, "cpu": 0.5}
-"""Part of the memory that is free once the weights are loaded; activations and the rest of the
-machine need some.
+"""Part of the memory that is free once the weights are loaded, by device type; activations and
+the rest of the machine need some.
 """
-
 
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 
 PAGE_TOKENS = 256
-"""Largest page. Long ones make few parts per row of attention, short ones waste less at the
-end of a sequence.
+"""Tokens per page at most. Long pages make few calls per row of attention, short ones waste fewer
+slots at the end of a sequence.
 """
 
 
 def choose_page_size(block_size: int, context_length: int) -> int:
-    """Tokens per page: whole blocks, `PAGE_TOKENS` at most, and no more than a context takes;
-    one block at least.
+    """Tokens per page: whole blocks, `PAGE_TOKENS` at most, one context at most.
+
+    One block at least, however large it is.
 
     Args:
         block_size: Tokens per block.
@@ -37,10 +37,10 @@ def choose_page_size(block_size: int, context_length: int) -> int:
 
 
 def choose_kv_blocks(config: EmbeddedConfig, model: Model, context_length: int) -> int:
-    """Blocks of the KV store: those asked for, or enough for every slot's full context, as far as
-    memory goes.
+    """Blocks of the KV store: as configured, or a full context for each of ``max_num_seqs``
+    requests as far as memory goes.
 
-    They make whole pages; what is left of the blocks asked for is not used.
+    They make whole pages; configured blocks beyond the last whole page are not used.
 
     Raises:
         StartupError: not even one full context fits.
@@ -105,8 +105,7 @@ and 1.
 
 
 def free_in_container(root: Path) -> int | None:
-    """Bytes below the memory limit of the container that this process runs in; None if it has no
-    limit.
+    """Bytes below the memory limit of this process's container; None if it has no limit.
 
     Args:
         root: Where the control groups are mounted.

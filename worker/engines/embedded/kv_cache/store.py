@@ -12,7 +12,7 @@ from worker.engines.embedded.plan import PageCopy
 
 @dataclass(slots=True)
 class KvStore:
-    """Keys and values: a tensor ``[num_pages, num_kv_heads, page_size, head_dim]`` of each per layer.
+    """Keys and values of each layer: ``[num_pages, num_kv_heads, page_size, head_dim]``.
 
     They are finite everywhere: attention multiplies what its mask hides by 0, and a NaN there would
     survive that.
@@ -56,7 +56,7 @@ class KvStore:
                 tensor.index_fill_(0, index, 0)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copy the first slots of pages, in every layer and in order, and zero those behind them."""
+        """Copy the first slots of pages in every layer, in order, and zero those behind them."""
         for tensor in (*self.keys, *self.values) if copies else ():
             for each in copies:
                 tensor[each.target, :, : each.num_tokens] = tensor[each.source, :, : each.num_tokens]
