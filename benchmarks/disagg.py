@@ -56,8 +56,9 @@ from disagg_routing import measure_routing
 from worker.engines import KeepKv, ReadKv
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.host import memory as host_memory
+from worker.engines.embedded.transfer.handle import KvHandle
 from worker.engines.embedded.transfer.layout import KvLayout
-from worker.engines.embedded.transfer.nixl import KvHandle, KvPort
+from worker.engines.embedded.transfer.transport import KvTransport
 from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
 
@@ -132,19 +133,19 @@ def hold_for_transfer(descriptor: int) -> None:
     """The child of the transfer: holds the pages asked for, until it is told to leave."""
     import select
 
-    port = KvPort(store(1.0), LAYOUT)
+    transport = KvTransport(store(1.0), LAYOUT)
     mapped(descriptor).fill_(2.0)
     held: KvHandle | None = None
     while True:
-        port.notes()
+        transport.poll()
         if not select.select([sys.stdin], [], [], 0.0005)[0]:
             continue
         line = sys.stdin.readline()
         if not line:
             return
         if held is not None:
-            port.withdraw(held)
-        held = port.publish(json.loads(line))
+            transport.revoke(held)
+        held = transport.grant(json.loads(line))
         assert held is not None
         say(asdict(replace(held, metadata=b"")) | {"metadata": b64encode(held.metadata).decode()})
 
@@ -154,8 +155,8 @@ def measure_transfer(rounds: int) -> list[tuple[str, float, float]]:
     descriptor = os.memfd_create("kv")
     os.ftruncate(descriptor, SHARED_BYTES)
     child = Child("--child", "transfer", "--descriptor", str(descriptor), keep=(descriptor,))
-    port = KvPort(store(0.0), LAYOUT)
-    read_with_nixl(port, child, [0], [0])  # connects
+    transport = KvTransport(store(0.0), LAYOUT)
+    read_with_nixl(transport, child, [0], [0])  # connects
     shared = mapped(descriptor)
     shared.sum()  # maps the pages
     numbers = random.Random(0)
@@ -169,26 +170,26 @@ def measure_transfer(rounds: int) -> list[tuple[str, float, float]]:
             if scattered:
                 source, target = (numbers.sample(range(NUM_PAGES), count) for _ in range(2))
             num_bytes = count * PAGE_ELEMENTS * NUM_TENSORS * 2
-            speeds[0].append(num_bytes / read_with_nixl(port, child, source, target))
-            speeds[1].append(num_bytes / copy_once(port.tensors, shared, source, target, scattered))
+            speeds[0].append(num_bytes / read_with_nixl(transport, child, source, target))
+            speeds[1].append(num_bytes / copy_once(transport.tensors, shared, source, target, scattered))
         name = f"{num_bytes / 2**20:.0f} MiB, {count} pages{', scattered' * scattered}"
         rows.append((name, *map(statistics.median, speeds)))
     child.end()
     return rows
 
 
-def read_with_nixl(port: KvPort, child: Child, source: list[int], target: list[int]) -> float:
+def read_with_nixl(transport: KvTransport, child: Child, source: list[int], target: list[int]) -> float:
     """Seconds of the read, from the handle to the holder's word that all of it was right."""
     data = child.ask(source)
     layout = KvLayout(**data.pop("layout"))
     handle = KvHandle(layout=layout, **(data | {"metadata": b64decode(data["metadata"])}))
     began = time.perf_counter()
-    read = port.read(handle, target, 0, len(source) * LAYOUT.page_size)
+    read = transport.read(handle, target, 0, len(source) * LAYOUT.page_size)
     while (state := read.poll(1.0)) == "busy":
         pass
     took = time.perf_counter() - began
     read.release()
-    if state != "done" or not all((tensor[target] == 1.0).all() for tensor in port.tensors):
+    if state != "done" or not all((tensor[target] == 1.0).all() for tensor in transport.tensors):
         raise RuntimeError(f"the transfer is {state}")
     return took
 

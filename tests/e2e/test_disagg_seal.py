@@ -20,7 +20,7 @@ from test_disagg_faults import connections
 from adapters.catalog import Selection
 from worker.disaggregation.seal import Seal
 from worker.engines.embedded import Engine
-from worker.engines.embedded.transfer import handle
+from worker.engines.embedded.transfer import params
 from worker.sampling import SamplingParams
 
 COMMON = ("--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--max-num-seqs", "4")
@@ -177,7 +177,7 @@ def test_nobody_makes_a_decode_worker_connect(pair: Pair, expected: Engine) -> N
 
 def test_an_unsigned_hand_off_is_refused(pair: Pair) -> None:
     prompt = prompt_of(4)
-    unsigned = handle.write(prompt, Selection(), {}, 0)
+    unsigned = params.write(prompt, Selection(), {}, 0)
     answer = pair.to_decode.ask(prompt, prefill_result={"disaggregated_params": unsigned})
     assert "must be of format dynamo-logits-worker/sealed" in answer["error"]
 

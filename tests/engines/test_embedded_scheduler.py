@@ -1,4 +1,4 @@
-"""Who computes what in a step, and who gives way; nothing here needs a model."""
+"""What a step computes, and who is preempted; nothing here needs a model."""
 
 from __future__ import annotations
 
@@ -294,11 +294,11 @@ def test_a_request_larger_than_the_store_is_our_own_mistake() -> None:
         driver.scheduler.add(one)
 
 
-def test_where_guests_hold_all_kv_nothing_is_computed_until_they_leave() -> None:
+def test_where_all_pages_are_pinned_nothing_is_computed_until_some_are_freed() -> None:
     driver = Driver(num_pages=4, page_size=16)
     stepper_ = Stepper(driver.model, driver.scheduler)
-    guest = recall_request(driver.model, "guest", prompt(40, first=3), 1)
-    assert driver.scheduler.invite(guest) == ()
+    pinned = recall_request(driver.model, "pinned", prompt(40, first=3), 1)
+    assert driver.scheduler.pin(pinned) == ()
     one = driver.add("one", prompt(14, first=4), 30)
     while one.pages or not driver.scheduler.num_preemptions:
         stepper_.step()
@@ -307,7 +307,7 @@ def test_where_guests_hold_all_kv_nothing_is_computed_until_they_leave() -> None
     assert stepper_.wait_s is not None
     assert stepper_.wait_s > 0
     assert driver.model.num_computed == computed
-    driver.scheduler.dismiss(guest)
+    driver.scheduler.unpin(pinned)
     while not driver.scheduler.is_idle:
         assert len(stepper_.step()) == 1
         assert driver.scheduler.is_idle or stepper_.wait_s == 0

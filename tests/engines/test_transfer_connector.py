@@ -12,8 +12,6 @@ import pytest
 from connector_doubles import BLOCK, CONTEXT, Side, run
 from kv_doubles import WIDTH, answer
 
-from worker.engines.embedded.transfer import nixl
-
 
 class Pair(SimpleNamespace):
     prefill: Side
@@ -44,7 +42,7 @@ def now() -> list[float]:
 
 @pytest.fixture
 def pair(now: list[float]) -> Iterator[Pair]:
-    both = Pair(prefill=Side(hold_s=60.0, clock=lambda: now[0]), decode=Side())
+    both = Pair(prefill=Side(lease_s=60.0, clock=lambda: now[0]), decode=Side())
     yield both
     for side in both:
         side.close()
@@ -123,7 +121,7 @@ def test_a_hold_ends_in_time_and_a_late_reader_computes(pair: Pair, now: list[fl
 def test_a_hold_that_ends_under_a_reader_is_noticed(
     pair: Pair, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl, "SLICE_BYTES", 64)
+    monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", 64)
     monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
     prompt = prompt_of(200)
     pair.prefill.prefill("torn", prompt)
@@ -141,7 +139,7 @@ def test_a_hold_that_ends_under_a_reader_is_noticed(
 
 
 def test_too_many_holds_fail_their_request_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.prefill.connector.port, "publish", lambda pages: None)
+    monkeypatch.setattr(pair.prefill.connector.transport, "grant", lambda pages: None)
     pair.prefill.prefill("one", prompt_of(50))
     pair.run(lambda: pair.prefill.finished("one"))
     assert pair.prefill.finished("one") == "error"
@@ -155,7 +153,7 @@ def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.Mon
     pair.serve("connect", prompt_of(40, 9), 2)
     connector = pair.decode.connector
     if phase == "reading":
-        monkeypatch.setattr(nixl, "SLICE_BYTES", 64)
+        monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", 64)
         monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
     pair.prefill.prefill("one", prompt)
     pair.run(lambda: pair.prefill.finished("one"))
@@ -226,7 +224,7 @@ def test_many_requests_with_disconnects_in_every_phase(pair: Pair, now: list[flo
 def test_little_memory_on_both_sides(now: list[float]) -> None:
     """Holds and reads wait for each other's memory, and all get through."""
     blocks = 2 * CONTEXT // BLOCK
-    pair = Pair(prefill=Side(hold_s=60.0, kv_blocks=blocks), decode=Side(kv_blocks=blocks))
+    pair = Pair(prefill=Side(lease_s=60.0, kv_blocks=blocks), decode=Side(kv_blocks=blocks))
     prompts = {f"r{number}": prompt_of(180, number) for number in range(12)}
     for name, prompt in prompts.items():
         pair.prefill.prefill(name, prompt)

@@ -1,6 +1,4 @@
-"""Which part of a request a worker does, and how many prompts a decode worker computes for want
-of a hand-off.
-"""
+"""Which part of a request a worker does, and how many local prefills a decode worker takes on."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ class Clock:
 
 
 def disaggregation(role: str, secret: str = POOL, most: int = 2, clock: Clock | None = None) -> DisaggregatedServing:
-    return DisaggregatedServing(role, Seal(secret, clock or Clock()), hold_s=30.0, max_local_prefills=most)
+    return DisaggregatedServing(role, Seal(secret, clock or Clock()), lease_s=30.0, max_local_prefills=most)
 
 
 def request(given: Any = None, prompt: list[int] = PROMPT, **fields: Any) -> GenerationRequest:
@@ -40,13 +38,13 @@ def request(given: Any = None, prompt: list[int] = PROMPT, **fields: Any) -> Gen
     return GenerationRequest(prompt_token_ids=prompt, max_tokens=5, prefill_result=result, **fields)
 
 
-def handed_over(secret: str = POOL, clock: Clock | None = None) -> dict[str, Any]:
+def transferred(secret: str = POOL, clock: Clock | None = None) -> dict[str, Any]:
     delta = TokenDelta(finish_reason="length", num_cached_tokens=2, kv=dict(KV))
     return disaggregation("prefill", secret, clock=clock).transfer_params(PROMPT, CHOSEN, delta)
 
 
 def test_decode_reads_where_prefill_says() -> None:
-    part = disaggregation("decode").part_of(request(handed_over()), CHOSEN)
+    part = disaggregation("decode").part_of(request(transferred()), CHOSEN)
     assert part.kv == ReadKv(KV)
     assert part.num_cached_tokens == 2
     assert part.local_reason is None
@@ -55,8 +53,8 @@ def test_decode_reads_where_prefill_says() -> None:
 def test_decode_connects_to_nobody_but_its_own_pool() -> None:
     decode = disaggregation("decode")
     with pytest.raises(InvalidRequest, match="is not of this pool"):
-        decode.part_of(request(handed_over("a secret of some other pool, far away")), CHOSEN)
-    unsigned = json.loads(handed_over()["body"])
+        decode.part_of(request(transferred("a secret of some other pool, far away")), CHOSEN)
+    unsigned = json.loads(transferred()["body"])
     with pytest.raises(InvalidRequest, match=r"disaggregated_params: must be of format dynamo-logits-worker/sealed"):
         decode.part_of(request(unsigned), CHOSEN)
 
@@ -64,16 +62,16 @@ def test_decode_connects_to_nobody_but_its_own_pool() -> None:
 @pytest.mark.parametrize(
     ("prompt", "selection", "whose"), [([5, 6, 8], CHOSEN, "another prompt"), (PROMPT, Selection(), "other processors")]
 )
-def test_a_genuine_hand_off_is_worth_nothing_with_another_request(
+def test_a_genuine_kv_transfer_is_worth_nothing_with_another_request(
     prompt: list[int], selection: Selection, whose: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"was made for {whose}"):
-        disaggregation("decode").part_of(request(handed_over(), prompt), selection)
+        disaggregation("decode").part_of(request(transferred(), prompt), selection)
 
 
 def test_what_came_too_late_is_computed_here() -> None:
     clock = Clock()
-    given = handed_over(clock=clock)
+    given = transferred(clock=clock)
     decode = disaggregation("decode", clock=clock)
     clock.now += 31 + CLOCK_SKEW_S
     part = decode.part_of(request(given), CHOSEN)
@@ -83,7 +81,7 @@ def test_what_came_too_late_is_computed_here() -> None:
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill"])
-def test_others_take_no_hand_off(role: str) -> None:
+def test_others_receive_no_kv(role: str) -> None:
     with pytest.raises(InvalidRequest, match=f"prefill_result: this is no decode worker, it is {role}"):
         disaggregation(role).part_of(request({}), CHOSEN)
 
@@ -95,7 +93,7 @@ def test_a_probe_is_held_by_nobody_and_takes_no_place() -> None:
     assert (probed.kv, probed.local_reason) == (None, None)
 
 
-def test_only_so_many_prompts_are_computed_for_want_of_a_hand_off() -> None:
+def test_only_so_many_prompts_are_computed_without_a_kv_transfer() -> None:
     decode = disaggregation("decode", most=2)
     part = decode.part_of(request(), CHOSEN)
     assert (part.kv, part.local_reason) == (None, "missing")
@@ -103,14 +101,14 @@ def test_only_so_many_prompts_are_computed_for_want_of_a_hand_off() -> None:
     for admitted in all_admitted[:2]:
         decode.check_local_prefills(part)
         decode.admit(admitted, part)
-    with pytest.raises(Overloaded, match="2 prompts without a hand-off are being computed here already"):
+    with pytest.raises(Overloaded, match="2 prompts without a KV transfer are being computed here already"):
         decode.check_local_prefills(part)
-    decode.check_local_prefills(decode.part_of(request(handed_over()), CHOSEN))  # those who bring their KV pass
+    decode.check_local_prefills(decode.part_of(request(transferred()), CHOSEN))  # those who bring their KV pass
     decode.release(all_admitted[0])
     decode.check_local_prefills(part)
     decode.admit(all_admitted[2], part)
     assert decode.num_local_prefills == 2
-    decode.release(all_admitted[0])  # again: its place is another one's now
+    decode.release(all_admitted[0])  # again: another one is counted in its stead
     assert decode.num_local_prefills == 2
     decode.release_id("1")
     decode.release(all_admitted[2])

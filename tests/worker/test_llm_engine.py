@@ -68,7 +68,7 @@ def desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) ->
 
 
 class FakeEngine:
-    """Plays ``script``; hand-off and abort end what waits in `held`."""
+    """Plays ``script``; migration and abort end what waits in `held`."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -362,7 +362,7 @@ async def test_cleanup_after_a_failed_start() -> None:
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill"])
-async def test_only_decode_workers_take_hand_offs(role: str) -> None:
+async def test_only_decode_workers_receive_kv(role: str) -> None:
     arguments = parse_arguments(["--model-path", "/m", "--disaggregation-mode", role], {})
     worker = WorkerEngine(FakeEngine(two_tokens), arguments, seal=SEAL, open_desk=desk)
     await worker.start(1)
@@ -370,7 +370,7 @@ async def test_only_decode_workers_take_hand_offs(role: str) -> None:
         await collect(worker, request(prefill_result={"disaggregated_params": {}}))
 
 
-async def test_a_decode_worker_computes_prompts_that_nobody_handed_over_unless_told_not_to() -> None:
+async def test_a_decode_worker_computes_prompts_without_a_kv_transfer_unless_told_not_to() -> None:
     for most in ("1", "0"):
         given = ["--model-path", "/m", "--disaggregation-mode", "decode", "--max-local-prefills", most]
         worker = WorkerEngine(FakeEngine(two_tokens), parse_arguments(given, {}), seal=SEAL, open_desk=desk)
@@ -379,7 +379,7 @@ async def test_a_decode_worker_computes_prompts_that_nobody_handed_over_unless_t
             with pytest.raises(exceptions.InvalidArgument, match=r"prefill_result\.disaggregated_params: is missing"):
                 await collect(worker, request())
         else:
-            for _ in range(3):  # one after the other: each gives its place back
+            for _ in range(3):  # one after the other: each is released
                 assert await collect(worker, request())
             assert worker.metrics.registry.get_sample_value("dlw_local_prefills_total", {"reason": "missing"}) == 3
         with pytest.raises(exceptions.InvalidArgument, match=r"disaggregated_params: must be of format"):
@@ -388,7 +388,7 @@ async def test_a_decode_worker_computes_prompts_that_nobody_handed_over_unless_t
 
 
 @pytest.mark.parametrize("ending", ["first token", "abort", "dropped stream"])
-async def test_a_prompt_without_a_hand_off_gives_its_place_back_once(ending: str) -> None:
+async def test_a_local_prefill_is_counted_until_it_ends_and_once(ending: str) -> None:
     given = ["--model-path", "/m", "--disaggregation-mode", "decode", "--max-local-prefills", "1"]
     go_on = asyncio.Event()
 
@@ -409,7 +409,7 @@ async def test_a_prompt_without_a_hand_off_gives_its_place_back_once(ending: str
     if ending == "first token":
         await first
     else:
-        with pytest.raises(exceptions.HttpError, match="1 prompts without a hand-off are being computed here already"):
+        with pytest.raises(exceptions.HttpError, match="1 prompts without a KV transfer are being computed here already"):
             await collect(worker, request(), "second")
         if ending == "abort":
             await worker.abort(context)

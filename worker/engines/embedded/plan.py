@@ -1,4 +1,4 @@
-"""What the words of a step pass to each other: requests, plans, samples and outputs."""
+"""The data types of a step: requests, plans, samples and outputs; and the model's protocol."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ class Request:
         tap: Who is shown its logits, None if nobody is.
         tap_error: What `tap` has failed with; the request then ends with the next token that it
             would get.
-        keeps_kv: Whether its KV outlives it, for another worker to read; see `connector`.
+        keeps_kv: Whether its pages are pinned for transfer when it ends; see `KvConnector.lease`.
         cache_salt: It shares KV only with requests of the same salt.
-        arrival: Place in the order of arrival, given by the scheduler.
-        pages: The KV pages of its tokens, in order, while it runs: position p is in
-            ``pages[p // size]`` at slot ``p % size``, `size` being the tokens per page.
+        arrival: Number in the order of arrival, given by the scheduler.
+        pages: Its page table, while it runs: position p is in ``pages[p // page_size]`` at slot
+            ``p % page_size``.
         num_computed: Tokens, from the first on, whose KV is in `pages`.
-        num_cached_tokens: Prompt tokens whose KV was known when it was first admitted; None before.
+        num_cached_tokens: Prompt tokens of the prefix hit at its first admission; None before.
         block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
-        cached_blocks: Those that its tokens begin with, as `KvCache.match_prefix` found them last.
+        cached_blocks: Its prefix hit, as `KvCache.match_prefix` found it last.
     """
 
     id: str
@@ -157,9 +157,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """The KV of the first `num_tokens` slots of page `source` goes to the same slots of
-    page `target`.
-    """
+    """Copy the first `num_tokens` slots of page `source` to the same slots of page `target`."""
 
     source: int
     target: int
@@ -289,9 +287,9 @@ class Output:
 
     Attributes:
         token_id: None if it shows no token.
-        num_cached_tokens: Prompt tokens whose KV was known; said with the first token.
+        num_cached_tokens: Prompt tokens of the prefix hit; said with the first token.
         chain: The request's processors, when it ends.
-        kv: Where its KV is held for another worker, when it ends; see `handoff.handle_as_json`.
+        kv: Handle of its leased KV, when it ends; see `handle.handle_as_json`.
     """
 
     request_id: str

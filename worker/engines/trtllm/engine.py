@@ -276,9 +276,11 @@ class TrtllmEngine(RuntimeReports):
             raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not keep salts apart")
         number = next(self._numbers)
         lowered = lower(params, prompt, number, self._served)
-        places = self.config.max_num_seqs + self.config.max_queue
-        if len(self._flights) >= places:
-            raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
+        if len(self._flights) >= self.config.max_num_seqs + self.config.max_queue:
+            raise Overloaded(
+                f"the queue is full: {self.config.max_num_seqs} requests may run and {self.config.max_queue} wait; "
+                "retry later or elsewhere"
+            )
         flight = self._flight(request_id, lowered, params, self._info.context_length - len(prompt))
         flight.number = str(number)
         adapter = self._adapter(flight, lowered, params)

@@ -141,11 +141,10 @@ class HfModel:
         is_nearly_full = tile and count > tile and -count % tile < tile // 4
         return -count % (tile if is_nearly_full else self._row_step)
 
-    def kv_tensors(self) -> list[torch.Tensor]:
-        """The store: keys of each layer, then values of each layer, ``[pages, heads,
-        page_size, head_dim]``.
-        """
-        return [*self._store.keys, *self._store.values]
+    @property
+    def kv_store(self) -> KvStore:
+        """Its keys and values; empty before `allocate_kv`."""
+        return self._store
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:

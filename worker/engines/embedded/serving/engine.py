@@ -62,9 +62,9 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
     stepper = make_stepper(config, model, num_kv_blocks)
     if config.role != "aggregated":
         if not isinstance(model, HfModel):
-            raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to hand over")
+            raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to transfer")
         identity = fingerprint(config.model_path)
-        stepper.connector = open_connector(model.kv_tensors(), stepper.scheduler, config, identity, model.made_by)
+        stepper.connector = open_connector(model.kv_store, stepper.scheduler, config, identity, model.made_by)
     return stepper, info
 
 
@@ -145,7 +145,7 @@ class EmbeddedEngine:
         return len(self._streams)
 
     def num_leased(self) -> int:
-        """Prompts whose KV is held for other workers."""
+        """Prompts whose KV is leased to decode workers."""
         return 0 if self._connector is None else self._connector.num_leased
 
     def report_blocks(self, sink: KvEventSink) -> None:
@@ -154,18 +154,14 @@ class EmbeddedEngine:
         self._thread.tell(Listen(sink))
 
     def transfers(self) -> dict[str, float]:
-        """Hand-offs so far by what became of them, the seconds that reads took, and the blocks
-        in use now.
-        """
+        """KV transfers so far by outcome, seconds that reads took, and blocks in use now."""
         if self._connector is None:
             return {}
         connector = self._connector
         return {**connector.counts, "seconds": connector.seconds, "used_blocks": connector.num_used_blocks}
 
     def migrate_all(self) -> int:
-        """End every unfinished request with `Draining`, and refuse new ones; returns how many
-        were ended.
-        """
+        """End every unfinished request with `Draining`, and refuse new ones; returns how many."""
         return self._end_all(Draining("the worker is shutting down"))
 
     async def stop(self) -> None:
@@ -195,22 +191,22 @@ class EmbeddedEngine:
         request = admit(request_id, next(self._numbers), prompt, params, self._model, self._info.context_length)
         request.cache_salt = cache_salt
         handle = self._part(request, kv)
-        places = self.config.max_num_seqs + self.config.max_queue
-        if len(self._streams) >= places:
-            raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
+        if len(self._streams) >= self.config.max_num_seqs + self.config.max_queue:
+            raise Overloaded(
+                f"the queue is full: {self.config.max_num_seqs} requests may run and {self.config.max_queue} wait; "
+                "retry later or elsewhere"
+            )
         stream = self._streams[request_id] = Stream(request_id)
         self._thread.tell(Submit(request, handle))
         return stream
 
     def _part(self, request: Request, kv: KeepKv | ReadKv | None) -> KvHandle | None:
-        """Make `request` this worker's part of what was asked; where its prompt's KV is, if
-        elsewhere.
-        """
+        """Turn `request` into this worker's part of it; returns the handle of its KV, if any."""
         if kv is None:
             if self.config.role == "decode":
                 note_mode(request, "local prefill")
             return None
-        assert self._connector is not None, f"an {self.config.role} engine exchanges no KV"
+        assert self._connector is not None, f"an {self.config.role} engine transfers no KV"
         if isinstance(kv, ReadKv):
             return handle_from_json(kv.handle, self._connector.layout, request.prompt_length)
         request.keeps_kv = True
