@@ -409,7 +409,9 @@ async def test_a_local_prefill_is_counted_until_it_ends_and_once(ending: str) ->
     if ending == "first token":
         await first
     else:
-        with pytest.raises(exceptions.HttpError, match="1 prompts without a KV transfer are being computed here already"):
+        with pytest.raises(
+            exceptions.HttpError, match="1 prompts without a KV transfer are being computed here already"
+        ):
             await collect(worker, request(), "second")
         if ending == "abort":
             await worker.abort(context)
