@@ -366,7 +366,7 @@ class TrtllmEngine(RuntimeReports):
         flight.handed_logprobs = _logprobs_of(hand_off)
         flight.must_not_abort = True
         if flight.chain is not None:
-            flight.chain.receipt.mode = "KV transfer"
+            flight.chain.receipt.mode = "disaggregated"
         return given
 
     async def _pump(self, flight: Flight, params: SamplingParams, kv: KeepKv | ReadKv | None) -> None:

@@ -11,9 +11,10 @@ from worker.engines.embedded.plan import Model
 from worker.errors import StartupError
 
 _SHARE = {"cuda": 0.85, "cpu": 0.5}
-"""Part of the memory that is free once the weights are loaded, by device type; activations and
-the rest of the machine need some.
+"""Part of the memory that is free once the weights are loaded; activations and the rest of the
+machine need some.
 """
+
 
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 
@@ -37,10 +38,10 @@ def choose_page_size(block_size: int, context_length: int) -> int:
 
 
 def choose_kv_blocks(config: EmbeddedConfig, model: Model, context_length: int) -> int:
-    """Blocks of the KV store: as configured, or a full context for each of ``max_num_seqs``
-    requests as far as memory goes.
+    """Blocks of the KV store: those asked for, or enough for every slot's full context, as far as
+    memory goes.
 
-    They make whole pages; configured blocks beyond the last whole page are not used.
+    They make whole pages; what is left of the blocks asked for is not used.
 
     Raises:
         StartupError: not even one full context fits.

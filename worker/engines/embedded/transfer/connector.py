@@ -337,7 +337,7 @@ class KvConnector:
         if stop - start < self.layout.block_size:  # less than a block: sooner computed than read
             self.transport.release(incoming.handle)
             self.counts["cached"] += 1
-            note_mode(request, "KV transfer")
+            note_mode(request, "disaggregated")
             self._ready.append(request)
             return
         incoming.read = self.transport.read(incoming.handle, request.pages, start, stop)
@@ -363,7 +363,7 @@ class KvConnector:
             self.counts["received"] += 1
             self.counts["bytes"] += read.num_bytes
             self.seconds += read.seconds
-            note_mode(request, "KV transfer")
+            note_mode(request, "disaggregated")
             self._ready.append(request)
             return
         self.counts[state] += 1
