@@ -12,6 +12,8 @@ import pytest
 from connector_doubles import BLOCK, CONTEXT, Side, run
 from kv_doubles import WIDTH, answer
 
+from worker.engines.embedded.transfer.transport import KvRead
+
 
 class Pair(SimpleNamespace):
     prefill: Side
@@ -171,6 +173,31 @@ def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.Mon
     assert pair.decode.finished("one") == "cancelled"
     pair.settle()
     assert pair.prefill.connector.counts["released"] == 2
+
+
+@pytest.mark.parametrize("ending", ["abort", "lost"])
+def test_pages_stay_pinned_while_a_read_cannot_be_cancelled(
+    pair: Pair, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", 64)
+    monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
+    prompt = prompt_of(200)
+    pair.prefill.prefill("one", prompt)
+    pair.run(lambda: pair.prefill.finished("one"))
+    pair.decode.decode("one", prompt, pair.prefill.handle("one"), 8)
+    pair.run(lambda: bool((pair.decode.model.keys != -1).any()))  # some of it has come
+    scheduler, release = pair.decode.stepper.scheduler, KvRead.release
+    pages, still_writing = scheduler.pinned[0].pages, [True]
+    monkeypatch.setattr(KvRead, "release", lambda read: not still_writing and release(read))
+    if ending == "abort":
+        pair.decode.abort("one")
+    else:
+        monkeypatch.setattr(KvRead, "poll", lambda read, budget_s: "lost")
+    pair.run(lambda: pair.decode.finished("one"))
+    assert pair.decode.tokens("one") == ([] if ending == "abort" else answer(prompt, 8))
+    assert [one.pages for one in scheduler.pinned] == [pages]
+    still_writing.clear()
+    pair.settle()
 
 
 def test_many_requests_with_disconnects_in_every_phase(pair: Pair, now: list[float]) -> None:
