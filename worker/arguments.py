@@ -246,12 +246,12 @@ class Arguments:
     )
     kv_lease_s: float = _option(
         30.0,
-        "Seconds that a prefill worker holds the KV of a prompt for a decode worker; later ones compute it themselves.",
+        "Seconds after which a lease on a prompt's KV times out; a decode worker that comes later computes the prompt itself.",
         parse=_positive_seconds,
     )
     max_local_prefills: int = _option(
         16,
-        "Prompts without a usable hand-off that a decode worker computes itself at a time; one more is refused as "
+        "Prompts without a usable KV transfer that a decode worker computes itself at a time; one more is refused as "
         "overloaded, and 0 refuses all.",
         parse=_not_negative,
     )

@@ -27,7 +27,7 @@ class Built:
     Attributes:
         engine: Not started.
         arguments: The worker's options.
-        seal: Signs hand-offs, None for a worker that makes and takes none.
+        seal: Signs KV transfers, None for a worker that makes and takes none.
         smoke: Whether every answer is ``Hello world!``.
     """
 
