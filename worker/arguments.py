@@ -246,7 +246,7 @@ class Arguments:
     )
     kv_lease_s: float = _option(
         30.0,
-        "Seconds after which a lease on a prompt's KV times out; a decode worker that comes later computes the prompt itself.",
+        "Seconds until a lease on a prompt's KV times out; a decode worker that comes later computes the prompt.",
         parse=_positive_seconds,
     )
     max_local_prefills: int = _option(
