@@ -165,12 +165,12 @@ class Arguments:
     )
     max_num_seqs: int = _option(64, "Requests decoded in one step at most.", parse=_positive, engine=True)
     max_num_batched_tokens: int = _option(
-        1024, "Tokens computed in one step at most; at least max-num-seqs.", parse=_positive, engine=True
+        1024, "Token budget of a step; at least max-num-seqs.", parse=_positive, engine=True
     )
     max_mixed_chunk: int | None = _option(
         None,
-        "Tokens of a prompt in a step that decodes, to whole tiles of 32; less while few do, and behind its "
-        "first 1024 tokens. Default: 64 on a CPU, 512 on CUDA.",
+        "Prompt tokens per prompt in a step that also decodes, to whole tiles of 32; less beside few rows and behind "
+        "its first 1024 tokens. Default: 64 on a CPU, 512 on CUDA.",
         parse=_positive,
         engine=True,
     )
@@ -185,7 +185,7 @@ class Arguments:
         engine=True,
     )
     max_queue: int = _option(
-        256, "Requests that may wait for a place; one more is refused.", parse=_not_negative, engine=True
+        256, "Requests in the waiting queue at most; one more is refused.", parse=_not_negative, engine=True
     )
     step_timeout_s: float = _option(
         300.0,
