@@ -258,7 +258,7 @@ def read_under_way(mortals: Mortals, prefill: Worker, decode: Worker, prompt: li
             yield asking
 
 
-def handoffs(decode: Worker) -> tuple[float, float]:
+def transfers(decode: Worker) -> tuple[float, float]:
     """Prompts whose KV a decode worker received, and those whose KV it lost, so far."""
     received, lost = (decode.metric("dlw_kv_transfers_total", outcome=outcome) for outcome in ("received", "lost"))
     return received, lost
@@ -271,14 +271,14 @@ def answered_without_the_read(
     reply = asking.reply()
     assert reply.token_ids == expected, reply.text
     received, lost = before
-    assert handoffs(decode) == (received, lost + 1)
+    assert transfers(decode) == (received, lost + 1)
     settled(mortals.stack)
 
 
 @pytest.mark.parametrize("connected", [True, False])
 def test_prefill_dies_before_it_is_read(mortals: Mortals, reference: Reference, connected: bool) -> None:
     prefill, decode = mortals.connected_pair(reference) if connected else mortals.pair()
-    before = handoffs(decode)
+    before = transfers(decode)
     prompt = prompt_of(60 + connected)
     with stopped(decode):
         asking = Asking(mortals.stack, prompt)
@@ -290,7 +290,7 @@ def test_prefill_dies_before_it_is_read(mortals: Mortals, reference: Reference, 
 
 def test_prefill_dies_while_it_is_read(mortals: Mortals, reference: Reference) -> None:
     prefill, decode = mortals.connected_pair(reference)
-    before = handoffs(decode)
+    before = transfers(decode)
     prompt = prompt_of(62)
     with read_under_way(mortals, prefill, decode, prompt) as asking:
         prefill.end()
@@ -347,7 +347,7 @@ def test_a_prefill_worker_is_killed_and_nobody_who_asks_afterwards_fails(
     victim, _, survivor = stack.workers
     prompts = iter(prompt_of(number) for number in range(3000, 4000))
     for worker in (victim, survivor):  # the frontend knows both
-        wait_for(lambda worker=worker: ask(stack, next(prompts), 1) and handed(worker) > 0, "a prompt of each")
+        wait_for(lambda worker=worker: ask(stack, next(prompts), 1) and leased(worker) > 0, "a prompt of each")
     in_flight: list[tuple[list[int], Asking]] = []
     with stopped(victim):
         while unread(victim, frontend) == 0:
@@ -368,7 +368,7 @@ def test_a_prefill_worker_is_killed_and_nobody_who_asks_afterwards_fails(
     settled(stack)
 
 
-def handed(prefill: Worker) -> float:
+def leased(prefill: Worker) -> float:
     return prefill.metric("dlw_kv_transfers_total", outcome="leased")
 
 

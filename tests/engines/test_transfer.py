@@ -112,36 +112,36 @@ def test_a_release_alone_ends_the_lease(peer: Peer, transport: KvTransport) -> N
 
 
 def test_a_release_of_an_ended_lease_ends_no_other(transport: KvTransport) -> None:
-    holder = Peer(seed=5)
+    prefill = Peer(seed=5)
     try:
-        old = holder.grant([1])
-        holder.ask("revoke", old.token)
-        new = holder.grant([2])
+        old = prefill.grant([1])
+        prefill.ask("revoke", old.token)
+        new = prefill.grant([2])
         assert new.token_address == old.token_address
         transport.release(old)
         transport.release(new)
-        assert holder.wait_release() == new.token
+        assert prefill.wait_release() == new.token
     finally:
-        holder.end()
+        prefill.end()
 
 
 def test_a_read_waits_for_nobody(transport: KvTransport) -> None:
-    """The holder is busy: it does not look at its connections, as in a long step."""
-    holder = Peer(seed=6)
+    """The prefill worker is busy: it does not look at its connections, as in a long step."""
+    prefill = Peer(seed=6)
     try:
-        handles = [holder.grant([number]) for number in range(4)]
+        handles = [prefill.grant([number]) for number in range(4)]
         assert finish(transport.read(handles[0], [0], 0, 16)) == "done"  # connects
-        holder.stop()
+        prefill.stop()
         for handle in handles[1:]:
             assert finish(transport.read(handle, [1], 0, 16)) == "done"
-        holder.go_on()
-        assert {holder.wait_release() for _ in handles} == {handle.token for handle in handles}
+        prefill.go_on()
+        assert {prefill.wait_release() for _ in handles} == {handle.token for handle in handles}
     finally:
-        holder.end()
+        prefill.end()
 
 
 @pytest.mark.parametrize("connected", [False, True])
-def test_a_dead_holder_is_lost(transport: KvTransport, connected: bool) -> None:
+def test_a_dead_prefill_worker_is_lost(transport: KvTransport, connected: bool) -> None:
     mortal = Peer(seed=3)
     try:
         first, second = mortal.grant([1]), mortal.grant([2])
@@ -164,7 +164,7 @@ def test_memory_that_was_not_registered_is_not_read(peer: Peer, transport: KvTra
     assert peer.wait_release() == inside.token
 
 
-def test_a_read_that_is_given_up_tells_the_holder(peer: Peer, transport: KvTransport) -> None:
+def test_a_read_that_is_given_up_releases_the_lease(peer: Peer, transport: KvTransport) -> None:
     handle = peer.grant([1, 2])
     read = transport.read(handle, [0, 1], 0, 32)
     assert read.release()

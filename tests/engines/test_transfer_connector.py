@@ -38,7 +38,7 @@ class Pair(SimpleNamespace):
 
 @pytest.fixture
 def now() -> list[float]:
-    """The holder's clock."""
+    """The prefill worker's clock."""
     return [0.0]
 
 
@@ -84,7 +84,7 @@ def test_what_decode_knows_is_not_sent(pair: Pair) -> None:
     pair.settle()
 
 
-def test_prefill_reuses_its_own_blocks_for_what_it_holds(pair: Pair) -> None:
+def test_prefill_reuses_cached_blocks_under_several_leases(pair: Pair) -> None:
     prompt = prompt_of(150)
     for name in ("first", "second"):
         pair.prefill.prefill(name, prompt)
@@ -97,7 +97,7 @@ def test_prefill_reuses_its_own_blocks_for_what_it_holds(pair: Pair) -> None:
     pair.settle()
 
 
-def test_a_hold_ends_in_time_and_a_late_reader_computes(pair: Pair, now: list[float]) -> None:
+def test_a_lease_times_out_and_a_late_reader_computes(pair: Pair, now: list[float]) -> None:
     prompt = prompt_of(90)
     pair.prefill.prefill("late", prompt)
     pair.run(lambda: pair.prefill.finished("late"))
@@ -120,7 +120,7 @@ def test_a_hold_ends_in_time_and_a_late_reader_computes(pair: Pair, now: list[fl
     pair.settle()
 
 
-def test_a_hold_that_ends_under_a_reader_is_noticed(
+def test_a_lease_that_ends_under_a_reader_is_noticed(
     pair: Pair, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", 64)
@@ -140,7 +140,7 @@ def test_a_hold_that_ends_under_a_reader_is_noticed(
     pair.settle()
 
 
-def test_too_many_holds_fail_their_request_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_leases_fail_their_request_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair.prefill.connector.transport, "grant", lambda pages: None)
     pair.prefill.prefill("one", prompt_of(50))
     pair.run(lambda: pair.prefill.finished("one"))
@@ -217,7 +217,7 @@ def test_many_requests_with_disconnects_in_every_phase(pair: Pair, now: list[flo
         for one, (prompt, count) in wanted.items():
             if one not in sent | gone and pair.prefill.finished(one) == "length":
                 sent.add(one)
-                if chance.random() < 0.9:  # the rest never reach decode: their holds time out
+                if chance.random() < 0.9:  # the rest never reach decode: their leases time out
                     pair.decode.decode(one, prompt, pair.prefill.handle(one), count)
                 else:
                     gone.add(one)

@@ -85,12 +85,14 @@ def test_a_reader_killed_while_it_reads(transport: KvTransport, start_peer: Call
     assert first.token not in victim.released + heir.released
 
 
-def test_a_holder_killed_while_it_is_read(transport: KvTransport, start_peer: Callable[[int | None], Peer]) -> None:
-    holder = start_peer(1)
-    handle = holder.grant(range(NUM_PAGES))
+def test_a_prefill_worker_killed_while_it_is_read(
+    transport: KvTransport, start_peer: Callable[[int | None], Peer]
+) -> None:
+    prefill = start_peer(1)
+    handle = prefill.grant(range(NUM_PAGES))
     read, state = begin(transport, handle, range(NUM_PAGES))
     assert state == "busy"
-    holder.kill()
+    prefill.kill()
     assert read.poll(60.0) == "lost"
     assert read.release()
     transport.release(handle)

@@ -15,7 +15,7 @@ from worker.disaggregation.seal import CLOCK_SKEW_S, SECRET, SECRET_FILE, Seal, 
 from worker.errors import KV_TRANSFER_FIELD, ConfigurationError, InvalidRequest
 
 POOL = "a secret of this pool, and of no other"
-BODY = {"kv": {"metadata": "AAEC", "bases": [2**63 + 5], "ticket": 7}, "prompt_length": 3, "logprob": -0.1}
+BODY = {"kv": {"metadata": "AAEC", "bases": [2**63 + 5], "token": 7}, "prompt_length": 3, "logprob": -0.1}
 
 
 def over_the_wire(data: Any) -> Any:
@@ -77,7 +77,7 @@ def test_a_longer_lease_cannot_be_forged() -> None:
 
 
 @pytest.mark.parametrize(("after", "is_late"), [(0, False), (30 + CLOCK_SKEW_S, False), (32 + CLOCK_SKEW_S, True)])
-def test_a_hand_off_that_was_given_up_is_late(after: float, is_late: bool) -> None:
+def test_a_lease_that_has_timed_out_is_late(after: float, is_late: bool) -> None:
     now = [1e9]
     seal = Seal(POOL, clock=lambda: now[0])
     genuine = seal.close(BODY, 30.0)
