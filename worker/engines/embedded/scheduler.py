@@ -116,10 +116,10 @@ class Scheduler:
         self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].arrival > request.arrival:
-            place -= 1
-        self.waiting.insert(place, request)
+        index = len(self.waiting)
+        while index and self.waiting[index - 1].arrival > request.arrival:
+            index -= 1
+        self.waiting.insert(index, request)
 
     @property
     def num_used_blocks(self) -> int:
@@ -135,7 +135,7 @@ class Scheduler:
         """Allocate pages for all tokens of a request that has arrived, and pin them for transfer.
 
         Transfers and the waiting queue are served in one order of arrival. Where only pages are
-        missing, nobody who arrived later is admitted until `pin` succeeds or `unblock` is called.
+        missing, nobody who arrived later is admitted until `pin` or `unblock` is called again.
 
         Returns:
             What must be copied in the store before anything is written; None if there are too few
