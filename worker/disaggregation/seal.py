@@ -126,8 +126,9 @@ class Seal:
 
 
 def _shown(value: object) -> str:
-    """`value` for an error message; `adapters.catalog.shown` would import torch, and the secret
-    is read before that.
+    """`value` for an error message.
+
+    `adapters.catalog.shown` would import torch, and the secret is read before that.
     """
     return repr(value)[:60] if isinstance(value, (str, int, float)) else type(value).__name__
 

@@ -106,8 +106,9 @@ class TokenDelta:
 
 
 class KvEventSink(Protocol):
-    """Is told which blocks an engine has cached, for a router. Called by the engine's own thread;
-    must not block.
+    """Is told which blocks an engine has cached, for a router.
+
+    Called by the engine's own thread; must not block.
     """
 
     def stored(

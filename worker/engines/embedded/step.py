@@ -103,7 +103,7 @@ class Stepper:
 
 
 def show_logits(plan: Plan, logits: torch.Tensor) -> None:
-    """Show every tap the row that its request's token is sampled from."""
+    """Show every tap the row that its request's next token is sampled from."""
     for row, request in enumerate(plan.sampled):
         request.show_generated(logits[row])
 

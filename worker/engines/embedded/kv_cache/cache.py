@@ -47,12 +47,11 @@ class Page:
 
 
 class KvCache:
-    """Pages with reference counts, and an index of the blocks that they hold. Pure bookkeeping, one
-    thread.
+    """Pages with reference counts, and an index of the blocks that they hold.
 
-    A request's pages are freed last one first, and shared together: a page is therefore never
-    evicted before those that follow it in a sequence. So a block is cached only as long as the one
-    before it is.
+    Pure bookkeeping, one thread. A request's pages are freed last one first, and shared together: a
+    page is therefore never evicted before those that follow it in a sequence. So a block is cached
+    only as long as the one before it is.
 
     Args:
         num_pages: Pages in the store.
@@ -252,8 +251,7 @@ class KvCache:
         return events
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Free + cached + owned is the whole store, and `requests` own exactly the owned pages,
-        each as often as its reference count says.
+        """Free + cached + owned is the whole store, and reference counts agree with `requests`.
 
         Raises:
             AssertionError: the bookkeeping is broken.

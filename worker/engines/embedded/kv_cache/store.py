@@ -47,8 +47,9 @@ class KvStore:
         self._value_slots[layer].index_put_(slot_mapping, _wide(value))
 
     def zero(self, pages: Sequence[int]) -> None:
-        """Zero pages, in every layer, before their first slot is written: KV of another request,
-        or a NaN, must not be left behind it.
+        """Zero pages in every layer, before their first slot is written.
+
+        KV of another request, or a NaN, must not stay behind that slot.
         """
         if pages:
             index = torch.tensor(pages, device=self.keys[0].device)
@@ -64,8 +65,9 @@ class KvStore:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as 64-bit numbers, where a head's row is a multiple of 64 bits: ``index_put_``
-    moves elements one by one, and these are fewer.
+    """The same bytes as 64-bit numbers, where a head's KV of a token is a multiple of 64 bits.
+
+    ``index_put_`` moves elements one by one, and these are fewer.
     """
     return tensor.view(torch.int64) if tensor.shape[-1] * tensor.itemsize % 8 == 0 else tensor
 
