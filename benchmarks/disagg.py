@@ -9,7 +9,7 @@ memory, and the same number of bytes are copied once, by one thread, out of memo
 processes have mapped and the other one has written, in turn; both in huge pages, and no page
 twice before all others. The target is 0.6 of the copy's speed.
 
-*Hand-off*: two engines, prompts of several lengths; the time from the hand-off to the first token
+*First token*: two engines, prompts of several lengths; the time from the handle to the first token
 at the decode engine, without the transfer and one decode step, which that token needs anywhere; the
 target is 5 ms at most.
 
@@ -56,8 +56,9 @@ from disagg_routing import measure_routing
 from worker.engines import KeepKv, ReadKv
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.host import memory as host_memory
+from worker.engines.embedded.transfer.handle import KvHandle
 from worker.engines.embedded.transfer.layout import KvLayout
-from worker.engines.embedded.transfer.nixl import KvHandle, KvPort
+from worker.engines.embedded.transfer.transport import KvTransport
 from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
 
@@ -67,7 +68,7 @@ NUM_TENSORS = 2 * LAYOUT.layers
 PAGE_ELEMENTS = LAYOUT.kv_heads * LAYOUT.page_size * LAYOUT.head_dim
 SHARED_BYTES = NUM_TENSORS * NUM_PAGES * PAGE_ELEMENTS * 2
 TRANSFER_TARGET = 0.6
-HAND_OFF_TARGET_MS = 5.0
+FIRST_TOKEN_TARGET_MS = 5.0
 ROUTING_TARGET = 3.0
 
 NUM_STREAMS = 4
@@ -128,25 +129,25 @@ def mapped(descriptor: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.bfloat16).view(NUM_TENSORS, NUM_PAGES, PAGE_ELEMENTS)
 
 
-def hold_for_transfer(descriptor: int) -> None:
-    """The child of the transfer: holds the pages asked for, until it is told to leave."""
+def lease_for_transfer(descriptor: int) -> None:
+    """The child of the transfer: leases the pages asked for, until its input ends."""
     import select
 
-    port = KvPort(store(1.0), LAYOUT)
+    transport = KvTransport(store(1.0), LAYOUT)
     mapped(descriptor).fill_(2.0)
-    held: KvHandle | None = None
+    leased: KvHandle | None = None
     while True:
-        port.notes()
+        transport.poll()
         if not select.select([sys.stdin], [], [], 0.0005)[0]:
             continue
         line = sys.stdin.readline()
         if not line:
             return
-        if held is not None:
-            port.withdraw(held)
-        held = port.publish(json.loads(line))
-        assert held is not None
-        say(asdict(replace(held, metadata=b"")) | {"metadata": b64encode(held.metadata).decode()})
+        if leased is not None:
+            transport.revoke(leased)
+        leased = transport.grant(json.loads(line))
+        assert leased is not None
+        say(asdict(replace(leased, metadata=b"")) | {"metadata": b64encode(leased.metadata).decode()})
 
 
 def measure_transfer(rounds: int) -> list[tuple[str, float, float]]:
@@ -154,8 +155,8 @@ def measure_transfer(rounds: int) -> list[tuple[str, float, float]]:
     descriptor = os.memfd_create("kv")
     os.ftruncate(descriptor, SHARED_BYTES)
     child = Child("--child", "transfer", "--descriptor", str(descriptor), keep=(descriptor,))
-    port = KvPort(store(0.0), LAYOUT)
-    read_with_nixl(port, child, [0], [0])  # connects
+    transport = KvTransport(store(0.0), LAYOUT)
+    read_with_nixl(transport, child, [0], [0])  # connects
     shared = mapped(descriptor)
     shared.sum()  # maps the pages
     numbers = random.Random(0)
@@ -169,26 +170,26 @@ def measure_transfer(rounds: int) -> list[tuple[str, float, float]]:
             if scattered:
                 source, target = (numbers.sample(range(NUM_PAGES), count) for _ in range(2))
             num_bytes = count * PAGE_ELEMENTS * NUM_TENSORS * 2
-            speeds[0].append(num_bytes / read_with_nixl(port, child, source, target))
-            speeds[1].append(num_bytes / copy_once(port.tensors, shared, source, target, scattered))
+            speeds[0].append(num_bytes / read_with_nixl(transport, child, source, target))
+            speeds[1].append(num_bytes / copy_once(transport.tensors, shared, source, target, scattered))
         name = f"{num_bytes / 2**20:.0f} MiB, {count} pages{', scattered' * scattered}"
         rows.append((name, *map(statistics.median, speeds)))
     child.end()
     return rows
 
 
-def read_with_nixl(port: KvPort, child: Child, source: list[int], target: list[int]) -> float:
-    """Seconds of the read, from the handle to the holder's word that all of it was right."""
+def read_with_nixl(transport: KvTransport, child: Child, source: list[int], target: list[int]) -> float:
+    """Seconds of the read, from the handle to the fencing token that proves it."""
     data = child.ask(source)
     layout = KvLayout(**data.pop("layout"))
     handle = KvHandle(layout=layout, **(data | {"metadata": b64decode(data["metadata"])}))
     began = time.perf_counter()
-    read = port.read(handle, target, 0, len(source) * LAYOUT.page_size)
+    read = transport.read(handle, target, 0, len(source) * LAYOUT.page_size)
     while (state := read.poll(1.0)) == "busy":
         pass
     took = time.perf_counter() - began
     read.release()
-    if state != "done" or not all((tensor[target] == 1.0).all() for tensor in port.tensors):
+    if state != "done" or not all((tensor[target] == 1.0).all() for tensor in transport.tensors):
         raise RuntimeError(f"the transfer is {state}")
     return took
 
@@ -223,7 +224,7 @@ def random_prompt(numbers: random.Random, length: int) -> list[int]:
 
 
 async def prefill(path: str) -> None:
-    """The child of the hand-off: computes prompts and says where their KV is."""
+    """The child of the first token: computes prompts and says where their KV is."""
     worker = engine(path, "prefill")
     await worker.start()
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -235,7 +236,7 @@ async def prefill(path: str) -> None:
     await worker.stop()
 
 
-async def measure_hand_off(path: str, rounds: int) -> list[tuple[int, float, float, float, float]]:
+async def measure_first_token(path: str, rounds: int) -> list[tuple[int, float, float, float, float]]:
     """Prompt length, and in seconds: prefill, transfer, one decode step, and what else comes
     before the first token.
     """
@@ -338,12 +339,12 @@ def report_transfer(rounds: int, write: Callable[[str], None]) -> None:
         write(f"| {size} | {shown} | {verdict(ours / copied >= TRANSFER_TARGET)} |\n")
 
 
-def report_hand_off(path: str, rounds: int, write: Callable[[str], None]) -> None:
+def report_first_token(path: str, rounds: int, write: Callable[[str], None]) -> None:
     write("\n| prompt | prefill, ms | transfer, ms | decode step, ms | the rest, ms | at most 5 |\n")
     write("| ---: | ---: | ---: | ---: | ---: | --- |\n")
-    for length, *seconds in asyncio.run(measure_hand_off(path, rounds)):
+    for length, *seconds in asyncio.run(measure_first_token(path, rounds)):
         shown = " | ".join(f"{1e3 * value:.1f}" for value in seconds)
-        write(f"| {length} | {shown} | {verdict(1e3 * seconds[-1] <= HAND_OFF_TARGET_MS)} |\n")
+        write(f"| {length} | {shown} | {verdict(1e3 * seconds[-1] <= FIRST_TOKEN_TARGET_MS)} |\n")
 
 
 def report_gaps(path: str, write: Callable[[str], None]) -> None:
@@ -374,7 +375,7 @@ def report_routing(path: str, rounds: int, write: Callable[[str], None]) -> None
     write(f"| two workers, one thread each | {shown} | {verdict(ratio >= ROUTING_TARGET)} |\n")
 
 
-PARTS = ("transfer", "hand-off", "gaps", "routing")
+PARTS = ("transfer", "first-token", "gaps", "routing")
 
 
 def report(rounds: int, parts: list[str], write: Callable[[str], None]) -> None:
@@ -386,8 +387,8 @@ def report(rounds: int, parts: list[str], write: Callable[[str], None]) -> None:
         write_checkpoint(Path(path), vocabulary=8192)
         if "transfer" in parts:
             report_transfer(rounds, write)
-        if "hand-off" in parts:
-            report_hand_off(path, rounds, write)
+        if "first-token" in parts:
+            report_first_token(path, rounds, write)
         if "gaps" in parts:
             report_gaps(path, write)
         if "routing" in parts:
@@ -397,7 +398,7 @@ def report(rounds: int, parts: list[str], write: Callable[[str], None]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure KV transfer, the hand-off, decode beside prefill, routing.")
+    parser = argparse.ArgumentParser(description="Measure KV transfer, first tokens, decode beside prefill, routing.")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--child", choices=("transfer", "prefill", "gaps"), help=argparse.SUPPRESS)
@@ -405,7 +406,7 @@ def main() -> None:
     parser.add_argument("--model-path", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child == "transfer":
-        hold_for_transfer(arguments.descriptor)
+        lease_for_transfer(arguments.descriptor)
     elif arguments.child == "prefill":
         asyncio.run(prefill(arguments.model_path))
     elif arguments.child == "gaps":

@@ -19,7 +19,7 @@ prepare_several() {
     prepare_model
 }
 
-# Sets pool_secret, with which workers sign what they hand over; one of this run's own, unless one is given. It is in
+# Sets pool_secret, with which workers sign KV transfers; one of this run's own, unless one is given. It is in
 # the environment of the workers alone, and on nobody's command line.
 prepare_pool_secret() {
     pool_secret=${DLW_POOL_SECRET:-}

@@ -165,12 +165,12 @@ class Arguments:
     )
     max_num_seqs: int = _option(64, "Requests decoded in one step at most.", parse=_positive, engine=True)
     max_num_batched_tokens: int = _option(
-        1024, "Tokens computed in one step at most; at least max-num-seqs.", parse=_positive, engine=True
+        1024, "Token budget of a step; at least max-num-seqs.", parse=_positive, engine=True
     )
     max_mixed_chunk: int | None = _option(
         None,
-        "Tokens of a prompt in a step that decodes, to whole tiles of 32; less while few do, and behind its "
-        "first 1024 tokens. Default: 64 on a CPU, 512 on CUDA.",
+        "Prompt tokens per prompt in a step that also decodes, to whole tiles of 32; less beside few rows and behind "
+        "its first 1024 tokens. Default: 64 on a CPU, 512 on CUDA.",
         parse=_positive,
         engine=True,
     )
@@ -185,7 +185,7 @@ class Arguments:
         engine=True,
     )
     max_queue: int = _option(
-        256, "Requests that may wait for a place; one more is refused.", parse=_not_negative, engine=True
+        256, "Requests in the waiting queue at most; one more is refused.", parse=_not_negative, engine=True
     )
     step_timeout_s: float = _option(
         300.0,
@@ -211,7 +211,7 @@ class Arguments:
         None, "YAML file of engine options, keyed by option name; with TensorRT-LLM by the names of its LLM arguments."
     )
     drain_timeout_s: float = _option(
-        30.0, "Seconds that in-flight requests get to finish after SIGTERM; the rest are handed off.", parse=_seconds
+        30.0, "Seconds that in-flight requests get to finish after SIGTERM; the rest are migrated.", parse=_seconds
     )
     logits_processor: tuple[str, ...] = _option(
         (),
@@ -244,14 +244,14 @@ class Arguments:
     disaggregation_mode: str = _option(
         "aggregated", "Role of this worker.", choices=("aggregated", "agg", "prefill", "decode")
     )
-    kv_hold_s: float = _option(
+    kv_lease_s: float = _option(
         30.0,
-        "Seconds that a prefill worker holds the KV of a prompt for a decode worker; later ones compute it themselves.",
+        "Seconds until a lease on a prompt's KV times out; a decode worker that comes later computes the prompt.",
         parse=_positive_seconds,
     )
     max_local_prefills: int = _option(
         16,
-        "Prompts without a usable hand-off that a decode worker computes itself at a time; one more is refused as "
+        "Prompts without a usable KV transfer that a decode worker computes itself at a time; one more is refused as "
         "overloaded, and 0 refuses all.",
         parse=_not_negative,
     )

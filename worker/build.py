@@ -27,7 +27,7 @@ class Built:
     Attributes:
         engine: Not started.
         arguments: The worker's options.
-        seal: Signs hand-offs, None for a worker that makes and takes none.
+        seal: Signs KV transfers, None for a worker that makes and takes none.
         smoke: Whether every answer is ``Hello world!``.
     """
 
@@ -122,7 +122,7 @@ def make_engine(arguments: Arguments) -> Engine:
         max_queue=arguments.max_queue,
         step_timeout_s=arguments.step_timeout_s,
         role=arguments.disaggregation_mode,
-        kv_hold_s=arguments.kv_hold_s,
+        kv_lease_s=arguments.kv_lease_s,
         kv_devices=arguments.kv_transfer_devices,
     )
     return EmbeddedEngine(config)

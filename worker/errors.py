@@ -4,7 +4,7 @@ The engines and the request parser raise these; a runtime (`worker/runtimes/`) m
 errors.
 """
 
-HAND_OFF_FIELD = "prefill_result.disaggregated_params"
+KV_TRANSFER_FIELD = "prefill_result.disaggregated_params"
 """The field of a request in which a hand-off comes."""
 
 

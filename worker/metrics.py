@@ -7,7 +7,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from worker.engines import EngineInfo
-from worker.lifecycle.drain import DrainOutcome, Gate
+from worker.lifecycle.drain import DrainOutcome, InFlightRequests
 from worker.requests.fields import FIELDS
 
 PREFIX = "dlw_"
@@ -20,7 +20,7 @@ OUTCOMES = (
     "failed",
     "overloaded",
     "unavailable",
-    "handed_off",
+    "migrated",
     "engine_broken",
     "unknown_error",
 )
@@ -32,16 +32,16 @@ _FIELD_LABELS = frozenset(row.path for row in FIELDS)
 class WorkerMetrics:
     """Counters and gauges of one worker, in a registry of its own."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, in_flight: InFlightRequests) -> None:
         self.registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests by how they ended.", "outcome")
         self._refused = self._counter("refused_fields", "Refused requests by the field that was refused.", "field")
         self._tokens = self._counter("tokens", "Tokens by kind.", "kind")
-        self._handed_off = self._counter("drain_handed_off", "Requests that a drain gave to another worker.")
-        in_flight = Gauge(PREFIX + "in_flight_requests", "Requests admitted and not ended.", registry=self.registry)
-        in_flight.set_function(lambda: len(gate))
-        draining = Gauge(PREFIX + "draining", "1 once the worker admits no more requests.", registry=self.registry)
-        draining.set_function(lambda: float(gate.closed))
+        self._migrated = self._counter("drain_migrated", "Requests that a drain ended, to be migrated.")
+        num_in_flight = Gauge(PREFIX + "in_flight_requests", "Requests admitted and not ended.", registry=self.registry)
+        num_in_flight.set_function(lambda: len(in_flight))
+        draining = Gauge(PREFIX + "draining", "1 while the worker drains and admits nothing.", registry=self.registry)
+        draining.set_function(lambda: float(in_flight.closed))
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
         for kind in ("prompt", "cached", "generated"):
@@ -73,4 +73,4 @@ class WorkerMetrics:
             self._tokens.labels(kind).inc(number)
 
     def count_drain(self, outcome: DrainOutcome) -> None:
-        self._handed_off.inc(outcome.num_handed_off)
+        self._migrated.inc(outcome.num_migrated)

@@ -37,7 +37,7 @@ DEFAULT_STEP_BUDGET_S = 0.1
 time.
 """
 
-Mode = Literal["aggregated", "hand-off", "local prefill", "migrated"]
+Mode = Literal["aggregated", "disaggregated", "local prefill", "migrated"]
 
 
 class ProcessorChain:

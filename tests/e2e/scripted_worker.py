@@ -98,7 +98,7 @@ class ScriptedEngine:
     def num_unfinished(self) -> int:
         return len(self.running)
 
-    def hand_off(self) -> int:
+    def migrate_all(self) -> int:
         self.given_away = True
         for stopped in self.running.values():
             stopped.set()

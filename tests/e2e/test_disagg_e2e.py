@@ -48,7 +48,7 @@ def settled(prefill: Worker, decode: Worker) -> None:
     """Every prompt that was held has been taken, and nobody is in flight."""
     for worker in (prefill, decode):
         wait_for(lambda worker=worker: worker.metric("dlw_in_flight_requests") == 0, "no request in flight")
-    wait_for(lambda: prefill.metric("dlw_kv_held_prompts") == 0, "no prompt held")
+    wait_for(lambda: prefill.metric("dlw_kv_leased_prompts") == 0, "no prompt held")
 
 
 def complete(stack: Stack, **body: Any) -> dict[str, Any]:
@@ -59,13 +59,13 @@ def complete(stack: Stack, **body: Any) -> dict[str, Any]:
 
 def test_a_prompt_is_computed_in_one_and_answered_by_the_other(pair: tuple[Stack, Worker, Worker]) -> None:
     stack, prefill, decode = pair
-    before = decode.metric("dlw_kv_handoffs_total", outcome="received")
+    before = decode.metric("dlw_kv_transfers_total", outcome="received")
     answer = complete(stack, prompt="one two three four five six seven eight nine ten", max_tokens=20)
     assert answer["usage"]["completion_tokens"] == 20 or answer["choices"][0]["finish_reason"] == "stop"
     settled(prefill, decode)
-    assert decode.metric("dlw_kv_handoffs_total", outcome="received") == before + 1
+    assert decode.metric("dlw_kv_transfers_total", outcome="received") == before + 1
     assert decode.metric("dlw_kv_received_bytes_total") > 0
-    assert prefill.metric("dlw_kv_handoffs_total", outcome="timed_out") == 0
+    assert prefill.metric("dlw_kv_transfers_total", outcome="timed_out") == 0
     assert prefill.metric("dlw_tokens_total", kind="generated") == 0
 
 
@@ -76,7 +76,7 @@ def test_what_is_known_is_said_in_usage(pair: tuple[Stack, Worker, Worker]) -> N
     again = complete(stack, prompt=prompt, max_tokens=4)["usage"]
     assert first["prompt_tokens_details"]["cached_tokens"] < 16
     assert again["prompt_tokens_details"]["cached_tokens"] >= again["prompt_tokens"] - 16
-    assert decode.metric("dlw_kv_handoffs_total", outcome="known") >= 1
+    assert decode.metric("dlw_kv_transfers_total", outcome="cached") >= 1
     settled(prefill, decode)
 
 
@@ -187,7 +187,7 @@ def test_the_same_tokens_as_one_worker(both: tuple[Stack, Stack], name: str, sam
     assert apart.content == alone.content
     assert apart.finish_reason == alone.finish_reason
     assert apart.logprobs == alone.logprobs
-    assert [mode_of(receipt) for receipt in apart.receipts] == ["hand-off"] * len(apart.receipts)
+    assert [mode_of(receipt) for receipt in apart.receipts] == ["disaggregated"] * len(apart.receipts)
     assert [without_mode(receipt) for receipt in apart.receipts] == [without_mode(one) for one in alone.receipts]
 
 

@@ -81,7 +81,7 @@ class Asking:
 
 
 def start(stack: Stack, role: str, **environ: str) -> Worker:
-    hold = ("--kv-hold-s", str(HOLD_S)) if role == "prefill" else ()
+    hold = ("--kv-lease-s", str(HOLD_S)) if role == "prefill" else ()
     worker = stack.start_worker(*COMMON, *hold, "--disaggregation-mode", role, wait=False, **environ)
     stack.wait_endpoint(worker)
     return worker
@@ -95,7 +95,7 @@ def await_ready(stack: Stack) -> None:
 
 
 def held(prefill: Worker) -> float:
-    return prefill.metric("dlw_kv_held_prompts")
+    return prefill.metric("dlw_kv_leased_prompts")
 
 
 def settled(stack: Stack) -> None:
@@ -137,11 +137,11 @@ def test_a_hold_ends_in_time_and_decode_computes(pair: Stack, reference: Referen
     with stopped(decode):
         asking = Asking(pair, prompt)
         wait_for(lambda: held(prefill) == 1, "a held prompt")
-        wait_for(lambda: prefill.metric("dlw_kv_handoffs_total", outcome="timed_out") == 1, "the time-out")
+        wait_for(lambda: prefill.metric("dlw_kv_transfers_total", outcome="timed_out") == 1, "the time-out")
         assert held(prefill) == 0
     reply = asking.reply()
     assert reply.token_ids == reference.answer(prompt), reply.text
-    assert decode.metric("dlw_kv_handoffs_total", outcome="expired") == 1
+    assert decode.metric("dlw_kv_transfers_total", outcome="expired") == 1
     settled(pair)
 
 
@@ -173,7 +173,7 @@ def test_disconnects_in_every_phase(pair: Stack, reference: Reference) -> None:
         assert reply.token_ids == reference.answer(prompt_of(number)), (reply.text, pair.workers[1].log)
     settled(pair)
     prefill, decode = pair.workers
-    assert prefill.metric("dlw_kv_handoffs_total", outcome="held") >= 20
+    assert prefill.metric("dlw_kv_transfers_total", outcome="leased") >= 20
     for worker in (prefill, decode):
         assert worker.metric("dlw_requests_total", outcome="unknown_error") == 0, worker.log
 
@@ -258,9 +258,9 @@ def read_under_way(mortals: Mortals, prefill: Worker, decode: Worker, prompt: li
             yield asking
 
 
-def handoffs(decode: Worker) -> tuple[float, float]:
+def transfers(decode: Worker) -> tuple[float, float]:
     """Prompts whose KV a decode worker received, and those whose KV it lost, so far."""
-    received, lost = (decode.metric("dlw_kv_handoffs_total", outcome=outcome) for outcome in ("received", "lost"))
+    received, lost = (decode.metric("dlw_kv_transfers_total", outcome=outcome) for outcome in ("received", "lost"))
     return received, lost
 
 
@@ -271,14 +271,14 @@ def answered_without_the_read(
     reply = asking.reply()
     assert reply.token_ids == expected, reply.text
     received, lost = before
-    assert handoffs(decode) == (received, lost + 1)
+    assert transfers(decode) == (received, lost + 1)
     settled(mortals.stack)
 
 
 @pytest.mark.parametrize("connected", [True, False])
 def test_prefill_dies_before_it_is_read(mortals: Mortals, reference: Reference, connected: bool) -> None:
     prefill, decode = mortals.connected_pair(reference) if connected else mortals.pair()
-    before = handoffs(decode)
+    before = transfers(decode)
     prompt = prompt_of(60 + connected)
     with stopped(decode):
         asking = Asking(mortals.stack, prompt)
@@ -290,7 +290,7 @@ def test_prefill_dies_before_it_is_read(mortals: Mortals, reference: Reference, 
 
 def test_prefill_dies_while_it_is_read(mortals: Mortals, reference: Reference) -> None:
     prefill, decode = mortals.connected_pair(reference)
-    before = handoffs(decode)
+    before = transfers(decode)
     prompt = prompt_of(62)
     with read_under_way(mortals, prefill, decode, prompt) as asking:
         prefill.end()
@@ -299,10 +299,10 @@ def test_prefill_dies_while_it_is_read(mortals: Mortals, reference: Reference) -
 
 def test_prefill_dies_after_it_was_read(mortals: Mortals, reference: Reference) -> None:
     prefill, decode = mortals.connected_pair(reference)
-    received = decode.metric("dlw_kv_handoffs_total", outcome="received")
+    received = decode.metric("dlw_kv_transfers_total", outcome="received")
     prompt = prompt_of(63)
     asking = Asking(mortals.stack, prompt, LONG_ANSWER)
-    wait_for(lambda: decode.metric("dlw_kv_handoffs_total", outcome="received") == received + 1, "the KV")
+    wait_for(lambda: decode.metric("dlw_kv_transfers_total", outcome="received") == received + 1, "the KV")
     prefill.end()
     assert decode.metric("dlw_in_flight_requests") == 1
     reply = asking.reply()
@@ -313,7 +313,7 @@ def test_prefill_dies_after_it_was_read(mortals: Mortals, reference: Reference) 
 @pytest.mark.parametrize("reading", [False, True])
 def test_decode_dies_before_or_while_it_reads(mortals: Mortals, reference: Reference, reading: bool) -> None:
     prefill, decode = mortals.connected_pair(reference)
-    before = prefill.metric("dlw_kv_handoffs_total", outcome="timed_out")
+    before = prefill.metric("dlw_kv_transfers_total", outcome="timed_out")
     prompt = prompt_of(80 + reading)
     if reading:
         with read_under_way(mortals, prefill, decode, prompt) as asking, stopped(decode):
@@ -326,7 +326,7 @@ def test_decode_dies_before_or_while_it_reads(mortals: Mortals, reference: Refer
             wait_for(lambda: held(prefill) == 1, "a held prompt")
             decode.end()
     assert asking.reply().status != 200
-    wait_for(lambda: prefill.metric("dlw_kv_handoffs_total", outcome="timed_out") == before + 1, "the time-out")
+    wait_for(lambda: prefill.metric("dlw_kv_transfers_total", outcome="timed_out") == before + 1, "the time-out")
     settled(mortals.stack)
     mortals.connected_pair(reference)
     settled(mortals.stack)
@@ -347,7 +347,7 @@ def test_a_prefill_worker_is_killed_and_nobody_who_asks_afterwards_fails(
     victim, _, survivor = stack.workers
     prompts = iter(prompt_of(number) for number in range(3000, 4000))
     for worker in (victim, survivor):  # the frontend knows both
-        wait_for(lambda worker=worker: ask(stack, next(prompts), 1) and handed(worker) > 0, "a prompt of each")
+        wait_for(lambda worker=worker: ask(stack, next(prompts), 1) and leased(worker) > 0, "a prompt of each")
     in_flight: list[tuple[list[int], Asking]] = []
     with stopped(victim):
         while unread(victim, frontend) == 0:
@@ -368,8 +368,8 @@ def test_a_prefill_worker_is_killed_and_nobody_who_asks_afterwards_fails(
     settled(stack)
 
 
-def handed(prefill: Worker) -> float:
-    return prefill.metric("dlw_kv_handoffs_total", outcome="held")
+def leased(prefill: Worker) -> float:
+    return prefill.metric("dlw_kv_transfers_total", outcome="leased")
 
 
 def is_right(reply: Reply, reference: Reference, prompt: list[int]) -> bool:
@@ -413,7 +413,7 @@ def test_two_of_each_under_64_streams(four: Stack, reference: Reference) -> None
     found = asyncio.run(all_of_them())
     assert found == reference.answers([prompt_of(2000 + number) for number in range(64)])
     settled(stack)
-    counts = [worker.metric("dlw_kv_handoffs_total", outcome="received") for worker in stack.workers]
+    counts = [worker.metric("dlw_kv_transfers_total", outcome="received") for worker in stack.workers]
     assert counts[0] == counts[2] == 0
     assert counts[1] > 0
     assert counts[3] > 0
@@ -432,4 +432,4 @@ def test_a_prefill_worker_that_leaves_waits_for_its_readers(four: Stack, referen
     assert reply.token_ids == reference.answer(prompt), reply.text
     assert leaving.wait() == 0
     for outcome in ("lost", "expired"):
-        assert sum(worker.metric("dlw_kv_handoffs_total", outcome=outcome) for worker in decode) == 0
+        assert sum(worker.metric("dlw_kv_transfers_total", outcome=outcome) for worker in decode) == 0

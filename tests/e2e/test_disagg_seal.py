@@ -1,4 +1,4 @@
-"""Whoever reaches a worker's port: what a decode worker makes of hand-offs that no frontend
+"""Whoever reaches a worker's port: what a decode worker makes of KV transfers that no frontend
 brings.
 """
 
@@ -20,7 +20,7 @@ from test_disagg_faults import connections
 from adapters.catalog import Selection
 from worker.disaggregation.seal import Seal
 from worker.engines.embedded import Engine
-from worker.engines.embedded.transfer import handle
+from worker.engines.embedded.transfer import params
 from worker.sampling import SamplingParams
 
 COMMON = ("--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--max-num-seqs", "4")
@@ -62,7 +62,7 @@ def tokens(answer: dict[str, Any]) -> list[int]:
     return [token for chunk in answer["chunks"] for token in chunk["token_ids"]]
 
 
-def handed_over(prefill: Endpoint, prompt: list[int]) -> dict[str, Any]:
+def transferred(prefill: Endpoint, prompt: list[int]) -> dict[str, Any]:
     """What a prefill worker says of a prompt."""
     answer = prefill.ask(prompt, max_tokens=1)
     assert "chunks" in answer, answer
@@ -126,20 +126,22 @@ def answer_of(engine: Engine, prompt: list[int]) -> list[int]:
     return list(engine.generate([prompt], params, progress=False)[0].outputs[0].token_ids)
 
 
-def test_a_genuine_hand_off_is_taken_again_and_again_by_its_own_request_alone(pair: Pair, expected: Engine) -> None:
+def test_a_genuine_kv_transfer_is_accepted_again_and_again_for_its_own_request_alone(
+    pair: Pair, expected: Engine
+) -> None:
     prompt = prompt_of(1)
-    given = handed_over(pair.to_prefill, prompt)
+    given = transferred(pair.to_prefill, prompt)
     for _ in range(2):
         answer = pair.to_decode.ask(prompt, prefill_result={"disaggregated_params": given})
         assert tokens(answer) == answer_of(expected, prompt)
-        wait_for(lambda: pair.prefill.metric("dlw_kv_held_prompts") == 0, "that nothing is held")
+        wait_for(lambda: pair.prefill.metric("dlw_kv_leased_prompts") == 0, "that nothing is leased")
     outcomes = {
-        name: pair.decode.metric("dlw_kv_handoffs_total", outcome=name) for name in ("received", "known", "lost")
+        name: pair.decode.metric("dlw_kv_transfers_total", outcome=name) for name in ("received", "cached", "lost")
     }
-    assert outcomes == {"received": 1, "known": 1, "lost": 0}
+    assert outcomes == {"received": 1, "cached": 1, "lost": 0}
 
 
-def test_a_prompt_that_nobody_handed_over_is_computed_bit_for_bit(pair: Pair, expected: Engine) -> None:
+def test_a_prompt_without_a_kv_transfer_is_computed_bit_for_bit(pair: Pair, expected: Engine) -> None:
     prompt = prompt_of(2)
     before = pair.local("missing")
     select = {"version": 1, "receipt": True, "processors": [{"name": "min_tokens", "args": {"n": 2}}]}
@@ -160,8 +162,8 @@ def test_nobody_makes_a_decode_worker_connect(pair: Pair, expected: Engine) -> N
     """A stranger with a worker of its own: the same model, another secret."""
     prompt = prompt_of(3)
     with pair.stranger() as (stranger, to_stranger):
-        theirs = handed_over(to_stranger, prompt)
-        ours = handed_over(pair.to_prefill, prompt)
+        theirs = transferred(to_stranger, prompt)
+        ours = transferred(pair.to_prefill, prompt)
         for given in (theirs, ours | {"body": theirs["body"]}, ours | {"mac": theirs["mac"]}):
             refused = pair.to_decode.ask(prompt, prefill_result={"disaggregated_params": given})
             assert "is not of this pool" in refused["error"], refused
@@ -175,9 +177,9 @@ def test_nobody_makes_a_decode_worker_connect(pair: Pair, expected: Engine) -> N
     assert pair.stack.environ["DLW_POOL_SECRET"] not in pair.decode.log + pair.prefill.log
 
 
-def test_an_unsigned_hand_off_is_refused(pair: Pair) -> None:
+def test_an_unsigned_kv_transfer_is_refused(pair: Pair) -> None:
     prompt = prompt_of(4)
-    unsigned = handle.write(prompt, Selection(), {}, 0)
+    unsigned = params.write(prompt, Selection(), {}, 0)
     answer = pair.to_decode.ask(prompt, prefill_result={"disaggregated_params": unsigned})
     assert "must be of format dynamo-logits-worker/sealed" in answer["error"]
 

@@ -1,4 +1,4 @@
-"""SIGTERM with requests in flight: they finish, the rest is handed off, new ones are refused;
+"""SIGTERM with requests in flight: they finish, the rest is migrated, new ones are refused;
 and the exit status.
 """
 
@@ -32,7 +32,7 @@ async def test_in_flight_requests_finish(stack: Stack) -> None:
         worker.signal(signal.SIGTERM)
         assert await asyncio.gather(*streams) == ["x" * 100] * 8
     assert worker.wait() == 0
-    assert "drained: 8 finished, 0 handed off" in worker.log
+    assert "drained: 8 finished, 0 migrated" in worker.log
     assert stack.registered() == []
 
 
@@ -49,7 +49,7 @@ async def test_requests_past_the_budget_are_cut_with_an_error(stack: Stack) -> N
     assert cut.value.body is not None
     assert cut.value.body["code"] == (500 if DYNAMO < (1, 6) else 503)
     assert worker.wait() == 0
-    assert "drained: 0 finished, 1 handed off" in worker.log
+    assert "drained: 0 finished, 1 migrated" in worker.log
 
 
 async def test_requests_past_the_budget_move_to_another_worker(stack: Stack) -> None:
@@ -65,7 +65,7 @@ async def test_requests_past_the_budget_move_to_another_worker(stack: Stack) -> 
         leaving.signal(signal.SIGTERM)
         assert await asyncio.gather(*streams) == ["x" * 250] * 8
     assert leaving.wait() == 0
-    assert f"{num_leaving} handed off" in leaving.log
+    assert f"{num_leaving} migrated" in leaving.log
     assert staying.running
 
 
@@ -98,7 +98,7 @@ async def test_a_second_signal_hands_off_at_once(stack: Stack) -> None:
         leaving.signal(signal.SIGTERM)
         assert await asyncio.to_thread(leaving.wait, 10) == 0
         assert await stream == "x" * 300
-    assert "1 handed off" in leaving.log
+    assert "1 migrated" in leaving.log
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -107,5 +107,5 @@ def test_an_idle_worker_leaves_at_once(stack: Stack, number: signal.Signals) -> 
     worker = stack.start_worker("--device", "cpu")
     worker.signal(number)
     assert worker.wait(20) == 0
-    assert "drained: 0 finished, 0 handed off" in worker.log
+    assert "drained: 0 finished, 0 migrated" in worker.log
     assert stack.registered() == []

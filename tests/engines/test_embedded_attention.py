@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from worker.engines.embedded import native
 from worker.engines.embedded.attention.attention import AttentionStep
 from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
-from worker.engines.embedded.kv_cache.store import KvStore, Span
+from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice
 from worker.engines.embedded.plan import PageCopy
 
 COMPUTED = [(torch.float32, kernel) for kernel in (None, Kernel.FLASH, Kernel.PRODUCTS)] + [
@@ -85,7 +85,7 @@ class Stage:
             self.source.shuffle(free)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self.spans: list[Span] = []
+        self.sequences: list[SequenceSlice] = []
         prefix = self.randn(5 * size, 2, heads)
         common = [free.pop(0) for _ in range(5)]
         for row in scene.rows:
@@ -98,7 +98,7 @@ class Stage:
                 self.store.keys[0][place], self.store.values[0][place] = own[position]
             self.keys.append(own[:, 0])
             self.values.append(own[:, 1])
-            self.spans.append(Span(pages, row.start, row.stop))
+            self.sequences.append(SequenceSlice(pages, row.start, row.stop))
         self.query = self.randn(sum(row.stop - row.start for row in scene.rows), heads * scene.group)
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -107,11 +107,11 @@ class Stage:
     def attend(self) -> torch.Tensor:
         scene = self.scene
         places = [
-            (span.pages[position // scene.size], position % scene.size)
-            for span in self.spans
-            for position in range(span.start, span.stop)
+            (sequence.page_table[position // scene.size], position % scene.size)
+            for sequence in self.sequences
+            for position in range(sequence.start, sequence.stop)
         ]
-        step = AttentionStep(self.store, self.spans, torch.tensor(places).T, scene.shapes)
+        step = AttentionStep(self.store, self.sequences, torch.tensor(places).T, scene.shapes)
         new = (
             torch.cat([each[row.start : row.stop] for each, row in zip(kind, scene.rows, strict=True)])
             for kind in (self.keys, self.values)
@@ -159,10 +159,14 @@ def test_the_number_of_calls_does_not_grow_with_rows_that_lie_densely(
 
     size = 32
     store = KvStore(*([torch.zeros(3 * rows, 1, size, 16)] for _ in range(2)))
-    spans = [Span([3 * row, 3 * row + 1, 3 * row + 2], 70 + row % 20, 71 + row % 20) for row in range(rows)]
-    places = torch.tensor([[span.pages[2] for span in spans], [span.start - 64 for span in spans]])
+    sequences = [
+        SequenceSlice([3 * row, 3 * row + 1, 3 * row + 2], 70 + row % 20, 71 + row % 20) for row in range(rows)
+    ]
+    places = torch.tensor(
+        [[sequence.page_table[2] for sequence in sequences], [sequence.start - 64 for sequence in sequences]]
+    )
     monkeypatch.setattr("worker.engines.embedded.attention.online_softmax._ATEN", Counting())
-    step = AttentionStep(store, spans, places, Shapes(Kernel.FLASH))
+    step = AttentionStep(store, sequences, places, Shapes(Kernel.FLASH))
     new = torch.ones(rows, 1, 16)
     step.attend(0, new, new, new, 1.0, 0)
     assert len(counted) == 1
@@ -173,7 +177,7 @@ def test_a_copied_or_opened_page_is_finite_behind_what_it_holds() -> None:
     for tensor in (store.keys[0], store.values[0]):
         tensor[0, :, :3] = 1.0
     store.copy([PageCopy(source=0, target=1, num_tokens=3)])
-    store.open([2])
+    store.zero([2])
     for tensor in (store.keys[0], store.values[0]):
         assert tensor[1, 0].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
         assert tensor[2].abs().sum() == 0

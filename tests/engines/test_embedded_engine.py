@@ -253,7 +253,7 @@ async def test_a_full_queue_refuses_at_once(start_engine: StartEngine, gate: Gat
     model = ScriptedModel(gate)
     engine = await start_engine(model, max_num_seqs=1, max_queue=2)
     admitted = [await begin(engine, str(number), 5) for number in range(3)]
-    with pytest.raises(Overloaded, match="3 places"):
+    with pytest.raises(Overloaded, match="the queue is full"):
         await collect(engine, "more", PROMPT, params())
     gate.open()
     assert [tokens for tokens, _ in await asyncio.gather(*admitted)] == [model.greedy(PROMPT, 5)] * 3
@@ -277,30 +277,30 @@ async def test_a_refused_request_leaves_nothing_behind(start_engine: StartEngine
     assert engine.num_unfinished() == 0
 
 
-async def test_hand_off_ends_all_and_refuses_new_ones(start_engine: StartEngine, gate: Gate) -> None:
+async def test_migrate_all_ends_all_and_refuses_new_ones(start_engine: StartEngine, gate: Gate) -> None:
     engine = await start_engine(ScriptedModel(gate), max_num_seqs=2)
     tasks = [await begin(engine, str(number)) for number in range(3)]
-    assert engine.hand_off() == 3
+    assert engine.migrate_all() == 3
     assert engine.num_unfinished() == 0
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(outcome, Draining)
     with pytest.raises(Draining):
         await collect(engine, "late", PROMPT, params())
-    assert engine.hand_off() == 0
+    assert engine.migrate_all() == 0
     cache = kv_cache(engine)
     gate.open()
     await engine.stop()
     assert cache.num_available == cache.num_pages
 
 
-async def test_hand_off_delivers_what_was_sampled_before(start_engine: StartEngine, gate: Gate) -> None:
+async def test_migrate_all_delivers_what_was_sampled_before(start_engine: StartEngine, gate: Gate) -> None:
     model = ScriptedModel(gate)
     gate.free = 6
     engine = await start_engine(model)
     stream = engine.generate("one", PROMPT, params(None))
     tokens = (await anext(stream)).token_ids
     await asyncio.to_thread(gate.held.wait)
-    engine.hand_off()
+    engine.migrate_all()
     if len(tokens) < 6:
         tokens += (await anext(stream)).token_ids
     assert tokens == model.greedy(PROMPT, 6)
@@ -325,7 +325,7 @@ async def test_a_dead_step_thread_breaks_the_engine(start_engine: StartEngine, e
         assert "RuntimeError: the device fell off" in str(outcomes[0])
     with pytest.raises(EngineBroken):
         await collect(engine, "late", PROMPT, params())
-    assert engine.hand_off() == 0
+    assert engine.migrate_all() == 0
     assert engine.num_unfinished() == 0
 
 

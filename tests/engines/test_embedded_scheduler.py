@@ -1,4 +1,4 @@
-"""Who computes what in a step, and who gives way; nothing here needs a model."""
+"""What a step computes, and who is preempted; nothing here needs a model."""
 
 from __future__ import annotations
 
@@ -294,11 +294,11 @@ def test_a_request_larger_than_the_store_is_our_own_mistake() -> None:
         driver.scheduler.add(one)
 
 
-def test_where_guests_hold_all_kv_nothing_is_computed_until_they_leave() -> None:
+def test_where_all_pages_are_pinned_nothing_is_computed_until_some_are_freed() -> None:
     driver = Driver(num_pages=4, page_size=16)
     stepper_ = Stepper(driver.model, driver.scheduler)
-    guest = recall_request(driver.model, "guest", prompt(40, first=3), 1)
-    assert driver.scheduler.invite(guest) == ()
+    pinned = recall_request(driver.model, "pinned", prompt(40, first=3), 1)
+    assert driver.scheduler.pin(pinned) == ()
     one = driver.add("one", prompt(14, first=4), 30)
     while one.pages or not driver.scheduler.num_preemptions:
         stepper_.step()
@@ -307,8 +307,58 @@ def test_where_guests_hold_all_kv_nothing_is_computed_until_they_leave() -> None
     assert stepper_.wait_s is not None
     assert stepper_.wait_s > 0
     assert driver.model.num_computed == computed
-    driver.scheduler.dismiss(guest)
+    driver.scheduler.unpin(pinned)
     while not driver.scheduler.is_idle:
         assert len(stepper_.step()) == 1
         assert driver.scheduler.is_idle or stepper_.wait_s == 0
     assert one.tokens == prompt(14, first=4) + answer_without_end(prompt(14, first=4), 30)
+
+
+def test_a_transfer_that_waits_for_pages_is_not_overtaken() -> None:
+    driver = Driver(num_pages=4, page_size=16)
+    driver.add("runs", prompt(40, first=3), 5)
+    driver.step()
+    transfer = recall_request(driver.model, "transfer", prompt(40, first=4), 1)
+    driver.scheduler.arrive(transfer)
+    assert driver.scheduler.pin(transfer) is None
+    late = driver.add("late", prompt(4, first=5), 2)
+    driver.step()
+    assert list(driver.scheduler.waiting) == [late]
+    driver.scheduler.unblock(transfer)  # it was aborted
+    driver.step()
+    assert not driver.scheduler.waiting
+    driver.finish()
+
+
+def test_a_transfer_waits_for_requests_that_arrived_earlier() -> None:
+    driver = Driver(num_pages=4, page_size=16)
+    driver.add("early", prompt(4, first=3), 2)
+    transfer = recall_request(driver.model, "transfer", prompt(20, first=4), 1)
+    driver.scheduler.arrive(transfer)
+    assert driver.scheduler.pin(transfer) is None
+    driver.add("late", prompt(4, first=5), 2)
+    driver.step()
+    assert [chunk.request.id for chunk in driver.plans[-1].chunks] == ["early", "late"]
+    assert driver.scheduler.pin(transfer) == ()
+    assert driver.scheduler.pinned == [transfer]
+    driver.scheduler.unpin(transfer)
+    driver.finish()
+
+
+def test_detached_pages_stay_pinned_while_their_request_is_recomputed() -> None:
+    driver = Driver(num_pages=8, page_size=16)
+    one = recall_request(driver.model, "one", prompt(40), 3)
+    one.end_ids = frozenset()
+    driver.scheduler.arrive(one)
+    assert driver.scheduler.pin(one) == ()
+    pages = one.pages
+    stand_in = driver.scheduler.detach_pages(one)
+    assert (one.pages, stand_in.pages, driver.scheduler.pinned) == ([], pages, [stand_in])
+    driver.scheduler.add(one)
+    driver.step()
+    assert not set(one.pages) & set(pages)
+    driver.finish()
+    assert driver.cache.num_available == 8 - len(pages)
+    driver.scheduler.unpin(stand_in)
+    assert driver.cache.num_available == 8
+    assert one.tokens == prompt(40) + answer_without_end(prompt(40), 3)

@@ -1,7 +1,7 @@
 """First come, first served, in every role: whoever waits is not passed by those who came later,
 whatever they bring.
 
-The exchange, the scheduler and the cache are real, and the model checks every KV that it reads;
+The connector, the scheduler and the cache are real, and the model checks every KV that it reads;
 only the wire between two workers is a double, so that what arrives when is part of the example.
 """
 
@@ -10,9 +10,10 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from exchange_doubles import BLOCK, CONTEXT, TensorRecallModel
+from connector_doubles import BLOCK, CONTEXT, TensorRecallModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_doubles import WIDTH, answer, mix, recall_request
@@ -21,9 +22,9 @@ from worker.engines.embedded import Request
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.step import Stepper
-from worker.engines.embedded.transfer.connector import Exchange
+from worker.engines.embedded.transfer.connector import KvConnector
+from worker.engines.embedded.transfer.handle import KvHandle
 from worker.engines.embedded.transfer.layout import KvLayout
-from worker.engines.embedded.transfer.nixl import KvHandle
 
 ROLES = ("aggregated", "prefill", "decode")
 MAX_NUM_SEQS = 4
@@ -33,41 +34,41 @@ LONGEST = 60
 
 
 class Wire:
-    """In place of `KvPort`. The ticket of a handle is the number of its prompt in `prompts`."""
+    """In place of `KvTransport`. The token of a handle is the number of its prompt in `prompts`."""
 
     is_lingering = False
 
     def __init__(self, model: TensorRecallModel, prompts: Sequence[Sequence[int]], chance: random.Random) -> None:
-        self.tensors = model.kv_tensors()
+        self.tensors = model.kv_store.tensors
         self.layout = KvLayout("recall", "int64", 1, 1, 1, BLOCK, model.size)
         self.chance = chance
         self.prompts = prompts
-        self._held: deque[int] = deque()
-        self._next_ticket = 0
+        self._leased: deque[int] = deque()
+        self._next_token = 0
 
-    def publish(self, pages: Sequence[int]) -> KvHandle:
-        self._next_ticket += 1
-        self._held.append(self._next_ticket)
-        return self.handle(self._next_ticket)
+    def grant(self, pages: Sequence[int]) -> KvHandle:
+        self._next_token += 1
+        self._leased.append(self._next_token)
+        return self.handle(self._next_token)
 
-    def handle(self, ticket: int) -> KvHandle:
-        return KvHandle("holder", b"", "DRAM", 0, (0, 0), self.layout, (), 0, ticket)
+    def handle(self, token: int) -> KvHandle:
+        return KvHandle("prefill", b"", "DRAM", 0, (0, 0), self.layout, (), 0, token)
 
-    def withdraw(self, handle: KvHandle) -> None:
+    def revoke(self, handle: KvHandle) -> None:
         """Nobody reads from here."""
 
-    def notes(self) -> list[int]:
-        """Readers come for what is held in any order, some of them late."""
-        if not self._held or self.chance.random() < 0.7:
+    def poll(self) -> list[int]:
+        """Readers come for what is leased in any order, some of them late."""
+        if not self._leased or self.chance.random() < 0.7:
             return []
-        self._held.rotate(self.chance.randrange(len(self._held)))
-        return [self._held.popleft()]
+        self._leased.rotate(self.chance.randrange(len(self._leased)))
+        return [self._leased.popleft()]
 
     def read(self, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> Reading:
-        return Reading(self, handle.ticket, pages, start, stop)
+        return Reading(self, handle.token, pages, start, stop)
 
-    def let_go(self, handle: KvHandle) -> None:
-        """Nobody holds anything here."""
+    def release(self, handle: KvHandle) -> None:
+        """Nobody has leased anything here."""
 
 
 class Reading:
@@ -118,11 +119,12 @@ class Station:
         self.num_finished = 0
         if role != "aggregated":
             self.wire = Wire(self.model, self.prompts, self.chance)
-            hold_s = 60.0 if role == "prefill" else None
-            self.stepper.exchange = Exchange(self.wire, self.stepper.scheduler, hold_s)  # type: ignore[arg-type]
+            lease_s = 60.0 if role == "prefill" else None
+            transport: Any = self.wire
+            self.stepper.connector = KvConnector(transport, self.model.kv_store, self.stepper.scheduler, lease_s)
 
     def arrive(self) -> None:
-        """A request; on a decode worker some come without a hand-off."""
+        """A request; on a decode worker some come without a KV transfer."""
         prompt = self.chance.choices(range(6, WIDTH), k=self.chance.randrange(1, LONGEST))
         self.prompts.append(prompt)
         name = str(len(self.prompts))
@@ -191,7 +193,7 @@ def test_nobody_is_passed_by_more_than_a_batch(
     assert max(station.passed.values(), default=0) <= MAX_NUM_SEQS
 
 
-def test_the_preempted_do_not_starve_behind_hand_offs() -> None:
+def test_the_preempted_do_not_starve_behind_kv_transfers() -> None:
     """A steady load, somewhat more than a decode worker with little memory can serve."""
     station = Station("decode", seed=5, num_pages=2 * LONGEST // PAGE, local=0.0)
     station.run(1500, per_step=0.15)

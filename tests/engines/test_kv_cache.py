@@ -26,10 +26,10 @@ def request(tokens: list[int]) -> Request:
     return recall_request(MODEL, "one", tokens, 1)
 
 
-def hold(store: KvCache, tokens: list[int]) -> Request:
+def computed(store: KvCache, tokens: list[int]) -> Request:
     """A request all of whose KV has been computed."""
     one = request(tokens)
-    assert store.admit(one) is not None
+    assert store.allocate(one) is not None
     store.complete(one, len(tokens))
     return one
 
@@ -41,13 +41,13 @@ def test_the_hash_is_the_same_everywhere() -> None:
     assert hash_block(ROOT, [1, 2, 3, 5]) != first
 
 
-def test_nothing_is_known_before_it_is_computed() -> None:
+def test_nothing_is_cached_before_it_is_computed() -> None:
     store = cache()
     one = request(list(range(3, 40)))
-    assert store.admit(one) == ()
-    assert store.match(request(one.tokens)) == []
+    assert store.allocate(one) == ()
+    assert store.match_prefix(request(one.tokens)) == []
     store.complete(one, 10)
-    assert len(store.match(request(one.tokens))) == 2
+    assert len(store.match_prefix(request(one.tokens))) == 2
 
 
 def test_salts_are_kept_apart() -> None:
@@ -56,21 +56,21 @@ def test_salts_are_kept_apart() -> None:
     for salt, one in held.items():
         one.cache_salt = salt
     for salt in (None, "a"):
-        assert store.admit(held[salt]) == ()
+        assert store.allocate(held[salt]) == ()
         store.complete(held[salt], 40)
     assert len({tuple(one.pages) for one in (held[None], held["a"])}) == 2
-    for salt, known in ((None, 9), ("a", 9), ("b", 0), ("", 0)):
+    for salt, cached in ((None, 9), ("a", 9), ("b", 0), ("", 0)):
         other = request(held[None].tokens)
         other.cache_salt = salt
-        assert len(store.match(other)) == known
+        assert len(store.match_prefix(other)) == cached
     store.check_blocks()
 
 
 def test_whole_pages_are_shared_and_the_rest_is_copied() -> None:
     store = cache()
-    first = hold(store, list(range(3, 43)))  # 40 tokens: two whole pages and two blocks
+    first = computed(store, list(range(3, 43)))  # 40 tokens: two whole pages and two blocks
     second = request(first.tokens)
-    assert store.admit(second) == (PageCopy(source=2, target=3, num_tokens=4),)  # one token is left to compute
+    assert store.allocate(second) == (PageCopy(source=2, target=3, num_tokens=4),)  # one token is left to compute
     assert (first.pages, second.pages) == ([0, 1, 2], [0, 1, 3])
     assert second.num_computed == 36
     store.check_integrity([first, second])
@@ -79,33 +79,33 @@ def test_whole_pages_are_shared_and_the_rest_is_copied() -> None:
 
 def test_a_prompt_that_ends_with_a_page_leaves_its_last_block_to_compute() -> None:
     store = cache()
-    first = hold(store, list(range(3, 35)))
+    first = computed(store, list(range(3, 35)))
     second = request(first.tokens)
-    assert store.admit(second) == (PageCopy(source=1, target=2, num_tokens=12),)
+    assert store.allocate(second) == (PageCopy(source=1, target=2, num_tokens=12),)
     assert second.pages == [0, 2]
 
 
-def test_what_is_released_stays_known_until_its_place_is_needed() -> None:
+def test_freed_pages_stay_cached_until_they_are_needed() -> None:
     store = cache(num_pages=4)
-    store.release(hold(store, list(range(3, 43))))
+    store.free(computed(store, list(range(3, 43))))
     assert (store.num_free, store.num_available) == (1, 4)
-    assert len(store.match(request(list(range(3, 60))))) == 10
-    other = hold(store, [50] * 20)  # takes the free one and evicts the end of the chain
+    assert len(store.match_prefix(request(list(range(3, 60))))) == 10
+    other = computed(store, [50] * 20)  # takes the free one and evicts the end of the chain
     assert (other.pages, store.num_free) == ([3, 2], 0)
-    assert len(store.match(request(list(range(3, 60))))) == 8
+    assert len(store.match_prefix(request(list(range(3, 60))))) == 8
     store.check_integrity([other])
 
 
 def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
     store = cache(num_pages=6)
     for first in (10, 20, 30):
-        store.release(hold(store, [first] * 32))
+        store.free(computed(store, [first] * 32))
     again = request([10] * 33)
-    assert store.admit(again) == ()  # evicts the end of the 20s
-    store.release(again)
+    assert store.allocate(again) == ()  # evicts the end of the 20s
+    store.free(again)
     lengths = []
     while True:
-        lengths.append([len(store.match(request([first] * 33))) for first in (10, 20, 30)])
+        lengths.append([len(store.match_prefix(request([first] * 33))) for first in (10, 20, 30)])
         if not any(lengths[-1]):
             break
         store._free.append(store._evict())
@@ -115,59 +115,59 @@ def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None
 def test_the_last_page_to_be_had_is_taken_over_and_not_copied() -> None:
     store = cache(num_pages=4)
     tokens = list(range(3, 61))
-    store.release(hold(store, tokens))
+    store.free(computed(store, tokens))
     assert store.num_available == 4
     again = request(tokens)
-    assert store.admit(again) == ()
+    assert store.allocate(again) == ()
     assert (again.pages, again.num_computed) == ([0, 1, 2, 3], 56)
     store.check_integrity([again])
     store.check_blocks()
-    assert len(store.match(request(tokens))) == 14
+    assert len(store.match_prefix(request(tokens))) == 14
 
 
 def test_what_is_copied_from_outlives_what_is_not_wanted() -> None:
     store = cache(num_pages=2)
-    store.release(hold(store, [10] * 14))
-    store.release(hold(store, [20] * 14))
+    store.free(computed(store, [10] * 14))
+    store.free(computed(store, [20] * 14))
     again = request([10] * 6)
-    assert store.admit(again) == (PageCopy(source=0, target=1, num_tokens=4),)
-    assert len(store.match(request([10] * 14))) == 3
+    assert store.allocate(again) == (PageCopy(source=0, target=1, num_tokens=4),)
+    assert len(store.match_prefix(request([10] * 14))) == 3
 
 
-def test_what_is_released_makes_room_at_the_beginning() -> None:
+def test_what_is_freed_makes_room_at_the_beginning() -> None:
     store = cache(num_pages=9)
-    gone, stays = hold(store, list(range(3, 43))), hold(store, [9] * 40)
+    gone, stays = computed(store, list(range(3, 43))), computed(store, [9] * 40)
     assert (gone.pages, stays.pages) == ([0, 1, 2], [3, 4, 5])
-    store.release(gone)
+    store.free(gone)
     assert store.compact() == (PageCopy(0, 8, 16), PageCopy(1, 7, 16))
-    assert store.compact() == ()  # there is no place for the third
+    assert store.compact() == ()  # there is no page for the third
     store.check_blocks()
     store.check_integrity([stays])
     again = request(gone.tokens)
-    assert store.admit(again) == (PageCopy(source=2, target=0, num_tokens=4),)
+    assert store.allocate(again) == (PageCopy(source=2, target=0, num_tokens=4),)
     assert again.pages == [8, 7, 0]
     store.check_blocks()
 
 
-def test_in_a_full_store_what_is_released_takes_the_place_of_what_is_oldest() -> None:
+def test_in_a_full_store_what_is_freed_takes_the_place_of_what_is_oldest() -> None:
     store = cache(num_pages=8)
-    first, stays = hold(store, [10] * 14), hold(store, [20] * 14)
-    old = [hold(store, [token] * 46) for token in (30, 40)]
+    first, stays = computed(store, [10] * 14), computed(store, [20] * 14)
+    old = [computed(store, [token] * 46) for token in (30, 40)]
     assert [one.pages for one in old] == [[2, 3, 4], [5, 6, 7]]
     for one in (old[1], old[0], first):
-        store.release(one)
+        store.free(one)
     assert store.compact() == (PageCopy(0, 7, 12), PageCopy(2, 6, 16))  # the end of the 40s goes
-    assert [len(store.match(request([token] * 47))) for token in (10, 30, 40)] == [3, 11, 4]
+    assert [len(store.match_prefix(request([token] * 47))) for token in (10, 30, 40)] == [3, 11, 4]
     store.check_blocks()
     store.check_integrity([stays])
 
 
 def test_nothing_moves_where_nothing_is_older() -> None:
     store = cache(num_pages=2)
-    first, stays = hold(store, [10] * 14), hold(store, [20] * 14)
-    store.release(first)
+    first, stays = computed(store, [10] * 14), computed(store, [20] * 14)
+    store.free(first)
     assert store.compact() == ()
-    assert len(store.match(request([10] * 14))) == 3
+    assert len(store.match_prefix(request([10] * 14))) == 3
     store.check_integrity([stays])
 
 
@@ -189,12 +189,12 @@ def test_compaction_comes_to_an_end_and_leaves_nothing_to_move(num_pages: int) -
 
 def test_too_few_pages_change_nothing() -> None:
     store = cache(num_pages=4)
-    held = hold(store, [9] * 20)
-    store.release(hold(store, [8] * 20))
+    held = computed(store, [9] * 20)
+    store.free(computed(store, [8] * 20))
     before = repr(store)
     large = request([8] * 50)
-    assert store.admit(large) is None
-    assert store.admit(request([8] * 20), spare=1) is None
+    assert store.allocate(large) is None
+    assert store.allocate(request([8] * 20), spare=1) is None
     assert (repr(store), large.pages, large.num_computed) == (before, [], 0)
     store.check_integrity([held])
 
@@ -202,12 +202,12 @@ def test_too_few_pages_change_nothing() -> None:
 def test_a_router_can_follow() -> None:
     store = cache(num_pages=2)
     store.record_events()
-    one = hold(store, [10] * 18)
+    one = computed(store, [10] * 18)
     first, second, third, fourth = one.block_hashes
     stored = BlocksStored(ROOT, (first, second, third, fourth), (10,) * 16)
     assert store.drain_events() == [stored]
-    store.release(one)
-    other = hold(store, [11] * 20)
+    store.free(one)
+    other = computed(store, [11] * 20)
     assert store.drain_events() == [
         BlocksRemoved((first, second, third, fourth)),
         BlocksStored(ROOT, tuple(other.block_hashes), (11,) * 20),
@@ -216,34 +216,34 @@ def test_a_router_can_follow() -> None:
     assert third == hash_block(second, [10] * 4)
 
 
-def test_a_router_that_comes_later_is_told_what_is_known_and_nothing_is_kept_for_it() -> None:
+def test_a_router_that_comes_later_is_told_what_is_cached_and_nothing_is_kept_for_it() -> None:
     store = KvCache(4, PAGE, BLOCK)
     for token in range(10, 30):
-        store.release(hold(store, [token] * 36))
+        store.free(computed(store, [token] * 36))
     assert store._events is None
     assert store.drain_events() == []
-    stays = hold(store, [50] * 18)
+    stays = computed(store, [50] * 18)
     store.record_events()
-    known: dict[int, tuple[int, tuple[int, ...]]] = {ROOT: (ROOT, ())}
+    cached: dict[int, tuple[int, tuple[int, ...]]] = {ROOT: (ROOT, ())}
     for event in store.drain_events():
         assert isinstance(event, BlocksStored)
         parent = event.parent_hash
         for place, each in enumerate(event.block_hashes):
             tokens = event.token_ids[place * BLOCK : (place + 1) * BLOCK]
-            assert parent in known
+            assert parent in cached
             assert each == hash_block(parent, tokens)
-            known[each] = parent, tokens
+            cached[each] = parent, tokens
             parent = each
-    assert set(known) == {ROOT, *store._index}
-    assert set(stays.block_hashes) <= set(known)
+    assert set(cached) == {ROOT, *store._index}
+    assert set(stays.block_hashes) <= set(cached)
     assert store.drain_events() == []
     store.clear()
     removed = {each for event in store.drain_events() for each in event.block_hashes}
-    assert removed == set(known) - {ROOT} - set(stays.block_hashes)
+    assert removed == set(cached) - {ROOT} - set(stays.block_hashes)
 
 
 def test_a_prompt_that_waits_is_hashed_and_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many steps go by, and however much of it becomes known or is evicted in the
+    """However many steps go by, and however much of it becomes cached or is evicted in the
     meantime.
     """
     hashed, compared = [], []
@@ -252,32 +252,32 @@ def test_a_prompt_that_waits_is_hashed_and_compared_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(blocks.Block, "is_made_of", lambda *arguments: compared.append(1) or made_of(*arguments))
     store = cache(num_pages=17)
     tokens = list(range(3, 63))
-    first = hold(store, tokens[:52])
-    others = [hold(store, [80 + place] * 60) for place in range(2)]
+    first = computed(store, tokens[:52])
+    others = [computed(store, [80 + place] * 60) for place in range(2)]
     del hashed[:], compared[:]
     waits = request(tokens)
     for _ in range(100):
-        assert store.admit(waits, spare=8) is None
+        assert store.allocate(waits, spare=8) is None
     assert (len(hashed), len(compared)) == (15, 13)
     grown = request(tokens[:60])
-    assert store.admit(grown) is not None
+    assert store.allocate(grown) is not None
     store.complete(grown, 60)
-    assert len(store.match(waits)) == 14  # one token is left to compute
+    assert len(store.match_prefix(waits)) == 14  # one token is left to compute
     for one in (first, grown):
-        store.release(one)
+        store.free(one)
     store.clear()
-    assert store.match(waits) == []
+    assert store.match_prefix(waits) == []
     del hashed[:], compared[:]
     for _ in range(100):
-        assert store.admit(waits, spare=8) is None
+        assert store.allocate(waits, spare=8) is None
     assert (hashed, compared) == ([], [])
     store.check_integrity(others)
     store.check_blocks()
 
 
 @pytest.mark.parametrize("modulus", [5, 50, 1000])
-def test_what_follows_a_known_block_is_found(modulus: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whatever is known, all that is before it is known: also where hashes of different
+def test_what_follows_a_cached_block_is_found(modulus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever is cached, all that is before it is cached: also where hashes of different
     tokens are equal.
     """
     monkeypatch.setattr(blocks, "hash_block", lambda parent, tokens: hash_block(parent, tokens) % modulus)
@@ -292,7 +292,7 @@ def test_what_follows_a_known_block_is_found(modulus: int, monkeypatch: pytest.M
                 last = last.parent
             follower = request([3])
             follower.tokens[:] = [*tokens, 3]
-            assert house.cache.match(follower)[-1] is block
+            assert house.cache.match_prefix(follower)[-1] is block
 
 
 def test_equal_hashes_of_different_tokens_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_pages_are_whole_blocks(block_size: int, context_length: int, expected: 
 
 def test_leaks_are_noticed() -> None:
     store = cache()
-    one = hold(store, [10] * 20)
+    one = computed(store, [10] * 20)
     with pytest.raises(AssertionError, match="live requests own"):
         store.check_integrity([])
     store.check_integrity([one])
@@ -323,12 +323,12 @@ def test_leaks_are_noticed() -> None:
 
 def test_wrong_blocks_are_noticed() -> None:
     store = cache()
-    one = hold(store, [10] * 36)
+    one = computed(store, [10] * 36)
     store.check_blocks()
     block = store._pages[one.pages[0]].blocks.pop()
     with pytest.raises(AssertionError, match="misplaced"):
         store.check_blocks()
     store._pages[one.pages[0]].blocks.append(block)
-    block.holders.append(7)
+    block.pages.append(7)
     with pytest.raises(AssertionError, match="no page"):
         store.check_blocks()

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.kv_cache.store import Span
+from worker.engines.embedded.kv_cache.store import SequenceSlice
 from worker.engines.embedded.model.hf_model import HfModel, _may_be_native, load_model
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
@@ -128,14 +128,14 @@ def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
     keys, values = (randn(dtype, generator, places, kv_heads, size, width) for _ in range(2))
     query = randn(dtype, generator, length, kv_heads * group, width)
 
-    def attend(spans: list[Span], order: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(sequences: list[SequenceSlice], order: torch.Tensor | None = None) -> torch.Tensor:
         stored = [each if order is None else each[order] for each in (keys, values)]
-        tokens = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-        tiles = native.Tiles(spans, group)
+        tokens = torch.cat([torch.arange(sequence.start, sequence.stop) for sequence in sequences])
+        tiles = native.Tiles(sequences, group)
         return native.attend(query[tokens], *stored, tiles, width**-0.5, window, None)
 
     home = list(range(places))
-    expected = attend([Span(home, 0, length)])
+    expected = attend([SequenceSlice(home, 0, length)])
     moved = torch.tensor(source.sample(home, places))
     elsewhere = moved.argsort().tolist()
     cuts = sorted({0, length, *(source.randrange(length) for _ in range(8))})
@@ -143,8 +143,8 @@ def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
     source.shuffle(pieces)
     with computing_with(source.choice([1, 2, 3])):
         for start, stop in pieces:
-            assert torch.equal(attend([Span(home, start, stop)]), expected[start:stop])
-        together = attend([Span(elsewhere, start, stop) for start, stop in pieces], moved)
+            assert torch.equal(attend([SequenceSlice(home, start, stop)]), expected[start:stop])
+        together = attend([SequenceSlice(elsewhere, start, stop) for start, stop in pieces], moved)
     assert torch.equal(together, torch.cat([expected[start:stop] for start, stop in pieces]))
 
 
@@ -217,7 +217,7 @@ def test_a_result_is_not_a_number_where_something_in_it_is_not(dtype: torch.dtyp
         assert found.isnan().tolist() == [[False] * 5, [True] * 5, [False] * 5]
     keys, values, query = (randn(dtype, generator, *shape) for shape in ((1, 1, 4, 2), (1, 1, 4, 2), (4, 1, 2)))
     keys[0, 0, 2] = torch.nan
-    found = native.attend(query, keys, values, native.Tiles([Span([0], 0, 4)], 1), 1.0, 0, None)
+    found = native.attend(query, keys, values, native.Tiles([SequenceSlice([0], 0, 4)], 1), 1.0, 0, None)
     assert found.isnan()[:, 0, 0].tolist() == [False, False, True, True]
 
 
@@ -226,7 +226,7 @@ def test_places_that_hold_nothing_yet_are_not_read(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     keys, values, query = (randn(dtype, generator, *shape) for shape in ((1, 1, 16, 4), (1, 1, 16, 4), (2, 1, 4)))
     keys[0, 0, 7:] = values[0, 0, 7:] = torch.nan
-    found = native.attend(query, keys, values, native.Tiles([Span([0], 5, 7)], 1), 1.0, 0, None)
+    found = native.attend(query, keys, values, native.Tiles([SequenceSlice([0], 5, 7)], 1), 1.0, 0, None)
     assert not found.isnan().any()
 
 

@@ -110,10 +110,10 @@ class House:
             self.num_finished += 1
 
     def check_victims(self, before: list[Request]) -> None:
-        """Who has been driven out is younger than all who stay."""
+        """Whoever was preempted arrived after all who run on."""
         stay = [one.arrival for one in before if one.pages]
         gone = [one.arrival for one in before if not one.pages]
-        assert not before or stay, "everybody was driven out"
+        assert not before or stay, "everybody was preempted"
         assert not gone or min(gone) > max(stay)
         for one in before:
             if not one.pages:

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_peer import LAYOUT, NUM_PAGES, Peer, store
 
-from worker.engines.embedded.transfer import nixl
+from worker.engines.embedded.transfer.handle import KvHandle
 from worker.engines.embedded.transfer.layout import KvLayout, descriptors, pieces, slices
-from worker.engines.embedded.transfer.nixl import KvHandle, KvPort, KvRead
+from worker.engines.embedded.transfer.leases import MAX_LEASES
+from worker.engines.embedded.transfer.transport import KvRead, KvTransport
 
 PATIENCE_S = 60.0
 
@@ -29,17 +30,17 @@ def peer() -> Iterator[Peer]:
 
 
 @pytest.fixture(scope="module")
-def shared_port() -> Iterator[KvPort]:
-    port = KvPort(store(LAYOUT, NUM_PAGES, None), LAYOUT)
-    yield port
-    port.close()
+def shared_transport() -> Iterator[KvTransport]:
+    transport = KvTransport(store(LAYOUT, NUM_PAGES, None), LAYOUT)
+    yield transport
+    transport.close()
 
 
 @pytest.fixture
-def port(shared_port: KvPort) -> KvPort:
-    for tensor in shared_port.tensors:
+def transport(shared_transport: KvTransport) -> KvTransport:
+    for tensor in shared_transport.tensors:
         tensor.zero_()
-    return shared_port
+    return shared_transport
 
 
 def finish(read: KvRead) -> str:
@@ -58,125 +59,127 @@ def sequence(tensor: torch.Tensor, pages: list[int]) -> torch.Tensor:
     ("source", "target"), [([0, 1, 2], [5, 6, 7]), ([9, 2, 11], [0, 1, 4]), ([3, 4, 1], [7, 8, 2])]
 )
 def test_exactly_the_positions_asked_for(
-    peer: Peer, port: KvPort, source: list[int], target: list[int], start: int, stop: int
+    peer: Peer, transport: KvTransport, source: list[int], target: list[int], start: int, stop: int
 ) -> None:
-    handle = peer.hold(source)
-    assert finish(port.read(handle, target, start, stop)) == "done"
-    assert peer.wait_note() == handle.ticket
-    for there, here in zip(peer.tensors, port.tensors, strict=True):
+    handle = peer.grant(source)
+    assert finish(transport.read(handle, target, start, stop)) == "done"
+    assert peer.wait_release() == handle.token
+    for there, here in zip(peer.tensors, transport.tensors, strict=True):
         got, sent = sequence(here, target), sequence(there, source)
         assert torch.equal(got[:, start:stop], sent[:, start:stop])
         assert not got[:, :start].any()
         assert not got[:, stop:].any()
         others = [page for page in range(NUM_PAGES) if page not in target]
         assert not here[others].any()
-    assert len(port._free_landing) == nixl.MAX_TICKETS
+    assert not transport.scratch.num_taken
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 100, 1000])
-def test_long_reads_come_in_slices(peer: Peer, port: KvPort, slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "SLICE_BYTES", slice_bytes)
-    handle = peer.hold([1, 2, 7])
-    read = port.read(handle, [4, 3, 2], 0, 41)
+def test_long_reads_come_in_slices(
+    peer: Peer, transport: KvTransport, slice_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", slice_bytes)
+    handle = peer.grant([1, 2, 7])
+    read = transport.read(handle, [4, 3, 2], 0, 41)
     polls = 1
     while read.poll(0.0) == "busy":
         polls += 1
     assert read.release()
     assert polls > 6
-    assert peer.wait_note() == handle.ticket
-    for there, here in zip(peer.tensors, port.tensors, strict=True):
+    assert peer.wait_release() == handle.token
+    for there, here in zip(peer.tensors, transport.tensors, strict=True):
         assert torch.equal(sequence(here, [4, 3, 2])[:, :41], sequence(there, [1, 2, 7])[:, :41])
 
 
-def test_what_was_withdrawn_is_not_taken_for_kv(peer: Peer, port: KvPort) -> None:
+def test_what_was_revoked_is_not_taken_for_kv(peer: Peer, transport: KvTransport) -> None:
     with_own_memory = Peer(seed=5)
     try:
-        handle = with_own_memory.hold([1, 2])
-        with_own_memory.ask("withdraw", handle.ticket)
-        assert finish(port.read(handle, [0, 1], 0, 20)) == "expired"
-        again = with_own_memory.hold([1, 2])
-        assert finish(port.read(again, [0, 1], 0, 20)) == "done"
-        assert finish(port.read(replace(handle, ticket_address=again.ticket_address), [0, 1], 0, 20)) == "expired"
+        handle = with_own_memory.grant([1, 2])
+        with_own_memory.ask("revoke", handle.token)
+        assert finish(transport.read(handle, [0, 1], 0, 20)) == "expired"
+        again = with_own_memory.grant([1, 2])
+        assert finish(transport.read(again, [0, 1], 0, 20)) == "done"
+        assert finish(transport.read(replace(handle, token_address=again.token_address), [0, 1], 0, 20)) == "expired"
     finally:
         with_own_memory.end()
 
 
-def test_a_note_alone_lets_the_holder_go(peer: Peer, port: KvPort) -> None:
-    handle = peer.hold([4])
-    port.let_go(handle)
-    assert peer.wait_note() == handle.ticket
-    assert len(port._free_landing) == nixl.MAX_TICKETS
+def test_a_release_alone_ends_the_lease(peer: Peer, transport: KvTransport) -> None:
+    handle = peer.grant([4])
+    transport.release(handle)
+    assert peer.wait_release() == handle.token
+    assert not transport.scratch.num_taken
 
 
-def test_a_note_for_what_is_held_no_more_is_nobodys(port: KvPort) -> None:
-    holder = Peer(seed=5)
+def test_a_release_of_an_ended_lease_ends_no_other(transport: KvTransport) -> None:
+    prefill = Peer(seed=5)
     try:
-        old = holder.hold([1])
-        holder.ask("withdraw", old.ticket)
-        new = holder.hold([2])
-        assert new.ticket_address == old.ticket_address
-        port.let_go(old)
-        port.let_go(new)
-        assert holder.wait_note() == new.ticket
+        old = prefill.grant([1])
+        prefill.ask("revoke", old.token)
+        new = prefill.grant([2])
+        assert new.token_address == old.token_address
+        transport.release(old)
+        transport.release(new)
+        assert prefill.wait_release() == new.token
     finally:
-        holder.end()
+        prefill.end()
 
 
-def test_a_read_waits_for_nobody(port: KvPort) -> None:
-    """The holder is busy: it does not look at its connections, as in a long step."""
-    holder = Peer(seed=6)
+def test_a_read_waits_for_nobody(transport: KvTransport) -> None:
+    """The prefill worker is busy: it does not look at its connections, as in a long step."""
+    prefill = Peer(seed=6)
     try:
-        handles = [holder.hold([number]) for number in range(4)]
-        assert finish(port.read(handles[0], [0], 0, 16)) == "done"  # connects
-        holder.stop()
+        handles = [prefill.grant([number]) for number in range(4)]
+        assert finish(transport.read(handles[0], [0], 0, 16)) == "done"  # connects
+        prefill.stop()
         for handle in handles[1:]:
-            assert finish(port.read(handle, [1], 0, 16)) == "done"
-        holder.go_on()
-        assert {holder.wait_note() for _ in handles} == {handle.ticket for handle in handles}
+            assert finish(transport.read(handle, [1], 0, 16)) == "done"
+        prefill.go_on()
+        assert {prefill.wait_release() for _ in handles} == {handle.token for handle in handles}
     finally:
-        holder.end()
+        prefill.end()
 
 
 @pytest.mark.parametrize("connected", [False, True])
-def test_a_dead_holder_is_lost(port: KvPort, connected: bool) -> None:
+def test_a_dead_prefill_worker_is_lost(transport: KvTransport, connected: bool) -> None:
     mortal = Peer(seed=3)
     try:
-        first, second = mortal.hold([1]), mortal.hold([2])
+        first, second = mortal.grant([1]), mortal.grant([2])
         if connected:
-            assert finish(port.read(first, [0], 0, 16)) == "done"
+            assert finish(transport.read(first, [0], 0, 16)) == "done"
         mortal.kill()
-        assert finish(port.read(second, [1], 0, 16)) == "lost"
-        port.let_go(second)
+        assert finish(transport.read(second, [1], 0, 16)) == "lost"
+        transport.release(second)
     finally:
         mortal.end()
     assert mortal.tensors[0].any()
 
 
-def test_memory_that_was_not_registered_is_not_read(peer: Peer, port: KvPort) -> None:
-    handle = peer.hold([0])
+def test_memory_that_was_not_registered_is_not_read(peer: Peer, transport: KvTransport) -> None:
+    handle = peer.grant([0])
     outside = replace(handle, bases=(handle.bases[0] + 2**40, *handle.bases[1:]))
-    assert finish(port.read(outside, [0], 0, 16)) == "lost"
-    inside = peer.hold([0])
-    assert finish(port.read(inside, [0], 0, 16)) == "done"
-    assert peer.wait_note() == inside.ticket
+    assert finish(transport.read(outside, [0], 0, 16)) == "lost"
+    inside = peer.grant([0])
+    assert finish(transport.read(inside, [0], 0, 16)) == "done"
+    assert peer.wait_release() == inside.token
 
 
-def test_a_read_that_is_given_up_tells_the_holder(peer: Peer, port: KvPort) -> None:
-    handle = peer.hold([1, 2])
-    read = port.read(handle, [0, 1], 0, 32)
+def test_a_read_that_is_given_up_releases_the_lease(peer: Peer, transport: KvTransport) -> None:
+    handle = peer.grant([1, 2])
+    read = transport.read(handle, [0, 1], 0, 32)
     assert read.release()
     assert read.poll(0.0) == "lost"
-    assert peer.wait_note() == handle.ticket
+    assert peer.wait_release() == handle.token
 
 
-def test_tickets_run_out_and_come_back(port: KvPort) -> None:
-    handles = [port.publish([0]) for _ in range(nixl.MAX_TICKETS)]
-    assert port.publish([0]) is None
-    assert len({handle.ticket for handle in handles if handle is not None}) == nixl.MAX_TICKETS
+def test_leases_run_out_and_come_back(transport: KvTransport) -> None:
+    handles = [transport.grant([0]) for _ in range(MAX_LEASES)]
+    assert transport.grant([0]) is None
+    assert len({handle.token for handle in handles if handle is not None}) == MAX_LEASES
     for handle in handles:
         assert handle is not None
-        port.withdraw(handle)
-    assert isinstance(port.publish([0]), KvHandle)
+        transport.revoke(handle)
+    assert isinstance(transport.grant([0]), KvHandle)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""A reader that is killed while it reads: the holder lives, its hold ends in time, and the next
-reader is served.
+"""A reader that is killed while it reads: its lease times out, and the next reader is served.
 
-Over shared memory the kernel copies for the reader; over TCP the holder answers, and has answers
-for a dead peer.
+Over shared memory the kernel copies for the reader; over TCP the worker that is read from answers,
+and has answers for a dead peer.
 """
 
 from __future__ import annotations
@@ -14,37 +13,38 @@ import torch
 from transfer_peer import Peer, store
 from transfer_peer import begin_to_read as begin
 
+from worker.engines.embedded.transfer.handle import KvHandle
 from worker.engines.embedded.transfer.layout import KvLayout
-from worker.engines.embedded.transfer.nixl import KvHandle, KvPort
+from worker.engines.embedded.transfer.transport import KvTransport
 
 LARGE = KvLayout("large", "float32", layers=8, kv_heads=4, head_dim=64, block_size=16, page_size=256)
 NUM_PAGES = 16
 """Of 256 KiB in each of 16 tensors: 64 MiB, several slices."""
 
-TRANSPORTS = {"shared memory": {}, "TCP": {"UCX_TLS": "tcp"}}
+NETWORKS = {"shared memory": {}, "TCP": {"UCX_TLS": "tcp"}}
 
 
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    chosen: dict[str, str] = TRANSPORTS[request.param]
+@pytest.fixture(params=NETWORKS)
+def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    chosen: dict[str, str] = NETWORKS[request.param]
     for name, value in chosen.items():
         monkeypatch.setenv(name, value)
     return chosen
 
 
 @pytest.fixture
-def port(transport: dict[str, str]) -> Iterator[KvPort]:
-    one = KvPort(store(LARGE, NUM_PAGES, None), LARGE)
+def transport(network: dict[str, str]) -> Iterator[KvTransport]:
+    one = KvTransport(store(LARGE, NUM_PAGES, None), LARGE)
     yield one
     one.close()
 
 
 @pytest.fixture
-def start_peer(transport: dict[str, str]) -> Iterator[Callable[[int | None], Peer]]:
+def start_peer(network: dict[str, str]) -> Iterator[Callable[[int | None], Peer]]:
     started: list[Peer] = []
 
     def start(seed: int | None) -> Peer:
-        started.append(Peer(LARGE, NUM_PAGES, seed, **transport))
+        started.append(Peer(LARGE, NUM_PAGES, seed, **network))
         return started[-1]
 
     yield start
@@ -52,50 +52,52 @@ def start_peer(transport: dict[str, str]) -> Iterator[Callable[[int | None], Pee
         one.end()
 
 
-def publish(port: KvPort) -> KvHandle:
-    handle = port.publish(range(NUM_PAGES))
+def grant(transport: KvTransport) -> KvHandle:
+    handle = transport.grant(range(NUM_PAGES))
     assert handle is not None
     return handle
 
 
-def begin_to_read(reader: Peer, port: KvPort, handle: KvHandle) -> None:
+def begin_to_read(reader: Peer, transport: KvTransport, handle: KvHandle) -> None:
     reader.tell("begin_to_read", handle, range(NUM_PAGES))
-    assert reader.answer_to(port) == "busy"
+    assert reader.answer_to(transport) == "busy"
 
 
-def test_a_reader_killed_while_it_reads(port: KvPort, start_peer: Callable[[int | None], Peer]) -> None:
-    for number, tensor in enumerate(port.tensors):
+def test_a_reader_killed_while_it_reads(transport: KvTransport, start_peer: Callable[[int | None], Peer]) -> None:
+    for number, tensor in enumerate(transport.tensors):
         tensor.fill_(number + 1)
-    first, second = publish(port), publish(port)
+    first, second = grant(transport), grant(transport)
     victim, heir = start_peer(None), start_peer(None)
-    begin_to_read(victim, port, first)
-    begin_to_read(heir, port, second)
+    begin_to_read(victim, transport, first)
+    begin_to_read(heir, transport, second)
     victim.kill()
-    port.withdraw(first)  # what the exchange does when nobody has come in time
-    third = publish(port)
+    transport.revoke(first)  # what the connector does when a lease times out
+    third = grant(transport)
     for handle in (second, third):
         if handle is third:
-            begin_to_read(heir, port, third)
+            begin_to_read(heir, transport, third)
         heir.tell("finish_reading")
-        state, means = heir.answer_to(port)
+        state, means = heir.answer_to(transport)
         assert state == "done"
         assert means == [number + 1.0 for number in range(2 * LARGE.layers)]
-        while handle.ticket not in heir.notes:
-            heir.notes += port.notes()
-    assert first.ticket not in victim.notes + heir.notes
+        while handle.token not in heir.released:
+            heir.released += transport.poll()
+    assert first.token not in victim.released + heir.released
 
 
-def test_a_holder_killed_while_it_is_read(port: KvPort, start_peer: Callable[[int | None], Peer]) -> None:
-    holder = start_peer(1)
-    handle = holder.hold(range(NUM_PAGES))
-    read, state = begin(port, handle, range(NUM_PAGES))
+def test_a_prefill_worker_killed_while_it_is_read(
+    transport: KvTransport, start_peer: Callable[[int | None], Peer]
+) -> None:
+    prefill = start_peer(1)
+    handle = prefill.grant(range(NUM_PAGES))
+    read, state = begin(transport, handle, range(NUM_PAGES))
     assert state == "busy"
-    holder.kill()
+    prefill.kill()
     assert read.poll(60.0) == "lost"
     assert read.release()
-    port.let_go(handle)
+    transport.release(handle)
     other = start_peer(2)
-    again, _ = begin(port, other.hold([0, 1]), [2, 3])
+    again, _ = begin(transport, other.grant([0, 1]), [2, 3])
     assert again.poll(60.0) == "done"
     assert again.release()
-    assert all(torch.equal(here[2:4], there[:2]) for here, there in zip(port.tensors, other.tensors, strict=True))
+    assert all(torch.equal(here[2:4], there[:2]) for here, there in zip(transport.tensors, other.tensors, strict=True))

@@ -5,17 +5,19 @@ addresses are checked.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from worker.engines.embedded.plan import PageCopy
 from worker.engines.embedded.transfer import nixl
-from worker.engines.embedded.transfer.connector import Exchange
+from worker.engines.embedded.transfer.connector import KvConnector
 from worker.engines.embedded.transfer.layout import Array, KvLayout
-from worker.engines.embedded.transfer.nixl import KvPort, Nixl
+from worker.engines.embedded.transfer.nixl import Nixl
+from worker.engines.embedded.transfer.transport import KvTransport
 
 LAYOUT = KvLayout("m", "bfloat16", layers=1, kv_heads=2, head_dim=4, block_size=4, page_size=16)
 PAGE_BYTES = 2 * 16 * 4 * 2
@@ -23,10 +25,10 @@ NUM_PAGES = 3
 
 
 class OnCuda:
-    """As much of a tensor in a GPU's memory as a port and an exchange look at."""
+    """As much of a tensor in a GPU's memory as a transport looks at."""
 
-    def __init__(self, address: int, device: torch.device, done: list[str]) -> None:
-        self._address, self.device, self._done = address, device, done
+    def __init__(self, address: int, device: torch.device) -> None:
+        self._address, self.device = address, device
 
     def data_ptr(self) -> int:
         return self._address
@@ -37,17 +39,14 @@ class OnCuda:
     def numel(self) -> int:
         return NUM_PAGES * PAGE_BYTES // 2
 
-    def __getitem__(self, place: object) -> int:
-        return 0
-
-    def __setitem__(self, place: object, value: object) -> None:
-        self._done.append("write")
-
 
 class RecordingAgent:
-    """What NIXL's agent is told; it moves the tickets, which lie in this process's own memory,
+    """What NIXL's agent is told; it moves the tokens, which lie in this process's own memory,
     and nothing else.
     """
+
+    done: ClassVar[list[str]] = []
+    """Of all agents, what they were told to transfer; tests add what else must come before it."""
 
     def __init__(self, name: str, config: object) -> None:
         self.registered: list[tuple[str, list[tuple[int, int, int, str]]]] = []
@@ -69,6 +68,7 @@ class RecordingAgent:
 
     def initialize_xfer(self, kind: str, to: Any, of: Any, peer: str) -> Any:
         (self.reads if kind == "READ" else self.writes).append((to, of))
+        self.done.append(kind)
         if kind == "WRITE":
             to, of = of, to
         if to[0] == of[0] == "DRAM":
@@ -85,45 +85,89 @@ class RecordingAgent:
         """There are none."""
 
 
-def port_on(index: int, addresses: tuple[int, ...], done: list[str], monkeypatch: pytest.MonkeyPatch) -> KvPort:
-    api = SimpleNamespace(nixl_agent=RecordingAgent, nixl_agent_config=lambda **settings: settings)
+@dataclass
+class Side:
+    """A worker whose KV is in a GPU's memory."""
+
+    transport: KvTransport
+    agent: RecordingAgent
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What has been done, in order: transfers, and waits for a GPU."""
+    found: list[str] = []
+    monkeypatch.setattr(RecordingAgent, "done", found)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.append(f"wait for {device}"))
+    return found
+
+
+def side_on(index: int, addresses: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Side:
+    agents: list[RecordingAgent] = []
+
+    def make_agent(name: str, config: object) -> RecordingAgent:
+        agents.append(RecordingAgent(name, config))
+        return agents[-1]
+
+    api = SimpleNamespace(nixl_agent=make_agent, nixl_agent_config=lambda **settings: settings)
     monkeypatch.setattr(nixl, "load_nixl", lambda devices: Nixl(api, ()))
-    tensors: Any = [OnCuda(address, torch.device("cuda", index), done) for address in addresses]
-    return KvPort(tensors, LAYOUT)
+    tensors: Any = [OnCuda(address, torch.device("cuda", index)) for address in addresses]
+    transport = KvTransport(tensors, LAYOUT)
+    return Side(transport, agents[0])
 
 
-def test_the_device_is_named_wherever_kv_is_and_tickets_stay_in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_named_wherever_kv_is_and_tokens_stay_in_main_memory(
+    monkeypatch: pytest.MonkeyPatch, done: list[str]
+) -> None:
     size = NUM_PAGES * PAGE_BYTES
-    holder = port_on(3, (1_000_000, 1_000_000 + size), [], monkeypatch)
-    reader = port_on(1, (9_000_000, 5_000_000), [], monkeypatch)
+    prefill = side_on(3, (1_000_000, 1_000_000 + size), monkeypatch)
+    decode = side_on(1, (9_000_000, 5_000_000), monkeypatch)
     # neighbours may be allocations of their own there, so each is registered by itself
-    assert holder._agent.registered[0] == ("VRAM", [(1_000_000, size, 3, ""), (1_000_000 + size, size, 3, "")])
-    assert reader._agent.registered[0] == ("VRAM", [(9_000_000, size, 1, ""), (5_000_000, size, 1, "")])
-    for port in (holder, reader):
-        memory, spans = port._agent.registered[1]
-        assert (memory, {device for _, _, device, _ in spans}) == ("DRAM", {0})
-    handle = holder.publish([2])
+    assert prefill.agent.registered[0] == ("VRAM", [(1_000_000, size, 3, ""), (1_000_000 + size, size, 3, "")])
+    assert decode.agent.registered[0] == ("VRAM", [(9_000_000, size, 1, ""), (5_000_000, size, 1, "")])
+    for side in (prefill, decode):
+        memory, ranges = side.agent.registered[1]
+        assert (memory, {device for _, _, device, _ in ranges}) == ("DRAM", {0})
+    handle = prefill.transport.grant([2])
     assert handle is not None
     assert (handle.memory, handle.device) == ("VRAM", 3)
-    read = reader.read(handle, [1], 0, 16)
+    read = decode.transport.read(handle, [1], 0, 16)
     assert read.poll(1.0) == "done"
-    (to, of), (landing, ticket) = reader._agent.reads
-    assert (to[0], of[0], landing[0], ticket[0]) == ("VRAM", "VRAM", "DRAM", "DRAM")
+    (to, of), (scratch, token) = decode.agent.reads
+    assert (to[0], of[0], scratch[0], token[0]) == ("VRAM", "VRAM", "DRAM", "DRAM")
     assert to[1].tolist() == [[base + PAGE_BYTES, PAGE_BYTES, 1] for base in (9_000_000, 5_000_000)]
     assert of[1].tolist() == [[base + 2 * PAGE_BYTES, PAGE_BYTES, 3] for base in (1_000_000, 1_000_000 + size)]
-    assert ticket[1].tolist() == [[handle.ticket_address, 8, 0]]
-    assert landing[1][0, 2] == 0
-    assert len(reader._agent.writes) == 1
-    assert holder.notes() == [handle.ticket]
-    assert holder.notes() == []
+    assert token[1].tolist() == [[handle.token_address, 8, 0]]
+    assert scratch[1][0, 2] == 0
+    assert done == ["wait for cuda:1", "READ", "READ", "WRITE"]
+    assert prefill.transport.poll() == [handle.token]
+    assert prefill.transport.poll() == []
 
 
-@pytest.mark.parametrize("opened", [True, False])
-def test_the_gpu_is_done_with_a_page_before_it_is_read_into(monkeypatch: pytest.MonkeyPatch, opened: bool) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"wait for {device}"))
-    port = port_on(1, (1_000_000, 2_000_000), done, monkeypatch)
-    exchange = Exchange(port, SimpleNamespace(), None)  # type: ignore[arg-type]
-    request: Any = SimpleNamespace(pages=[0, 1], num_computed=0 if opened else 20)
-    exchange._prepare(request, [] if opened else [PageCopy(source=2, target=1, num_tokens=4)])
-    assert done == ["write"] * (2 if opened else 4) + ["wait for cuda:1"]
+@pytest.mark.parametrize(
+    ("num_cached", "prepared"), [(0, ["zero [1]"]), (16, ["zero [1]"]), (20, ["copy 2 to 1"])], ids=str
+)
+def test_the_gpu_is_done_with_a_page_before_it_is_read_into(
+    monkeypatch: pytest.MonkeyPatch, done: list[str], num_cached: int, prepared: list[str]
+) -> None:
+    prefill, decode = (side_on(index, (1_000_000, 2_000_000), monkeypatch) for index in range(2))
+    copies = (PageCopy(source=2, target=1, num_tokens=4),) if num_cached == 20 else ()
+    store: Any = SimpleNamespace(
+        copy=lambda some: done.extend(f"copy {each.source} to {each.target}" for each in some),
+        zero=lambda pages: done.append(f"zero {pages}"),
+    )
+    scheduler: Any = SimpleNamespace(
+        max_num_seqs=1,
+        is_idle=True,
+        has_slot=False,
+        arrive=lambda request: None,
+        pin=lambda request: copies,
+        complete_transfer=lambda request, num_computed: done.append(f"{num_computed} tokens"),
+    )
+    request: Any = SimpleNamespace(id="one", pages=[0, 1], num_computed=num_cached, prompt_length=30, chain=None)
+    handle = prefill.transport.grant([0, 1])
+    assert handle is not None
+    connector = KvConnector(decode.transport, store, scheduler, None)
+    connector.receive(request, handle)
+    connector.poll()
+    assert done == [*prepared, "wait for cuda:1", "READ", "READ", "WRITE", "29 tokens"]

@@ -1,5 +1,4 @@
-"""A second process with a KV store of its own: holds prompts for the tests or reads theirs, as it
-is told.
+"""A second process with a KV store of its own: leases pages to the tests or reads theirs, as told.
 
 Processes are forked from one that has imported everything, so that each starts at once.
 """
@@ -15,14 +14,15 @@ from typing import Any
 
 import torch
 
+from worker.engines.embedded.transfer.handle import KvHandle
 from worker.engines.embedded.transfer.layout import KvLayout
-from worker.engines.embedded.transfer.nixl import KvHandle, KvPort, KvRead
+from worker.engines.embedded.transfer.transport import KvRead, KvTransport
 
 LAYOUT = KvLayout("tiny", "float32", layers=3, kv_heads=2, head_dim=4, block_size=4, page_size=16)
 NUM_PAGES = 12
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch", "worker.engines.embedded.transfer.nixl"])
+_FORKS.set_forkserver_preload(["torch", "worker.engines.embedded.transfer.transport"])
 
 
 def store(layout: KvLayout, num_pages: int, seed: int | None) -> list[torch.Tensor]:
@@ -40,15 +40,15 @@ class Peer:
 
     Attributes:
         tensors: The same numbers that the process begins with.
-        notes: Tickets that came back to a port of ours while it waited for the process; see
-            `answer_to`.
+        released: Tokens of leases that were released while a transport of ours waited for the
+            process; see `answer_to`.
     """
 
     def __init__(
         self, layout: KvLayout = LAYOUT, num_pages: int = NUM_PAGES, seed: int | None = 1, **environ: str
     ) -> None:
         self.tensors = store(layout, num_pages, seed)
-        self.notes: list[int] = []
+        self.released: list[int] = []
         self._pipe, theirs = _FORKS.Pipe()
         self.process = _FORKS.Process(target=serve, args=(theirs, layout, num_pages, seed, environ), daemon=True)
         self.process.start()
@@ -64,19 +64,19 @@ class Peer:
         """The same without waiting for the answer."""
         self._pipe.send((what, arguments))
 
-    def answer_to(self, port: KvPort) -> Any:
-        """The answer to what was told, while `port` does a holder's part of it."""
+    def answer_to(self, transport: KvTransport) -> Any:
+        """The answer to what was told, while `transport` is polled as a prefill worker's."""
         while not self._pipe.poll(0.0005):
-            self.notes += port.notes()
+            self.released += transport.poll()
         return self._pipe.recv()
 
-    def hold(self, pages: Sequence[int]) -> KvHandle:
-        handle: KvHandle = self.ask("hold", pages)
+    def grant(self, pages: Sequence[int]) -> KvHandle:
+        handle: KvHandle = self.ask("grant", pages)
         return handle
 
-    def wait_note(self) -> int:
-        """The next ticket that a reader sends back."""
-        return int(self.ask("wait_note"))
+    def wait_release(self) -> int:
+        """The token of the next lease that a reader releases."""
+        return int(self.ask("wait_release"))
 
     def stop(self) -> None:
         """It does nothing any more, until `go_on`."""
@@ -96,13 +96,13 @@ class Peer:
         self._pipe.close()
 
 
-def begin_to_read(port: KvPort, handle: KvHandle, pages: Sequence[int]) -> tuple[KvRead, str]:
+def begin_to_read(transport: KvTransport, handle: KvHandle, pages: Sequence[int]) -> tuple[KvRead, str]:
     """A read of which some has come and some has not, if it is `busy`."""
-    for tensor in port.tensors:
+    for tensor in transport.tensors:
         tensor.zero_()
-    read = port.read(handle, pages, 0, len(pages) * port.layout.page_size)
+    read = transport.read(handle, pages, 0, len(pages) * transport.layout.page_size)
     state = read.poll(0.0)
-    while state == "busy" and not any(tensor.any() for tensor in port.tensors):
+    while state == "busy" and not any(tensor.any() for tensor in transport.tensors):
         state = read.poll(0.0)
     return read, state
 
@@ -110,34 +110,34 @@ def begin_to_read(port: KvPort, handle: KvHandle, pages: Sequence[int]) -> tuple
 class Served:
     """What the process can be told: the names of the methods."""
 
-    def __init__(self, port: KvPort) -> None:
-        self._port = port
-        self._held: dict[int, KvHandle] = {}
-        self._notes: list[int] = []
+    def __init__(self, transport: KvTransport) -> None:
+        self._transport = transport
+        self._granted: dict[int, KvHandle] = {}
+        self._released: list[int] = []
         self._read: KvRead | None = None
 
     def poll(self) -> None:
-        """A real holder's step thread does so too."""
-        self._notes += self._port.notes()
+        """A prefill worker's step thread does so too."""
+        self._released += self._transport.poll()
 
-    def hold(self, pages: Sequence[int]) -> KvHandle:
-        handle = self._port.publish(pages)
+    def grant(self, pages: Sequence[int]) -> KvHandle:
+        handle = self._transport.grant(pages)
         assert handle is not None
-        self._held[handle.ticket] = handle
+        self._granted[handle.token] = handle
         return handle
 
-    def withdraw(self, ticket: int) -> None:
-        self._port.withdraw(self._held.pop(ticket))
-        for tensor in self._port.tensors:
+    def revoke(self, token: int) -> None:
+        self._transport.revoke(self._granted.pop(token))
+        for tensor in self._transport.tensors:
             tensor.fill_(-1)
 
-    def wait_note(self) -> int:
-        while not self._notes:
+    def wait_release(self) -> int:
+        while not self._released:
             self.poll()
-        return self._notes.pop(0)
+        return self._released.pop(0)
 
     def begin_to_read(self, handle: KvHandle, pages: Sequence[int]) -> str:
-        self._read, state = begin_to_read(self._port, handle, pages)
+        self._read, state = begin_to_read(self._transport, handle, pages)
         return state
 
     def finish_reading(self) -> tuple[str, list[float]]:
@@ -145,14 +145,14 @@ class Served:
         assert self._read is not None
         state = self._read.poll(60.0)
         self._read.release()
-        return state, [float(tensor.double().mean()) for tensor in self._port.tensors]
+        return state, [float(tensor.double().mean()) for tensor in self._transport.tensors]
 
 
 def serve(pipe: Connection, layout: KvLayout, num_pages: int, seed: int | None, environ: dict[str, str]) -> None:
     """The process: does what is asked, one after the other, and polls between."""
     os.environ.update(environ, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    served = Served(KvPort(store(layout, num_pages, seed), layout))
+    served = Served(KvTransport(store(layout, num_pages, seed), layout))
     pipe.send("ready")
     while True:
         served.poll()

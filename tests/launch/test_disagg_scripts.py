@@ -75,7 +75,7 @@ def test_the_engine_is_chosen_by_a_variable(tmp_path: Path) -> None:
     """On the stand-in for TensorRT-LLM, as on a machine that has it."""
     stand_in = REPOSITORY / "tests" / "trtllm_standin"
     variables = {"ENGINE": "trtllm", "PYTHONPATH": str(stand_in), "DYNAMO_ENABLE_TEST_LOGITS_PROCESSOR": "1"}
-    with launched(tmp_path, "--kv-hold-s", "2", variables=variables, script="disagg.sh") as script:
+    with launched(tmp_path, "--kv-lease-s", "2", variables=variables, script="disagg.sh") as script:
         script.wait_until_ready()
         assert chat(script) == "Hello world!"
         children = script.children()

@@ -108,7 +108,7 @@ def test_a_malformed_hand_off_is_refused(change: dict[str, Any]) -> None:
 def in_role(model: Path, role: Role, *argv: str) -> TrtllmEngine:
     config = engine(model, *argv).config
     options = {**config.options, "cache_transceiver_config": {"backend": "DEFAULT"}}
-    return TrtllmEngine(dataclasses.replace(config, role=role, options=options, kv_hold_s=0.001))
+    return TrtllmEngine(dataclasses.replace(config, role=role, options=options, kv_lease_s=0.001))
 
 
 PROMPT = [9, 30, 41, 77, 12]

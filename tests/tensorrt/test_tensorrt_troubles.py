@@ -304,7 +304,7 @@ async def test_refusals_aborts_and_the_drain(model: Path) -> None:
         assert [delta.finish_reason async for delta in long][-1] == "cancelled"
         again = served.generate("again", PROMPT, params(max_tokens=1500, ignore_eos=True))
         await anext(again)
-        assert served.hand_off() == 1
+        assert served.migrate_all() == 1
         with pytest.raises(Draining):
             async for _ in again:
                 pass

@@ -83,8 +83,8 @@ def test_a_prefill_worker_does_not_overlap_steps(tmp_path: Path) -> None:
 
 
 async def test_a_prefill_worker_stays_for_its_readers(tmp_path: Path) -> None:
-    config = configured(tmp_path, "", "--disaggregation-mode", "prefill", "--kv-hold-s", "0.1")
-    assert config.kv_hold_s == 0.1
+    config = configured(tmp_path, "", "--disaggregation-mode", "prefill", "--kv-lease-s", "0.1")
+    assert config.kv_lease_s == 0.1
     engine = TrtllmEngine(config)
     now = asyncio.get_running_loop().time
     began = engine._last_prefill = now()

@@ -1,6 +1,4 @@
-"""Which part of a request a worker does, and how many prompts a decode worker computes for want
-of a hand-off.
-"""
+"""Which part of a request a worker does, and how many local prefills a decode worker takes on."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from adapters.catalog import Requested, Selection
-from worker.disaggregation.hand_offs import HandOffs, TransferMetrics
 from worker.disaggregation.seal import CLOCK_SKEW_S, Seal
+from worker.disaggregation.serving import DisaggregatedServing, TransferMetrics
 from worker.engines import KeepKv, ReadKv, TokenDelta
 from worker.errors import ConfigurationError, InvalidRequest, Overloaded
-from worker.lifecycle.drain import Flight
+from worker.lifecycle.drain import InFlightRequest
 from worker.requests.request import GenerationRequest
 
 POOL = "a secret of this pool, and of no other"
@@ -31,8 +29,8 @@ class Clock:
         return self.now
 
 
-def hand_offs(role: str, secret: str = POOL, most: int = 2, clock: Clock | None = None) -> HandOffs:
-    return HandOffs(role, Seal(secret, clock or Clock()), hold_s=30.0, max_local_prefills=most)
+def disaggregation(role: str, secret: str = POOL, most: int = 2, clock: Clock | None = None) -> DisaggregatedServing:
+    return DisaggregatedServing(role, Seal(secret, clock or Clock()), lease_s=30.0, max_local_prefills=most)
 
 
 def request(given: Any = None, prompt: list[int] = PROMPT, **fields: Any) -> GenerationRequest:
@@ -40,23 +38,23 @@ def request(given: Any = None, prompt: list[int] = PROMPT, **fields: Any) -> Gen
     return GenerationRequest(prompt_token_ids=prompt, max_tokens=5, prefill_result=result, **fields)
 
 
-def handed_over(secret: str = POOL, clock: Clock | None = None) -> dict[str, Any]:
+def transferred(secret: str = POOL, clock: Clock | None = None) -> dict[str, Any]:
     delta = TokenDelta(finish_reason="length", num_cached_tokens=2, kv=dict(KV))
-    return hand_offs("prefill", secret, clock=clock).hand_over(PROMPT, CHOSEN, delta)
+    return disaggregation("prefill", secret, clock=clock).transfer_params(PROMPT, CHOSEN, delta)
 
 
 def test_decode_reads_where_prefill_says() -> None:
-    part = hand_offs("decode").part_of(request(handed_over()), CHOSEN)
+    part = disaggregation("decode").part_of(request(transferred()), CHOSEN)
     assert part.kv == ReadKv(KV)
     assert part.num_cached_tokens == 2
     assert part.local_reason is None
 
 
 def test_decode_connects_to_nobody_but_its_own_pool() -> None:
-    decode = hand_offs("decode")
+    decode = disaggregation("decode")
     with pytest.raises(InvalidRequest, match="is not of this pool"):
-        decode.part_of(request(handed_over("a secret of some other pool, far away")), CHOSEN)
-    unsigned = json.loads(handed_over()["body"])
+        decode.part_of(request(transferred("a secret of some other pool, far away")), CHOSEN)
+    unsigned = json.loads(transferred()["body"])
     with pytest.raises(InvalidRequest, match=r"disaggregated_params: must be of format dynamo-logits-worker/sealed"):
         decode.part_of(request(unsigned), CHOSEN)
 
@@ -64,17 +62,17 @@ def test_decode_connects_to_nobody_but_its_own_pool() -> None:
 @pytest.mark.parametrize(
     ("prompt", "selection", "whose"), [([5, 6, 8], CHOSEN, "another prompt"), (PROMPT, Selection(), "other processors")]
 )
-def test_a_genuine_hand_off_is_worth_nothing_with_another_request(
+def test_a_genuine_kv_transfer_is_worth_nothing_with_another_request(
     prompt: list[int], selection: Selection, whose: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"was made for {whose}"):
-        hand_offs("decode").part_of(request(handed_over(), prompt), selection)
+        disaggregation("decode").part_of(request(transferred(), prompt), selection)
 
 
 def test_what_came_too_late_is_computed_here() -> None:
     clock = Clock()
-    given = handed_over(clock=clock)
-    decode = hand_offs("decode", clock=clock)
+    given = transferred(clock=clock)
+    decode = disaggregation("decode", clock=clock)
     clock.now += 31 + CLOCK_SKEW_S
     part = decode.part_of(request(given), CHOSEN)
     assert (part.kv, part.num_cached_tokens, part.local_reason) == (None, 0, "late")
@@ -83,61 +81,61 @@ def test_what_came_too_late_is_computed_here() -> None:
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill"])
-def test_others_take_no_hand_off(role: str) -> None:
+def test_others_receive_no_kv(role: str) -> None:
     with pytest.raises(InvalidRequest, match=f"prefill_result: this is no decode worker, it is {role}"):
-        hand_offs(role).part_of(request({}), CHOSEN)
+        disaggregation(role).part_of(request({}), CHOSEN)
 
 
 def test_a_probe_is_held_by_nobody_and_takes_no_place() -> None:
-    assert hand_offs("prefill").part_of(request(is_probe=True), CHOSEN).kv is None
-    assert hand_offs("prefill").part_of(request(), CHOSEN).kv == KeepKv()
-    probed = hand_offs("decode", most=0).part_of(request(is_probe=True), CHOSEN)
+    assert disaggregation("prefill").part_of(request(is_probe=True), CHOSEN).kv is None
+    assert disaggregation("prefill").part_of(request(), CHOSEN).kv == KeepKv()
+    probed = disaggregation("decode", most=0).part_of(request(is_probe=True), CHOSEN)
     assert (probed.kv, probed.local_reason) == (None, None)
 
 
-def test_only_so_many_prompts_are_computed_for_want_of_a_hand_off() -> None:
-    decode = hand_offs("decode", most=2)
+def test_only_so_many_prompts_are_computed_without_a_kv_transfer() -> None:
+    decode = disaggregation("decode", most=2)
     part = decode.part_of(request(), CHOSEN)
     assert (part.kv, part.local_reason) == (None, "missing")
-    flights = [Flight(str(number), len(PROMPT)) for number in range(3)]
-    for flight in flights[:2]:
-        decode.check_room(part)
-        decode.enter(flight, part)
-    with pytest.raises(Overloaded, match="2 prompts without a hand-off are being computed here already"):
-        decode.check_room(part)
-    decode.check_room(decode.part_of(request(handed_over()), CHOSEN))  # those who bring their KV pass
-    decode.leave(flights[0])
-    decode.check_room(part)
-    decode.enter(flights[2], part)
-    assert decode.num_local == 2
-    decode.leave(flights[0])  # again: its place is another one's now
-    assert decode.num_local == 2
-    decode.evict("1")
-    decode.leave(flights[2])
-    assert decode.num_local == 0
+    all_admitted = [InFlightRequest(str(number), len(PROMPT)) for number in range(3)]
+    for admitted in all_admitted[:2]:
+        decode.check_local_prefills(part)
+        decode.admit(admitted, part)
+    with pytest.raises(Overloaded, match="2 prompts without a KV transfer are being computed here already"):
+        decode.check_local_prefills(part)
+    decode.check_local_prefills(decode.part_of(request(transferred()), CHOSEN))  # those who bring their KV pass
+    decode.release(all_admitted[0])
+    decode.check_local_prefills(part)
+    decode.admit(all_admitted[2], part)
+    assert decode.num_local_prefills == 2
+    decode.release(all_admitted[0])  # again: another one is counted in its stead
+    assert decode.num_local_prefills == 2
+    decode.release_id("1")
+    decode.release(all_admitted[2])
+    assert decode.num_local_prefills == 0
     assert decode.counts == {"missing": 3}
 
 
 def test_a_stream_that_is_closed_late_does_not_give_up_its_successors_place() -> None:
-    decode = hand_offs("decode")
+    decode = disaggregation("decode")
     part = decode.part_of(request(), CHOSEN)
-    first, second = Flight("same id", 3), Flight("same id", 3)
-    decode.enter(first, part)
-    decode.evict("same id")
-    decode.enter(second, part)
-    decode.leave(first)
-    assert decode.num_local == 1
+    first, second = InFlightRequest("same id", 3), InFlightRequest("same id", 3)
+    decode.admit(first, part)
+    decode.release_id("same id")
+    decode.admit(second, part)
+    decode.release(first)
+    assert decode.num_local_prefills == 1
 
 
 def test_a_decode_worker_may_be_told_to_compute_no_prompts() -> None:
-    decode = hand_offs("decode", most=0)
+    decode = disaggregation("decode", most=0)
     with pytest.raises(InvalidRequest, match=r"disaggregated_params: is missing, and this decode worker computes no"):
         decode.part_of(request(), CHOSEN)
 
 
 def test_no_role_without_a_seal() -> None:
     with pytest.raises(ConfigurationError, match="--disaggregation-mode decode needs DLW_POOL_SECRET"):
-        HandOffs("decode", None, 30.0, 1)
+        DisaggregatedServing("decode", None, 30.0, 1)
 
 
 def test_what_was_computed_here_is_counted_by_reason() -> None:
@@ -145,11 +143,11 @@ def test_what_was_computed_here_is_counted_by_reason() -> None:
         def transfers(self) -> dict[str, float]:
             return {"lost": 2, "expired": 3}
 
-        def num_held(self) -> int:
+        def num_leased(self) -> int:
             return 0
 
-    decode, registry = hand_offs("decode"), CollectorRegistry()
-    decode.enter(Flight("one", 3), decode.part_of(request(), CHOSEN))
+    decode, registry = disaggregation("decode"), CollectorRegistry()
+    decode.admit(InFlightRequest("one", 3), decode.part_of(request(), CHOSEN))
     TransferMetrics(Counting(), decode, registry)  # type: ignore[arg-type]
     found = {
         reason: registry.get_sample_value("dlw_local_prefills_total", {"reason": reason})

@@ -144,7 +144,7 @@ async def worker(facts: Facts, sandbox: GrammarSandbox) -> AsyncIterator[tuple[W
         desks.append(desk_of(facts, registry))
         return desks[0]
 
-    serving = WorkerEngine(FakeEngine(two_tokens), ARGUMENTS, leave=lambda: None, open_desk=open_desk)
+    serving = WorkerEngine(FakeEngine(two_tokens), ARGUMENTS, shut_down=lambda: None, open_desk=open_desk)
     await serving.start(1)
     yield serving, desks[0]
     await serving.cleanup()
@@ -166,19 +166,19 @@ async def test_requests_count_as_in_flight_while_they_compile(worker: Served, sa
     slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
     await running(sandbox, desk)
     assert engine.metrics.registry.get_sample_value("dlw_in_flight_requests") == 1
-    assert engine.gate.num_blocks == 0
+    assert engine.in_flight.num_blocks == 0
     with pytest.raises(exceptions.InvalidArgument, match="'slow' is being served already"):
         await collect(engine.generate(guided(GOOD), Context("slow")))
     slow.cancel()
     await asyncio.gather(slow, return_exceptions=True)
-    assert len(engine.gate) == 0
+    assert len(engine.in_flight) == 0
 
 
 async def test_a_refused_grammar_leaves_nothing_in_flight(worker: Served) -> None:
     engine, _ = worker
     with pytest.raises(exceptions.InvalidArgument, match="unclosed"):
         await collect(engine.generate(guided({"regex": "("}), Context()))
-    assert len(engine.gate) == 0
+    assert len(engine.in_flight) == 0
     assert outcomes(engine) == {"refused": 1}
 
 
@@ -187,7 +187,7 @@ async def test_an_abort_while_a_grammar_compiles_ends_both(worker: Served, sandb
     slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
     await running(sandbox, desk)
     await engine.abort(Context("slow"))
-    assert len(engine.gate) == 0
+    assert len(engine.in_flight) == 0
     chunks = await slow
     assert [(chunk["token_ids"], chunk["finish_reason"]) for chunk in chunks] == [([], "cancelled")]
     assert outcomes(engine) == {"cancelled": 1}
@@ -203,7 +203,7 @@ async def test_a_drain_hands_off_what_still_compiles(worker: Served, sandbox: Gr
     await engine.cleanup()
     with pytest.raises(exceptions.EngineShutdown):
         await slow
-    assert engine.metrics.registry.get_sample_value("dlw_drain_handed_off_total") == 1
+    assert engine.metrics.registry.get_sample_value("dlw_drain_migrated_total") == 1
     assert pid is not None
     assert sandbox.pid is None
 

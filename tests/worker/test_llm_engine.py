@@ -68,7 +68,7 @@ def desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) ->
 
 
 class FakeEngine:
-    """Plays ``script``; hand-off and abort end what waits in `held`."""
+    """Plays ``script``; migration and abort end what waits in `held`."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -98,13 +98,13 @@ class FakeEngine:
     def num_unfinished(self) -> int:
         return 0
 
-    def num_held(self) -> int:
+    def num_leased(self) -> int:
         return 0
 
     def transfers(self) -> dict[str, float]:
         return {}
 
-    def hand_off(self) -> int:
+    def migrate_all(self) -> int:
         self.given_away.set()
         return 0
 
@@ -146,7 +146,7 @@ class Left:
 
 async def started(script: Script = two_tokens) -> tuple[WorkerEngine, FakeEngine, Left]:
     engine, left = FakeEngine(script), Left()
-    worker = WorkerEngine(engine, ARGUMENTS, leave=left, open_desk=desk)
+    worker = WorkerEngine(engine, ARGUMENTS, shut_down=left, open_desk=desk)
     await worker.start(1)
     return worker, engine, left
 
@@ -175,7 +175,7 @@ async def test_a_request() -> None:
     assert [chunk["token_ids"] for chunk in chunks] == [[5], [6]]
     assert chunks[-1]["finish_reason"] == "length"
     assert chunks[-1]["completion_usage"]["total_tokens"] == 5
-    assert len(worker.gate) == 0
+    assert len(worker.in_flight) == 0
     assert outcome(worker, "length") == 1
 
 
@@ -196,7 +196,7 @@ async def test_a_bad_request_is_refused_before_the_engine_sees_it() -> None:
     with pytest.raises(exceptions.InvalidArgument, match=r"^token_ids: token id 50 is not in the vocabulary of 50$"):
         await collect(worker, request(token_ids=[50]))
     assert outcome(worker, "refused") == 1
-    assert len(worker.gate) == 0
+    assert len(worker.in_flight) == 0
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ async def test_a_bad_request_is_refused_before_the_engine_sees_it() -> None:
     [
         (InvalidRequest("presence_penalty", "is not served"), exceptions.InvalidArgument, "refused"),
         (Overloaded("queue full"), exceptions.HttpError, "overloaded"),
-        (Draining("given away"), exceptions.EngineShutdown, "handed_off"),
+        (Draining("given away"), exceptions.EngineShutdown, "migrated"),
     ],
 )
 @pytest.mark.parametrize("after", [0, 2])
@@ -213,7 +213,7 @@ async def test_errors_of_the_engine(error: Exception, raised: type[Exception], n
     with pytest.raises(raised, match=str(error)):
         await collect(worker, request())
     assert outcome(worker, name) == 1
-    assert len(worker.gate) == 0
+    assert len(worker.in_flight) == 0
     assert left.times == 0
 
 
@@ -256,10 +256,10 @@ async def test_abort_frees_at_once_even_if_the_stream_is_never_closed() -> None:
     worker, engine, _ = await started()
     stream = worker.generate(request(), Context("a"))
     await anext(stream)
-    assert len(worker.gate) == 1
+    assert len(worker.in_flight) == 1
     await worker.abort(Context("a"))
     assert engine.aborted == ["a"]
-    assert len(worker.gate) == 0
+    assert len(worker.in_flight) == 0
     await stream.aclose()
 
 
@@ -276,8 +276,8 @@ async def test_a_stream_that_the_garbage_collector_closes_is_no_error() -> None:
             stream.aclose().send(None)
 
     await asyncio.to_thread(close)
-    await worker.gate.wait_empty(5.0)
-    assert len(worker.gate) == 0
+    await worker.in_flight.wait_empty(5.0)
+    assert len(worker.in_flight) == 0
     assert outcomes(worker) == {"cancelled": 1}
 
 
@@ -335,7 +335,7 @@ async def test_the_second_signal_hands_off_at_once() -> None:
 
     engine = FakeEngine(held)
     patient = parse_arguments(["--model-path", "/models/tiny", "--drain-timeout-s", "1000"], {})
-    worker = WorkerEngine(engine, patient, leave=Left(), open_desk=desk)
+    worker = WorkerEngine(engine, patient, shut_down=Left(), open_desk=desk)
     await worker.start(1)
     stream = worker.generate(request(), Context("a"))
     await anext(stream)
@@ -353,7 +353,7 @@ async def test_the_second_signal_hands_off_at_once() -> None:
 async def test_cleanup_after_a_failed_start() -> None:
     engine = FakeEngine(two_tokens)
     engine.failure = StartupError("no weights in\n/models/tiny")
-    worker = WorkerEngine(engine, ARGUMENTS, leave=Left())
+    worker = WorkerEngine(engine, ARGUMENTS, shut_down=Left())
     with pytest.raises(StartupError):
         await worker.start(1)
     assert worker.startup_error == "no weights in /models/tiny"
@@ -362,7 +362,7 @@ async def test_cleanup_after_a_failed_start() -> None:
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill"])
-async def test_only_decode_workers_take_hand_offs(role: str) -> None:
+async def test_only_decode_workers_receive_kv(role: str) -> None:
     arguments = parse_arguments(["--model-path", "/m", "--disaggregation-mode", role], {})
     worker = WorkerEngine(FakeEngine(two_tokens), arguments, seal=SEAL, open_desk=desk)
     await worker.start(1)
@@ -370,7 +370,7 @@ async def test_only_decode_workers_take_hand_offs(role: str) -> None:
         await collect(worker, request(prefill_result={"disaggregated_params": {}}))
 
 
-async def test_a_decode_worker_computes_prompts_that_nobody_handed_over_unless_told_not_to() -> None:
+async def test_a_decode_worker_computes_prompts_without_a_kv_transfer_unless_told_not_to() -> None:
     for most in ("1", "0"):
         given = ["--model-path", "/m", "--disaggregation-mode", "decode", "--max-local-prefills", most]
         worker = WorkerEngine(FakeEngine(two_tokens), parse_arguments(given, {}), seal=SEAL, open_desk=desk)
@@ -379,7 +379,7 @@ async def test_a_decode_worker_computes_prompts_that_nobody_handed_over_unless_t
             with pytest.raises(exceptions.InvalidArgument, match=r"prefill_result\.disaggregated_params: is missing"):
                 await collect(worker, request())
         else:
-            for _ in range(3):  # one after the other: each gives its place back
+            for _ in range(3):  # one after the other: each is released
                 assert await collect(worker, request())
             assert worker.metrics.registry.get_sample_value("dlw_local_prefills_total", {"reason": "missing"}) == 3
         with pytest.raises(exceptions.InvalidArgument, match=r"disaggregated_params: must be of format"):
@@ -388,7 +388,7 @@ async def test_a_decode_worker_computes_prompts_that_nobody_handed_over_unless_t
 
 
 @pytest.mark.parametrize("ending", ["first token", "abort", "dropped stream"])
-async def test_a_prompt_without_a_hand_off_gives_its_place_back_once(ending: str) -> None:
+async def test_a_local_prefill_is_counted_until_it_ends_and_once(ending: str) -> None:
     given = ["--model-path", "/m", "--disaggregation-mode", "decode", "--max-local-prefills", "1"]
     go_on = asyncio.Event()
 
@@ -404,12 +404,14 @@ async def test_a_prompt_without_a_hand_off_gives_its_place_back_once(ending: str
     context = Context("first")
     stream = worker.generate(request(), context)
     first = asyncio.ensure_future(anext(stream))
-    while worker.hand_offs.num_local == 0 and not first.done():
+    while worker.disaggregation.num_local_prefills == 0 and not first.done():
         await asyncio.sleep(0)
     if ending == "first token":
         await first
     else:
-        with pytest.raises(exceptions.HttpError, match="1 prompts without a hand-off are being computed here already"):
+        with pytest.raises(
+            exceptions.HttpError, match="1 prompts without a KV transfer are being computed here already"
+        ):
             await collect(worker, request(), "second")
         if ending == "abort":
             await worker.abort(context)
@@ -417,7 +419,7 @@ async def test_a_prompt_without_a_hand_off_gives_its_place_back_once(ending: str
             first.cancel()
             await asyncio.wait([first])
             await stream.aclose()
-    assert worker.hand_offs.num_local == 0
+    assert worker.disaggregation.num_local_prefills == 0
     go_on.set()
     await asyncio.wait([first])
     await stream.aclose()
@@ -456,7 +458,7 @@ class SelfReportingEngine(FakeEngine):
 async def test_an_engine_that_reports_for_itself() -> None:
     left: list[bool] = []
     engine = SelfReportingEngine(two_tokens)
-    worker = WorkerEngine(engine, ARGUMENTS, leave=lambda: left.append(True), open_desk=desk)
+    worker = WorkerEngine(engine, ARGUMENTS, shut_down=lambda: left.append(True), open_desk=desk)
     await worker.start(0)
     publisher = Publisher()
     worker.attach_snapshot_publisher(publisher)
@@ -479,7 +481,7 @@ async def test_only_a_clients_seed_is_passed_to_an_engine_that_pays_for_it() -> 
             return dataclasses.replace(INFO, draws_by_seed=False)
 
     for kind in (FakeEngine, Paying):
-        worker = WorkerEngine(kind(script), ARGUMENTS, leave=lambda: None, open_desk=desk)
+        worker = WorkerEngine(kind(script), ARGUMENTS, shut_down=lambda: None, open_desk=desk)
         await worker.start(0)
         for options in ({}, {"seed": 4}):
             request: Any = {"token_ids": [1, 2], "sampling_options": {"temperature": 1.0, **options}}

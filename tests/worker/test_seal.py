@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.disaggregation.seal import CLOCK_SKEW_S, SECRET, SECRET_FILE, Seal, take_seal
-from worker.errors import HAND_OFF_FIELD, ConfigurationError, InvalidRequest
+from worker.errors import KV_TRANSFER_FIELD, ConfigurationError, InvalidRequest
 
 POOL = "a secret of this pool, and of no other"
-BODY = {"kv": {"metadata": "AAEC", "bases": [2**63 + 5], "ticket": 7}, "prompt_length": 3, "logprob": -0.1}
+BODY = {"kv": {"metadata": "AAEC", "bases": [2**63 + 5], "token": 7}, "prompt_length": 3, "logprob": -0.1}
 
 
 def over_the_wire(data: Any) -> Any:
@@ -25,7 +25,7 @@ def over_the_wire(data: Any) -> Any:
 def refused(seal: Seal, data: Any) -> str:
     with pytest.raises(InvalidRequest) as error:
         seal.open(data)
-    assert error.value.field.startswith(HAND_OFF_FIELD)
+    assert error.value.field.startswith(KV_TRANSFER_FIELD)
     return str(error.value)
 
 
@@ -37,7 +37,7 @@ def test_what_was_closed_is_opened() -> None:
 
 def test_another_pool_is_refused_by_name() -> None:
     said = refused(Seal(POOL), Seal(POOL + ".").close(BODY, 30.0))
-    assert f"{HAND_OFF_FIELD}.mac: is not of this pool: the prefill worker has another {SECRET}" in said
+    assert f"{KV_TRANSFER_FIELD}.mac: is not of this pool: the prefill worker has another {SECRET}" in said
 
 
 JSON = st.recursive(
@@ -77,7 +77,7 @@ def test_a_longer_lease_cannot_be_forged() -> None:
 
 
 @pytest.mark.parametrize(("after", "is_late"), [(0, False), (30 + CLOCK_SKEW_S, False), (32 + CLOCK_SKEW_S, True)])
-def test_a_hand_off_that_was_given_up_is_late(after: float, is_late: bool) -> None:
+def test_a_lease_that_has_timed_out_is_late(after: float, is_late: bool) -> None:
     now = [1e9]
     seal = Seal(POOL, clock=lambda: now[0])
     genuine = seal.close(BODY, 30.0)

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from worker.errors import ConfigurationError
-from worker.lifecycle.drain import DrainOutcome, Gate
+from worker.lifecycle.drain import DrainOutcome, InFlightRequests
 from worker.lifecycle.faults import FaultWindow
 from worker.metrics import OUTCOMES, WorkerMetrics
 from worker.processors.smoke import SMOKE_VARIABLES, smoke_enabled
@@ -42,10 +42,10 @@ def sample(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
 
 
 def test_metrics() -> None:
-    gate = Gate()
-    metrics = WorkerMetrics(gate)
+    in_flight = InFlightRequests()
+    metrics = WorkerMetrics(in_flight)
     assert all(sample(metrics, "dlw_requests_total", outcome=outcome) == 0 for outcome in OUTCOMES)
-    gate.enter("a", 3)
+    in_flight.admit("a", 3)
     metrics.count_outcome("stop")
     metrics.count_tokens(3, 1, 2)
     metrics.count_drain(DrainOutcome(1, 2))
@@ -53,15 +53,15 @@ def test_metrics() -> None:
     assert sample(metrics, "dlw_in_flight_requests") == 1
     assert sample(metrics, "dlw_draining") == 0
     assert sample(metrics, "dlw_tokens_total", kind="generated") == 2
-    assert sample(metrics, "dlw_drain_handed_off_total") == 2
-    gate.close()
+    assert sample(metrics, "dlw_drain_migrated_total") == 2
+    in_flight.close()
     assert sample(metrics, "dlw_draining") == 1
     with pytest.raises(ValueError, match="unknown outcome"):
         metrics.count_outcome("whatever")
 
 
 def test_a_client_cannot_make_labels() -> None:
-    metrics = WorkerMetrics(Gate())
+    metrics = WorkerMetrics(InFlightRequests())
     for i in range(100):
         metrics.count_refusal(f"made_up_{i}")
     metrics.count_refusal("sampling_options.n")

@@ -1,5 +1,5 @@
 """Disaggregated serving, as far as a request sees it.
 
-`hand_offs` decides which part of a request this worker does; `seal` signs what a prefill worker
-hands over.
+`serving` decides which part of a request this worker does; `seal` signs the parameters of a KV
+transfer.
 """

@@ -1,15 +1,14 @@
-"""Sealed hand-offs: a decode worker connects only where a prefill worker that shares its pool
-secret told it to.
+"""Sealed parameters of KV transfers: a decode worker connects only where its own pool tells it to.
 
-A hand-off travels through the frontend, and says to which address a decode worker connects and what
-it reads there. So whoever reaches the decode worker's port could send it anywhere, were hand-offs
-not signed:
+They travel through the frontend, and say to which address a decode worker connects and what it
+reads there. So whoever reaches the decode worker's port could send it anywhere, if they were not
+signed by a prefill worker that shares the pool's secret:
 
 ==============  ========================================================================
 ``format``      ``dynamo-logits-worker/sealed``
 ``version``     1
-``expires``     seconds since 1970, after which nobody should come for what is handed over
-``body``        the hand-off, as JSON text: what was signed is what is read, byte for byte
+``expires``     seconds since 1970, when the lease on the KV times out
+``body``        the parameters, as JSON text: what was signed is what is read, byte for byte
 ``mac``         HMAC-SHA256 over format, version, ``expires`` and ``body``, as hexadecimal digits
 ==============  ========================================================================
 
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.errors import HAND_OFF_FIELD, ConfigurationError, InvalidRequest
+from worker.errors import KV_TRANSFER_FIELD, ConfigurationError, InvalidRequest
 
 FORMAT = "dynamo-logits-worker/sealed"
 VERSION = 1
@@ -40,13 +39,13 @@ MIN_SECRET = 32
 """Characters of a pool secret at least: 128 bits as hexadecimal digits."""
 
 MAX_BODY = 2**24
-"""Characters of a hand-off at most; those of the longest prompts and of NIXL's metadata take a
-few percent of it.
+"""Characters of the parameters at most; the longest prompts and NIXL's metadata take a few percent
+of it.
 """
 
 CLOCK_SKEW_S = 60.0
-"""How far the clocks of two workers may be apart. Who comes late is told so by the holder, at
-the price of a visit.
+"""How far the clocks of two workers may be apart. A reader that comes too late by less than that
+finds out from the fencing token.
 """
 
 _NAMES = ("format", "version", "expires", "body", "mac")
@@ -54,11 +53,11 @@ _NAMES = ("format", "version", "expires", "body", "mac")
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A hand-off whose seal is genuine.
+    """Parameters of a KV transfer whose seal is genuine.
 
     Attributes:
-        body: What a prefill worker of this pool handed over.
-        is_late: Whether it has given it up by now.
+        body: What a prefill worker of this pool has sealed.
+        is_late: Whether its lease has timed out by now.
     """
 
     body: Mapping[str, Any]
@@ -66,7 +65,7 @@ class Opened:
 
 
 class Seal:
-    """Signs and checks hand-offs with a pool's secret.
+    """Signs and checks the parameters of KV transfers with a pool's secret.
 
     Args:
         secret: Shared by the prefill and decode workers of a pool, at least `MIN_SECRET`
@@ -83,11 +82,11 @@ class Seal:
         return "Seal(...)"
 
     def close(self, body: Mapping[str, Any], lifetime_s: float) -> dict[str, Any]:
-        """Sign a hand-off.
+        """Sign parameters.
 
         Args:
             body: JSON data.
-            lifetime_s: Seconds for which it is worth coming for what it describes.
+            lifetime_s: Seconds after which the lease on the KV times out.
         """
         text = json.dumps(body, separators=(",", ":"))
         expires = math.ceil(self._clock() + lifetime_s)
@@ -95,27 +94,29 @@ class Seal:
         return {"format": FORMAT, "version": VERSION, "expires": expires, "body": text, "mac": mac}
 
     def open(self, data: object) -> Opened:
-        """Check a hand-off that came with a request; nothing in it is looked at before its seal is.
+        """Check parameters that came with a request; nothing in them is read before the seal is.
 
         Raises:
             InvalidRequest: it is not sealed, or not with this secret.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, Mapping) else data
-            raise InvalidRequest(HAND_OFF_FIELD, f"must be of format {FORMAT}, got {_shown(found)}")
+            raise InvalidRequest(KV_TRANSFER_FIELD, f"must be of format {FORMAT}, got {_shown(found)}")
         if data.get("version") != VERSION:
-            raise InvalidRequest(f"{HAND_OFF_FIELD}.version", f"must be {VERSION}, got {_shown(data.get('version'))}")
+            raise InvalidRequest(
+                f"{KV_TRANSFER_FIELD}.version", f"must be {VERSION}, got {_shown(data.get('version'))}"
+            )
         for unknown in sorted(map(str, set(data) - set(_NAMES))):
-            raise InvalidRequest(f"{HAND_OFF_FIELD}.{_shown(unknown)}", "unknown field")
+            raise InvalidRequest(f"{KV_TRANSFER_FIELD}.{_shown(unknown)}", "unknown field")
         expires, text, mac = data.get("expires"), data.get("body"), data.get("mac")
         if type(expires) is not int or not 0 <= expires < 2**53:
-            raise InvalidRequest(f"{HAND_OFF_FIELD}.expires", f"must be seconds since 1970, got {_shown(expires)}")
+            raise InvalidRequest(f"{KV_TRANSFER_FIELD}.expires", f"must be seconds since 1970, got {_shown(expires)}")
         if not isinstance(text, str) or len(text) > MAX_BODY:
-            raise InvalidRequest(f"{HAND_OFF_FIELD}.body", f"must be a text of up to {MAX_BODY} characters")
+            raise InvalidRequest(f"{KV_TRANSFER_FIELD}.body", f"must be a text of up to {MAX_BODY} characters")
         if not isinstance(mac, str) or not hmac.compare_digest(_bytes(mac), _bytes(self._mac(expires, text))):
             raise InvalidRequest(
-                f"{HAND_OFF_FIELD}.mac",
-                f"is not of this pool: the prefill worker has another {SECRET}, or the hand-off was made by a stranger",
+                f"{KV_TRANSFER_FIELD}.mac",
+                f"is not of this pool: the prefill worker has another {SECRET}, or no prefill worker made it",
             )
         return Opened(json.loads(text), self._clock() > expires + CLOCK_SKEW_S)
 
@@ -125,8 +126,9 @@ class Seal:
 
 
 def _shown(value: object) -> str:
-    """`value` for an error message. Nothing heavy is imported for it: the secret is read before
-    torch is.
+    """`value` for an error message.
+
+    `adapters.catalog.shown` would import torch, and the secret is read before that.
     """
     return repr(value)[:60] if isinstance(value, (str, int, float)) else type(value).__name__
 
@@ -136,7 +138,7 @@ def _bytes(text: str) -> bytes:
 
 
 def take_seal(role: str, environ: MutableMapping[str, str]) -> Seal | None:
-    """The seal of a worker; None for an aggregated one, which hands nothing over.
+    """The seal of a worker; None for an aggregated one, which transfers no KV.
 
     The secret is taken out of `environ`, so that no child process inherits it.
 
@@ -151,7 +153,7 @@ def take_seal(role: str, environ: MutableMapping[str, str]) -> Seal | None:
     if secret is None and path is None:
         raise ConfigurationError(
             f"--disaggregation-mode {role} needs {SECRET} or {SECRET_FILE}: a secret that prefill and decode workers "
-            f"share, {MIN_SECRET} characters at least, to sign hand-offs with"
+            f"share, {MIN_SECRET} characters at least, to sign KV transfers with"
         )
     name = SECRET
     if path is not None:

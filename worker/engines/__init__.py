@@ -57,17 +57,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class KeepKv:
-    """Asks an engine to compute a prompt, sample nothing, and hold the KV for another worker to
-    read.
-    """
+    """Asks a prefill worker's engine to compute a prompt, sample nothing, and lease its KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadKv:
-    """Tells an engine that another worker holds the prompt's KV.
+    """Tells a decode worker's engine to read the prompt's KV from a prefill worker.
 
     Attributes:
-        handle: Where it is: the `TokenDelta.kv` of that worker's engine.
+        handle: Where it is: the `TokenDelta.kv` of the prefill worker's engine.
     """
 
     handle: Mapping[str, Any]
@@ -86,12 +84,12 @@ class TokenDelta:
         finish_reason: Set on the last delta of the choice, and only there.
         stop_reason: The stop token id that ended the choice, if one did.
         error: Why the choice failed, exactly when ``finish_reason`` is ``error``.
-        num_cached_tokens: Prompt tokens whose KV was found in the cache.
+        num_cached_tokens: Prompt tokens of the prefix hit.
         engine_data: Cumulative extra data for the response (the receipt), or None.
         receipt: What the request's logits processors did; on the last delta of a request that has
             any.
         failure: The processor that failed, where that is why the choice failed.
-        kv: Where the prompt's KV is held, JSON data; on the last delta of a request with `KeepKv`.
+        kv: Handle of the leased KV, JSON data; on the last delta of a request with `KeepKv`.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -108,8 +106,9 @@ class TokenDelta:
 
 
 class KvEventSink(Protocol):
-    """Hears which blocks of KV an engine has, for a router. Called by the engine's own thread;
-    must not block.
+    """Is told which blocks an engine has cached, for a router.
+
+    Called by the engine's own thread; must not block.
     """
 
     def stored(
@@ -119,7 +118,7 @@ class KvEventSink(Protocol):
         token_ids: Sequence[int],
         cache_salt: str | None = None,
     ) -> None:
-        """Blocks have become known, one after the other.
+        """Consecutive blocks of a sequence are cached now.
 
         Args:
             parent_hash: Of the block before the first one, None if it begins a sequence.
@@ -130,7 +129,7 @@ class KvEventSink(Protocol):
         """
 
     def removed(self, block_hashes: Sequence[int]) -> None:
-        """Blocks are known no more."""
+        """Blocks were evicted."""
 
 
 class Engine(Protocol):
@@ -151,7 +150,7 @@ class Engine(Protocol):
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request, or in disaggregated serving one worker's part of it.
 
-        Requests share the KV of common beginnings only if their `cache_salt` is the same.
+        Requests share the KV of a common prefix only if their `cache_salt` is the same.
 
         The request is admitted when the first item is awaited. The stream ends after a delta with a
         `finish_reason`. Several tokens share a delta only when the consumer is behind.
@@ -160,7 +159,7 @@ class Engine(Protocol):
             InvalidRequest: the request cannot be served by this engine; no other request is
                 touched.
             Overloaded: the queue is full.
-            Draining: `hand_off` gave the request away.
+            Draining: `migrate_all` has ended the request.
             EngineBroken: the engine died.
         """
 
@@ -172,20 +171,19 @@ class Engine(Protocol):
     def num_unfinished(self) -> int:
         """Requests admitted and not yet finished."""
 
-    def num_held(self) -> int:
-        """Prompts whose KV is held for other workers."""
+    def num_leased(self) -> int:
+        """Prompts whose KV is leased to decode workers."""
 
     def report_blocks(self, sink: KvEventSink) -> None:
-        """Tell `sink` of the blocks that are known, and from then on of what becomes known or is
-        forgotten; once.
-        """
+        """Tell `sink` of the cached blocks, and then of blocks cached and evicted; once."""
 
     def transfers(self) -> Mapping[str, float]:
-        """Hand-offs of KV so far, by what became of them; empty for an engine that has none."""
+        """KV transfers so far by outcome; empty for an engine that has none."""
 
-    def hand_off(self) -> int:
-        """End every unfinished request with `Draining`; returns how many. New ones are refused
-        the same way.
+    def migrate_all(self) -> int:
+        """End every unfinished request with `Draining`, so that it migrates; returns how many.
+
+        New requests are refused the same way.
         """
 
     async def stop(self) -> None:

@@ -1,5 +1,5 @@
-"""Admission, drain, and when the engine counts as broken.
+"""Admission of requests, graceful shutdown, and when the engine counts as broken.
 
-`drain` admits requests and lets in-flight requests finish within a budget; `faults` counts
-unforeseen errors.
+`drain` keeps the requests in flight and drains them within a budget; `faults` counts unknown
+errors.
 """

@@ -1,6 +1,4 @@
-"""Admission, and the drain: in-flight requests finish within a budget, the rest are handed to
-another worker.
-"""
+"""Admission and graceful shutdown: requests in flight finish within a budget, the rest migrate."""
 
 from __future__ import annotations
 
@@ -11,125 +9,125 @@ from typing import Protocol
 
 from worker.errors import Draining, InvalidRequest
 
-HAND_OFF_TIMEOUT_S = 2.0
-"""Time for streams to carry `Draining` out to the runtime once the engine has given its requests
-away.
-"""
+MIGRATION_TIMEOUT_S = 2.0
+"""Time for streams to pass `Draining` on to the runtime once the engine has ended its requests."""
 
 FLUSH_S = 1.0
-"""Time for the runtime to send what it was given last; it closes its connections without waiting
-for that.
-"""
+"""Time for the runtime to send its last chunks; it closes connections without waiting for them."""
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightRequest:
     """One admitted request.
 
     Attributes:
         request_id: Id that the runtime gave it.
-        num_tokens: Tokens of prompt and answer so far; only `Gate.grow` changes it.
+        num_tokens: Tokens of prompt and answer so far; only `InFlightRequests.grow` changes it.
     """
 
     request_id: str
     num_tokens: int
 
 
-class Gate:
-    """Who may enter, and who is inside. One event loop only.
+class InFlightRequests:
+    """The requests in flight, and whether new ones are admitted. One event loop only.
 
-    A request leaves at the end of its stream or when it is aborted, whichever comes first: a
+    A request is released at the end of its stream or when it is aborted, whichever comes first: a
     cancelled stream may be closed much later, by the garbage collector, when its id may already
     belong to a new request.
+
+    Attributes:
+        closed: Whether no more requests are admitted.
+        block_size: Tokens per KV block.
+        num_blocks: KV blocks that the requests in flight need.
     """
 
     def __init__(self) -> None:
-        self._inside: dict[str, Flight] = {}
+        self._by_id: dict[str, InFlightRequest] = {}
         self._empty = asyncio.Event()
         self._empty.set()
-        self._hurry = asyncio.Event()
-        self._last_left: float | None = None
+        self._stop_waiting = asyncio.Event()
+        self._last_release: float | None = None
         self.closed = False
         self.block_size = 1
         self.num_blocks = 0
-        """KV blocks of `block_size` tokens that the requests inside need."""
 
     def __len__(self) -> int:
-        return len(self._inside)
+        return len(self._by_id)
 
-    def enter(self, request_id: str, num_tokens: int) -> Flight:
+    def admit(self, request_id: str, num_tokens: int) -> InFlightRequest:
         """Admit a request.
 
         Raises:
-            Draining: the gate is closed.
-            InvalidRequest: a request with this id is inside already.
+            Draining: no more requests are admitted.
+            InvalidRequest: a request with this id is in flight already.
         """
         if self.closed:
             raise Draining("this worker is shutting down")
-        if request_id in self._inside:
+        if request_id in self._by_id:
             raise InvalidRequest("request id", f"{request_id[:60]!r} is being served already")
-        flight = Flight(request_id, num_tokens)
-        self._inside[request_id] = flight
+        admitted = InFlightRequest(request_id, num_tokens)
+        self._by_id[request_id] = admitted
         self._empty.clear()
         self.num_blocks += self._blocks(num_tokens)
-        return flight
+        return admitted
 
-    def grow(self, flight: Flight, num_tokens: int) -> None:
-        """Count ``num_tokens`` more tokens of a request, if it is still inside."""
-        if self._inside.get(flight.request_id) is flight:
-            before = self._blocks(flight.num_tokens)
-            flight.num_tokens += num_tokens
-            self.num_blocks += self._blocks(flight.num_tokens) - before
+    def grow(self, admitted: InFlightRequest, num_tokens: int) -> None:
+        """Count ``num_tokens`` more tokens of a request, if it is still in flight."""
+        if self._by_id.get(admitted.request_id) is admitted:
+            before = self._blocks(admitted.num_tokens)
+            admitted.num_tokens += num_tokens
+            self.num_blocks += self._blocks(admitted.num_tokens) - before
 
-    def leave(self, flight: Flight) -> None:
-        """Idempotent."""
-        if self._inside.get(flight.request_id) is flight:
-            self.evict(flight.request_id)
+    def release(self, admitted: InFlightRequest) -> None:
+        """The request has ended. Idempotent."""
+        if self._by_id.get(admitted.request_id) is admitted:
+            self.release_id(admitted.request_id)
 
-    def evict(self, request_id: str) -> bool:
-        """Make the request with this id leave; whether there was one."""
-        flight = self._inside.pop(request_id, None)
-        if flight is not None:
-            self._last_left = asyncio.get_running_loop().time()
-            self.num_blocks -= self._blocks(flight.num_tokens)
-        if not self._inside:
+    def release_id(self, request_id: str) -> bool:
+        """Release the request with this id; whether there was one."""
+        admitted = self._by_id.pop(request_id, None)
+        if admitted is not None:
+            self._last_release = asyncio.get_running_loop().time()
+            self.num_blocks -= self._blocks(admitted.num_tokens)
+        if not self._by_id:
             self._empty.set()
-        return flight is not None
+        return admitted is not None
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def close(self) -> None:
-        """Admit nobody from now on."""
+        """Admit no more requests."""
         self.closed = True
 
-    def hurry(self) -> None:
-        """End the drain's patience."""
-        self._hurry.set()
+    def stop_waiting(self) -> None:
+        """End `wait_empty`: what is in flight is to migrate at once."""
+        self._stop_waiting.set()
 
     async def wait_empty(self, timeout_s: float) -> None:
-        """Until everybody has left, `timeout_s` is over, or somebody is in a hurry."""
-        waits = {asyncio.create_task(event.wait()) for event in (self._empty, self._hurry)}
+        """Until no request is in flight, `timeout_s` is over, or `stop_waiting` was called."""
+        waits = {asyncio.create_task(event.wait()) for event in (self._empty, self._stop_waiting)}
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
 
-    async def wait_handed_off(self) -> None:
-        """Until everybody has left, or `HAND_OFF_TIMEOUT_S` is over."""
+    async def wait_migrated(self) -> None:
+        """Until no request is in flight, or `MIGRATION_TIMEOUT_S` is over."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), HAND_OFF_TIMEOUT_S)
+            await asyncio.wait_for(self._empty.wait(), MIGRATION_TIMEOUT_S)
 
-    async def settle(self) -> None:
-        """Until the last one who left has been gone for `FLUSH_S`."""
-        if self._last_left is not None:
-            elapsed = asyncio.get_running_loop().time() - self._last_left
+    async def wait_flushed(self) -> None:
+        """Until `FLUSH_S` after the last release."""
+        if self._last_release is not None:
+            elapsed = asyncio.get_running_loop().time() - self._last_release
             await asyncio.sleep(max(0.0, FLUSH_S - elapsed))
 
 
-class GivesAway(Protocol):
-    """Whoever can end every request that is left with `Draining`."""
+class MigratesRequests(Protocol):
+    """What can end every request in flight with `Draining`, so that the runtime migrates it."""
 
-    def hand_off(self) -> int:
+    def migrate_all(self) -> int:
         """Do so; returns how many there were."""
 
 
@@ -139,21 +137,21 @@ class DrainOutcome:
 
     Attributes:
         num_finished: Requests that were in flight and finished (or were cancelled by their client).
-        num_handed_off: Requests that ended with `Draining`.
+        num_migrated: Requests that ended with `Draining`.
     """
 
     num_finished: int
-    num_handed_off: int
+    num_migrated: int
 
 
-async def drain(gate: Gate, engine: GivesAway, budget_s: float) -> DrainOutcome:
-    """Close the gate, wait up to ``budget_s`` for the requests inside, give the rest away."""
-    gate.close()
-    inside = len(gate)
-    await gate.wait_empty(budget_s)
-    remaining = len(gate)
+async def drain(in_flight: InFlightRequests, engine: MigratesRequests, budget_s: float) -> DrainOutcome:
+    """Admit no more requests, wait up to ``budget_s`` for those in flight, let the rest migrate."""
+    in_flight.close()
+    before = len(in_flight)
+    await in_flight.wait_empty(budget_s)
+    remaining = len(in_flight)
     if remaining:
-        engine.hand_off()
-        await gate.wait_handed_off()
-    await gate.settle()
-    return DrainOutcome(inside - remaining, remaining)
+        engine.migrate_all()
+        await in_flight.wait_migrated()
+    await in_flight.wait_flushed()
+    return DrainOutcome(before - remaining, remaining)

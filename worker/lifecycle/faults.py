@@ -1,4 +1,4 @@
-"""When errors that nobody foresaw mean that the engine is broken."""
+"""When unknown errors mean that the engine is broken."""
 
 from __future__ import annotations
 

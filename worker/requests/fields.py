@@ -254,7 +254,7 @@ def _refused(path: str, why: str, *neutral: Any) -> Field:
 _U64 = 2**64
 _ROUTER = "for the router, which has acted on it"
 _PICTURES = "this worker serves text only"
-_HAND_OFF = "hand-offs of this kind are not supported: prefill answers before decode begins"
+_BOOTSTRAP = "KV transfer of this kind is not supported: prefill answers before decode begins"
 _ALLOWED = "Runs as the processor allowed_tokens: only these. An end token, too, must be listed, as in vLLM."
 _BAD_WORDS = "Runs as the processor bad_words: sequences of token ids that the answer must not have."
 
@@ -412,8 +412,8 @@ FIELDS: tuple[Field, ...] = (
     _honoured(
         "prefill_result", prefill_result, "On a decode worker: where the prompt's KV is (docs/disaggregation.md)."
     ),
-    _refused("bootstrap_info", _HAND_OFF),
-    _refused("staged_kv_cleanup", _HAND_OFF),
+    _refused("bootstrap_info", _BOOTSTRAP),
+    _refused("staged_kv_cleanup", _BOOTSTRAP),
 )
 
 

@@ -57,7 +57,7 @@ class GenerationRequest:
         require_reasoning: Whether the grammar starts after the thinking.
         annotations: The client's annotations, verbatim.
         cache_salt: Requests share KV only with those of the same salt.
-        prefill_result: What the prefill worker handed over, with the frontend's additions; None
+        prefill_result: Parameters of the KV transfer, with the frontend's additions; None
             without one.
         is_probe: Whether this is the runtime's health probe.
     """

@@ -31,7 +31,7 @@ from worker.errors import (
     ServingError,
     StartupError,
 )
-from worker.lifecycle.drain import FLUSH_S, HAND_OFF_TIMEOUT_S
+from worker.lifecycle.drain import FLUSH_S, MIGRATION_TIMEOUT_S
 
 if TYPE_CHECKING:
     from dynamo.common.backend.engine import EngineConfig
@@ -97,7 +97,7 @@ def allow_drain(drain_timeout_s: float, environ: MutableMapping[str, str]) -> No
     Raises:
         ConfigurationError: the operator's own limit is malformed, or shorter than the drain.
     """
-    needed = math.ceil(drain_timeout_s + HAND_OFF_TIMEOUT_S + FLUSH_S)
+    needed = math.ceil(drain_timeout_s + MIGRATION_TIMEOUT_S + FLUSH_S)
     given = environ.get(SHUTDOWN_LIMIT)
     if not given:
         environ[SHUTDOWN_LIMIT] = str(needed + 10)
@@ -204,7 +204,7 @@ def to_dynamo(error: ServingError) -> Exception:
     return Unknown(str(error))
 
 
-def leave() -> None:
+def shut_down() -> None:
     """Ask the runtime to shut this process down: unregister, grace period, `cleanup`, return
     from `run`.
     """

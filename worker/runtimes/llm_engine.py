@@ -24,8 +24,8 @@ from adapters.catalog import Selection
 from worker import __version__
 from worker.arguments import Arguments
 from worker.build import Built, build
-from worker.disaggregation.hand_offs import HandOffs, TransferMetrics
 from worker.disaggregation.seal import Seal
+from worker.disaggregation.serving import DisaggregatedServing, TransferMetrics
 from worker.engines import Engine, EngineInfo, SelfReporting, TokenDelta
 from worker.errors import (
     Draining,
@@ -38,7 +38,7 @@ from worker.errors import (
     ServingError,
     StartupError,
 )
-from worker.lifecycle.drain import Flight, Gate, drain
+from worker.lifecycle.drain import InFlightRequest, InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
 from worker.metrics import WorkerMetrics
 from worker.processors.builder import ProcessorDesk, make_desk
@@ -58,7 +58,7 @@ _OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
     (InvalidRequest, "refused"),
     (RequestFailed, "failed"),
     (Overloaded, "overloaded"),
-    (Draining, "handed_off"),
+    (Draining, "migrated"),
     (EngineBroken, "engine_broken"),
     (ProcessorUnavailable, "unavailable"),
     (GrammarsUnavailable, "unavailable"),
@@ -69,7 +69,7 @@ _OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
 class _Serving:
     """One admitted request."""
 
-    flight: Flight
+    admitted: InFlightRequest
     builder: ResponseBuilder
     deltas: AsyncGenerator[TokenDelta, None]
     request: GenerationRequest
@@ -113,12 +113,12 @@ class WorkerEngine(LLMEngine):
         *,
         seal: Seal | None = None,
         smoke: bool = False,
-        leave: Callable[[], None] = runtime.leave,
+        shut_down: Callable[[], None] = runtime.shut_down,
         open_desk: Callable[[Arguments, EngineInfo, CollectorRegistry], ProcessorDesk] = make_desk,
     ) -> None:
-        """``seal`` signs hand-offs; prefill and decode workers need one.
+        """``seal`` signs KV transfers; prefill and decode workers need one.
 
-        ``leave`` asks the runtime to shut this process down; it is called at most once, when the
+        ``shut_down`` asks the runtime to shut this process down; called at most once, when the
         engine broke.
 
         ``open_desk`` makes the desk that turns selections into chains, in a thread, once the model
@@ -126,10 +126,10 @@ class WorkerEngine(LLMEngine):
         """
         self.engine = engine
         self.arguments = arguments
-        self.gate = Gate()
-        self.metrics = WorkerMetrics(self.gate)
-        self.hand_offs = HandOffs(
-            arguments.disaggregation_mode, seal, arguments.kv_hold_s, arguments.max_local_prefills
+        self.in_flight = InFlightRequests()
+        self.metrics = WorkerMetrics(self.in_flight)
+        self.disaggregation = DisaggregatedServing(
+            arguments.disaggregation_mode, seal, arguments.kv_lease_s, arguments.max_local_prefills
         )
         self.startup_error: str | None = None
         self.broken: str | None = None
@@ -140,7 +140,7 @@ class WorkerEngine(LLMEngine):
         self._smoke: SmokeTest | None = None
         self._faults = FaultWindow()
         self._seeds = random.Random(secrets.randbits(128))  # the system's own would let go of the interpreter each time
-        self._leave = leave
+        self._shut_down = shut_down
         self._info: EngineInfo | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._publisher: Any = None
@@ -176,13 +176,13 @@ class WorkerEngine(LLMEngine):
         gc.collect()
         gc.freeze()  # model and vocabulary stay; collections that look at them would hold up a step for milliseconds
         self._info = info
-        self.gate.block_size = info.kv_block_size
+        self.in_flight.block_size = info.kv_block_size
         if isinstance(self.engine, SelfReporting):
             self.engine.tell_broken(self._break)
             self.engine.tell_load(self._take_load)
         self.metrics.describe_engine(info)
         if self.arguments.disaggregation_mode != "aggregated":
-            TransferMetrics(self.engine, self.hand_offs, self.metrics.registry)
+            TransferMetrics(self.engine, self.disaggregation, self.metrics.registry)
         return runtime.engine_config(info, self.arguments)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
@@ -198,7 +198,7 @@ class WorkerEngine(LLMEngine):
                         if chunk is not None:
                             yield chunk
             finally:
-                self._in_loop(self._leave_gate, serving)
+                self._in_loop(self._release, serving)
         except (GeneratorExit, asyncio.CancelledError):  # the runtime drops a stream that nobody reads any more
             if not finished:
                 self._in_loop(self.metrics.count_outcome, "cancelled")
@@ -218,53 +218,55 @@ class WorkerEngine(LLMEngine):
         request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size))
         prompt = request.prompt_token_ids
         selection = desk.select(request, metadata)
-        part = self.hand_offs.part_of(request, selection)
-        flight = self.gate.enter(request_id, 0)  # inside while its grammars compile, but without KV
+        part = self.disaggregation.part_of(request, selection)
+        admitted = self.in_flight.admit(request_id, 0)  # in flight while its grammars compile, but without KV
         try:
             work = self._parameters(request, desk, selection, info)
-            params = await (self._while_inside(flight, work) if selection.processors else work)
+            params = await (self._while_in_flight(admitted, work) if selection.processors else work)
             builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
             builder.num_cached_tokens = part.num_cached_tokens
             deltas = self.engine.generate(request_id, prompt, params, part.kv, request.cache_salt)
             if selection.deadline is not None:
                 deltas = until(selection.deadline, deltas)
-            self.hand_offs.check_room(part)
+            self.disaggregation.check_local_prefills(part)
         except _Aborted:
-            return _Serving(flight, ResponseBuilder(request, frozenset()), _cancelled(), request, selection)
+            return _Serving(admitted, ResponseBuilder(request, frozenset()), _cancelled(), request, selection)
         except BaseException:
-            self._in_loop(self.gate.leave, flight)
+            self._in_loop(self.in_flight.release, admitted)
             raise
-        self.gate.grow(flight, len(prompt))
-        self.hand_offs.enter(flight, part)
+        self.in_flight.grow(admitted, len(prompt))
+        self.disaggregation.admit(admitted, part)
         self._publish_load()
-        return _Serving(flight, builder, deltas, request, selection)
+        return _Serving(admitted, builder, deltas, request, selection)
 
-    async def _while_inside(self, flight: Flight, work: Coroutine[Any, Any, SamplingParams]) -> SamplingParams:
-        """What ``work`` returns, unless `abort` or `hand_off` end it."""
+    async def _while_in_flight(
+        self, admitted: InFlightRequest, work: Coroutine[Any, Any, SamplingParams]
+    ) -> SamplingParams:
+        """What ``work`` returns, unless `abort` or `migrate_all` end it."""
         admission = _Admission(asyncio.create_task(work))
-        self._admissions[flight.request_id] = admission
+        self._admissions[admitted.request_id] = admission
         try:
             await asyncio.wait([admission.task])
             if admission.failure is not None:
                 raise admission.failure
             return admission.task.result()
         finally:
-            self._in_loop(self._leave_admission, flight, admission)
+            self._in_loop(self._end_admission, admitted, admission)
 
-    def _leave_admission(self, flight: Flight, admission: _Admission) -> None:
+    def _end_admission(self, admitted: InFlightRequest, admission: _Admission) -> None:
         admission.task.cancel()  # nobody waits for it any more, and it may not be done
-        if self._admissions.get(flight.request_id) is admission:
-            del self._admissions[flight.request_id]
+        if self._admissions.get(admitted.request_id) is admission:
+            del self._admissions[admitted.request_id]
 
     def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
         self._count_processors(delta)
-        self.hand_offs.leave(serving.flight)
+        self.disaggregation.release(serving.admitted)
         chunk = serving.builder.chunk(delta)
-        self.gate.grow(serving.flight, len(delta.token_ids))
+        self.in_flight.grow(serving.admitted, len(delta.token_ids))
         self._publish_load()
         if delta.kv is not None:
             prompt = serving.request.prompt_token_ids
-            chunk["disaggregated_params"] = self.hand_offs.hand_over(prompt, serving.selection, delta)
+            chunk["disaggregated_params"] = self.disaggregation.transfer_params(prompt, serving.selection, delta)
         if delta.finish_reason is not None:
             self.metrics.count_outcome(delta.finish_reason)
         elif not chunk["token_ids"] and "engine_data" not in chunk:
@@ -320,9 +322,9 @@ class WorkerEngine(LLMEngine):
         else:
             call(*arguments)
 
-    def _leave_gate(self, serving: _Serving) -> None:
-        self.gate.leave(serving.flight)
-        self.hand_offs.leave(serving.flight)
+    def _release(self, serving: _Serving) -> None:
+        self.in_flight.release(serving.admitted)
+        self.disaggregation.release(serving.admitted)
         self._publish_load()
         builder = serving.builder
         self.metrics.count_tokens(builder.num_prompt_tokens, builder.num_cached_tokens, builder.num_generated_tokens)
@@ -332,30 +334,26 @@ class WorkerEngine(LLMEngine):
         self.metrics.count_outcome(outcome)
         if isinstance(error, InvalidRequest):
             self.metrics.count_refusal(error.field)
-            # 1.4.2's frontend keeps the message from many clients. A bad hand-off is none's fault,
-            # but the workers'.
+            # 1.4.2's frontend keeps the message from many clients. A bad KV transfer is none's
+            # fault, but the workers'.
             level = logging.ERROR if error.field.startswith("prefill_result") else logging.WARNING
             logger.log(level, "request %s refused: %s", request_id, error)
         if isinstance(error, EngineBroken):
             self._break(str(error))
 
     def _break(self, reason: str) -> None:
-        """Stop serving for good: hand everything off and let the process leave with a non-zero
-        status.
-        """
+        """Stop serving for good: migrate every request, and exit with a non-zero status."""
         if self.broken is None:
             self.broken = " ".join(reason.split())
             logger.error("engine broken, leaving: %s", self.broken)
-            self.gate.close()
+            self.in_flight.close()
             self._end_admissions(EngineBroken(self.broken))
-            self.engine.hand_off()
-            self._leave()
+            self.engine.migrate_all()
+            self._shut_down()
 
-    def hand_off(self) -> int:
-        """End every request that is left with `Draining`, those that have not reached the engine
-        too.
-        """
-        return self._end_admissions(Draining("this worker is shutting down")) + self.engine.hand_off()
+    def migrate_all(self) -> int:
+        """End every request in flight with `Draining`, those not yet in the engine too."""
+        return self._end_admissions(Draining("this worker is shutting down")) + self.engine.migrate_all()
 
     def _end_admissions(self, failure: Exception) -> int:
         admissions = list(self._admissions.values())
@@ -369,32 +367,28 @@ class WorkerEngine(LLMEngine):
         if request_id in self._admissions:
             self._admissions[request_id].end(_Aborted())
         self.engine.abort(request_id)
-        self.hand_offs.evict(request_id)
-        if self.gate.evict(request_id):
+        self.disaggregation.release_id(request_id)
+        if self.in_flight.release_id(request_id):
             self._publish_load()
 
     async def is_quiescent(self) -> bool:
-        """Whether no decode worker reads from here any more; the runtime asks a prefill worker
-        that is to leave.
-        """
-        return self.engine.num_held() == 0
+        """Whether no lease is left; the runtime asks a prefill worker that is shutting down."""
+        return self.engine.num_leased() == 0
 
     def signalled(self) -> None:
-        """A signal to leave arrived. The second one ends the drain at once: what is in flight is
-        handed off.
-        """
+        """SIGTERM or SIGINT arrived; a second one ends the drain: what is in flight migrates."""
         self._num_signals += 1
         if self._num_signals > 1:
-            self.gate.hurry()
+            self.in_flight.stop_waiting()
 
     async def cleanup(self) -> None:
         """Drain, then stop the engine. Also called after a failed `start`; idempotent."""
         if self._info is not None and not self._drained:
             self._drained = True
             budget_s = 0.0 if self.broken is not None else self.arguments.drain_timeout_s
-            outcome = await drain(self.gate, self, budget_s)
+            outcome = await drain(self.in_flight, self, budget_s)
             self.metrics.count_drain(outcome)
-            logger.info("drained: %d finished, %d handed off", outcome.num_finished, outcome.num_handed_off)
+            logger.info("drained: %d finished, %d migrated", outcome.num_finished, outcome.num_migrated)
         if self._desk is not None:
             await self._desk.close()
         await self.engine.stop()
@@ -436,7 +430,7 @@ class WorkerEngine(LLMEngine):
         if self._publisher is None or self._info is None:
             return
         total = self._info.total_kv_blocks
-        used = min(self.gate.num_blocks if self._used_blocks is None else self._used_blocks, total)
+        used = min(self.in_flight.num_blocks if self._used_blocks is None else self._used_blocks, total)
         if used != self._published_blocks:
             self._published_blocks = used
             snapshot = ComponentSnapshot(used, total, used / total if total else 0.0, dp_rank=0)
@@ -474,8 +468,8 @@ class WorkerEngine(LLMEngine):
             "max_num_seqs": info.max_num_seqs,
             "max_num_batched_tokens": info.max_num_batched_tokens,
             "total_kv_blocks": info.total_kv_blocks,
-            "in_flight": len(self.gate),
-            "draining": self.gate.closed,
+            "in_flight": len(self.in_flight),
+            "draining": self.in_flight.closed,
             "smoke_test": self._smoke is not None,
         }
 

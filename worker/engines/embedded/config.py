@@ -29,19 +29,18 @@ class EmbeddedConfig:
         kernels: ``native`` (our own, for a CPU; see `native`), ``torch``, or ``auto``: native where
             they were built and are the fastest that the processor can do.
         max_num_seqs: Requests decoded in one step at most.
-        max_num_batched_tokens: Tokens computed in one step at most; longer prompts take several
-            steps.
-        max_mixed_chunk: Tokens of a prompt computed in a step that decodes too; with n prompts in
-            hand n times as many in all, less behind a prompt's first tokens, and half of it, less
-            those who decode, while these are few. None means 64 on a CPU, 512 on CUDA, so that a
-            prompt hardly slows those who decode.
+        max_num_batched_tokens: Token budget of a step; longer prompts are prefilled in chunks.
+        max_mixed_chunk: Prompt tokens per prompt in a mixed batch, one that decodes too: with n
+            prompts in prefill or about to be, n times as many. Fewer deep in a prompt, and beside
+            few decode rows; see `Scheduler`. None means 64 on a CPU, 512 on CUDA, so that prompts
+            hardly slow decoding.
         context_length: Longest prompt + answer in tokens; None means the model's own limit.
         kv_block_size: Tokens per KV block.
         kv_blocks: KV blocks to own; None means as many as `max_num_seqs` full contexts need, or as
             fit into memory.
-        max_queue: Requests that may wait for a place; more are refused with `Overloaded`.
+        max_queue: Length of the waiting queue; more requests are refused with `Overloaded`.
         role: ``aggregated``, or ``prefill`` or ``decode`` of disaggregated serving.
-        kv_hold_s: How long a prefill worker holds a prompt's KV for a decode worker, seconds.
+        kv_lease_s: Seconds until a prefill worker's lease on a prompt's KV times out.
         kv_devices: Network devices over which KV is transferred, as in ``UCX_NET_DEVICES``.
         step_timeout_s: Seconds after which a step that has not ended counts as hung and ends the
             process.
@@ -60,7 +59,7 @@ class EmbeddedConfig:
     kv_blocks: int | None = None
     max_queue: int = 256
     role: str = "aggregated"
-    kv_hold_s: float = 30.0
+    kv_lease_s: float = 30.0
     kv_devices: str = "lo"
     step_timeout_s: float = 300.0
 
@@ -86,8 +85,8 @@ class EmbeddedConfig:
             )
         if self.role not in ROLES:
             raise StartupError(f"--disaggregation-mode must be one of {', '.join(ROLES)}, got {self.role!r}")
-        if not 0 < self.kv_hold_s < float("inf"):
-            raise StartupError(f"--kv-hold-s must be above 0 and finite, got {self.kv_hold_s}")
+        if not 0 < self.kv_lease_s < float("inf"):
+            raise StartupError(f"--kv-lease-s must be above 0 and finite, got {self.kv_lease_s}")
         if self.numerics not in NUMERICS:
             raise StartupError(f"--numerics must be one of {', '.join(NUMERICS)}, got {self.numerics!r}")
         if self.kernels not in KERNELS:

@@ -1,4 +1,4 @@
-"""What the words of a step pass to each other: requests, plans, samples and outputs."""
+"""The data types of a step: requests, plans, samples and outputs; and the model's protocol."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCORED_AT_ONCE = 64
-"""Prompt tokens whose logits are held at a time; those of a whole chunk of a large vocabulary
-take gigabytes.
+"""Prompt tokens whose logits are in memory at a time: those of a whole chunk take gigabytes with a
+large vocabulary.
 """
 
 TILE = 32
-"""Tokens of a step that are computed together, where their number is bounded; fastest in whole
-tiles.
-"""
+"""Tokens that a GEMM computes together; a mixed batch is a multiple of it where it is bounded."""
 
 
 class LogitsTap(Protocol):
-    """Is shown a request's logits as the model made them, before any control. It must not keep or
-    change the tensors.
+    """Is shown a request's logits as the model computed them, before any control.
 
-    What it raises ends its own request with an error, and nothing else.
+    It must not keep or change the tensors. What it raises ends its own request with an error, and
+    nothing else.
 
     Attributes:
         wants_generated: Whether it is shown the row of each token that is sampled.
@@ -44,15 +42,13 @@ class LogitsTap(Protocol):
 
     @property
     def wants_prompt(self) -> bool:
-        """Whether rows of prompt tokens are still wanted; as long as they are, no token's KV
-        comes out of a cache.
-        """
+        """Whether rows of prompt tokens are still wanted; until then there is no prefix hit."""
 
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        """Rows ``[n, V]`` of the tokens from `start` on, few at a time; after a preemption from the
-        first one again.
+        """Rows ``[n, V]`` of the tokens from `start` on, few at a time.
 
-        They go on beyond the prompt where the tokens of a step do.
+        After a preemption they come from the first token again, and go on beyond the prompt where
+        the tokens of a step do.
         """
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
@@ -76,18 +72,18 @@ class Request:
         chain: Its logits processors, in the order law's order, over its own history; None if it has
             none.
         choice: Which of several answers to one prompt this is; part of what its draws are made of.
-        tap: Who is shown its logits, None if nobody is.
+        tap: What is shown its logits, None for nothing.
         tap_error: What `tap` has failed with; the request then ends with the next token that it
             would get.
-        keeps_kv: Whether its KV outlives it, for another worker to read; see `exchange`.
+        keeps_kv: Whether its pages are pinned for transfer when it ends; see `KvConnector.lease`.
         cache_salt: It shares KV only with requests of the same salt.
-        arrival: Place in the order of arrival, given by the scheduler.
-        pages: The KV pages of its tokens, in order, while it runs: position p is in
-            ``pages[p // size]`` at slot ``p % size``, `size` being the tokens per page.
+        arrival: Number in the order of arrival, given by the scheduler.
+        pages: Its page table, while it runs: position p is in ``pages[p // page_size]`` at slot
+            ``p % page_size``.
         num_computed: Tokens, from the first on, whose KV is in `pages`.
-        num_cached_tokens: Prompt tokens whose KV was known when it was first admitted; None before.
+        num_cached_tokens: Prompt tokens of the prefix hit at its first admission; None before.
         block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
-        known_blocks: Those that its tokens begin with, as `KvCache.match` found them last.
+        cached_blocks: Its prefix hit, as `KvCache.match_prefix` found it last.
     """
 
     id: str
@@ -109,7 +105,7 @@ class Request:
     num_computed: int = 0
     num_cached_tokens: int | None = None
     block_hashes: list[int] = field(default_factory=list)
-    known_blocks: list[Block] = field(default_factory=list)
+    cached_blocks: list[Block] = field(default_factory=list)
 
     def show_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Show the tap rows of the prompt; see `LogitsTap.see_prompt`."""
@@ -117,9 +113,7 @@ class Request:
             self._show(self.tap.see_prompt, start, logits)
 
     def show_generated(self, logits: torch.Tensor) -> None:
-        """Show the tap the row that the next token is sampled from; see
-        `LogitsTap.see_generated`.
-        """
+        """Show the tap the next token's row; see `LogitsTap.see_generated`."""
         if self.tap is not None and self.tap.wants_generated:
             self._show(self.tap.see_generated, len(self.tokens), logits)
 
@@ -135,9 +129,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens ``[start, stop)`` of one request, computed in one step: prompt, and after a
-    preemption answer too.
-    """
+    """A chunk of a prefill: tokens ``[start, stop)``; after a preemption of the answer too."""
 
     request: Request
     start: int
@@ -157,9 +149,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """The KV of the first `num_tokens` slots of page `source` goes to the same slots of
-    page `target`.
-    """
+    """Copy the first `num_tokens` slots of page `source` to the same slots of page `target`."""
 
     source: int
     target: int
@@ -171,11 +161,11 @@ class Plan:
     """The work of one step.
 
     Attributes:
-        decode: Requests of which the newest token is computed.
-        chunks: Pieces of prompts.
+        decode: Decode rows: requests whose newest token is computed.
+        chunks: Chunks of prompts.
         sampled: Requests that get a token: those of `decode`, then those whose tokens end in
             `chunks`. The same tuple object in consecutive steps means the same rows.
-        copies: Done in this order before anything is written.
+        copies: Copies within the store, in this order, before anything is written.
     """
 
     decode: tuple[Request, ...]
@@ -189,9 +179,7 @@ class Plan:
         return tuple(chunk for chunk in self.chunks if chunk.is_scored)
 
     def logit_rows(self) -> list[int]:
-        """Which of the step's tokens, `decode` first and then chunk by chunk, the rows of logits
-        belong to.
-        """
+        """The indices, among the step's tokens (`decode`, then `chunks`), of the rows of logits."""
         ends = accumulate((chunk.stop - chunk.start for chunk in self.chunks), initial=len(self.decode))
         rows = range(len(self.decode))
         return [*rows, *(end - 1 for chunk, end in zip(self.chunks, list(ends)[1:], strict=True) if chunk.is_last)]
@@ -229,8 +217,8 @@ class Model(Protocol):
         device: Where logits are.
         kv_bytes_per_token: Size of the KV of one token, 0 if there is none.
         wants_dense_kv: Whether a step is faster where the pages that it reads lie densely.
-        numerics: ``exact`` if a row of logits is the same, bit by bit, in any batch and on any
-            path, else ``fast``; known once there is room for KV.
+        numerics: ``exact`` if rows of logits are batch-invariant, else ``fast``; known after
+            `allocate_kv`.
     """
 
     vocab_size: int
@@ -243,15 +231,13 @@ class Model(Protocol):
     numerics: str
 
     def allocate_kv(self, num_pages: int, page_size: int) -> None:
-        """Make room for `num_pages` pages of `page_size` tokens; see
-        `Request.pages`.
-        """
+        """Allocate a KV store of `num_pages` pages of `page_size` tokens; see `Request.pages`."""
 
     def forward(self, plan: Plan) -> torch.Tensor:
-        """Logits ``[n, vocab_size]`` of ``plan.sampled``, of a floating dtype; the sampler may
-        write into them.
+        """Logits ``[n, vocab_size]`` of ``plan.sampled``, of a floating dtype.
 
-        Those of the chunks of ``plan.scored`` go to their requests' taps; see `Plan.show_scored`.
+        The sampler may write into them. Those of the chunks of ``plan.scored`` go to the taps of
+        their requests; see `Plan.show_scored`.
         """
 
 
@@ -289,9 +275,9 @@ class Output:
 
     Attributes:
         token_id: None if it shows no token.
-        num_cached_tokens: Prompt tokens whose KV was known; said with the first token.
+        num_cached_tokens: Prompt tokens of the prefix hit; said with the first token.
         chain: The request's processors, when it ends.
-        kv: Where its KV is held for another worker, when it ends; see `handoff.handle_as_json`.
+        kv: Handle of its leased KV, when it ends; see `handle.handle_as_json`.
     """
 
     request_id: str

@@ -1,11 +1,10 @@
-"""Which tokens each step computes: decode rows first, then prompts, fairly, within the step's
-budget.
-"""
+"""Continuous batching with chunked prefill: which tokens a step computes, in a token budget."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
 
@@ -14,50 +13,48 @@ from worker.engines.embedded.kv_cache import KvCache, hash_blocks
 from worker.engines.embedded.plan import TILE, Chunk, Output, PageCopy, Plan, Request, Samples
 
 FAIR_CHUNK = 128
-"""Tokens of each prompt that a step computes before any prompt gets more, a quarter of the
-budget at most.
+"""Tokens of each prompt that a step computes before any prompt gets more; a quarter of the token
+budget at most. So short prompts do not wait for the end of a long one.
 """
 
 FEW_ROWS = 16
-"""Below this number of requests that decode, a step is so short that a whole mixed chunk takes
-more than two steps.
+"""Below this number of decode rows, a step is so short that ``max_mixed_chunk`` prompt tokens take
+longer than two steps without them.
 """
 
 LONG_CONTEXT = 1024
-"""Tokens after which computing one more of a prompt takes a small model half as long again."""
+"""Position at which attention over the tokens before it makes a prompt token of a small model half
+as expensive again.
+"""
 
 RUNNING_PER_SPARE = 16
-"""Running requests for which one page stays available when another is admitted, so that it does
-not drive one out, or is driven out, at the next full page."""
+"""Running requests per page that an admission leaves available, so that the next full page does not
+lead to a preemption."""
 
 
 class Scheduler:
-    """First come, first served; the last one goes first where memory ends. Pure bookkeeping, one
-    thread.
+    """First come, first served; preemption by recomputation. Pure bookkeeping, one thread.
+
+    Where pages run out, the request that arrived last goes back to the waiting queue. Only the
+    scheduler edits its queues; see `worker.engines.embedded.transfer.connector` for what pins.
 
     ====================  =================  ==================================================
-    a request is          held in            and owns
+    a request is          in                 and owns
     ====================  =================  ==================================================
     waiting               ``waiting``        nothing; after a preemption it has generated tokens
     in prefill            ``prefilling``     pages for all its tokens
     decoding              ``decoding``       pages for all its tokens
-    a guest               ``guests``         pages; `exchange` says why, and does the rest
+    pinned for transfer   ``pinned``         pages that another worker reads, or that are read into
     finished or aborted   nowhere            nothing
     ====================  =================  ==================================================
 
     Args:
-        cache: KV pages.
+        cache: The bookkeeping of the KV pages.
         max_num_seqs: Requests in ``prefilling`` and ``decoding`` together at most.
         max_num_batched_tokens: Tokens in one plan at most; at least `max_num_seqs`.
-        max_mixed_chunk: Prompt tokens per prompt that is waited for in a plan that decodes too;
-            None for no limit. It bounds the time between two tokens of those who decode, except
-            where as many others wait to. Behind `LONG_CONTEXT` tokens it is half as large. Of fewer
-            than `FEW_ROWS`, half of it is the bound, and they count; it becomes a third smaller.
-            Where it is `TILE` or more, the step is whole tiles.
-
-    Attributes:
-        waits_outside: Place in the order of arrival of a request that waits for pages before it
-            can become a guest, None if none does. Nobody who came after it is admitted.
+        max_mixed_chunk: Prompt tokens per prompt in a mixed batch, one that decodes too; None for
+            no limit. It bounds the time between two tokens of the decoding requests; see
+            `_prompt_budget`.
     """
 
     def __init__(
@@ -71,14 +68,14 @@ class Scheduler:
         self.waiting: deque[Request] = deque()  # in order of arrival
         self.prefilling: list[Request] = []
         self.decoding: tuple[Request, ...] = ()
-        self.guests: list[Request] = []
-        self.waits_outside: int | None = None
+        self.pinned: list[Request] = []
+        self._blocked_transfer: Request | None = None  # nobody who arrived after it is admitted
         self._num_arrived = 0
 
     def __repr__(self) -> str:
         return (
             f"Scheduler({len(self.waiting)} waiting, {len(self.prefilling)} in prefill, "
-            f"{len(self.decoding)} decoding, {self.cache!r})"
+            f"{len(self.decoding)} decoding, {len(self.pinned)} pinned, {self.cache!r})"
         )
 
     @property
@@ -88,28 +85,24 @@ class Scheduler:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether there is a prompt of which some is still to be computed."""
+        """Whether prompt tokens are still to be computed."""
         return bool(self.prefilling or self.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request in order of arrival; the store must have room for the longest answer
-        to it.
-        """
+        """Queue a request in order of arrival; its longest answer must fit into the store."""
         longest = self.cache.count_pages(request.limit)
         assert longest <= self.cache.num_pages, f"{request.id} may take {longest} pages: {self!r}"
         self.arrive(request)
         self._enqueue(request)
 
     def arrive(self, request: Request) -> None:
-        """Give a request its place in the order of arrival, unless it has one."""
+        """Number a request in order of arrival, unless it has a number."""
         if request.arrival < 0:
             request.arrival = self._num_arrived
             self._num_arrived += 1
 
     def abort(self, request_id: str) -> Output | None:
-        """Forget a request and free what it holds, between steps; None if it is not here any
-        more.
-        """
+        """Drop a request and free its pages, between steps; None if it is in no queue."""
         for request in (*self.decoding, *self.prefilling, *self.waiting):
             if request.id == request_id:
                 self._remove(request)
@@ -117,55 +110,85 @@ class Scheduler:
         return None
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to the queue, between steps; its KV is computed again when
-        its turn comes.
-        """
+        """Move a running request to the waiting queue, between steps; its KV is recomputed."""
         self._release([request])
         self.num_preemptions += 1
         self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].arrival > request.arrival:
-            place -= 1
-        self.waiting.insert(place, request)
+        index = len(self.waiting)
+        while index and self.waiting[index - 1].arrival > request.arrival:
+            index -= 1
+        self.waiting.insert(index, request)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks of the store in pages that requests own. May be read by any thread."""
+        return self.cache.num_used_blocks
 
     @property
     def has_slot(self) -> bool:
         """Whether one more request may run."""
         return len(self.decoding) + len(self.prefilling) < self.max_num_seqs
 
-    def invite(self, request: Request) -> tuple[PageCopy, ...] | None:
-        """Make a request a guest, with pages for all its tokens and as much KV in them as is
-        known.
+    def pin(self, request: Request) -> tuple[PageCopy, ...] | None:
+        """Allocate pages for all tokens of a request that has arrived, and pin them for transfer.
+
+        Transfers and the waiting queue are served in one order of arrival. Where only pages are
+        missing, nobody who arrived later is admitted until `pin` or `unblock` is called again.
 
         Returns:
-            What has to be copied in the store before anything is written; None if there are too few
-            pages.
+            What must be copied in the store before anything is written; None if there are too few
+            pages, or a request that arrived earlier is waiting.
         """
-        copies = self.cache.admit(request, self._spare())
-        if copies is not None:
-            request.num_cached_tokens = request.num_computed
-            self.guests.append(request)
+        self._blocked_transfer = None
+        if self.waiting and self.waiting[0].arrival < request.arrival:
+            return None
+        copies = self.cache.allocate(request, self._spare())
+        if copies is None:
+            self._blocked_transfer = request
+            return None
+        request.num_cached_tokens = request.num_computed
+        self.pinned.append(request)
         return copies
 
+    def unblock(self, request: Request) -> None:
+        """`pin` will not be called for this request again."""
+        if self._blocked_transfer is request:
+            self._blocked_transfer = None
+
+    def complete_transfer(self, request: Request, num_computed: int) -> None:
+        """The KV of the first `num_computed` tokens of a pinned request has been received."""
+        self.cache.complete(request, num_computed)
+
     def resume(self, request: Request) -> None:
-        """Let a guest run; there must be a slot."""
-        self.guests.remove(request)
+        """Move a pinned request into prefill; there must be a slot."""
+        self.pinned.remove(request)
         self._join(request)
 
-    def dismiss(self, request: Request) -> None:
-        """Free what a guest holds."""
-        self.guests.remove(request)
-        self.cache.release(request)
+    def unpin(self, request: Request) -> None:
+        """Free the pages of a pinned request."""
+        self.pinned.remove(request)
+        self.cache.free(request)
+
+    def detach_pages(self, request: Request) -> Request:
+        """Take a pinned request's pages from it, for as long as something may still write there.
+
+        Returns:
+            A stand-in that owns them; they stay pinned until `unpin` is called for it.
+        """
+        stand_in = replace(request, chain=None)
+        self.pinned[self.pinned.index(request)] = stand_in
+        request.pages, request.num_computed = [], 0
+        return stand_in
 
     def schedule(self, prompts_first: bool = False) -> Plan:
-        """The next step's work; admits waiting requests while slots, KV and budget last.
+        """Plan the next step; admits waiting requests while slots, pages and token budget last.
 
         Args:
-            prompts_first: Leave out the requests that are decoding if there are prompts to compute.
+            prompts_first: Leave out the decoding requests if there are prompt tokens to compute.
         """
-        fits = self._grow()
+        fits = self._append_pages()
         budget = self._prompt_budget()
         copies: tuple[PageCopy, ...] = self._admit(budget) if fits and self.waiting else ()
         chunks = self._cut(budget) if self.prefilling else ()
@@ -176,9 +199,7 @@ class Scheduler:
         return Plan(decode, chunks, decode + ended if ended else decode, copies)
 
     def settle(self, plan: Plan) -> None:
-        """Take over what the step computes, but for the tokens that come out of it; these may
-        still be under way.
-        """
+        """Take over the KV that the step computes; its sampled tokens may still be on their way."""
         for request in plan.decode:
             self.cache.complete(request, request.num_computed + 1)
         for chunk in plan.chunks:
@@ -188,50 +209,63 @@ class Scheduler:
             self.prefilling = [one for one in self.prefilling if one.num_computed < len(one.tokens)]
 
     def commit(self, plan: Plan, samples: Samples) -> list[Output]:
-        """Take over the tokens of a step that was settled; returns one output per sampled row."""
+        """Take over the sampled tokens of a settled step; returns one output per sampled row."""
         outputs = [advance(request, samples, row) for row, request in enumerate(plan.sampled)]
         for row in range(len(plan.decode), len(outputs)):
             outputs[row].num_cached_tokens = plan.sampled[row].num_cached_tokens or 0
         finished = [plan.sampled[row] for row, output in enumerate(outputs) if output.finish_reason is not None]
         if finished:
-            self._keep([plan.sampled[row] for row, output in enumerate(outputs) if output.finish_reason == "length"])
+            self.pinned += [
+                request
+                for request, output in zip(plan.sampled, outputs, strict=True)
+                if request.keeps_kv and output.finish_reason == "length"
+            ]
             self._release(finished)
         if self.is_idle:
             self.check_integrity()
         return outputs
 
     def check_integrity(self) -> None:
-        """Every live request is in one place and every KV page has its owners. Raises
-        `AssertionError`.
-        """
+        """Every live request is in one queue and owns its pages. Raises `AssertionError`."""
         running = [*self.prefilling, *self.decoding]
         live = [*running, *self.waiting]
         assert len({id(request) for request in live}) == len(live), f"a request is listed twice: {self!r}"
         assert len(running) <= self.max_num_seqs, f"more than {self.max_num_seqs} requests run: {self!r}"
         assert not any(request.pages for request in self.waiting), f"a waiting request owns pages: {self!r}"
-        self.cache.check_integrity([*running, *self.guests])
+        self.cache.check_integrity([*running, *self.pinned])
 
-    def _grow(self) -> bool:
-        """A page for each decode row whose last one is full; whether that drove nobody out."""
+    def _append_pages(self) -> bool:
+        """A page for each decode row whose last one is full; whether that preempted nobody."""
         size, before = self.cache.page_size, self.num_preemptions
         full = [request for request in self.decoding if request.num_computed == len(request.pages) * size]
         for request in sorted(full, key=_arrival):
-            while request.pages and not self.cache.grow(request):
+            while request.pages and not self.cache.append_page(request):
                 self.preempt(max((*self.decoding, *self.prefilling), key=_arrival))
         return self.num_preemptions == before
 
     def _prompt_budget(self) -> int:
-        """Prompt tokens that the next step may compute."""
+        """Prompt tokens that the next step may compute.
+
+        While requests decode, prompts are to slow them by about two steps and no more, so a mixed
+        batch gets ``max_mixed_chunk`` prompt tokens, corrected for what makes them cheap or dear.
+        """
         most = self.max_num_batched_tokens - len(self.decoding)
         if self.max_mixed_chunk is None or not self.decoding:
             return most
         rows, chunk, part = len(self.decoding), self.max_mixed_chunk, 2
         if rows < FEW_ROWS:
+            # a step with few rows is short: half a chunk already takes as long as two of them, and
+            # the rows themselves count
             chunk, part = max(1, chunk // 2 - rows), 3
+        # One chunk for each prompt that a client waits for: with n of them a decoding request
+        # waits n times as long, but so would n clients if they had to share one chunk.
         new = min(self.max_num_seqs - rows - len(self.prefilling), len(self.waiting))
         wanted = chunk * (len(self.prefilling) + new)
+        # Attention makes tokens deep in a prompt dearer, so there are fewer of them: a third or
+        # half less behind LONG_CONTEXT tokens, in proportion before.
         wanted -= sum(chunk * min(one.num_computed, LONG_CONTEXT) // (part * LONG_CONTEXT) for one in self.prefilling)
         if wanted >= TILE:
+            # GEMMs compute whole tiles of tokens, decode rows among them: a started tile is paid
             wanted = (rows + wanted + TILE // 2) // TILE * TILE - rows
         return min(most, wanted)
 
@@ -244,12 +278,12 @@ class Scheduler:
             return ()
         copies: list[PageCopy] = []
         pending = self._pending(self.prefilling)
-        for request in list(islice(self.waiting, slots)):  # one that is passed over keeps its slot free
-            if self.waits_outside is not None and request.arrival > self.waits_outside:
+        for request in list(islice(self.waiting, slots)):  # one that is skipped keeps its slot free
+            if self._blocked_transfer is not None and request.arrival > self._blocked_transfer.arrival:
                 break
-            if pending and self._awaits(request, pending):
+            if pending and self._awaits_prefix(request, pending):
                 continue
-            copied = self.cache.admit(request, self._spare())
+            copied = self.cache.allocate(request, self._spare())
             if copied is None:
                 break
             copies += copied
@@ -261,7 +295,7 @@ class Scheduler:
         return tuple(copies)
 
     def _spare(self) -> int:
-        """Pages that are to stay available: as many as running requests will soon need."""
+        """Pages that an admission must leave available: running requests will need them soon."""
         running = (*self.decoding, *self.prefilling)
         growth = sum(self.cache.count_pages(one.limit) - len(one.pages) for one in running)
         return min(growth, -(-len(running) // RUNNING_PER_SPARE))
@@ -277,24 +311,23 @@ class Scheduler:
         self.prefilling.sort(key=_arrival)
 
     def _pending(self, requests: Iterable[Request]) -> set[int]:
-        """Hashes of the blocks that are being computed."""
+        """Hashes of the blocks that `requests` are about to compute."""
         size = self.cache.block_size
         return {each for one in requests for each in hash_blocks(one, size)[one.num_computed // size :]}
 
-    def _awaits(self, request: Request, pending: set[int]) -> bool:
-        """Whether the larger part of what a request has to compute is being computed for another
-        one.
+    def _awaits_prefix(self, request: Request, pending: set[int]) -> bool:
+        """Whether more than half of what a request has to compute is about to be cached.
+
+        It then waits for that prefix hit: n choices of one prompt compute the prompt once.
         """
-        first = len(self.cache.match(request))
+        first = len(self.cache.match_prefix(request))
         shared = 0
         while first + shared < len(request.block_hashes) and request.block_hashes[first + shared] in pending:
             shared += 1
         return 2 * shared * self.cache.block_size > len(request.tokens) - first * self.cache.block_size
 
     def _cut(self, budget: int) -> tuple[Chunk, ...]:
-        """Chunks of the prompts: a fair one for each while the budget lasts; the oldest get what
-        is left.
-        """
+        """Chunks of the prompts: a fair one each while the budget lasts, the rest to the oldest."""
         fair = max(_fair_chunk(budget), budget // (2 * len(self.prefilling)))
         left = budget
         counts = []
@@ -315,17 +348,13 @@ class Scheduler:
         else:
             self._release([request])
 
-    def _keep(self, requests: list[Request]) -> None:
-        """Make those guests whose KV another worker wants."""
-        self.guests += [request for request in requests if request.keeps_kv]
-
     def _release(self, requests: list[Request]) -> None:
         gone = set(map(id, requests))
         self.decoding = tuple(request for request in self.decoding if id(request) not in gone)
         self.prefilling = [request for request in self.prefilling if id(request) not in gone]
         for request in requests:
-            if request not in self.guests:
-                self.cache.release(request)
+            if request not in self.pinned:
+                self.cache.free(request)
 
 
 _arrival = attrgetter("arrival")
@@ -340,7 +369,7 @@ def _remaining(request: Request) -> int:
 
 
 def advance(request: Request, samples: Samples, row: int) -> Output:
-    """Append the token sampled in `row` to `request`, and say what the caller is to hear of it."""
+    """Append the token sampled in `row` to `request`; returns what its stream is told."""
     chain = request.chain
     if samples.errors and row in samples.errors:
         return Output(request.id, finish_reason="error", error=samples.errors[row], chain=chain)
@@ -359,8 +388,6 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
 
 
 def _accept(chain: ProcessorChain, token_id: int, position: int, ends: bool) -> dict[str, object] | None:
-    """Tell the chain; its receipt so far, if the request wants one, with the attribution where
-    the answer ``ends``.
-    """
+    """Tell the chain; returns its receipt so far if wanted, with the attribution at the end."""
     chain.accept(token_id, position)
     return {"logits_processors": chain.report(attribution=ends)} if chain.wants_receipt else None

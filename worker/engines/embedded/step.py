@@ -1,4 +1,4 @@
-"""The engine's loop body: synchronous, one thread, no I/O."""
+"""One step of the engine: synchronous, one thread."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from worker.engines.embedded.kv_cache import KvCache, choose_page_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.scheduler import Scheduler
-from worker.engines.embedded.transfer import Exchange, KvHandle
+from worker.engines.embedded.transfer import KvConnector, KvHandle
 
 MIXED_CHUNKS = {"cpu": 64, "cuda": 512}
-"""What takes about as long as decoding two steps; see `EmbeddedConfig.max_mixed_chunk`."""
+"""Prompt tokens that take about as long as two steps that only decode, by device type; the default
+of `EmbeddedConfig.max_mixed_chunk`.
+"""
 
 STARVED_POLL_S = 0.005
-"""How soon to try again where requests wait for KV that is held for other workers."""
+"""How soon to try again where requests wait for pages that are pinned for transfer."""
 
 
 class Stepper:
@@ -27,60 +29,55 @@ class Stepper:
         scheduler: What decides the work of a step.
 
     Attributes:
-        exchange: What gives KV to other workers and gets it from them; None where requests are
-            served by one.
+        connector: Leases KV to other workers and receives it from them; None in aggregated serving.
     """
 
     def __init__(self, model: Model, scheduler: Scheduler) -> None:
         self.model = model
         self.scheduler = scheduler
-        self.exchange: Exchange | None = None
+        self.connector: KvConnector | None = None
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
-        self._starved = False  # guests of the scheduler hold what the next request needs
+        self._starved = False  # requests wait, but pages pinned for transfer leave nothing to compute
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
     def add(self, request: Request, kv: KvHandle | None = None) -> None:
-        """Queue a request; it joins at the next step that has room, once the KV that `kv`
-        describes is here.
-        """
+        """Queue a request; one with a handle joins once the KV that it describes has arrived."""
         if request.tap is not None:
             self._tapped.add(request.id)
         if kv is None:
             self.scheduler.add(request)
         else:
-            assert self.exchange is not None
-            self.exchange.receive(request, kv)
+            assert self.connector is not None
+            self.connector.receive(request, kv)
 
     def abort(self, request_id: str) -> Output | None:
-        """Free what a request holds; None if it has ended already."""
+        """End a request and free its pages; None if it has ended already."""
         self._tapped.discard(request_id)
-        if self.exchange is not None and (given_up := self.exchange.abort(request_id)) is not None:
+        if self.connector is not None and (given_up := self.connector.abort(request_id)) is not None:
             return given_up
         return self.scheduler.abort(request_id)
 
     def close(self) -> None:
-        """Give up what is exchanged with other workers."""
-        if self.exchange is not None:
-            self.exchange.close()
+        """End all KV transfers."""
+        if self.connector is not None:
+            self.connector.close()
 
     @property
     def wait_s(self) -> float | None:
-        """How soon `step` should be called: 0 at once, None for no need before a request is
-        added.
-        """
+        """How soon `step` should be called: 0 at once, None for not before a request is added."""
         if not self.scheduler.is_idle:
             return STARVED_POLL_S if self._starved else 0.0
-        return None if self.exchange is None else self.exchange.wait_s
+        return None if self.connector is None else self.connector.wait_s
 
     @torch.inference_mode()
     def step(self, prompts_first: bool = False) -> list[Output]:
         """Compute one step; returns one output for each request that got a token or ended.
 
         Args:
-            prompts_first: Leave out the requests that are decoding if there are prompts to compute.
+            prompts_first: Leave out the decoding requests if there are prompt tokens to compute.
         """
-        if self.exchange is not None:
-            self.exchange.poll()
+        if self.connector is not None:
+            self.connector.poll()
             if self.scheduler.is_idle:
                 return []
         plan = self.scheduler.schedule(prompts_first)
@@ -98,15 +95,15 @@ class Stepper:
         if self._tapped:
             samples.errors |= tap_errors(plan)
         outputs = self.scheduler.commit(plan, samples)
-        if self.exchange is not None and self.scheduler.guests:
-            self.exchange.hold(plan, outputs)
+        if self.connector is not None and self.scheduler.pinned:
+            self.connector.lease(plan, outputs)
         if self._tapped:
             self._tapped -= {output.request_id for output in outputs if output.finish_reason is not None}
         return outputs
 
 
 def show_logits(plan: Plan, logits: torch.Tensor) -> None:
-    """Show every tap the row that its request's token is sampled from."""
+    """Show every tap the row that its request's next token is sampled from."""
     for row, request in enumerate(plan.sampled):
         request.show_generated(logits[row])
 
@@ -123,9 +120,7 @@ def plan_edits(plan: Plan) -> Edits:
 
 
 def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> Stepper:
-    """A stepper for `model`, with a KV store of `num_kv_blocks` blocks. Raises `StartupError` if
-    they do not fit.
-    """
+    """A stepper for `model` with `num_kv_blocks` KV blocks; `StartupError` if they do not fit."""
     page_size = choose_page_size(config.kv_block_size, config.context_length or model.context_length)
     num_pages = num_kv_blocks * config.kv_block_size // page_size
     model.allocate_kv(num_pages, page_size)

@@ -128,7 +128,7 @@ class TrtllmEngine(RuntimeReports):
     async def _drain_prefill(self) -> None:
         """KV that decode workers have not fetched is lost with the executor."""
         if self.config.role == "prefill" and not isinstance(self._refusal, EngineBroken):
-            wait = self._last_prefill + self.config.kv_hold_s - asyncio.get_running_loop().time()
+            wait = self._last_prefill + self.config.kv_lease_s - asyncio.get_running_loop().time()
             if wait > 0:
                 await asyncio.sleep(wait)
 
@@ -251,7 +251,7 @@ class TrtllmEngine(RuntimeReports):
         """Requests admitted and not yet finished."""
         return len(self._flights)
 
-    def hand_off(self) -> int:
+    def migrate_all(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many
         were ended.
         """
@@ -276,9 +276,11 @@ class TrtllmEngine(RuntimeReports):
             raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not keep salts apart")
         number = next(self._numbers)
         lowered = lower(params, prompt, number, self._served)
-        places = self.config.max_num_seqs + self.config.max_queue
-        if len(self._flights) >= places:
-            raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
+        if len(self._flights) >= self.config.max_num_seqs + self.config.max_queue:
+            raise Overloaded(
+                f"the queue is full: {self.config.max_num_seqs} requests may run and {self.config.max_queue} wait; "
+                "retry later or elsewhere"
+            )
         flight = self._flight(request_id, lowered, params, self._info.context_length - len(prompt))
         flight.number = str(number)
         adapter = self._adapter(flight, lowered, params)
@@ -364,7 +366,7 @@ class TrtllmEngine(RuntimeReports):
         flight.handed_logprobs = _logprobs_of(hand_off)
         flight.must_not_abort = True
         if flight.chain is not None:
-            flight.chain.receipt.mode = "hand-off"
+            flight.chain.receipt.mode = "disaggregated"
         return given
 
     async def _pump(self, flight: Flight, params: SamplingParams, kv: KeepKv | ReadKv | None) -> None:

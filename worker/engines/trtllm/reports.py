@@ -50,7 +50,7 @@ class RuntimeReports:
         """
         self._on_load = callback
 
-    def num_held(self) -> int:
+    def num_leased(self) -> int:
         """None that the worker knows of: TensorRT-LLM holds and moves KV itself."""
         return 0
 

@@ -57,8 +57,8 @@ class TrtllmConfig:
         fails_open: What Dynamo's own adapter does with a failing processor: the request goes on
             without it.
         role: ``prefill`` and ``decode`` hand over through TensorRT-LLM's cache transceiver.
-        kv_hold_s: Seconds that a prefill worker stays after its last prompt, so that decode workers
-            can fetch the KV.
+        kv_lease_s: Seconds that a prefill worker stays after its last prompt, so that decode
+            workers can fetch the KV.
         canary_interval_s: Seconds without a response after which a canary is sent.
         canary_timeout_s: Seconds that its answer may take.
     """
@@ -71,7 +71,7 @@ class TrtllmConfig:
     history: Literal["exact", "lagged"] = "exact"
     fails_open: bool = False
     role: Role = "aggregated"
-    kv_hold_s: float = 30.0
+    kv_lease_s: float = 30.0
     canary_interval_s: float = 10.0
     canary_timeout_s: float = 60.0
 
@@ -126,7 +126,7 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         history="exact" if arguments.history == "exact" else "lagged",
         fails_open=arguments.processor_errors == "open",
         role=role,
-        kv_hold_s=arguments.kv_hold_s,
+        kv_lease_s=arguments.kv_lease_s,
     )
 
 

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from worker.engines.embedded import native
 from worker.engines.embedded.attention.online_softmax import Kernel, Shapes, partial_softmax
 from worker.engines.embedded.attention.torch_calls import Layout, lay_out
-from worker.engines.embedded.kv_cache import KvStore, Span
+from worker.engines.embedded.kv_cache import KvStore, SequenceSlice
 
 IMPLEMENTATION = "embedded_kv_store"
 STEP_ARGUMENT = "embedded_step"
@@ -31,14 +31,16 @@ class AttentionStep:
 
     Args:
         store: KV of all layers.
-        spans: The rows, in the order of their tokens.
+        sequences: The rows, in the order of their tokens.
         places: Page and slot of each token, ``[2, T]``.
         shapes: How calls may be shaped.
     """
 
-    def __init__(self, store: KvStore, spans: Sequence[Span], places: torch.Tensor, shapes: Shapes) -> None:
+    def __init__(
+        self, store: KvStore, sequences: Sequence[SequenceSlice], places: torch.Tensor, shapes: Shapes
+    ) -> None:
         self._store = store
-        self._spans = spans
+        self._sequences = sequences
         self._places = (places[0], places[1])
         self._shapes = shapes
         self._layouts: dict[int, Layout] = {}
@@ -71,7 +73,7 @@ class AttentionStep:
             return self._attend_natively(layer, query, scale, window, softcap)
         layout = self._layouts.get(window)
         if layout is None:
-            layout = lay_out(self._spans, keys, window, query, softcap is None, self._shapes)
+            layout = lay_out(self._sequences, keys, window, query, softcap is None, self._shapes)
             self._layouts[window] = layout
         if layout.queries is not None:
             query = query.index_select(0, layout.queries)
@@ -117,7 +119,7 @@ class AttentionStep:
     ) -> torch.Tensor:
         keys, values = self._store.keys[layer], self._store.values[layer]
         if self._tiles is None:
-            self._tiles = native.Tiles(self._spans, query.shape[1] // keys.shape[1])
+            self._tiles = native.Tiles(self._sequences, query.shape[1] // keys.shape[1])
         return native.attend(query, keys, values, self._tiles, scale, window, softcap)
 
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
-from worker.engines.embedded.kv_cache import Span
+from worker.engines.embedded.kv_cache import SequenceSlice
 
 _Pair = tuple[int, int, int, int, int]
 """Page, token, column of the table (-1 for a result that nobody wants), keys seen from and
@@ -83,14 +83,14 @@ class _Planner:
 
     def __init__(
         self,
-        spans: Sequence[Span],
+        sequences: Sequence[SequenceSlice],
         keys: torch.Tensor,
         window: int,
         query: torch.Tensor,
         may_flash: bool,
         shapes: Shapes,
     ) -> None:
-        self._spans = spans
+        self._sequences = sequences
         self._kv_heads, self._size = keys.shape[1:3]
         self._page_bytes = 2 * keys[0].nbytes
         self._window = window
@@ -104,33 +104,33 @@ class _Planner:
         self._table: torch.Tensor = torch.empty(0)  # [T, S]: result of each page, -1 where a token does not see it
 
     def layout(self) -> Layout:
-        count = sum(span.stop - span.start for span in self._spans)
-        depth = max(len(self._seen(span)) for span in self._spans)
+        count = sum(sequence.stop - sequence.start for sequence in self._sequences)
+        depth = max(len(self._seen(sequence)) for sequence in self._sequences)
         self._table = torch.full((count, depth), -1)
         self._plan_single_tokens()
         token = 0
-        for span in self._spans:
-            if span.stop - span.start > 1:
-                self._plan_many_tokens(span, token)
-            token += span.stop - span.start
+        for sequence in self._sequences:
+            if sequence.stop - sequence.start > 1:
+                self._plan_many_tokens(sequence, token)
+            token += sequence.stop - sequence.start
         return self._finish()
 
-    def _seen(self, span: Span) -> range:
-        """Pages, by their place in the sequence, that any token of `span` sees."""
-        first = max(0, span.start - self._window + 1) if self._window else 0
-        return range(first // self._size, (span.stop - 1) // self._size + 1)
+    def _seen(self, sequence: SequenceSlice) -> range:
+        """Pages, by their place in the sequence, that any token of `sequence` sees."""
+        first = max(0, sequence.start - self._window + 1) if self._window else 0
+        return range(first // self._size, (sequence.stop - 1) // self._size + 1)
 
     def _plan_single_tokens(self) -> None:
         pairs: list[_Pair] = []
         token = 0
-        for span in self._spans:
-            if span.stop - span.start == 1:
-                lowest = max(0, span.stop - self._window) if self._window else 0
-                for column, place in enumerate(self._seen(span)):
+        for sequence in self._sequences:
+            if sequence.stop - sequence.start == 1:
+                lowest = max(0, sequence.stop - self._window) if self._window else 0
+                for column, place in enumerate(self._seen(sequence)):
                     begin = place * self._size
-                    seen = max(0, lowest - begin), min(self._size, span.stop - begin)
-                    pairs.append((span.pages[place], token, column, *seen))
-            token += span.stop - span.start
+                    seen = max(0, lowest - begin), min(self._size, sequence.stop - begin)
+                    pairs.append((sequence.page_table[place], token, column, *seen))
+            token += sequence.stop - sequence.start
         if not pairs:
             return
         pairs = self._bridge(sorted(pairs))
@@ -160,46 +160,46 @@ class _Planner:
             bridged.append(pair)
         return bridged
 
-    def _plan_many_tokens(self, span: Span, token: int) -> None:
-        seen = self._seen(span)
-        rows = torch.arange(token, token + span.stop - span.start)
-        num_whole = self._num_whole(span, len(rows))
+    def _plan_many_tokens(self, sequence: SequenceSlice, token: int) -> None:
+        seen = self._seen(sequence)
+        rows = torch.arange(token, token + sequence.stop - sequence.start)
+        num_whole = self._num_whole(sequence, len(rows))
         scores = 4 * len(rows) * self._like.shape[1] * self._size  # bytes of one page's
-        for start, stop, stride in _runs([span.pages[place] for place in seen[:num_whole]]):
+        for start, stop, stride in _runs([sequence.page_table[place] for place in seen[:num_whole]]):
             most = max(1, _BYTES_OF_SCORES // scores) if stride > 0 else 1
             for first in range(start, stop, most):
                 count = min(most, stop - first)
                 results = torch.arange(self._results, self._results + count * len(rows)).view(count, -1)
                 self._table[rows, first : first + count] = results.T
                 self._call(
-                    span.pages[seen[first]],
+                    sequence.page_table[seen[first]],
                     stride,
                     rows.expand(count, -1),
                     torch.zeros(count, len(rows), dtype=torch.long),
                     torch.full((count, len(rows)), self._size),
                 )
         for column in range(num_whole, len(seen)):
-            self._plan_page(span, token, column, seen[column])
+            self._plan_page(sequence, token, column, seen[column])
 
-    def _num_whole(self, span: Span, tokens: int) -> int:
+    def _num_whole(self, sequence: SequenceSlice, tokens: int) -> int:
         """Pages, from the first on, that every token sees whole, where their calls may be
         one.
         """
         if self._window or self._shapes.tokens not in (None, tokens):
             return 0
-        return span.start // self._size
+        return sequence.start // self._size
 
-    def _plan_page(self, span: Span, token: int, column: int, place: int) -> None:
+    def _plan_page(self, sequence: SequenceSlice, token: int, column: int, place: int) -> None:
         begin = place * self._size
-        last = begin + self._size - 1 + self._window if self._window else span.stop
-        first, stop = max(span.start, begin), min(span.stop, last)
-        rows = torch.arange(token + first - span.start, token + stop - span.start)
+        last = begin + self._size - 1 + self._window if self._window else sequence.stop
+        first, stop = max(sequence.start, begin), min(sequence.stop, last)
+        rows = torch.arange(token + first - sequence.start, token + stop - sequence.start)
         self._table[rows, column] = torch.arange(self._results, self._results + len(rows))
         padded = _tiles(rows, self._shapes.tokens)
-        positions = padded + (span.start - token)
+        positions = padded + (sequence.start - token)
         ends = (positions + 1 - begin).clamp_(max=self._size)
         begins = (positions + (1 - self._window - begin)).clamp_(min=0) if self._window else torch.zeros_like(ends)
-        self._call(span.pages[place], 0, padded, begins, ends)
+        self._call(sequence.page_table[place], 0, padded, begins, ends)
 
     def _call(self, first: int, stride: int, queries: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> None:
         """Entries for query tokens ``[entries, tokens]``, each of which sees keys from `begins`
@@ -267,16 +267,21 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def lay_out(
-    spans: Sequence[Span], keys: torch.Tensor, window: int, query: torch.Tensor, may_flash: bool, shapes: Shapes
+    sequences: Sequence[SequenceSlice],
+    keys: torch.Tensor,
+    window: int,
+    query: torch.Tensor,
+    may_flash: bool,
+    shapes: Shapes,
 ) -> Layout:
-    """The calls of a step whose rows are `spans`.
+    """The calls of a step whose rows are `sequences`.
 
     Args:
-        spans: The rows, in the order of their tokens.
+        sequences: The rows, in the order of their tokens.
         keys: Of one layer's store.
         window: Tokens that a token sees, itself among them; 0 means all.
         query: ``[T, H, D]``, of which only the sizes and the device count.
         may_flash: Whether the fused kernel computes what is wanted, on a CPU.
         shapes: How calls may be shaped.
     """
-    return _Planner(spans, keys, window, query, may_flash, shapes).layout()
+    return _Planner(sequences, keys, window, query, may_flash, shapes).layout()

@@ -8,7 +8,7 @@ decides how large it is.
 from worker.engines.embedded.kv_cache.blocks import ROOT, Block, BlocksRemoved, BlocksStored, hash_blocks
 from worker.engines.embedded.kv_cache.budget import choose_kv_blocks, choose_page_size, is_out_of_memory
 from worker.engines.embedded.kv_cache.cache import KvCache
-from worker.engines.embedded.kv_cache.store import KvStore, Span
+from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice
 
 __all__ = [
     "ROOT",
@@ -17,7 +17,7 @@ __all__ = [
     "BlocksStored",
     "KvCache",
     "KvStore",
-    "Span",
+    "SequenceSlice",
     "choose_kv_blocks",
     "choose_page_size",
     "hash_blocks",

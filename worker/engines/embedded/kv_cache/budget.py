@@ -19,14 +19,15 @@ machine need some.
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 
 PAGE_TOKENS = 256
-"""Largest page. Long ones make few parts per row of attention, short ones waste less at the
-end of a sequence.
+"""Tokens per page at most. Long pages make few calls per row of attention, short ones waste fewer
+slots at the end of a sequence.
 """
 
 
 def choose_page_size(block_size: int, context_length: int) -> int:
-    """Tokens per page: whole blocks, `PAGE_TOKENS` at most, and no more than a context takes;
-    one block at least.
+    """Tokens per page: whole blocks, `PAGE_TOKENS` at most, one context at most.
+
+    One block at least, however large it is.
 
     Args:
         block_size: Tokens per block.
@@ -105,8 +106,7 @@ and 1.
 
 
 def free_in_container(root: Path) -> int | None:
-    """Bytes below the memory limit of the container that this process runs in; None if it has no
-    limit.
+    """Bytes below the memory limit of this process's container; None if it has no limit.
 
     Args:
         root: Where the control groups are mounted.

@@ -1,4 +1,4 @@
-"""Where keys and values are: pages of every layer, and which of them a row of a step reads."""
+"""The KV store: keys and values of every layer in pages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from worker.engines.embedded.plan import PageCopy
 
 @dataclass(slots=True)
 class KvStore:
-    """Keys and values of every layer: tensors ``[num_pages, num_kv_heads, page_size,
-    head_dim]``, finite.
+    """Keys and values of each layer: ``[num_pages, num_kv_heads, page_size, head_dim]``.
+
+    They are finite everywhere: attention multiplies what its mask hides by 0, and a NaN there would
+    survive that.
     """
 
     keys: list[torch.Tensor]
@@ -25,16 +27,29 @@ class KvStore:
         self._key_slots = [_wide(each).transpose(1, 2) for each in self.keys]
         self._value_slots = [_wide(each).transpose(1, 2) for each in self.values]
 
-    def write(
-        self, layer: int, places: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """Put ``key, value [T, num_kv_heads, head_dim]`` into the pages and slots `places`."""
-        self._key_slots[layer].index_put_(places, _wide(key))
-        self._value_slots[layer].index_put_(places, _wide(value))
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Keys of each layer, then values of each layer."""
+        return [*self.keys, *self.values]
 
-    def open(self, pages: Sequence[int]) -> None:
-        """Zero pages that are written from their first slot on: a NaN left there would get
-        past every mask.
+    def write(
+        self, layer: int, slot_mapping: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Write a step's KV of one layer.
+
+        Args:
+            layer: Index of the layer.
+            slot_mapping: Page and slot of each token, int64 ``[T]`` each.
+            key: ``[T, num_kv_heads, head_dim]``.
+            value: ``[T, num_kv_heads, head_dim]``.
+        """
+        self._key_slots[layer].index_put_(slot_mapping, _wide(key))
+        self._value_slots[layer].index_put_(slot_mapping, _wide(value))
+
+    def zero(self, pages: Sequence[int]) -> None:
+        """Zero pages in every layer, before their first slot is written.
+
+        KV of another request, or a NaN, must not stay behind that slot.
         """
         if pages:
             index = torch.tensor(pages, device=self.keys[0].device)
@@ -42,7 +57,7 @@ class KvStore:
                 tensor.index_fill_(0, index, 0)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copy the beginnings of pages, in every layer, and zero what is behind them."""
+        """Copy the first slots of pages in every layer, in order, and zero those behind them."""
         for tensor in (*self.keys, *self.values) if copies else ():
             for each in copies:
                 tensor[each.target, :, : each.num_tokens] = tensor[each.source, :, : each.num_tokens]
@@ -50,18 +65,23 @@ class KvStore:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as 64-bit numbers, where a row holds whole ones: they are moved by number,
-    not by byte.
+    """The same bytes as 64-bit numbers, where a head's KV of a token is a multiple of 64 bits.
+
+    ``index_put_`` moves elements one by one, and these are fewer.
     """
     return tensor.view(torch.int64) if tensor.shape[-1] * tensor.itemsize % 8 == 0 else tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """One row of a step: tokens at positions ``[start, stop)`` of the sequence stored in
-    `pages`.
+class SequenceSlice:
+    """A row of a step: the tokens of a sequence that it computes, and the sequence's page table.
+
+    Attributes:
+        page_table: Position p is in ``page_table[p // page_size]`` at slot ``p % page_size``.
+        start: First position that is computed.
+        stop: Past the last one.
     """
 
-    pages: Sequence[int]
+    page_table: Sequence[int]
     start: int
     stop: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from worker.engines.embedded.kv_cache import Span
+from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.plan import Plan, Request
 
 
@@ -17,16 +17,16 @@ class Batch:
         positions: In their sequences.
         pages: Where their KV goes.
         slots: Likewise, within the page.
-        spans: The rows.
-        opened: Pages of which the first slot is written.
+        sequences: The rows.
+        new_pages: Pages of which the first slot is written.
     """
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    opened: list[int] = field(default_factory=list)
+    sequences: list[SequenceSlice] = field(default_factory=list)
+    new_pages: list[int] = field(default_factory=list)
 
 
 def pack(plan: Plan, page_size: int) -> Batch:
@@ -42,12 +42,12 @@ def pack(plan: Plan, page_size: int) -> Batch:
 def _append(batch: Batch, request: Request, start: int, stop: int, size: int) -> None:
     batch.ids += request.tokens[start:stop]
     batch.positions += range(start, stop)
-    batch.spans.append(Span(request.pages, start, stop))
+    batch.sequences.append(SequenceSlice(request.pages, start, stop))
     while start < stop:
         page, slot = request.pages[start // size], start % size
         end = min(stop, start - slot + size)
         batch.pages += [page] * (end - start)
         batch.slots += range(slot, slot + end - start)
         if slot == 0:
-            batch.opened.append(page)
+            batch.new_pages.append(page)
         start = end

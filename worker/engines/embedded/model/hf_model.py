@@ -141,21 +141,20 @@ class HfModel:
         is_nearly_full = tile and count > tile and -count % tile < tile // 4
         return -count % (tile if is_nearly_full else self._row_step)
 
-    def kv_tensors(self) -> list[torch.Tensor]:
-        """The store: keys of each layer, then values of each layer, ``[pages, heads,
-        page_size, head_dim]``.
-        """
-        return [*self._store.keys, *self._store.values]
+    @property
+    def kv_store(self) -> KvStore:
+        """Its keys and values; empty before `allocate_kv`."""
+        return self._store
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
         """Logits in the model's dtype; see `Model.forward`."""
         batch = pack(plan, self._page_size)
         self._store.copy(plan.copies)
-        self._store.open(batch.opened)
+        self._store.zero(batch.new_pages)
         tensors = torch.tensor([batch.ids, batch.positions, batch.pages, batch.slots])
         tensors = tensors.to(self.device, non_blocking=True)
-        step = attention.AttentionStep(self._store, batch.spans, tensors[2:], self._shapes)
+        step = attention.AttentionStep(self._store, batch.sequences, tensors[2:], self._shapes)
         padding = self._padding(len(batch.ids))
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
         hidden = self._network.hidden(ids, positions, step)

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 
 from worker.engines.embedded.attention import AttentionStep, Kernel, Shapes
-from worker.engines.embedded.kv_cache import KvStore, Span
+from worker.engines.embedded.kv_cache import KvStore, SequenceSlice
 from worker.engines.embedded.model.gemm import NativeProduct
 from worker.engines.embedded.model.linear import Linear, Shape, Tiles
 from worker.engines.embedded.plan import TILE
@@ -159,24 +159,31 @@ def _is_invariant(shapes: Shapes, sizes: AttentionSizes, num_threads: int) -> bo
     shape = (8, sizes.kv_heads, sizes.page_size, sizes.width)
     store = KvStore(*([torch.zeros(shape, dtype=sizes.dtype)] for _ in range(2)))
 
-    def attend(spans: list[Span]) -> torch.Tensor:
-        positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-        homes = torch.tensor([span.pages[p // sizes.page_size] for span in spans for p in _positions(span)])
-        step = AttentionStep(store, spans, torch.stack((homes, positions % sizes.page_size)), shapes)
+    def attend(sequences: list[SequenceSlice]) -> torch.Tensor:
+        positions = torch.cat([torch.arange(sequence.start, sequence.stop) for sequence in sequences])
+        homes = torch.tensor(
+            [sequence.page_table[p // sizes.page_size] for sequence in sequences for p in _positions(sequence)]
+        )
+        step = AttentionStep(store, sequences, torch.stack((homes, positions % sizes.page_size)), shapes)
         return step.attend(0, query[positions], key[positions], value[positions], sizes.width**-0.5, 0, sizes.softcap)
 
     homes = ([0, 1], [4, 3], [2, 6])
-    expected = attend([Span(homes[0], 0, count)])
+    expected = attend([SequenceSlice(homes[0], 0, count)])
     for home in homes[1:]:
-        attend([Span(home, 0, count)])
+        attend([SequenceSlice(home, 0, count)])
     sample = sorted({*range(0, count, 23), *range(min(count, 5)), sizes.page_size - 1, sizes.page_size})
-    alone = [[Span(homes[p % 3], p, p + 1)] for p in sample]
-    together = [[Span(homes[0], p, p + 1) for p in sample], [Span(homes[p % 3], p, p + 1) for p in sample]]
-    pieces = [[Span(homes[1], p, min(count, p + 7)), Span(homes[2], 5, 6)] for p in sample]
+    alone = [[SequenceSlice(homes[p % 3], p, p + 1)] for p in sample]
+    together = [
+        [SequenceSlice(homes[0], p, p + 1) for p in sample],
+        [SequenceSlice(homes[p % 3], p, p + 1) for p in sample],
+    ]
+    pieces = [[SequenceSlice(homes[1], p, min(count, p + 7)), SequenceSlice(homes[2], 5, 6)] for p in sample]
     cuts = sorted({0, min(33, count), min(70, count), count // 3, count // 2, count})
-    longer = [[Span(homes[2], start, stop)] for start, stop in pairwise(cuts)]
+    longer = [[SequenceSlice(homes[2], start, stop)] for start, stop in pairwise(cuts)]
     groups = [*alone, *together, *pieces, *longer]
-    return all(torch.equal(attend(spans), expected[[p for s in spans for p in _positions(s)]]) for spans in groups)
+    return all(
+        torch.equal(attend(sequences), expected[[p for s in sequences for p in _positions(s)]]) for sequences in groups
+    )
 
 
 def _are_products_invariant(shapes: Shapes, sizes: AttentionSizes) -> bool:
@@ -216,5 +223,5 @@ def _cancelling(
     return torch.cat((left, left), 2)[:, :, order].contiguous(), torch.cat((right, -right), 1)[:, order].contiguous()
 
 
-def _positions(span: Span) -> range:
-    return range(span.start, span.stop)
+def _positions(sequence: SequenceSlice) -> range:
+    return range(sequence.start, sequence.stop)

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from worker.engines.embedded.kv_cache import Span
+from worker.engines.embedded.kv_cache import SequenceSlice
 
 _VERSION = 1
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
@@ -247,20 +247,20 @@ class Tiles:
     """Which tokens of a step `attend` takes together, and where their keys lie.
 
     Args:
-        spans: The rows, in the order of their tokens.
+        sequences: The rows, in the order of their tokens.
         group: Heads that share keys.
     """
 
-    def __init__(self, spans: Sequence[Span], group: int) -> None:
+    def __init__(self, sequences: Sequence[SequenceSlice], group: int) -> None:
         most = _QUERIES // group
         pages: list[int] = []
         tiles: list[tuple[int, int, int, int]] = []
         token = 0
-        for span in spans:
-            for first in range(span.start, span.stop, most):
-                tiles.append((token + first - span.start, min(most, span.stop - first), first, len(pages)))
-            token += span.stop - span.start
-            pages += span.pages
+        for sequence in sequences:
+            for first in range(sequence.start, sequence.stop, most):
+                tiles.append((token + first - sequence.start, min(most, sequence.stop - first), first, len(pages)))
+            token += sequence.stop - sequence.start
+            pages += sequence.page_table
         self.pages = torch.tensor(pages)
         self.tiles = torch.tensor(tiles)
 

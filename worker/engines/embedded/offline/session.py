@@ -72,11 +72,6 @@ class Session:
         return list(self._jobs)
 
     @property
-    def suspended_ids(self) -> list[str]:
-        """Prompts that are suspended."""
-        return list(self._suspended)
-
-    @property
     def is_idle(self) -> bool:
         """Whether there is nothing to compute."""
         return not (self._live or self._waiting)

@@ -18,7 +18,14 @@ from worker.engines.embedded.plan import Model, Output, Request
 from worker.engines.embedded.serving.step_thread import MIN_AHEAD, RUN_AHEAD, Abort, Listen, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
 from worker.engines.embedded.step import Stepper, make_stepper
-from worker.engines.embedded.transfer import Exchange, KvHandle, fingerprint, handle_from_json, note_mode, open_exchange
+from worker.engines.embedded.transfer import (
+    KvConnector,
+    KvHandle,
+    fingerprint,
+    handle_from_json,
+    note_mode,
+    open_connector,
+)
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, ServingError, StartupError
 from worker.sampling import SamplingParams
 
@@ -55,9 +62,9 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
     stepper = make_stepper(config, model, num_kv_blocks)
     if config.role != "aggregated":
         if not isinstance(model, HfModel):
-            raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to hand over")
+            raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to transfer")
         identity = fingerprint(config.model_path)
-        stepper.exchange = open_exchange(model.kv_tensors(), stepper.scheduler, config, identity, model.made_by)
+        stepper.connector = open_connector(model.kv_store, stepper.scheduler, config, identity, model.made_by)
     return stepper, info
 
 
@@ -75,7 +82,7 @@ class EmbeddedEngine:
         self._model: Model | None = None
         self._info: EngineInfo | None = None
         self._thread: StepThread | None = None
-        self._exchange: Exchange | None = None
+        self._connector: KvConnector | None = None
         self._streams: dict[str, Stream] = {}
         self._behind: set[Stream] = set()  # those whose consumers are behind
         self._numbers = count()
@@ -97,7 +104,7 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         self._thread = StepThread(stepper, self._deliver, self._break, loop, self.config.step_timeout_s)
         self._model = stepper.model
-        self._exchange = stepper.exchange
+        self._connector = stepper.connector
         self._info = info
         self._thread.start()
         return info
@@ -137,9 +144,9 @@ class EmbeddedEngine:
         """Requests admitted and not yet finished."""
         return len(self._streams)
 
-    def num_held(self) -> int:
-        """Prompts whose KV is held for other workers."""
-        return 0 if self._exchange is None else self._exchange.num_held
+    def num_leased(self) -> int:
+        """Prompts whose KV is leased to decode workers."""
+        return 0 if self._connector is None else self._connector.num_leased
 
     def report_blocks(self, sink: KvEventSink) -> None:
         """Tell `sink` of the blocks in the cache, and from now on of what becomes of them."""
@@ -147,18 +154,14 @@ class EmbeddedEngine:
         self._thread.tell(Listen(sink))
 
     def transfers(self) -> dict[str, float]:
-        """Hand-offs so far by what became of them, the seconds that reads took, and the blocks
-        in use now.
-        """
-        if self._exchange is None:
+        """KV transfers so far by outcome, seconds that reads took, and blocks in use now."""
+        if self._connector is None:
             return {}
-        exchange = self._exchange
-        return {**exchange.counts, "seconds": exchange.seconds, "used_blocks": exchange.num_used_blocks}
+        connector = self._connector
+        return {**connector.counts, "seconds": connector.seconds, "used_blocks": connector.num_used_blocks}
 
-    def hand_off(self) -> int:
-        """End every unfinished request with `Draining`, and refuse new ones; returns how many
-        were ended.
-        """
+    def migrate_all(self) -> int:
+        """End every unfinished request with `Draining`, and refuse new ones; returns how many."""
         return self._end_all(Draining("the worker is shutting down"))
 
     async def stop(self) -> None:
@@ -188,24 +191,24 @@ class EmbeddedEngine:
         request = admit(request_id, next(self._numbers), prompt, params, self._model, self._info.context_length)
         request.cache_salt = cache_salt
         handle = self._part(request, kv)
-        places = self.config.max_num_seqs + self.config.max_queue
-        if len(self._streams) >= places:
-            raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
+        if len(self._streams) >= self.config.max_num_seqs + self.config.max_queue:
+            raise Overloaded(
+                f"the queue is full: {self.config.max_num_seqs} requests may run and {self.config.max_queue} wait; "
+                "retry later or elsewhere"
+            )
         stream = self._streams[request_id] = Stream(request_id)
         self._thread.tell(Submit(request, handle))
         return stream
 
     def _part(self, request: Request, kv: KeepKv | ReadKv | None) -> KvHandle | None:
-        """Make `request` this worker's part of what was asked; where its prompt's KV is, if
-        elsewhere.
-        """
+        """Turn `request` into this worker's part of it; returns the handle of its KV, if any."""
         if kv is None:
             if self.config.role == "decode":
                 note_mode(request, "local prefill")
             return None
-        assert self._exchange is not None, f"an {self.config.role} engine exchanges no KV"
+        assert self._connector is not None, f"an {self.config.role} engine transfers no KV"
         if isinstance(kv, ReadKv):
-            return handle_from_json(kv.handle, self._exchange.layout, request.prompt_length)
+            return handle_from_json(kv.handle, self._connector.layout, request.prompt_length)
         request.keeps_kv = True
         request.params, request.chain, request.end_ids = SamplingParams(), None, frozenset()
         request.limit = request.prompt_length + 1
@@ -216,7 +219,7 @@ class EmbeddedEngine:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
-                continue  # ended by hand_off or stop
+                continue  # ended by migrate_all or stop
             stream.push(output)
             if stream.finished:
                 del self._streams[output.request_id]

@@ -1,12 +1,12 @@
 """KV transfer from a prefill worker to a decode worker.
 
-`connector` is a worker's part in it, step by step; `nixl` reads remote memory with NIXL; `handle`
-is the JSON object that tells a decode worker what to read; `layout` is the arithmetic of where a
-sequence's KV lies.
+`connector` is a worker's part in it, step by step; `transport` reads remote KV, with `nixl` and
+under `leases`; `handle` says where leased KV is, `params` for which request it was computed, and
+`layout` has the arithmetic. Below the scheduler: the connector knows a protocol of it.
 """
 
-from worker.engines.embedded.transfer.connector import Exchange, note_mode, open_exchange
-from worker.engines.embedded.transfer.handle import fingerprint, handle_from_json
-from worker.engines.embedded.transfer.nixl import KvHandle
+from worker.engines.embedded.transfer.connector import KvConnector, note_mode, open_connector
+from worker.engines.embedded.transfer.fingerprint import fingerprint
+from worker.engines.embedded.transfer.handle import KvHandle, handle_from_json
 
-__all__ = ["Exchange", "KvHandle", "fingerprint", "handle_from_json", "note_mode", "open_exchange"]
+__all__ = ["KvConnector", "KvHandle", "fingerprint", "handle_from_json", "note_mode", "open_connector"]

@@ -1,5 +1,6 @@
-"""Where the KV of a sequence lies in a store of pages, and what two stores must have in
-common. Pure arithmetic.
+"""Where a sequence's KV is in a store of pages, and what two stores must have in common.
+
+Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ class KvLayout:
     numerics: str = "fast"
 
     def difference(self, other: KvLayout) -> str | None:
-        """The first attribute in which they differ, with both values (`other`'s is the prefill
-        worker's), or None.
-        """
+        """The first difference, with both values (`other` is the prefill worker's), or None."""
         for name in (field.name for field in fields(self)):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
@@ -50,16 +49,15 @@ class KvLayout:
 
 
 def pieces(layout: KvLayout, target: Sequence[int], source: Sequence[int], start: int, stop: int) -> list[list[int]]:
-    """The contiguous pieces of positions ``[start, stop)`` in one tensor ``[pages, heads,
-    page_size, head_dim]``.
+    """Contiguous pieces of positions ``[start, stop)`` in one tensor of a store.
 
-    A whole page is one piece, together with its neighbours where both sides have them in a row;
-    part of a page is one piece per head.
+    The tensor is ``[pages, heads, page_size, head_dim]``. A whole page is one piece, together with
+    its neighbours where both sides have them in a row; part of a page is one piece per head.
 
     Args:
         layout: Of both sides.
-        target: The reader's pages, in order.
-        source: The holder's pages, in order.
+        target: The decode worker's pages, in order.
+        source: The prefill worker's pages, in order.
         start: First position.
         stop: Past the last position.
 
@@ -92,8 +90,8 @@ def descriptors(found: list[list[int]], sides: Sequence[tuple[Sequence[int], int
 
     Args:
         found: What `pieces` found.
-        sides: Addresses of the tensors and the device that they lie on: the reader's, and the
-            holder's.
+        sides: Addresses of the tensors and the index of their device: the decode worker's, and the
+            prefill worker's.
         itemsize: Bytes per element.
     """
     table = np.array(found, dtype=np.uint64) * np.uint64(itemsize)
@@ -120,14 +118,13 @@ def slices(sizes: Array, limit: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Address and size of spans, in the order of addresses, those without a gap between them made
-    one.
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Address and size of memory ranges, in the order of addresses, adjacent ones made one.
 
-    What is registered as one has one remote key, and every hand-off carries the keys.
+    What is registered as one has one remote key, and every handle carries the keys.
     """
     found: list[tuple[int, int]] = []
-    for address, size in sorted(spans):
+    for address, size in sorted(ranges):
         if found and sum(found[-1]) == address:
             found[-1] = (found[-1][0], found[-1][1] + size)
         else:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from exchange_doubles import BLOCK, CONTEXT, Side, run
+from connector_doubles import BLOCK, CONTEXT, Side, run
 from kv_doubles import WIDTH, answer
 
-from worker.engines.embedded.transfer import nixl
+from worker.engines.embedded.transfer.transport import KvRead
 
 
 class Pair(SimpleNamespace):
@@ -38,13 +38,13 @@ class Pair(SimpleNamespace):
 
 @pytest.fixture
 def now() -> list[float]:
-    """The holder's clock."""
+    """The prefill worker's clock."""
     return [0.0]
 
 
 @pytest.fixture
 def pair(now: list[float]) -> Iterator[Pair]:
-    both = Pair(prefill=Side(hold_s=60.0, clock=lambda: now[0]), decode=Side())
+    both = Pair(prefill=Side(lease_s=60.0, clock=lambda: now[0]), decode=Side())
     yield both
     for side in both:
         side.close()
@@ -62,29 +62,29 @@ def test_the_same_tokens_and_nothing_left(pair: Pair, length: int) -> None:
     assert pair.prefill.outputs["one"][-1].finish_reason == "length"
     assert pair.prefill.tokens("one") == []
     pair.settle()
-    counts = pair.decode.exchange.counts
-    assert pair.prefill.exchange.counts == {"held": 1, "taken": 1}
+    counts = pair.decode.connector.counts
+    assert pair.prefill.connector.counts == {"leased": 1, "released": 1}
     if length > BLOCK:
         assert counts == {"received": 1, "bytes": 2 * 8 * (length - 1)}
         answered = len(answer(prompt, 10))
         assert pair.decode.model.num_computed == answered  # the prompt's last position, the answer but for its last
     else:
-        assert counts == {"known": 1}
+        assert counts == {"cached": 1}
 
 
 def test_what_decode_knows_is_not_sent(pair: Pair) -> None:
     common = prompt_of(100)
     first, second = common + prompt_of(20, 1), common + prompt_of(60, 2)
     assert pair.serve("first", first, 5) == answer(first, 5)
-    before = pair.decode.exchange.counts["bytes"]
+    before = pair.decode.connector.counts["bytes"]
     assert pair.serve("second", second, 5) == answer(second, 5)
-    assert pair.decode.exchange.counts["bytes"] - before == 2 * 8 * (len(second) - 1 - 100)
+    assert pair.decode.connector.counts["bytes"] - before == 2 * 8 * (len(second) - 1 - 100)
     assert pair.serve("again", first, 5) == answer(first, 5)
-    assert pair.decode.exchange.counts["known"] == 1
+    assert pair.decode.connector.counts["cached"] == 1
     pair.settle()
 
 
-def test_prefill_reuses_its_own_blocks_for_what_it_holds(pair: Pair) -> None:
+def test_prefill_reuses_cached_blocks_under_several_leases(pair: Pair) -> None:
     prompt = prompt_of(150)
     for name in ("first", "second"):
         pair.prefill.prefill(name, prompt)
@@ -97,13 +97,13 @@ def test_prefill_reuses_its_own_blocks_for_what_it_holds(pair: Pair) -> None:
     pair.settle()
 
 
-def test_a_hold_ends_in_time_and_a_late_reader_computes(pair: Pair, now: list[float]) -> None:
+def test_a_lease_times_out_and_a_late_reader_computes(pair: Pair, now: list[float]) -> None:
     prompt = prompt_of(90)
     pair.prefill.prefill("late", prompt)
     pair.run(lambda: pair.prefill.finished("late"))
     handle = pair.prefill.handle("late")
     pair.prefill.step()
-    assert pair.prefill.exchange.num_held == 1
+    assert pair.prefill.connector.num_leased == 1
     now[0] = 61.0
     pair.prefill.step()
     assert pair.prefill.is_empty
@@ -114,34 +114,34 @@ def test_a_hold_ends_in_time_and_a_late_reader_computes(pair: Pair, now: list[fl
     pair.decode.decode("late", prompt, handle, 8)
     pair.run(lambda: pair.decode.finished("late"))
     assert pair.decode.tokens("late") == answer(prompt, 8)
-    assert pair.decode.exchange.counts == {"expired": 1}
-    assert pair.prefill.exchange.counts["timed_out"] == 1
+    assert pair.decode.connector.counts == {"expired": 1}
+    assert pair.prefill.connector.counts["timed_out"] == 1
     now[0] = 200.0
     pair.settle()
 
 
-def test_a_hold_that_ends_under_a_reader_is_noticed(
+def test_a_lease_that_ends_under_a_reader_is_noticed(
     pair: Pair, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl, "SLICE_BYTES", 64)
+    monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", 64)
     monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
     prompt = prompt_of(200)
     pair.prefill.prefill("torn", prompt)
     pair.run(lambda: pair.prefill.finished("torn"))
     pair.decode.decode("torn", prompt, pair.prefill.handle("torn"), 8)
     pair.run(lambda: bool((pair.decode.model.keys != -1).any()))  # some of it has come
-    assert not pair.decode.exchange.counts
+    assert not pair.decode.connector.counts
     now[0] = 61.0
     pair.prefill.step()
     pair.prefill.model.keys.fill_(-7)
     pair.run(lambda: pair.decode.finished("torn"))
     assert pair.decode.tokens("torn") == answer(prompt, 8)
-    assert pair.decode.exchange.counts == {"expired": 1}
+    assert pair.decode.connector.counts == {"expired": 1}
     pair.settle()
 
 
-def test_too_many_holds_fail_their_request_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.prefill.exchange.port, "publish", lambda pages: None)
+def test_too_many_leases_fail_their_request_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair.prefill.connector.transport, "grant", lambda pages: None)
     pair.prefill.prefill("one", prompt_of(50))
     pair.run(lambda: pair.prefill.finished("one"))
     assert pair.prefill.finished("one") == "error"
@@ -153,9 +153,9 @@ def test_too_many_holds_fail_their_request_alone(pair: Pair, monkeypatch: pytest
 def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(200)
     pair.serve("connect", prompt_of(40, 9), 2)
-    exchange = pair.decode.exchange
+    connector = pair.decode.connector
     if phase == "reading":
-        monkeypatch.setattr(nixl, "SLICE_BYTES", 64)
+        monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", 64)
         monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
     pair.prefill.prefill("one", prompt)
     pair.run(lambda: pair.prefill.finished("one"))
@@ -163,16 +163,41 @@ def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.Mon
     if phase == "ready":
         monkeypatch.setattr(type(pair.decode.stepper.scheduler), "has_slot", property(lambda self: False))
     reached = {
-        "waiting": lambda: bool(exchange._waiting),
-        "reading": lambda: bool(exchange._reading),
-        "ready": lambda: bool(exchange._ready),
+        "waiting": lambda: bool(connector._waiting),
+        "reading": lambda: bool(connector._reading),
+        "ready": lambda: bool(connector._ready),
         "decoding": lambda: len(pair.decode.tokens("one")) > 1,
     }[phase]
     pair.run(reached)
     pair.decode.abort("one")
     assert pair.decode.finished("one") == "cancelled"
     pair.settle()
-    assert pair.prefill.exchange.counts["taken"] == 2
+    assert pair.prefill.connector.counts["released"] == 2
+
+
+@pytest.mark.parametrize("ending", ["abort", "lost"])
+def test_pages_stay_pinned_while_a_read_cannot_be_cancelled(
+    pair: Pair, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", 64)
+    monkeypatch.setattr("worker.engines.embedded.transfer.connector.IDLE_BUDGET_S", 0.0)
+    prompt = prompt_of(200)
+    pair.prefill.prefill("one", prompt)
+    pair.run(lambda: pair.prefill.finished("one"))
+    pair.decode.decode("one", prompt, pair.prefill.handle("one"), 8)
+    pair.run(lambda: bool((pair.decode.model.keys != -1).any()))  # some of it has come
+    scheduler, release = pair.decode.stepper.scheduler, KvRead.release
+    pages, still_writing = scheduler.pinned[0].pages, [True]
+    monkeypatch.setattr(KvRead, "release", lambda read: not still_writing and release(read))
+    if ending == "abort":
+        pair.decode.abort("one")
+    else:
+        monkeypatch.setattr(KvRead, "poll", lambda read, budget_s: "lost")
+    pair.run(lambda: pair.decode.finished("one"))
+    assert pair.decode.tokens("one") == ([] if ending == "abort" else answer(prompt, 8))
+    assert [one.pages for one in scheduler.pinned] == [pages]
+    still_writing.clear()
+    pair.settle()
 
 
 def test_many_requests_with_disconnects_in_every_phase(pair: Pair, now: list[float]) -> None:
@@ -192,7 +217,7 @@ def test_many_requests_with_disconnects_in_every_phase(pair: Pair, now: list[flo
         for one, (prompt, count) in wanted.items():
             if one not in sent | gone and pair.prefill.finished(one) == "length":
                 sent.add(one)
-                if chance.random() < 0.9:  # the rest never reach decode: their holds time out
+                if chance.random() < 0.9:  # the rest never reach decode: their leases time out
                     pair.decode.decode(one, prompt, pair.prefill.handle(one), count)
                 else:
                     gone.add(one)
@@ -217,16 +242,16 @@ def test_many_requests_with_disconnects_in_every_phase(pair: Pair, now: list[flo
             assert pair.decode.tokens(name) == answer(prompt, count)
     now[0] += 100.0
     pair.settle()
-    counts = pair.prefill.exchange.counts
-    assert counts["held"] == counts["taken"] + counts["timed_out"]
-    assert pair.decode.exchange.counts["received"] > 50
+    counts = pair.prefill.connector.counts
+    assert counts["leased"] == counts["released"] + counts["timed_out"]
+    assert pair.decode.connector.counts["received"] > 50
     assert len(gone) > 50
 
 
 def test_little_memory_on_both_sides(now: list[float]) -> None:
     """Holds and reads wait for each other's memory, and all get through."""
     blocks = 2 * CONTEXT // BLOCK
-    pair = Pair(prefill=Side(hold_s=60.0, kv_blocks=blocks), decode=Side(kv_blocks=blocks))
+    pair = Pair(prefill=Side(lease_s=60.0, kv_blocks=blocks), decode=Side(kv_blocks=blocks))
     prompts = {f"r{number}": prompt_of(180, number) for number in range(12)}
     for name, prompt in prompts.items():
         pair.prefill.prefill(name, prompt)

@@ -9,12 +9,13 @@ import torch
 from kv_doubles import RecallModel, recall_request
 
 from worker.engines.embedded import EmbeddedConfig, Request
+from worker.engines.embedded.kv_cache import KvStore
 from worker.engines.embedded.plan import Output, Plan
 from worker.engines.embedded.step import Stepper, make_stepper
-from worker.engines.embedded.transfer.connector import Exchange
-from worker.engines.embedded.transfer.handle import handle_from_json
+from worker.engines.embedded.transfer.connector import KvConnector
+from worker.engines.embedded.transfer.handle import KvHandle, handle_from_json
 from worker.engines.embedded.transfer.layout import KvLayout
-from worker.engines.embedded.transfer.nixl import KvHandle, KvPort
+from worker.engines.embedded.transfer.transport import KvTransport
 
 CONTEXT = 256
 BLOCK = 4
@@ -31,8 +32,9 @@ class TensorRecallModel(RecallModel):
         self.values = self.keys.clone()
         self.store = [self.keys[page, 0, :, 0] for page in range(num_pages)]  # type: ignore[misc]
 
-    def kv_tensors(self) -> list[torch.Tensor]:
-        return [self.keys, self.values]
+    @property
+    def kv_store(self) -> KvStore:
+        return KvStore([self.keys], [self.values])
 
     def forward(self, plan: Plan) -> torch.Tensor:
         logits = super().forward(plan)
@@ -47,7 +49,7 @@ class Side:
     """One worker: its stepper, and what its requests have said."""
 
     def __init__(
-        self, *, hold_s: float | None = None, clock: Callable[[], float] | None = None, **changes: int
+        self, *, lease_s: float | None = None, clock: Callable[[], float] | None = None, **changes: int
     ) -> None:
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_block_size": BLOCK} | changes
         config = EmbeddedConfig(model_path="unused", device="cpu", context_length=CONTEXT, **settings)  # type: ignore[arg-type]
@@ -56,10 +58,11 @@ class Side:
         self.stepper: Stepper = make_stepper(config, self.model, blocks)
         size = self.model.size
         layout = KvLayout("recall", "int64", 1, 1, 1, BLOCK, size)
-        port = KvPort(self.model.kv_tensors(), layout)
+        store = self.model.kv_store
+        transport = KvTransport(store.tensors, layout)
         timing = {} if clock is None else {"clock": clock}
-        self.exchange = Exchange(port, self.stepper.scheduler, hold_s, **timing)
-        self.stepper.exchange = self.exchange
+        self.connector = KvConnector(transport, store, self.stepper.scheduler, lease_s, **timing)
+        self.stepper.connector = self.connector
         self.num_pages = self.stepper.scheduler.cache.num_available
         self.outputs: dict[str, list[Output]] = {}
 
@@ -84,13 +87,13 @@ class Side:
         self.stepper.add(request)
 
     def handle(self, name: str) -> KvHandle:
-        """Of a prompt that this side holds, as it comes out of JSON."""
+        """Of a prompt that this side has leased, as it comes out of JSON."""
         kv = self.outputs[name][-1].kv
         assert kv is not None, self.outputs[name]
-        return handle_from_json(json.loads(json.dumps(kv)), self.exchange.layout, self._length(kv))
+        return handle_from_json(json.loads(json.dumps(kv)), self.connector.layout, self._length(kv))
 
     def decode(self, name: str, prompt: Sequence[int], handle: KvHandle, count: int) -> None:
-        self.exchange.receive(recall_request(self.model, name, prompt, count), handle)
+        self.connector.receive(recall_request(self.model, name, prompt, count), handle)
 
     def abort(self, name: str) -> None:
         output = self.stepper.abort(name)
@@ -99,17 +102,17 @@ class Side:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody holds a page and nothing is under way."""
+        """Whether nobody owns a page and nothing is under way."""
         scheduler = self.stepper.scheduler
-        return scheduler.is_idle and not scheduler.guests and scheduler.cache.num_available == self.num_pages
+        return scheduler.is_idle and not scheduler.pinned and scheduler.cache.num_available == self.num_pages
 
     def close(self) -> None:
-        self.exchange.close()
+        self.connector.close()
 
     def _length(self, kv: dict[str, object]) -> int:
         pages = kv["pages"]
         assert isinstance(pages, (tuple, list))
-        return len(pages) * self.exchange.layout.page_size
+        return len(pages) * self.connector.layout.page_size
 
 
 def run(sides: Sequence[Side], until: Callable[[], bool], limit: int = 20_000) -> None:
@@ -119,4 +122,4 @@ def run(sides: Sequence[Side], until: Callable[[], bool], limit: int = 20_000) -
             return
         for side in sides:
             side.step()
-    raise AssertionError(f"still not: {[side.exchange for side in sides]}")
+    raise AssertionError(f"still not: {[side.connector for side in sides]}")

@@ -1,4 +1,4 @@
-"""The hand-off from prefill to decode: what it says, and that nothing else is taken for one."""
+"""The parameters of a KV transfer: what they say, and that nothing else is taken for them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.catalog import Requested, Selection
-from worker.engines.embedded.transfer import handle
+from worker.engines.embedded.transfer import params
+from worker.engines.embedded.transfer.fingerprint import fingerprint
+from worker.engines.embedded.transfer.handle import KvHandle, handle_as_json, handle_from_json
 from worker.engines.embedded.transfer.layout import KvLayout
-from worker.engines.embedded.transfer.nixl import KvHandle
-from worker.errors import InvalidRequest, StartupError
+from worker.errors import KV_TRANSFER_FIELD, InvalidRequest, StartupError
 
 LAYOUT = KvLayout("f00d", "float32", layers=2, kv_heads=2, head_dim=4, block_size=4, page_size=16)
 HANDLE = KvHandle("dlw-1", b"\x00meta\xff", "DRAM", 0, (16, 32, 48, 64), LAYOUT, (3, 1), 4096, 99)
@@ -29,20 +30,20 @@ def over_the_wire(data: Any) -> Any:
 
 
 def payload() -> dict[str, Any]:
-    written = handle.write(PROMPT, CHOSEN, handle.handle_as_json(HANDLE), 16)
+    written = params.write(PROMPT, CHOSEN, handle_as_json(HANDLE), 16)
     return dict(over_the_wire(written))
 
 
 def test_what_was_written_is_read() -> None:
-    found = handle.read(payload(), PROMPT, CHOSEN)
+    found = params.read(payload(), PROMPT, CHOSEN)
     assert found.num_cached_tokens == 16
     assert found.prompt_length == len(PROMPT)
-    assert handle.handle_from_json(found.kv, LAYOUT, len(PROMPT)) == HANDLE
+    assert handle_from_json(found.kv, LAYOUT, len(PROMPT)) == HANDLE
 
 
 def refused(data: Any, prompt: list[int] = PROMPT, selection: Selection = CHOSEN) -> str:
     with pytest.raises(InvalidRequest) as error:
-        handle.read(data, prompt, selection)
+        params.read(data, prompt, selection)
     return str(error.value)
 
 
@@ -51,7 +52,7 @@ def refused(data: Any, prompt: list[int] = PROMPT, selection: Selection = CHOSEN
     [None, {}, [], "text", 3, {"sample_handle": "b917", "completed_tokens": [1]}, {"format": "other", "version": 1}],
 )
 def test_a_foreign_one_is_refused_by_name(foreign: Any) -> None:
-    assert refused(foreign).startswith(f"prefill_result.disaggregated_params: must be of format {handle.FORMAT}")
+    assert refused(foreign).startswith(f"prefill_result.disaggregated_params: must be of format {params.FORMAT}")
 
 
 def test_another_version_is_refused_with_both() -> None:
@@ -87,7 +88,7 @@ def test_one_for_other_processors_is_refused(selection: Selection) -> None:
 
 def test_where_processors_were_asked_for_does_not_matter() -> None:
     elsewhere = Selection(tuple(replace(one, path="policy") for one in CHOSEN.processors), receipt="debug")
-    assert handle.read(payload(), PROMPT, elsewhere).prompt_length == len(PROMPT)
+    assert params.read(payload(), PROMPT, elsewhere).prompt_length == len(PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -103,31 +104,31 @@ def test_where_processors_were_asked_for_does_not_matter() -> None:
     ],
 )
 def test_another_layout_is_refused_with_both_values(field: str, value: object) -> None:
-    data = handle.handle_as_json(replace(HANDLE, layout=replace(LAYOUT, **{field: value})))
+    data = handle_as_json(replace(HANDLE, layout=replace(LAYOUT, **{field: value})))
     with pytest.raises(InvalidRequest) as error:
-        handle.handle_from_json(over_the_wire(data), LAYOUT, len(PROMPT))
+        handle_from_json(over_the_wire(data), LAYOUT, len(PROMPT))
     said = str(error.value)
     assert f"{field} is {value!r} on the prefill worker and {getattr(LAYOUT, field)!r}" in said
 
 
 BROKEN: dict[str, list[Any]] = {
-    "holder": [3, "", "x" * 1000, None],
+    "agent": [3, "", "x" * 1000, None],
     "metadata": ["*", 3, "a" * (3 * 2**20), None],
     "memory": ["dram", 3, None],
     "device": [-1, 1.5, True, 2**20, None],
     "bases": [[1], [1, 2, 3, -4], [1, 2, 3, "4"], 7, [1, 2, 3, 2**70], None],
     "layout": [3, {}, {"model": "f00d"}, None],
     "pages": [[3], [3, 1, 2], [3, -1], [3, True], "31", None],
-    "ticket_address": [-1, "0", 2**64, None],
-    "ticket": [-1, 2**63, 0.5, None],
+    "token_address": [-1, "0", 2**64, None],
+    "token": [-1, 2**63, 0.5, None],
 }
 
 
 @pytest.mark.parametrize(("field", "value"), [(name, value) for name in BROKEN for value in BROKEN[name]])
 def test_a_broken_handle_is_refused_by_name(field: str, value: Any) -> None:
-    data = handle.handle_as_json(HANDLE) | {field: value}
+    data = handle_as_json(HANDLE) | {field: value}
     with pytest.raises(InvalidRequest, match=f"kv.{field}"):
-        handle.handle_from_json(data, LAYOUT, len(PROMPT))
+        handle_from_json(data, LAYOUT, len(PROMPT))
 
 
 JSON = st.recursive(
@@ -140,10 +141,10 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from([*payload(), "other"]), JSON), JSON)
 def test_anything_else_is_refused_and_nothing_else_is_raised(changes: dict[str, Any], kv: Any) -> None:
     for data in (kv, payload() | changes, payload() | {"kv": kv}):
-        field = handle.HAND_OFF_FIELD
+        field = KV_TRANSFER_FIELD
         try:
-            found = handle.read(data, PROMPT, CHOSEN)
-            handle.handle_from_json(found.kv, LAYOUT, len(PROMPT))
+            found = params.read(data, PROMPT, CHOSEN)
+            handle_from_json(found.kv, LAYOUT, len(PROMPT))
         except InvalidRequest as error:
             field = error.field
         assert field.startswith("prefill_result.disaggregated_params")
@@ -151,7 +152,7 @@ def test_anything_else_is_refused_and_nothing_else_is_raised(changes: dict[str, 
 
 @given(st.lists(st.integers(0, 2**40)), st.lists(st.integers(0, 2**40)))
 def test_prompts_have_their_own_digests(one: list[int], other: list[int]) -> None:
-    assert (handle.digest_prompt(one) == handle.digest_prompt(other)) == (one == other)
+    assert (params.digest_prompt(one) == params.digest_prompt(other)) == (one == other)
 
 
 def test_a_fingerprint_knows_the_weights_and_not_the_place(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
@@ -159,17 +160,17 @@ def test_a_fingerprint_knows_the_weights_and_not_the_place(tmp_path: Path, check
     copied = shutil.copytree(here, tmp_path / "elsewhere")
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | {"transformers_version": "0.0"}))
-    assert handle.fingerprint(copied) == handle.fingerprint(here)
+    assert fingerprint(copied) == fingerprint(here)
     (copied / "config.json").write_text(json.dumps(config | {"rope_theta": 7.0}))
-    assert handle.fingerprint(copied) != handle.fingerprint(here)
+    assert fingerprint(copied) != fingerprint(here)
     (copied / "config.json").write_text(json.dumps(config))
     weights = next(iter(copied.glob("*.safetensors")))
     content = bytearray(weights.read_bytes())
     start = 8 + int.from_bytes(content[:8], "little")
     content[start] ^= 1
     weights.write_bytes(content)
-    assert handle.fingerprint(copied) != handle.fingerprint(here)
+    assert fingerprint(copied) != fingerprint(here)
     weights.unlink()
     (copied / "config.json").unlink()
     with pytest.raises(StartupError, match="No such file"):
-        handle.fingerprint(copied)
+        fingerprint(copied)

@@ -1,0 +1,181 @@
+"""Which part of a request this worker serves: all of it, its prefill, or its decode."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from adapters.catalog import Selection
+from worker.disaggregation.seal import SECRET, Seal
+from worker.engines import Engine, KeepKv, ReadKv, TokenDelta
+from worker.engines.embedded.transfer import params
+from worker.errors import KV_TRANSFER_FIELD, ConfigurationError, InvalidRequest, Overloaded
+from worker.lifecycle.drain import InFlightRequest
+from worker.requests.request import GenerationRequest
+
+Role = Literal["aggregated", "prefill", "decode"]
+
+OUTCOMES = ("leased", "released", "timed_out", "received", "cached", "expired", "lost", "cancelled")
+"""What becomes of a KV transfer, as in `KvConnector.counts` of the embedded engine."""
+
+LOCAL_REASONS = ("missing", "late", "expired", "lost")
+"""Why a decode worker computes a prompt itself: no KV transfer came with the request, or one whose
+lease was over by the clock; the lease ended before the KV was read, or it could not be read.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one worker does of a request.
+
+    Attributes:
+        kv: What its engine is to do with the prompt's KV.
+        num_cached_tokens: Prompt tokens that the prefill worker had cached.
+        local_reason: Why a decode worker computes the prompt itself, None where it does not.
+    """
+
+    kv: KeepKv | ReadKv | None = None
+    num_cached_tokens: int = 0
+    local_reason: str | None = None
+
+
+class DisaggregatedServing:
+    """A worker's role in disaggregated serving. One event loop only.
+
+    A decode worker without a KV transfer that it can use computes the prompt itself (a local
+    prefill): whatever became of the prefill worker, the client gets the same tokens. The number of
+    local prefills at a time is bounded, so that decoding is not slowed by more.
+
+    Args:
+        role: Of the worker.
+        seal: Signs the parameters of KV transfers; needed by prefill and decode workers.
+        lease_s: Seconds after which a prefill worker's lease on KV times out.
+        max_local_prefills: Local prefills at a time at most.
+
+    Attributes:
+        counts: Local prefills by reason, as far as they were decided here.
+    """
+
+    def __init__(self, role: str, seal: Seal | None, lease_s: float, max_local_prefills: int) -> None:
+        if role != "aggregated" and seal is None:
+            raise ConfigurationError(f"--disaggregation-mode {role} needs {SECRET}")
+        self._role = role
+        self._seal = seal
+        self._lease_s = lease_s
+        self._max_local = max_local_prefills
+        self._local: dict[str, InFlightRequest] = {}
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def num_local_prefills(self) -> int:
+        """Local prefills under way."""
+        return len(self._local)
+
+    def part_of(self, request: GenerationRequest, selection: Selection) -> Part:
+        """This worker's part of a request.
+
+        A health probe is served whole by whichever worker gets it.
+
+        Raises:
+            InvalidRequest: its KV transfer was not signed by this pool, was made for another
+                request, or came to a worker that does not decode.
+        """
+        if self._role != "decode":
+            if request.prefill_result is not None:
+                problem = f"this is no decode worker, it is {self._role}: it receives no KV"
+                raise InvalidRequest("prefill_result", problem)
+            return Part(KeepKv() if self._role == "prefill" and not request.is_probe else None)
+        if request.is_probe and request.prefill_result is None:
+            return Part()
+        given = (request.prefill_result or {}).get("disaggregated_params")
+        if given is None:
+            return self._local_part("missing")
+        assert self._seal is not None
+        opened = self._seal.open(given)
+        found = params.read(opened.body, request.prompt_token_ids, selection)
+        return self._local_part("late") if opened.is_late else Part(ReadKv(found.kv), found.num_cached_tokens)
+
+    def _local_part(self, reason: str) -> Part:
+        if not self._max_local:
+            problem = f"is {reason}, and this decode worker computes no prompts (--max-local-prefills 0)"
+            raise InvalidRequest(KV_TRANSFER_FIELD, problem)
+        return Part(local_reason=reason)
+
+    def check_local_prefills(self, part: Part) -> None:
+        """Raises `Overloaded` if `part` is a local prefill, and there are too many."""
+        if part.local_reason is not None and len(self._local) >= self._max_local:
+            raise Overloaded(
+                f"{self._max_local} prompts without a KV transfer are being computed here already "
+                "(--max-local-prefills)"
+            )
+
+    def admit(self, admitted: InFlightRequest, part: Part) -> None:
+        """Count a local prefill until `release` or `release_id`; nothing for other parts."""
+        if part.local_reason is not None:
+            self._local[admitted.request_id] = admitted
+            self.counts[part.local_reason] += 1
+
+    def release(self, admitted: InFlightRequest) -> None:
+        """The local prefill is done, or its request has ended. Idempotent."""
+        if self._local.get(admitted.request_id) is admitted:
+            self.release_id(admitted.request_id)
+
+    def release_id(self, request_id: str) -> None:
+        """The request with this id, if there is one, has ended."""
+        self._local.pop(request_id, None)
+
+    def transfer_params(self, prompt: Sequence[int], selection: Selection, delta: TokenDelta) -> dict[str, Any]:
+        """The sealed ``disaggregated_params`` of a prefill worker's only chunk.
+
+        Args:
+            prompt: Token ids.
+            selection: The request's processors.
+            delta: What the engine said, with the handle of the KV.
+        """
+        assert delta.kv is not None
+        assert self._seal is not None
+        written = params.write(prompt, selection, delta.kv, delta.num_cached_tokens)
+        return self._seal.close(written, self._lease_s)
+
+
+class TransferMetrics:
+    """Metrics of an engine's KV transfers, read from it whenever they are collected.
+
+    Args:
+        engine: The engine.
+        disaggregation: Of the same worker.
+        registry: Where the metrics go.
+    """
+
+    def __init__(self, engine: Engine, disaggregation: DisaggregatedServing, registry: CollectorRegistry) -> None:
+        self._engine = engine
+        self._disaggregation = disaggregation
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of now; `prometheus_client` calls it."""
+        found: Mapping[str, float] = self._engine.transfers()
+        transfers = CounterMetricFamily("dlw_kv_transfers", "KV transfers by outcome.", labels=["outcome"])
+        for outcome in OUTCOMES:
+            transfers.add_metric([outcome], found.get(outcome, 0))
+        yield transfers
+        local = CounterMetricFamily(
+            "dlw_local_prefills", "Prompts that a decode worker computed itself, by reason.", labels=["reason"]
+        )
+        for reason in LOCAL_REASONS:
+            local.add_metric([reason], self._disaggregation.counts[reason] + found.get(reason, 0))
+        yield local
+        received = "KV that was read from prefill workers"
+        yield CounterMetricFamily("dlw_kv_received_bytes", f"{received}, bytes.", value=found.get("bytes", 0))
+        seconds = found.get("seconds", 0.0)
+        yield CounterMetricFamily("dlw_kv_received_seconds", f"{received}, seconds from start to end.", value=seconds)
+        if "used_blocks" in found:
+            used = "KV blocks that requests own: running, or pinned for transfer."
+            yield GaugeMetricFamily("dlw_kv_used_blocks", used, value=found["used_blocks"])
+        leased = self._engine.num_leased()
+        yield GaugeMetricFamily("dlw_kv_leased_prompts", "Prompts whose KV is leased to decode workers.", value=leased)
