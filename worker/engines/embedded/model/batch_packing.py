@@ -1,4 +1,4 @@
-"""The tokens of a step, one row after another, as the model wants them."""
+"""Batch packing: a step's tokens in one list, row after row, with page tables and slot mapping."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Batch:
     Attributes:
         ids: Token ids.
         positions: In their sequences.
-        pages: Where their KV goes.
-        slots: Likewise, within the page.
-        spans: The rows.
-        opened: Pages of which the first slot is written.
+        pages: Slot mapping: the page to which a token's KV is written.
+        slots: Slot mapping: the slot within the page.
+        spans: The rows, each with its page table.
+        new_pages: Pages that are written from their first slot on.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Batch:
     pages: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    opened: list[int] = field(default_factory=list)
+    new_pages: list[int] = field(default_factory=list)
 
 
 def pack(plan: Plan, page_size: int) -> Batch:
@@ -49,5 +49,5 @@ def _append(batch: Batch, request: Request, start: int, stop: int, size: int) ->
         batch.pages += [page] * (end - start)
         batch.slots += range(slot, slot + end - start)
         if slot == 0:
-            batch.opened.append(page)
+            batch.new_pages.append(page)
         start = end
