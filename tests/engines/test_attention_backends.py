@@ -87,7 +87,7 @@ class PlainAttention:
     wants_dense_pages = False
 
     @classmethod
-    def takes(cls, sizes: AttentionSizes) -> bool:
+    def supports(cls, sizes: AttentionSizes) -> bool:
         return sizes.head_dim <= 16
 
     def candidates(self, sizes: AttentionSizes, may_cost: bool) -> Iterator[AttentionBackend]:
@@ -135,7 +135,7 @@ def test_a_third_backend_serves_models(
     torch.testing.assert_close(logits, torch.stack([each[-1] for each in expected]), atol=2e-4, rtol=2e-4)
 
 
-def test_a_backend_that_does_not_take_the_sizes_is_passed_over() -> None:
+def test_a_backend_that_does_not_support_the_sizes_is_skipped() -> None:
     backend = replace(kernels.TORCH, attentions=(PlainAttention, *kernels.TORCH.attentions))
     assert backend.attention(SIZES).kernels == "plain"
     assert backend.attention(replace(SIZES, head_dim=32)).kernels == "torch"

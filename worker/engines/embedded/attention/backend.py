@@ -121,7 +121,7 @@ class AttentionStep(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """What computes attention: torch, the native kernels, or another kernel.
+    """What computes attention: torch, the native kernels, or another kernel; hashable.
 
     Attributes:
         kernels: Whose kernels compute, for logs, receipts and KV transfer: ``torch``, ``native``.
@@ -134,12 +134,14 @@ class AttentionBackend(Protocol):
     is_batch_invariant: bool
     wants_dense_pages: bool
 
+    def __hash__(self) -> int: ...
+
     @classmethod
-    def takes(cls, sizes: AttentionSizes) -> bool:
+    def supports(cls, sizes: AttentionSizes) -> bool:
         """Whether it computes attention of these sizes, on this device, in this dtype."""
 
     def candidates(self, sizes: AttentionSizes, may_cost: bool) -> Iterator[AttentionBackend]:
-        """Its configurations to try for batch invariance, cheapest first; hashable.
+        """Its configurations to try for batch invariance, cheapest first.
 
         Args:
             sizes: What they are tried on.

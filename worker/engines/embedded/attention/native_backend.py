@@ -25,9 +25,9 @@ class NativeAttention:
     wants_dense_pages = False  # a step is one call, wherever its pages lie
 
     @classmethod
-    def takes(cls, sizes: AttentionSizes) -> bool:
-        """See `native.takes_heads`."""
-        return sizes.device.type == "cpu" and native.takes_heads(
+    def supports(cls, sizes: AttentionSizes) -> bool:
+        """See `native.supports_heads`."""
+        return sizes.device.type == "cpu" and native.supports_heads(
             sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype
         )
 

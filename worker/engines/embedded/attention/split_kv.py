@@ -103,7 +103,7 @@ class _Planner:
 
     def plan(self) -> SplitKvPlan:
         count = sum(span.stop - span.start for span in self._spans)
-        depth = max(len(self._seen(span)) for span in self._spans)
+        depth = max(len(self._visible(span)) for span in self._spans)
         self._table = torch.full((count, depth), -1)
         self._plan_single_tokens()
         token = 0
@@ -113,7 +113,7 @@ class _Planner:
             token += span.stop - span.start
         return self._finish()
 
-    def _seen(self, span: Span) -> range:
+    def _visible(self, span: Span) -> range:
         """Indices into the page table of `span` of the pages that any of its tokens attends to."""
         first = max(0, span.start - self._window + 1) if self._window else 0
         return range(first // self._size, (span.stop - 1) // self._size + 1)
@@ -124,10 +124,10 @@ class _Planner:
         for span in self._spans:
             if span.stop - span.start == 1:
                 lowest = max(0, span.stop - self._window) if self._window else 0
-                for column, index in enumerate(self._seen(span)):
+                for column, index in enumerate(self._visible(span)):
                     begin = index * self._size
-                    seen = max(0, lowest - begin), min(self._size, span.stop - begin)
-                    pairs.append((span.pages[index], token, column, *seen))
+                    visible = max(0, lowest - begin), min(self._size, span.stop - begin)
+                    pairs.append((span.pages[index], token, column, *visible))
             token += span.stop - span.start
         if not pairs:
             return
@@ -157,25 +157,25 @@ class _Planner:
         return bridged
 
     def _plan_many_tokens(self, span: Span, token: int) -> None:
-        seen = self._seen(span)
+        visible = self._visible(span)
         rows = torch.arange(token, token + span.stop - span.start)
         num_whole = self._num_whole(span, len(rows))
         scores = 4 * len(rows) * self._like.shape[1] * self._size  # bytes of one page's
-        for start, stop, stride in _runs([span.pages[index] for index in seen[:num_whole]]):
+        for start, stop, stride in _runs([span.pages[index] for index in visible[:num_whole]]):
             most = max(1, _BYTES_OF_SCORES // scores) if stride > 0 else 1
             for first in range(start, stop, most):
                 count = min(most, stop - first)
                 results = torch.arange(self._results, self._results + count * len(rows)).view(count, -1)
                 self._table[rows, first : first + count] = results.T
                 self._call(
-                    span.pages[seen[first]],
+                    span.pages[visible[first]],
                     stride,
                     rows.expand(count, -1),
                     torch.zeros(count, len(rows), dtype=torch.long),
                     torch.full((count, len(rows)), self._size),
                 )
-        for column in range(num_whole, len(seen)):
-            self._plan_page(span, token, column, seen[column])
+        for column in range(num_whole, len(visible)):
+            self._plan_page(span, token, column, visible[column])
 
     def _num_whole(self, span: Span, tokens: int) -> int:
         """Leading pages to all of whose keys every token attends, where one call may take them."""

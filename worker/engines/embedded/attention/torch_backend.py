@@ -30,7 +30,7 @@ class TorchAttention:
     """Implements `AttentionBackend` with torch's kernels.
 
     Args:
-        shapes: How calls may be shaped; as is fastest where nothing else is said.
+        shapes: How calls may be shaped; the default is the fastest.
     """
 
     shapes: CallShapes = field(default_factory=CallShapes)
@@ -40,7 +40,7 @@ class TorchAttention:
     wants_dense_pages = True  # each run of pages at a constant distance is a call
 
     @classmethod
-    def takes(cls, sizes: AttentionSizes) -> bool:
+    def supports(cls, sizes: AttentionSizes) -> bool:
         """All of them, everywhere."""
         return True
 
@@ -164,7 +164,7 @@ def _are_gemms_invariant(query_multiple: int, sizes: AttentionSizes, num_threads
     for inner, outer in ((head_dim, page_size), (page_size, head_dim), (half, head_dim)):
         queries, keys = _cancelling(_PROBED_ENTRIES * sizes.kv_heads, numbers[0], inner, outer, sizes.dtype)
         if inner == head_dim:
-            keys = keys.transpose(1, 2).contiguous().transpose(1, 2)  # as keys lie in the store
+            keys = keys.transpose(1, 2).contiguous().transpose(1, 2)  # as in the KV store
         expected = torch.bmm(queries, keys)
         for entries in (1, 2, _PROBED_ENTRIES):
             matrices = entries * sizes.kv_heads

@@ -36,7 +36,7 @@ class GemmBackend(Protocol):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None: ...
 
     @classmethod
-    def takes(cls, weight: torch.Tensor) -> bool:
+    def supports(cls, weight: torch.Tensor) -> bool:
         """Whether it computes with a weight of this shape and dtype, on this device."""
 
     def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,8 +65,8 @@ class NativeGemm:
         self._bias = bias
 
     @classmethod
-    def takes(cls, weight: torch.Tensor) -> bool:
-        return native.takes_weight(weight)
+    def supports(cls, weight: torch.Tensor) -> bool:
+        return native.supports_weight(weight)
 
     def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
         return native.linear(x, self._panels, self._columns, self._bias, epilogue, other)
@@ -87,7 +87,7 @@ class TorchGemm:
         self._bias = bias
 
     @classmethod
-    def takes(cls, weight: torch.Tensor) -> bool:
+    def supports(cls, weight: torch.Tensor) -> bool:
         return True
 
     def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
@@ -116,7 +116,7 @@ class OneDnnGemm(TorchGemm):
         self._shape, self._dtype = weight.shape, weight.dtype
 
     @classmethod
-    def takes(cls, weight: torch.Tensor) -> bool:
+    def supports(cls, weight: torch.Tensor) -> bool:
         if weight.device.type != "cpu" or not torch._C._has_mkldnn:
             return False
         has_bfloat16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -18,8 +18,8 @@ class KernelBackend:
     """The backends that a model may compute with, each list in the order of preference.
 
     Attributes:
-        gemms: GEMM backends; the last one takes every weight.
-        attentions: Attention backends; the last one takes all sizes.
+        gemms: GEMM backends; the last one supports every weight.
+        attentions: Attention backends; the last one supports all sizes.
         rms_norm: ``x / sqrt(mean(x * x) + epsilon) * weight`` of ``x [..., K]``, ``weight [K]`` and
             an epsilon.
     """
@@ -29,12 +29,12 @@ class KernelBackend:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
     def gemm(self, weight: torch.Tensor, bias: torch.Tensor | None) -> GemmBackend:
-        """The first GEMM backend that takes the weight, with it; as `GemmBackend`."""
-        return next(backend for backend in self.gemms if backend.takes(weight))(weight, bias)
+        """The first GEMM backend that supports the weight, made of it; see `GemmBackend`."""
+        return next(backend for backend in self.gemms if backend.supports(weight))(weight, bias)
 
     def attention(self, sizes: AttentionSizes) -> AttentionBackend:
-        """The first attention backend that takes `sizes`."""
-        return next(backend for backend in self.attentions if backend.takes(sizes))()
+        """The first attention backend that supports `sizes`."""
+        return next(backend for backend in self.attentions if backend.supports(sizes))()
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Batch-invariant numerics: GEMM and attention shapes in which a row's bits are its own.
+"""Batch-invariant numerics: GEMM and attention shapes in which no row depends on the others.
 
 Some kernels are batch-invariant by construction. Where torch's are depends on the processor, the
 data type and the kernels that it chooses, so their shapes are tried at start, cheapest first, on

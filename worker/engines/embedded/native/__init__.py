@@ -127,14 +127,14 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-def takes_weight(weight: torch.Tensor) -> bool:
+def supports_weight(weight: torch.Tensor) -> bool:
     """Whether `linear` computes with this ``weight [N, K]``."""
     return (
         weight.device.type == "cpu" and weight.dtype in _KINDS and weight.shape[1] % _KINDS[weight.dtype].per_word == 0
     )
 
 
-def takes_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+def supports_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether `attend` computes attention of `heads` query heads over `kv_heads` key heads."""
     return dtype in _KINDS and head_dim % 2 == 0 and head_dim <= _WIDEST and heads // kv_heads <= _QUERIES
 
