@@ -30,9 +30,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class PlainStep:
     """Attention as in a textbook: token by token and head by head."""
 
-    def __init__(self, store: KvStore, spans: Sequence[Span], slot_mapping: torch.Tensor) -> None:
+    def __init__(self, store: KvStore, sequences: Sequence[Span], slot_mapping: torch.Tensor) -> None:
         self.store = store
-        self.spans = spans
+        self.sequences = sequences
         self.slot_mapping = (slot_mapping[0], slot_mapping[1])
 
     def attend(
@@ -52,11 +52,11 @@ class PlainStep:
         group = query.shape[1] // keys.shape[1]
         attended = torch.zeros_like(query)
         token = 0
-        for span in self.spans:
-            for position in range(span.start, span.stop):
+        for sequence in self.sequences:
+            for position in range(sequence.start, sequence.stop):
                 seen = range(max(0, position - window + 1) if window else 0, position + 1)
                 for head in range(query.shape[1]):
-                    slots = [(span.pages[each // size], head // group, each % size) for each in seen]
+                    slots = [(sequence.pages[each // size], head // group, each % size) for each in seen]
                     scores = torch.stack([keys[slot] @ query[token, head] for slot in slots]) * scale
                     if softcap is not None:
                         scores = softcap * torch.tanh(scores / softcap)
@@ -93,19 +93,19 @@ class PlainAttention:
     def candidates(self, sizes: AttentionSizes, may_cost: bool) -> Iterator[AttentionBackend]:
         return iter((self,) if may_cost else ())
 
-    def plan(self, store: KvStore, spans: Sequence[Span], slot_mapping: torch.Tensor) -> PlainStep:
-        return PlainStep(store, spans, slot_mapping)
+    def plan(self, store: KvStore, sequences: Sequence[Span], slot_mapping: torch.Tensor) -> PlainStep:
+        return PlainStep(store, sequences, slot_mapping)
 
 
 class BatchDependentAttention(PlainAttention):
     """Its results depend on the number of rows of a step."""
 
-    def plan(self, store: KvStore, spans: Sequence[Span], slot_mapping: torch.Tensor) -> PlainStep:
+    def plan(self, store: KvStore, sequences: Sequence[Span], slot_mapping: torch.Tensor) -> PlainStep:
         class Step(PlainStep):
             def attend(self, *arguments: Any, **named: Any) -> torch.Tensor:
-                return super().attend(*arguments, **named) * (1 + len(self.spans) * 2**-20)
+                return super().attend(*arguments, **named) * (1 + len(self.sequences) * 2**-20)
 
-        return Step(store, spans, slot_mapping)
+        return Step(store, sequences, slot_mapping)
 
 
 @pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("qwen3", {}), ("gemma2", TYPES["gemma2"])])

@@ -89,7 +89,7 @@ class Stage:
             self.source.shuffle(free)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self.spans: list[Span] = []
+        self.sequences: list[Span] = []
         prefix = self.randn(5 * size, 2, heads)
         common = [free.pop(0) for _ in range(5)]
         for row in scene.rows:
@@ -102,7 +102,7 @@ class Stage:
                 self.store.keys[0][slot], self.store.values[0][slot] = own[position]
             self.keys.append(own[:, 0])
             self.values.append(own[:, 1])
-            self.spans.append(Span(pages, row.start, row.stop))
+            self.sequences.append(Span(pages, row.start, row.stop))
         self.query = self.randn(sum(row.stop - row.start for row in scene.rows), heads * scene.group)
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -111,11 +111,11 @@ class Stage:
     def attend(self) -> torch.Tensor:
         scene = self.scene
         slots = [
-            (span.pages[position // scene.size], position % scene.size)
-            for span in self.spans
-            for position in range(span.start, span.stop)
+            (sequence.pages[position // scene.size], position % scene.size)
+            for sequence in self.sequences
+            for position in range(sequence.start, sequence.stop)
         ]
-        step = scene.backend.plan(self.store, self.spans, torch.tensor(slots).T)
+        step = scene.backend.plan(self.store, self.sequences, torch.tensor(slots).T)
         new = (
             torch.cat([each[row.start : row.stop] for each, row in zip(kind, scene.rows, strict=True)])
             for kind in (self.keys, self.values)
@@ -163,10 +163,12 @@ def test_the_number_of_calls_does_not_grow_with_rows_that_lie_densely(
 
     size = 32
     store = KvStore(*([torch.zeros(3 * rows, 1, size, 16)] for _ in range(2)))
-    spans = [Span([3 * row, 3 * row + 1, 3 * row + 2], 70 + row % 20, 71 + row % 20) for row in range(rows)]
-    slot_mapping = torch.tensor([[span.pages[2] for span in spans], [span.start - 64 for span in spans]])
+    sequences = [Span([3 * row, 3 * row + 1, 3 * row + 2], 70 + row % 20, 71 + row % 20) for row in range(rows)]
+    slot_mapping = torch.tensor(
+        [[sequence.pages[2] for sequence in sequences], [sequence.start - 64 for sequence in sequences]]
+    )
     monkeypatch.setattr("worker.engines.embedded.attention.online_softmax._ATEN", Counting())
-    step = TorchAttention(CallShapes(TorchKernel.FLASH)).plan(store, spans, slot_mapping)
+    step = TorchAttention(CallShapes(TorchKernel.FLASH)).plan(store, sequences, slot_mapping)
     new = torch.ones(rows, 1, 16)
     step.attend(0, new, new, new, 1.0, 0)
     assert len(counted) == 1

@@ -90,11 +90,18 @@ class Inputs:
         generator = torch.Generator().manual_seed(seed)
         heads, kv_heads, head_dim = 4, 2, 8
         pages = torch.randperm(9 * len(rows), generator=generator).view(-1, 9).tolist()
-        self.spans = [Span(own, start, start + count) for own, (start, count) in zip(pages, rows, strict=True)]
-        slots = [divmod(position, self.size) for span in self.spans for position in range(span.start, span.stop)]
-        owners = [span for span in self.spans for _ in range(span.start, span.stop)]
+        self.sequences = [Span(own, start, start + count) for own, (start, count) in zip(pages, rows, strict=True)]
+        slots = [
+            divmod(position, self.size)
+            for sequence in self.sequences
+            for position in range(sequence.start, sequence.stop)
+        ]
+        owners = [sequence for sequence in self.sequences for _ in range(sequence.start, sequence.stop)]
         self.slot_mapping = torch.tensor(
-            [[span.pages[page] for span, (page, _) in zip(owners, slots, strict=True)], [slot for _, slot in slots]]
+            [
+                [sequence.pages[page] for sequence, (page, _) in zip(owners, slots, strict=True)],
+                [slot for _, slot in slots],
+            ]
         )
         self.tokens = len(slots)
         computed = self.tokens + padding
@@ -134,7 +141,7 @@ def test_both_backends_write_the_same_cache_and_attend_alike(
 
     def attend(backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         store = inputs.store()
-        step = backend.plan(store, inputs.spans, inputs.slot_mapping)
+        step = backend.plan(store, inputs.sequences, inputs.slot_mapping)
         if is_fused:
             attended = step.attend_qkv(layer, inputs.qkv, inputs.rope)
         else:

@@ -129,10 +129,10 @@ def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
     keys, values = (randn(dtype, generator, places, kv_heads, size, width) for _ in range(2))
     query = randn(dtype, generator, length, kv_heads * group, width)
 
-    def attend(spans: list[Span], order: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(sequences: list[Span], order: torch.Tensor | None = None) -> torch.Tensor:
         stored = [each if order is None else each[order] for each in (keys, values)]
-        tokens = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-        tiles = native.Tiles(spans, group)
+        tokens = torch.cat([torch.arange(sequence.start, sequence.stop) for sequence in sequences])
+        tiles = native.Tiles(sequences, group)
         return native.attend(query[tokens], *stored, tiles, width**-0.5, window, None)
 
     home = list(range(places))

@@ -148,12 +148,12 @@ class AttentionBackend(Protocol):
             may_cost: Whether to try those that cost much throughput.
         """
 
-    def plan(self, store: KvStore, spans: Sequence[Span], slot_mapping: torch.Tensor) -> AttentionStep:
+    def plan(self, store: KvStore, sequences: Sequence[Span], slot_mapping: torch.Tensor) -> AttentionStep:
         """Plan a step.
 
         Args:
             store: KV of all layers.
-            spans: The rows, in the order of their tokens, each with its page table.
+            sequences: The rows, in the order of their tokens, each with its page table.
             slot_mapping: Page and slot to which each token's KV is written, int64 ``[2, T]``.
         """
 

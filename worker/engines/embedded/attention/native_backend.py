@@ -35,17 +35,17 @@ class NativeAttention:
         """None but itself."""
         yield self
 
-    def plan(self, store: KvStore, spans: Sequence[Span], slot_mapping: torch.Tensor) -> NativeStep:
+    def plan(self, store: KvStore, sequences: Sequence[Span], slot_mapping: torch.Tensor) -> NativeStep:
         """See `AttentionBackend.plan`."""
-        return NativeStep(store, spans, slot_mapping)
+        return NativeStep(store, sequences, slot_mapping)
 
 
 class NativeStep:
     """Implements `AttentionStep`; arguments as `AttentionBackend.plan`."""
 
-    def __init__(self, store: KvStore, spans: Sequence[Span], slot_mapping: torch.Tensor) -> None:
+    def __init__(self, store: KvStore, sequences: Sequence[Span], slot_mapping: torch.Tensor) -> None:
         self._store = store
-        self._spans = spans
+        self._sequences = sequences
         self._slot_mapping = (slot_mapping[0], slot_mapping[1])
         self._tokens = slot_mapping.shape[1]
         self._tiles: native.Tiles | None = None
@@ -84,5 +84,5 @@ class NativeStep:
     ) -> torch.Tensor:
         keys, values = self._store.keys[layer], self._store.values[layer]
         if self._tiles is None:
-            self._tiles = native.Tiles(self._spans, query.shape[1] // keys.shape[1])
+            self._tiles = native.Tiles(self._sequences, query.shape[1] // keys.shape[1])
         return native.attend(query, keys, values, self._tiles, scale, window, softcap)

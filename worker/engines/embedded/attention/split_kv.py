@@ -81,14 +81,14 @@ class _Planner:
 
     def __init__(
         self,
-        spans: Sequence[Span],
+        sequences: Sequence[Span],
         keys: torch.Tensor,
         window: int,
         query: torch.Tensor,
         may_flash: bool,
         shapes: CallShapes,
     ) -> None:
-        self._spans = spans
+        self._sequences = sequences
         self._kv_heads, self._size = keys.shape[1:3]
         self._page_bytes = 2 * keys[0].nbytes
         self._window = window
@@ -102,33 +102,33 @@ class _Planner:
         self._table: torch.Tensor = torch.empty(0)  # [T, S]: result of each page, -1 where a token does not attend
 
     def plan(self) -> SplitKvPlan:
-        count = sum(span.stop - span.start for span in self._spans)
-        depth = max(len(self._visible(span)) for span in self._spans)
+        count = sum(sequence.stop - sequence.start for sequence in self._sequences)
+        depth = max(len(self._visible(sequence)) for sequence in self._sequences)
         self._table = torch.full((count, depth), -1)
         self._plan_single_tokens()
         token = 0
-        for span in self._spans:
-            if span.stop - span.start > 1:
-                self._plan_many_tokens(span, token)
-            token += span.stop - span.start
+        for sequence in self._sequences:
+            if sequence.stop - sequence.start > 1:
+                self._plan_many_tokens(sequence, token)
+            token += sequence.stop - sequence.start
         return self._finish()
 
-    def _visible(self, span: Span) -> range:
-        """Indices into the page table of `span` of the pages that any of its tokens attends to."""
-        first = max(0, span.start - self._window + 1) if self._window else 0
-        return range(first // self._size, (span.stop - 1) // self._size + 1)
+    def _visible(self, sequence: Span) -> range:
+        """Indices into its page table of the pages that any token of `sequence` attends to."""
+        first = max(0, sequence.start - self._window + 1) if self._window else 0
+        return range(first // self._size, (sequence.stop - 1) // self._size + 1)
 
     def _plan_single_tokens(self) -> None:
         pairs: list[_Pair] = []
         token = 0
-        for span in self._spans:
-            if span.stop - span.start == 1:
-                lowest = max(0, span.stop - self._window) if self._window else 0
-                for column, index in enumerate(self._visible(span)):
+        for sequence in self._sequences:
+            if sequence.stop - sequence.start == 1:
+                lowest = max(0, sequence.stop - self._window) if self._window else 0
+                for column, index in enumerate(self._visible(sequence)):
                     begin = index * self._size
-                    visible = max(0, lowest - begin), min(self._size, span.stop - begin)
-                    pairs.append((span.pages[index], token, column, *visible))
-            token += span.stop - span.start
+                    visible = max(0, lowest - begin), min(self._size, sequence.stop - begin)
+                    pairs.append((sequence.pages[index], token, column, *visible))
+            token += sequence.stop - sequence.start
         if not pairs:
             return
         pairs = self._bridge(sorted(pairs))
@@ -156,44 +156,44 @@ class _Planner:
             bridged.append(pair)
         return bridged
 
-    def _plan_many_tokens(self, span: Span, token: int) -> None:
-        visible = self._visible(span)
-        rows = torch.arange(token, token + span.stop - span.start)
-        num_whole = self._num_whole(span, len(rows))
+    def _plan_many_tokens(self, sequence: Span, token: int) -> None:
+        visible = self._visible(sequence)
+        rows = torch.arange(token, token + sequence.stop - sequence.start)
+        num_whole = self._num_whole(sequence, len(rows))
         scores = 4 * len(rows) * self._like.shape[1] * self._size  # bytes of one page's
-        for start, stop, stride in _runs([span.pages[index] for index in visible[:num_whole]]):
+        for start, stop, stride in _runs([sequence.pages[index] for index in visible[:num_whole]]):
             most = max(1, _BYTES_OF_SCORES // scores) if stride > 0 else 1
             for first in range(start, stop, most):
                 count = min(most, stop - first)
                 results = torch.arange(self._results, self._results + count * len(rows)).view(count, -1)
                 self._table[rows, first : first + count] = results.T
                 self._call(
-                    span.pages[visible[first]],
+                    sequence.pages[visible[first]],
                     stride,
                     rows.expand(count, -1),
                     torch.zeros(count, len(rows), dtype=torch.long),
                     torch.full((count, len(rows)), self._size),
                 )
         for column in range(num_whole, len(visible)):
-            self._plan_page(span, token, column, visible[column])
+            self._plan_page(sequence, token, column, visible[column])
 
-    def _num_whole(self, span: Span, tokens: int) -> int:
+    def _num_whole(self, sequence: Span, tokens: int) -> int:
         """Leading pages to all of whose keys every token attends, where one call may take them."""
         if self._window or self._shapes.tokens not in (None, tokens):
             return 0
-        return span.start // self._size
+        return sequence.start // self._size
 
-    def _plan_page(self, span: Span, token: int, column: int, index: int) -> None:
+    def _plan_page(self, sequence: Span, token: int, column: int, index: int) -> None:
         begin = index * self._size
-        last = begin + self._size - 1 + self._window if self._window else span.stop
-        first, stop = max(span.start, begin), min(span.stop, last)
-        rows = torch.arange(token + first - span.start, token + stop - span.start)
+        last = begin + self._size - 1 + self._window if self._window else sequence.stop
+        first, stop = max(sequence.start, begin), min(sequence.stop, last)
+        rows = torch.arange(token + first - sequence.start, token + stop - sequence.start)
         self._table[rows, column] = torch.arange(self._results, self._results + len(rows))
         padded = _tiles(rows, self._shapes.tokens)
-        positions = padded + (span.start - token)
+        positions = padded + (sequence.start - token)
         ends = (positions + 1 - begin).clamp_(max=self._size)
         begins = (positions + (1 - self._window - begin)).clamp_(min=0) if self._window else torch.zeros_like(ends)
-        self._call(span.pages[index], 0, padded, begins, ends)
+        self._call(sequence.pages[index], 0, padded, begins, ends)
 
     def _call(self, first: int, stride: int, queries: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> None:
         """Add a call: query tokens ``[entries, tokens]`` attend to keys `begins` to `ends`."""
@@ -257,16 +257,16 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def plan_split_kv(
-    spans: Sequence[Span], keys: torch.Tensor, window: int, query: torch.Tensor, may_flash: bool, shapes: CallShapes
+    sequences: Sequence[Span], keys: torch.Tensor, window: int, query: torch.Tensor, may_flash: bool, shapes: CallShapes
 ) -> SplitKvPlan:
-    """Plan the calls of a step whose rows are `spans`.
+    """Plan the calls of a step whose rows are `sequences`.
 
     Args:
-        spans: The rows, in the order of their tokens.
+        sequences: The rows, in the order of their tokens.
         keys: Of one layer's store.
         window: Tokens that a token attends to, itself among them; 0 for all before it.
         query: ``[T, H, D]``, of which only the sizes, dtype and device are used.
         may_flash: Whether the fused kernel computes what is asked for, on a CPU.
         shapes: How calls may be shaped.
     """
-    return _Planner(spans, keys, window, query, may_flash, shapes).plan()
+    return _Planner(sequences, keys, window, query, may_flash, shapes).plan()

@@ -58,17 +58,19 @@ class TorchAttention:
         for tokens in (tile, 1) if may_cost else ():
             yield TorchAttention(CallShapes(TorchKernel.FLASH, tokens, whole_pages=True, query_multiple=8))
 
-    def plan(self, store: KvStore, spans: Sequence[Span], slot_mapping: torch.Tensor) -> TorchStep:
+    def plan(self, store: KvStore, sequences: Sequence[Span], slot_mapping: torch.Tensor) -> TorchStep:
         """See `AttentionBackend.plan`."""
-        return TorchStep(store, spans, slot_mapping, self.shapes)
+        return TorchStep(store, sequences, slot_mapping, self.shapes)
 
 
 class TorchStep:
     """Implements `AttentionStep`; arguments as `AttentionBackend.plan` and `TorchAttention`."""
 
-    def __init__(self, store: KvStore, spans: Sequence[Span], slot_mapping: torch.Tensor, shapes: CallShapes) -> None:
+    def __init__(
+        self, store: KvStore, sequences: Sequence[Span], slot_mapping: torch.Tensor, shapes: CallShapes
+    ) -> None:
         self._store = store
-        self._spans = spans
+        self._sequences = sequences
         self._slot_mapping = (slot_mapping[0], slot_mapping[1])
         self._tokens = slot_mapping.shape[1]
         self._shapes = shapes
@@ -111,7 +113,7 @@ class TorchStep:
         keys, values = self._store.keys[layer], self._store.values[layer]
         plan = self._plans.get(window)
         if plan is None:
-            plan = plan_split_kv(self._spans, keys, window, query, softcap is None, self._shapes)
+            plan = plan_split_kv(self._sequences, keys, window, query, softcap is None, self._shapes)
             self._plans[window] = plan
         if plan.queries is not None:
             query = query.index_select(0, plan.queries)

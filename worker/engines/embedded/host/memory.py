@@ -37,12 +37,13 @@ _SMAPS = Path("/proc/self/smaps")
 
 
 def zeros(count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """`count` contiguous tensors of zeros; large ones on a CPU share one block of huge pages.
+    """`count` contiguous tensors of zeros; in a CPU's memory one after the other in one block of
+    huge pages.
 
-    Small ones, and those on other devices, are allocated by torch.
+    Small ones, and those on other devices, are torch's own.
 
     Raises:
-        RuntimeError: out of memory.
+        RuntimeError: the memory is not there.
     """
     used = math.prod(shape) * dtype.itemsize
     stride = -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -17,7 +17,7 @@ class Batch:
         positions: In their sequences.
         pages: Slot mapping: the page to which a token's KV is written.
         slots: Slot mapping: the slot within the page.
-        spans: The rows, each with its page table.
+        sequences: The rows, each with its page table.
         new_pages: Pages that are written from their first slot on.
     """
 
@@ -25,7 +25,7 @@ class Batch:
     positions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    sequences: list[Span] = field(default_factory=list)
     new_pages: list[int] = field(default_factory=list)
 
 
@@ -42,7 +42,7 @@ def pack(plan: Plan, page_size: int) -> Batch:
 def _append(batch: Batch, request: Request, start: int, stop: int, size: int) -> None:
     batch.ids += request.tokens[start:stop]
     batch.positions += range(start, stop)
-    batch.spans.append(Span(request.pages, start, stop))
+    batch.sequences.append(Span(request.pages, start, stop))
     while start < stop:
         page, slot = request.pages[start // size], start % size
         end = min(stop, start - slot + size)

@@ -144,7 +144,7 @@ class HfModel:
         self._store.open(batch.new_pages)
         tensors = torch.tensor([batch.ids, batch.positions, batch.pages, batch.slots])
         tensors = tensors.to(self.device, non_blocking=True)
-        step = self._attention.plan(self._store, batch.spans, tensors[2:])
+        step = self._attention.plan(self._store, batch.sequences, tensors[2:])
         padding = self._padding(len(batch.ids))
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
         hidden = self._network.hidden(ids, positions, step)

@@ -130,10 +130,10 @@ def _is_invariant(backend: AttentionBackend, sizes: AttentionSizes, num_threads:
     shape = (8, sizes.kv_heads, page_size, sizes.head_dim)
     store = KvStore(*([torch.zeros(shape, dtype=sizes.dtype)] for _ in range(2)))
 
-    def attend(spans: list[Span]) -> torch.Tensor:
-        positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-        pages = torch.tensor([span.pages[p // page_size] for span in spans for p in _positions(span)])
-        step = backend.plan(store, spans, torch.stack((pages, positions % page_size)))
+    def attend(sequences: list[Span]) -> torch.Tensor:
+        positions = torch.cat([torch.arange(sequence.start, sequence.stop) for sequence in sequences])
+        pages = torch.tensor([sequence.pages[p // page_size] for sequence in sequences for p in _positions(sequence)])
+        step = backend.plan(store, sequences, torch.stack((pages, positions % page_size)))
         scale = sizes.head_dim**-0.5
         return step.attend(0, query[positions], key[positions], value[positions], scale, 0, sizes.softcap)
 
@@ -149,8 +149,10 @@ def _is_invariant(backend: AttentionBackend, sizes: AttentionSizes, num_threads:
     cuts = sorted({0, min(33, count), min(70, count), count // 3, count // 2, count})
     long_chunks = [[Span(page_tables[2], start, stop)] for start, stop in pairwise(cuts)]
     batches = [*alone, *together, *chunks, *long_chunks]
-    return all(torch.equal(attend(spans), expected[[p for s in spans for p in _positions(s)]]) for spans in batches)
+    return all(
+        torch.equal(attend(sequences), expected[[p for s in sequences for p in _positions(s)]]) for sequences in batches
+    )
 
 
-def _positions(span: Span) -> range:
-    return range(span.start, span.stop)
+def _positions(sequence: Span) -> range:
+    return range(sequence.start, sequence.stop)

@@ -252,7 +252,7 @@ class Tiles:
     block of keys is laid out in panels once for all of them.
 
     Args:
-        spans: The rows, in the order of their tokens.
+        sequences: The rows, in the order of their tokens.
         group: Query heads per key head.
 
     Attributes:
@@ -261,16 +261,16 @@ class Tiles:
             `page_table` at which the row's pages begin, int64 ``[n, 4]``.
     """
 
-    def __init__(self, spans: Sequence[Span], group: int) -> None:
+    def __init__(self, sequences: Sequence[Span], group: int) -> None:
         most = _QUERIES // group
         pages: list[int] = []
         tiles: list[tuple[int, int, int, int]] = []
         token = 0
-        for span in spans:
-            for first in range(span.start, span.stop, most):
-                tiles.append((token + first - span.start, min(most, span.stop - first), first, len(pages)))
-            token += span.stop - span.start
-            pages += span.pages
+        for sequence in sequences:
+            for first in range(sequence.start, sequence.stop, most):
+                tiles.append((token + first - sequence.start, min(most, sequence.stop - first), first, len(pages)))
+            token += sequence.stop - sequence.start
+            pages += sequence.pages
         self.page_table = torch.tensor(pages)
         self.tiles = torch.tensor(tiles)
 
