@@ -148,8 +148,8 @@ def lse_merge(output: torch.Tensor, lse: torch.Tensor, splits: torch.Tensor, abs
     Args:
         output: Partial results ``[r, H, D]``.
         lse: Their LSEs, float32 ``[r, H]``.
-        splits: Which of them are a token's, in ascending order of its keys, ``[n, S]``; any number
-            where it has fewer than S.
+        splits: Indices of a token's partial results, in ascending order of its keys, ``[n, S]``;
+            any index where it has fewer than S.
         absent: 0, or -inf where a token has no such split, ``[n, S, 1]``.
 
     Returns:
