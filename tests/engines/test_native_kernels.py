@@ -1,4 +1,4 @@
-"""Our own kernels against float64, and against themselves: a row's bits are its own."""
+"""The native kernels against float64, and their batch invariance."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ each_dtype = pytest.mark.parametrize(
     ],
     ids=str,
 )
-"""What runs the kernels needs the processor's instructions. Elsewhere torch's kernels keep the same
-promises, which `test_embedded_numerics` tests on every processor; which of them are taken is tested
-here, with any."""
+"""Running the kernels needs the processor's instructions. Batch invariance with torch's kernels is
+tested in `test_embedded_numerics`, and the Python side of the native ones in `test_native_backend`,
+on every processor; so is the choice of kernels here."""
 
 
 def randn(dtype: torch.dtype, generator: torch.Generator, *shape: int) -> torch.Tensor:
