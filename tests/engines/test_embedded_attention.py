@@ -9,14 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engines.embedded import native
-from worker.engines.embedded.attention.attention import AttentionStep
-from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
+from worker.engines.embedded.attention import AttentionBackend, NativeAttention, TorchAttention
+from worker.engines.embedded.attention.online_softmax import CallShapes, TorchKernel
 from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice
 from worker.engines.embedded.plan import PageCopy
 
-COMPUTED = [(torch.float32, kernel) for kernel in (None, Kernel.FLASH, Kernel.PRODUCTS)] + [
-    (dtype, Kernel.NATIVE) for dtype in (torch.float32, torch.bfloat16) if native.unavailable(dtype) is None
-]
+NATIVE_DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if native.unavailable(dtype) is None]
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,19 @@ class Scene:
     softcap: float | None
     rows: list[Row]
     dtype: torch.dtype
-    shapes: Shapes
+    backend: AttentionBackend
     seed: int
+
+
+@st.composite
+def with_torch(draw: st.DrawFn) -> tuple[torch.dtype, AttentionBackend]:
+    shapes = CallShapes(
+        draw(st.sampled_from([None, *TorchKernel])),
+        draw(st.sampled_from([None, 1, 5])),
+        draw(st.booleans()),
+        draw(st.sampled_from([1, 8])),
+    )
+    return torch.float32, TorchAttention(shapes)
 
 
 @st.composite
@@ -50,7 +59,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         start = draw(st.integers(0, 4 * size))
         count = draw(st.one_of(st.just(1), st.integers(1, 2 * size)))
         rows.append(Row(start, start + count, draw(st.integers(0, start // size))))
-    dtype, kernel = draw(st.sampled_from(COMPUTED))
+    dtype, backend = draw(st.one_of(with_torch(), *(st.just((each, NativeAttention())) for each in NATIVE_DTYPES)))
     return Scene(
         size,
         draw(st.integers(1, 3)),
@@ -60,18 +69,13 @@ def scenes(draw: st.DrawFn) -> Scene:
         draw(st.sampled_from([None, None, 2.0])),
         rows,
         dtype,
-        Shapes(
-            kernel,
-            draw(st.sampled_from([None, 1, 5])),
-            draw(st.booleans()),
-            draw(st.sampled_from([1, 8])),
-        ),
+        backend,
         draw(st.integers(0, 2**32 - 1)),
     )
 
 
 class Stage:
-    """A store in which the rows of a scene lie scattered, and what is true of them."""
+    """A KV store in which the rows of a scene lie scattered, and a reference for them."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -94,8 +98,8 @@ class Stage:
             count = -(-row.stop // size)
             pages = common[: row.shared] + [free.pop(0) for _ in range(count - row.shared)]
             for position in range(row.start):
-                place = pages[position // size], slice(None), position % size
-                self.store.keys[0][place], self.store.values[0][place] = own[position]
+                slot = pages[position // size], slice(None), position % size
+                self.store.keys[0][slot], self.store.values[0][slot] = own[position]
             self.keys.append(own[:, 0])
             self.values.append(own[:, 1])
             self.sequences.append(SequenceSlice(pages, row.start, row.stop))
@@ -106,12 +110,12 @@ class Stage:
 
     def attend(self) -> torch.Tensor:
         scene = self.scene
-        places = [
+        slots = [
             (sequence.page_table[position // scene.size], position % scene.size)
             for sequence in self.sequences
             for position in range(sequence.start, sequence.stop)
         ]
-        step = AttentionStep(self.store, self.sequences, torch.tensor(places).T, scene.shapes)
+        step = scene.backend.plan(self.store, self.sequences, torch.tensor(slots).T)
         new = (
             torch.cat([each[row.start : row.stop] for each, row in zip(kind, scene.rows, strict=True)])
             for kind in (self.keys, self.values)
@@ -162,11 +166,11 @@ def test_the_number_of_calls_does_not_grow_with_rows_that_lie_densely(
     sequences = [
         SequenceSlice([3 * row, 3 * row + 1, 3 * row + 2], 70 + row % 20, 71 + row % 20) for row in range(rows)
     ]
-    places = torch.tensor(
+    slot_mapping = torch.tensor(
         [[sequence.page_table[2] for sequence in sequences], [sequence.start - 64 for sequence in sequences]]
     )
     monkeypatch.setattr("worker.engines.embedded.attention.online_softmax._ATEN", Counting())
-    step = AttentionStep(store, sequences, places, Shapes(Kernel.FLASH))
+    step = TorchAttention(CallShapes(TorchKernel.FLASH)).plan(store, sequences, slot_mapping)
     new = torch.ones(rows, 1, 16)
     step.attend(0, new, new, new, 1.0, 0)
     assert len(counted) == 1

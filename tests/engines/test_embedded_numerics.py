@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from random_checkpoints import EVERY_TYPE
 
 from worker.engines.embedded.admission import admit
-from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
+from worker.engines.embedded.attention import AttentionBackend, NativeAttention, TorchAttention
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model.gemm import NativeProduct, OneDnnProduct
+from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm
 from worker.engines.embedded.model.hf_model import HfModel, load_model
-from worker.engines.embedded.model.linear import Linear, Tiles
+from worker.engines.embedded.model.kernels import TORCH
+from worker.engines.embedded.model.linear import GemmTiling, Linear
 from worker.engines.embedded.model.numerics import Numerics
 from worker.engines.embedded.plan import Chunk, PageCopy, Plan, Request
 from worker.sampling import SamplingParams
@@ -184,16 +185,18 @@ def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(checkpoints: dict[
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tiles", [Tiles(1, 4), Tiles(4, 8, (24,)), Tiles(2, 4, (24, 12)), Tiles(3)])
+@pytest.mark.parametrize(
+    "tiling", [GemmTiling(1, 4), GemmTiling(4, 8, (24,)), GemmTiling(2, 4, (24, 12)), GemmTiling(3)]
+)
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_tiles_change_nothing_but_the_shape(dtype: torch.dtype, tiles: Tiles, is_packed: bool) -> None:
+def test_a_tiling_changes_nothing_but_the_shape(dtype: torch.dtype, tiling: GemmTiling, is_packed: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(24, 40, generator=generator).to(dtype)
     bias = torch.randn(24, generator=generator).to(dtype)
     layer = Linear(weight, bias)
     if is_packed:
-        layer.pack(may_be_native=False)
-    layer.tiles = tiles
+        layer.pack(TORCH)
+    layer.tiling = tiling
     for rows in (1, 3, 8, 33, 70):
         x = torch.randn(rows, 40, generator=generator).to(dtype)
         other = torch.randn(rows, 24, generator=generator).to(dtype)
@@ -219,13 +222,13 @@ def test_the_receipt_says_which_ran(checkpoints: dict[str, Path]) -> None:
 
 
 def test_whose_bits_they_are() -> None:
-    def made_by(name: str, product: type, kernel: Kernel) -> str:
-        return Numerics(name, {(8, 8, product): Tiles()}, Shapes(kernel)).made_by
+    def made_by(name: str, gemm: type[GemmBackend], attention: AttentionBackend) -> str:
+        return Numerics(name, {(8, 8, gemm): GemmTiling()}, attention).made_by
 
-    assert made_by("fast", NativeProduct, Kernel.NATIVE) == "fast"
-    assert made_by("exact", NativeProduct, Kernel.NATIVE) == "exact, native kernels"
-    assert made_by("exact", OneDnnProduct, Kernel.PRODUCTS) == "exact, torch kernels"
-    assert made_by("exact", NativeProduct, Kernel.PRODUCTS) == "exact, torch and native kernels"
+    assert made_by("fast", NativeGemm, NativeAttention()) == "fast"
+    assert made_by("exact", NativeGemm, NativeAttention()) == "exact, native kernels"
+    assert made_by("exact", OneDnnGemm, TorchAttention()) == "exact, torch kernels"
+    assert made_by("exact", NativeGemm, TorchAttention()) == "exact, torch and native kernels"
 
 
 def test_fast_and_auto(checkpoints: dict[str, Path]) -> None:

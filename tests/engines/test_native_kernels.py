@@ -1,4 +1,4 @@
-"""Our own kernels against float64, and against themselves: a row's bits are its own."""
+"""The native kernels against float64, and their batch invariance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from torch.nn import functional
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache.store import SequenceSlice
-from worker.engines.embedded.model.hf_model import HfModel, _may_be_native, load_model
+from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.model.kernels import NATIVE, TORCH, KernelBackend, choose_kernels
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
@@ -42,9 +43,9 @@ each_dtype = pytest.mark.parametrize(
     ],
     ids=str,
 )
-"""What runs the kernels needs the processor's instructions. Elsewhere torch's kernels keep the same
-promises, which `test_embedded_numerics` tests on every processor; which of them are taken is tested
-here, with any."""
+"""Running the kernels needs the processor's instructions. Batch invariance with torch's kernels is
+tested in `test_embedded_numerics`, and the Python side of the native ones in `test_native_backend`,
+on every processor; so is the choice of kernels here."""
 
 
 def randn(dtype: torch.dtype, generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -260,9 +261,9 @@ def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.Mon
         return load_model(EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", kernels=kernels))
 
     with pytest.raises(StartupError, match="--kernels native: they compute on a CPU, not on meta"):
-        _may_be_native("native", torch.device("meta"), torch.float32)
+        choose_kernels("native", torch.device("meta"), torch.float32)
     with pytest.raises(StartupError, match=r"--kernels native: they compute bfloat16 and float32, not torch.float16"):
-        _may_be_native("native", torch.device("cpu"), torch.float16)
+        choose_kernels("native", torch.device("cpu"), torch.float16)
     monkeypatch.setattr(native, "unavailable", lambda dtype: "there is no compiler")
     with pytest.raises(StartupError, match="--kernels native: there is no compiler"):
         load("native")
@@ -274,35 +275,33 @@ def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("flags", "auto", "asked_for"),
     [
-        ((*native._AVX512, "avx512_bf16"), True, True),
-        ((*native._AVX512, "avx512_bf16", "amx_bf16"), False, True),
+        ((*native._AVX512, "avx512_bf16"), True, None),
+        ((*native._AVX512, "avx512_bf16", "amx_bf16"), False, None),
         (("avx2", "fma"), False, "--kernels native: this processor has no avx512f"),
     ],
     ids=["avx512", "amx", "avx2"],
 )
 def test_which_processors_they_are_taken_on(
-    flags: tuple[str, ...], auto: bool, asked_for: bool | str, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], auto: bool, asked_for: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AMX's tiles outrun them. Here only what is asked of the processor's flags, whatever this
-    one has.
-    """
+    """The choice by CPU flags, whatever this processor has; oneDNN with AMX is faster."""
     monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset(flags))
-    if not isinstance(asked_for, str):
+    if asked_for is None:
         monkeypatch.setattr(native, "unavailable", lambda dtype: None)
     else:
         monkeypatch.setattr(native, "_library", native._library.__wrapped__)
         monkeypatch.setattr(native, "unavailable", native.unavailable.__wrapped__)
 
-    def is_native(kernels: str) -> bool:
-        return _may_be_native(kernels, torch.device("cpu"), torch.bfloat16)
+    def chosen(kernels: str) -> KernelBackend:
+        return choose_kernels(kernels, torch.device("cpu"), torch.bfloat16)
 
-    assert is_native("auto") is auto
-    assert is_native("torch") is False
-    if isinstance(asked_for, str):
+    assert chosen("auto") is (NATIVE if auto else TORCH)
+    assert chosen("torch") is TORCH
+    if asked_for is not None:
         with pytest.raises(StartupError, match=asked_for):
-            is_native("native")
+            chosen("native")
     else:
-        assert is_native("native") is asked_for
+        assert chosen("native") is NATIVE
 
 
 class TestWhyThereAreNone:

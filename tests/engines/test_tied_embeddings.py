@@ -22,8 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import gemm, llama
-from worker.engines.embedded.model.gemm import NativeProduct, OneDnnProduct, TorchProduct
+from worker.engines.embedded.model.gemm import NativeGemm, OneDnnGemm, TorchGemm
 from worker.engines.embedded.model.hf_model import load_model
+from worker.engines.embedded.model.kernels import NATIVE, TORCH
 from worker.engines.embedded.model.linear import Linear, embed_with, linears
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.panels import Panels, lookup
@@ -73,7 +74,7 @@ def test_rows_are_found_in_every_layout_of_onednn(
     weight = randn(rows, inner, dtype)
     words = blocked(weight, columns, inner_block)
     layouts = list(gemm.onednn_layouts(words, weight.shape, dtype))
-    assert any(panels.words.shape[2] == columns and panels.hold(weight) for panels in layouts)
+    assert any(panels.words.shape[2] == columns and panels.matches(weight) for panels in layouts)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), max_size=9)), dtype=torch.int64)
     found = lookup(weight, layouts)
     assert found is not None
@@ -84,7 +85,7 @@ def test_rows_are_found_in_every_layout_of_onednn(
 @given(rows=st.integers(1, 150), words=st.integers(1, 40), dtype=st.sampled_from(DTYPES))
 def test_rows_are_found_in_native_panels(rows: int, words: int, dtype: torch.dtype) -> None:
     weight = randn(rows, words * 4 // dtype.itemsize, dtype)
-    [panels] = NativeProduct(weight, None).layouts()
+    [panels] = NativeGemm(weight, None).layouts()
     ids = torch.arange(rows).flip(0)
     assert torch.equal(panels.rows(ids), weight[ids])
     assert torch.equal(panels.rows(ids[None]), weight[ids][None])
@@ -94,31 +95,31 @@ def test_rows_are_found_in_native_panels(rows: int, words: int, dtype: torch.dty
 def test_rows_are_found_whatever_this_processor_makes_of_a_weight(shape: tuple[int, int]) -> None:
     weight = randn(*shape, torch.float32)
     ids = torch.tensor([0, shape[0] - 1, 3, 3])
-    for may_be_native in (False, True):
+    for kernels in (TORCH, NATIVE):
         layer = Linear(weight)
-        layer.pack(may_be_native)
+        layer.pack(kernels)
         for is_tied in (False, True):
             assert torch.equal(embed_with(weight, layer, is_tied)(ids), weight[ids])
 
 
-def test_a_layout_that_holds_other_rows_is_not_taken() -> None:
+def test_a_layout_that_does_not_match_is_not_taken() -> None:
     weight = randn(64, 8, torch.float32)
     words = blocked(weight, 32, 1).view(2, 8, 32)
     right = Panels(words, 8, torch.float32)
     one_off = words.clone()
     one_off[1, 7, 31] ^= 1
     wrong = (replace(right, words=one_off), replace(right, words=words.view(4, 8, 16)))
-    assert not any(panels.hold(weight) for panels in wrong)
+    assert not any(panels.matches(weight) for panels in wrong)
     assert lookup(weight, [*wrong, right]) == right.rows
     assert lookup(weight, wrong) is None
 
 
 RECOGNISED = """
 import torch
-from worker.engines.embedded.model.gemm import OneDnnProduct
+from worker.engines.embedded.model.gemm import OneDnnGemm
 for shape in ((320, 64), (49152, 576), (1000, 100)):
     weight = torch.randn(shape)
-    [found] = [panels for panels in OneDnnProduct(weight, None).layouts() if panels.hold(weight)]
+    [found] = [panels for panels in OneDnnGemm(weight, None).layouts() if panels.matches(weight)]
     print(found.words.nbytes, weight.nbytes)
 """
 
@@ -170,7 +171,7 @@ def test_tied_embeddings_are_held_once(model_type: str) -> None:
         network = make(model_type, is_tied)
         weight = network.model.embed_tokens.weight.detach().clone()
         scale = getattr(network.model.embed_tokens, "embed_scale", torch.tensor(1.0))
-        packed = kind(network, may_be_native=True)
+        packed = kind(network, NATIVE)
         del network
         gc.collect()
         assert large_bytes(packed, weight.nbytes) == weight.nbytes * (1 if is_tied else 2)
@@ -185,8 +186,8 @@ def test_logits_are_those_of_a_weight_held_twice(model_type: str, monkeypatch: p
     networks = []
     for keeps_layouts in (True, False):
         if not keeps_layouts:
-            monkeypatch.setattr(OneDnnProduct, "layouts", TorchProduct.layouts)
-        networks.append(kind(make(model_type, True), may_be_native=False))
+            monkeypatch.setattr(OneDnnGemm, "layouts", TorchGemm.layouts)
+        networks.append(kind(make(model_type, True), TORCH))
     ids = torch.arange(0, 4096, 61)
     hidden = [
         network._embed(ids) if kind is LlamaNetwork else network._model.embed_tokens(ids[None])[0]

@@ -1,11 +1,27 @@
 """Attention of a step's tokens over the paged KV cache.
 
-`attention` lays a step out once and is used by every layer; `torch_calls` are the calls of torch's
-kernels; with `online_softmax` the results of parts of the keys are put together by their
-log-sum-exp.
+`backend` is the protocol of an attention backend; `torch_backend` and `native_backend` implement
+it. For torch's kernels, `split_kv` plans the calls of a step, one split per page, and
+`online_softmax` has partial attention over a split and the LSE merge. Which backend computes is
+chosen in one function, `worker.engines.embedded.model.kernels.choose_kernels`.
 """
 
-from worker.engines.embedded.attention.attention import AttentionStep
-from worker.engines.embedded.attention.online_softmax import Kernel, Shapes
+from worker.engines.embedded.attention.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionSizes,
+    AttentionStep,
+    RopeTables,
+)
+from worker.engines.embedded.attention.native_backend import NativeAttention
+from worker.engines.embedded.attention.torch_backend import TorchAttention
 
-__all__ = ["AttentionStep", "Kernel", "Shapes"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionLayer",
+    "AttentionSizes",
+    "AttentionStep",
+    "NativeAttention",
+    "RopeTables",
+    "TorchAttention",
+]

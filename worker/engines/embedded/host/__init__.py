@@ -1,6 +1,4 @@
-"""The machine under the engine: memory, threads, copies from a device, and the watchdog of a
-step that hangs.
-"""
+"""The host: memory, threads, device-to-host copies, and the watchdog of hung steps."""
 
 from worker.engines.embedded.host.device_copy import HostCopy
 from worker.engines.embedded.host.fair_lock import FairLock

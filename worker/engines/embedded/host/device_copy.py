@@ -1,4 +1,4 @@
-"""From a device to the host, while the host does something else."""
+"""Asynchronous device-to-host copies."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 class HostCopy:
-    """Copies of tensors on their way to pinned memory of the host, with an event of their own.
+    """Copies of tensors to pinned host memory, with a CUDA event that says when they are done.
 
     Args:
-        *tensors: On one device, and not written to later. On the CPU they are taken as they are.
+        *tensors: On one device, and not written to later. On a CPU they are not copied.
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:
@@ -23,7 +23,7 @@ class HostCopy:
             self._event.record()
 
     def wait(self) -> list[torch.Tensor]:
-        """The tensors on the CPU, once they are there."""
+        """Wait for the copies; returns the tensors on the CPU."""
         if self._event is not None:
             self._event.synchronize()
         return self._values

@@ -1,4 +1,4 @@
-"""A lock that a loop cannot keep to itself by taking it again at once."""
+"""A fair lock: a loop that takes it again at once does not starve other threads."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from types import TracebackType
 
 
 class FairLock:
-    """Reentrant; a thread that gives it up gets it again only after one that has been waiting."""
+    """Reentrant lock; a thread that releases it gets it again only after one that has waited."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()  # held by the one that is next
+        self._turn = threading.Lock()  # held by the thread that is next
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a thread waits for it."""
+        """Whether a thread is waiting for it."""
         return self._turn.locked()
 
     def __enter__(self) -> None:

@@ -1,10 +1,11 @@
-"""How a step's memory is had from the system. Linux only, and only advice: without it nothing
-changes but the speed.
+"""Host memory: huge pages for weights and KV, and an allocator that keeps what a step frees.
 
-What every step reads lies in huge pages: with small ones, looking up addresses takes about a tenth
-of a decoding step, and another process's memory, which is read through the kernel page by page, is
-read at less than half the speed. What a step gives back is kept for the next one: otherwise the
-system takes it, and clears it again, many times a step.
+Linux only, and only advice to the kernel: without it nothing changes but the speed.
+
+What every step reads lies in huge pages: with small ones, address translation (TLB misses) takes
+about a tenth of a decode step, and the memory of another process, which is read through the kernel
+page by page, is read at less than half the speed. What a step frees is kept for the next one:
+otherwise the kernel takes it back, and clears it again, many times a step.
 """
 
 from __future__ import annotations
@@ -57,9 +58,7 @@ def zeros(count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.de
 
 
 def keep_freed() -> None:
-    """Let the C library keep the memory of freed temporary tensors, up to `_MOST_KEPT` bytes per
-    thread.
-    """
+    """Let malloc keep the memory of freed temporary tensors, `_MOST_KEPT` bytes per thread."""
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_TEMPORARY)
@@ -67,9 +66,9 @@ def keep_freed() -> None:
 
 
 def collapse_resident() -> None:
-    """Move the large pieces of memory that this process uses, weights above all, into huge pages.
+    """Move the large memory mappings of this process, weights above all, into huge pages.
 
-    Where packed weights lie, their library does not say.
+    All mappings, since oneDNN does not say where its packed weights are.
     """
     if sys.platform != "linux":
         return
@@ -81,9 +80,7 @@ def collapse_resident() -> None:
 
 
 def _resident_mappings(smaps: str) -> Iterator[tuple[int, int]]:
-    """Addresses of the anonymous writable mappings that hold whole huge pages and are nearly all
-    in use.
-    """
+    """Address ranges of large anonymous writable mappings that are nearly all in use."""
     start = stop = 0
     for line in smaps.splitlines():
         words = line.split()
@@ -97,7 +94,7 @@ def _resident_mappings(smaps: str) -> Iterator[tuple[int, int]]:
 
 
 def _madvise(start: int, stop: int, advice: int) -> bool:
-    """Whether the whole huge pages between two addresses took the advice."""
+    """Whether the kernel took the advice for the whole huge pages between two addresses."""
     start = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     length = (stop - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if sys.platform != "linux" or length <= 0:

@@ -1,4 +1,4 @@
-"""Work that computes with many threads, but is not done by the thread that computes the steps."""
+"""Work with OpenMP threads outside the step thread, in a thread that ends with it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Result = TypeVar("Result")
 def in_own_thread(work: Callable[[], Result]) -> Result:
     """Call `work` in a thread that ends with it; raises what it raises.
 
-    OpenMP keeps the helpers of every thread that has ever computed with some, until that thread
-    ends. As soon as there are more of them than processors, none waits awake for more work any
-    longer, and a step of thousands of small operations takes about twice as long.
+    OpenMP keeps a team of worker threads for every thread that has ever computed in parallel, until
+    that thread ends. As soon as there are more of them than CPUs, none spins at barriers any more,
+    and a step of thousands of small operations takes about twice as long.
     """
     with ThreadPoolExecutor(max_workers=1) as executor:
         return executor.submit(work).result()

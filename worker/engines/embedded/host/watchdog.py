@@ -1,6 +1,4 @@
-"""Ends the process when a step hangs: its requests then move to another worker, as they do when
-a worker dies.
-"""
+"""The watchdog ends the process when a step hangs: its requests migrate, as when a worker dies."""
 
 from __future__ import annotations
 
@@ -14,24 +12,24 @@ from typing import TypeVar
 T = TypeVar("T")
 
 EXIT_STATUS = 1
-"""The status of a process that a hung step has ended, as of every broken engine."""
+"""Exit status after a hung step, as of every broken engine."""
 
 MAX_PERIOD_S = 1.0
-"""Longest time between two looks."""
+"""Longest time between two checks."""
 
 _STDERR = 2
 
 
 class Watchdog:
-    """Watches one thread's steps from a thread of its own.
+    """Watches the steps of one thread from a thread of its own.
 
-    Nothing of the process is used in the end that a hung thread might hold: no lock, no logger, no
-    event loop. A step that never lets go of the interpreter is ended by `faulthandler`, whose timer
-    needs no interpreter and of which a process has only one.
+    Ending the process uses nothing that a hung thread might hold: no lock, no logger, no event
+    loop. A step that never releases the GIL is ended by `faulthandler`, whose timer needs no GIL
+    and of which a process has only one.
 
     Args:
-        timeout_s: Seconds after which a step counts as hung; it ends the process at most two
-            periods later.
+        timeout_s: Seconds after which a step counts as hung; the process ends at most two periods
+            later.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -39,15 +37,15 @@ class Watchdog:
         self.period_s = min(MAX_PERIOD_S, timeout_s / 4)
         self._began: float | None = None
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="embedded-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="embedded-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start looking."""
-        self._wind_timer()
+        """Start the watchdog's thread."""
+        self._reset_timer()
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop looking. Idempotent, and safe without `start`."""
+        """Stop it. Idempotent, and safe without `start`."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -58,26 +56,24 @@ class Watchdog:
         return began is not None and monotonic() - began > self.timeout_s
 
     def watch(self, step: Callable[[], T]) -> T:
-        """What `step` returns; the process ends if it does not return in time."""
+        """Call `step` and return its result; the process ends if it does not return in time."""
         self._began = monotonic()
         try:
             return step()
         finally:
             self._began = None
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         try:
             while not self._stopped.wait(self.period_s):
                 if self.is_hung():
                     self._end()
-                self._wind_timer()
+                self._reset_timer()
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _wind_timer(self) -> None:
-        """It ends the process if this is not called again, because no Python thread runs any
-        more.
-        """
+    def _reset_timer(self) -> None:
+        """Without another call the process ends: then no Python thread runs any more."""
         faulthandler.dump_traceback_later(self.timeout_s + self.period_s, exit=True, file=_STDERR)
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""The tokens of a step, one row after another, as the model wants them."""
+"""Batch packing: a step's tokens in one list, row after row, with page tables and slot mapping."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Batch:
     Attributes:
         ids: Token ids.
         positions: In their sequences.
-        pages: Where their KV goes.
-        slots: Likewise, within the page.
-        sequences: The rows.
-        new_pages: Pages of which the first slot is written.
+        pages: Slot mapping: the page to which a token's KV is written.
+        slots: Slot mapping: the slot within the page.
+        sequences: The rows, each with its page table.
+        new_pages: Pages that are written from their first slot on.
     """
 
     ids: list[int] = field(default_factory=list)

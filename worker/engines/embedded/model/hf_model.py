@@ -1,6 +1,4 @@
-"""The model of one step: a Hugging Face causal language model over a packed batch, with our own
-KV store.
-"""
+"""A Hugging Face causal language model over packed batches and a paged KV cache."""
 
 from __future__ import annotations
 
@@ -15,17 +13,17 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from worker.engines.embedded import native
-from worker.engines.embedded.attention import Kernel, Shapes, attention
+from worker.engines.embedded.attention import AttentionBackend, AttentionSizes
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import KvStore
 from worker.engines.embedded.model import llama, transformers_network
 from worker.engines.embedded.model.batch_packing import pack
+from worker.engines.embedded.model.kernels import choose_kernels
 from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.llama import LlamaNetwork
-from worker.engines.embedded.model.numerics import AttentionSizes, choose
+from worker.engines.embedded.model.numerics import choose
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.engines.embedded.plan import Plan
 from worker.errors import StartupError
@@ -33,9 +31,7 @@ from worker.errors import StartupError
 logger = logging.getLogger(__name__)
 
 MODEL_TYPES = (*llama.MODEL_TYPES, *transformers_network.MODEL_TYPES)
-"""Architectures that are tested; others may hide attention variants that `attention.py` does not
-know.
-"""
+"""Architectures that are tested; others may have attention variants that no backend computes."""
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -44,20 +40,19 @@ _LARGE_BYTES = 64 * 2**20
 
 
 class HfModel:
-    """Implements `Model`. Build it with `load_model`.
+    """Implements `Model`; `load_model` makes it from a checkpoint.
 
     Args:
-        network: transformers' causal language model, on its device; taken apart, and of no use
-            afterwards.
+        network: transformers' causal language model, on its device; of no use afterwards.
         eos_token_ids: Ids that end an answer.
-        undecodable_ids: Ids that the tokenizer does not know.
+        undecodable_ids: Ids that the tokenizer does not have.
         numerics: One of `config.NUMERICS`.
         kernels: One of `config.KERNELS`.
 
     Attributes:
         numerics: ``exact`` or ``fast``; known once there is a KV store, as are the following ones.
         made_by: See `Numerics.made_by`.
-        wants_dense_kv: Whether a step is faster where the pages that it reads lie densely.
+        wants_dense_kv: See `AttentionBackend.wants_dense_pages`.
     """
 
     def __init__(
@@ -81,14 +76,14 @@ class HfModel:
         self._head_dim = int(network.model.layers[0].self_attn.head_dim)
         self._softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
         self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
-        self._may_be_native = _may_be_native(kernels, self.device, self.dtype)
-        self._network = (LlamaNetwork if llama.serves(config) else TransformersNetwork)(network, self._may_be_native)
+        self._kernels = choose_kernels(kernels, self.device, self.dtype)
+        self._network = (LlamaNetwork if llama.serves(config) else TransformersNetwork)(network, self._kernels)
         self._store = KvStore([], [])
         self._page_size = 0
+        self._attention: AttentionBackend  # chosen by the page size, too
         self._wanted_numerics = numerics
         self._row_step = 1
         self._tile = 0
-        self._shapes = Shapes()
         self.numerics = self.made_by = "fast"
         self.wants_dense_kv = True
 
@@ -114,28 +109,24 @@ class HfModel:
     @torch.inference_mode()
     def _choose_numerics(self) -> None:
         sizes = AttentionSizes(
-            self._heads,
-            self._kv_heads,
-            self._head_dim,
-            self._softcap,
-            self._page_size,
-            self.dtype,
-            self._may_be_native and native.takes_heads(self._heads, self._kv_heads, self._head_dim, self.dtype),
+            self._heads, self._kv_heads, self._head_dim, self._softcap, self._page_size, self.dtype, self.device
         )
         layers = list(linears(self._network))
-        chosen = choose(self._wanted_numerics, layers, sizes, self.device)
+        chosen = choose(self._wanted_numerics, layers, self._kernels.attention(sizes), sizes)
         for layer in layers:
-            layer.tiles = chosen.tiles[layer.shape]
-        self._row_step = min((layer.tiles.step for layer in layers), default=1)
-        self._tile = max((layer.tiles.most or 0 for layer in layers), default=0)
-        self._shapes = chosen.shapes
+            layer.tiling = chosen.tilings[layer.shape]
+        self._row_step = min((layer.tiling.step for layer in layers), default=1)
+        self._tile = max((layer.tiling.most or 0 for layer in layers), default=0)
+        self._attention = chosen.attention
         self.numerics, self.made_by = chosen.name, chosen.made_by
         logger.info("numerics: %s", self.made_by)
-        self.wants_dense_kv = chosen.shapes.kernel is not Kernel.NATIVE  # which needs one call in any case
+        self.wants_dense_kv = chosen.attention.wants_dense_pages
 
     def _padding(self, count: int) -> int:
-        """Rows that `count` are filled up with: what every product needs, and a tile that is
-        nearly full.
+        """Rows of padding behind `count` rows.
+
+        They are what every GEMM needs; or, where the last tile is nearly full, the rest of it,
+        since each GEMM would otherwise pad its own input (see `GemmTiling`).
         """
         tile = self._tile
         is_nearly_full = tile and count > tile and -count % tile < tile // 4
@@ -154,7 +145,7 @@ class HfModel:
         self._store.zero(batch.new_pages)
         tensors = torch.tensor([batch.ids, batch.positions, batch.pages, batch.slots])
         tensors = tensors.to(self.device, non_blocking=True)
-        step = attention.AttentionStep(self._store, batch.sequences, tensors[2:], self._shapes)
+        step = self._attention.plan(self._store, batch.sequences, tensors[2:])
         padding = self._padding(len(batch.ids))
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
         hidden = self._network.hidden(ids, positions, step)
@@ -167,24 +158,12 @@ class HfModel:
         return self._network.logits(hidden)
 
 
-def _may_be_native(kernels: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether native kernels are used where they can be. Raises `StartupError` if they are asked
-    for and cannot be.
-    """
-    if kernels == "torch":
-        return False
-    reason = native.unavailable(dtype) if device.type == "cpu" else f"they compute on a CPU, not on {device}"
-    if kernels == "native" and reason is not None:
-        raise StartupError(f"--kernels native: {reason}")
-    return reason is None and (kernels == "native" or not native.is_outrun(dtype))
-
-
 def load_model(config: EmbeddedConfig) -> HfModel:
     """Load the checkpoint in ``config.model_path``.
 
     Raises:
         StartupError: it is missing, unreadable, incomplete or of an architecture that is not
-            served.
+            served; or the kernels that were asked for cannot compute here.
     """
     return in_own_thread(lambda: _load_model(config))
 
@@ -226,7 +205,7 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _rope_types(settings: dict[str, Any]) -> set[str]:
-    """The kinds of rotary embedding; Gemma-3 has one for each kind of layer."""
+    """RoPE types; Gemma-3 has one for each kind of layer."""
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     found = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     return {str(each.get("rope_type", each.get("type"))) for each in found}
@@ -279,9 +258,7 @@ def _eos_token_ids(directory: Path, settings: dict[str, Any]) -> tuple[int, ...]
 
 
 def _undecodable_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """Ids of padding rows. Without a ``tokenizer.json`` nothing is known about ids, and all may
-    be sampled.
-    """
+    """Ids that the tokenizer does not have; none without a ``tokenizer.json``."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         return ()

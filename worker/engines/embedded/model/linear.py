@@ -1,6 +1,4 @@
-"""Linear layers whose weights are laid out once for the CPU's matrix kernels, with the work
-beside them fused in.
-"""
+"""Linear layers on packed weights, in numbers of rows that keep them batch-invariant."""
 
 from __future__ import annotations
 
@@ -12,31 +10,39 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from worker.engines.embedded.model import gemm
+from worker.engines.embedded.model.gemm import GemmBackend, TorchGemm
+from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.panels import Lookup, Panels, lookup
 
-Shape = tuple[int, int, type]
-"""Results and inputs per row, and what computes them."""
+LayerShape = tuple[int, int, type[GemmBackend]]
+"""Output and input features, and the GEMM backend."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """Numbers of rows that a product is computed with: multiples of `step` up to `most`, and
-    `blocks`.
+class GemmTiling:
+    """Numbers of rows that a GEMM is called with: multiples of `step` up to `most`, and `blocks`.
 
-    None for `most` means any number. Blocks are multiples of `step` above `most`, largest first.
+    A GEMM kernel chooses its order of summation by the number of rows. So a layer whose kernel is
+    not batch-invariant by construction is called with few different numbers, which are tried at
+    start: rows are padded to a multiple of `step` and split into tiles of at most `most`.
+
+    Attributes:
+        step: What numbers of rows are padded to a multiple of.
+        most: Rows of a tile at most; None for any number.
+        blocks: Further numbers, multiples of `step` above `most`, largest first. Long prompts are
+            computed faster in them.
     """
 
     step: int = 1
     most: int | None = None
     blocks: tuple[int, ...] = ()
 
-    def fit(self, rows: int) -> bool:
-        """Whether a product of `rows` rows needs neither padding nor splitting."""
+    def fits(self, rows: int) -> bool:
+        """Whether a GEMM of `rows` rows needs neither padding nor splitting."""
         return rows in self.blocks or (rows % self.step == 0 and (self.most is None or rows <= self.most))
 
-    def parts(self, rows: int) -> Iterator[slice]:
-        """`rows` rows, a multiple of `step`, in parts that fit."""
+    def split(self, rows: int) -> Iterator[slice]:
+        """`rows` rows, a multiple of `step`, in slices that fit."""
         start = 0
         while start < rows:
             left = rows - start
@@ -46,8 +52,7 @@ class Tiles:
 
 
 class Linear(torch.nn.Module):
-    """``x @ weight.T + bias`` for rows ``[n, K]``. After `pack` it keeps the weight in the layout
-    of its kernels alone.
+    """``x @ weight.T + bias`` for rows ``[n, K]``; after `pack` it keeps only the packed weight.
 
     Args:
         weight: ``[N, K]``.
@@ -57,42 +62,38 @@ class Linear(torch.nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.tiles = Tiles()
+        self.tiling = GemmTiling()
         self.num_bytes = weight.nbytes
         self._dtype = weight.dtype
         self._weight: torch.Tensor | None = weight.detach()
         self._bias = bias.detach() if bias is not None else None
-        self._product: gemm.Product = gemm.TorchProduct(self._weight, self._bias)
+        self._gemm: GemmBackend = TorchGemm(self._weight, self._bias)
 
-    def pack(self, may_be_native: bool) -> None:
-        """Choose the kernels, our own only if they are allowed, and lay out the weight for them;
-        once.
-        """
+    def pack(self, kernels: KernelBackend) -> None:
+        """Choose the GEMM backend, which packs the weight; once."""
         if self._weight is None:
             raise RuntimeError("the layer is packed already")
-        self._product = gemm.make(self._weight, self._bias, may_be_native)
+        self._gemm = kernels.gemm(self._weight, self._bias)
         self._weight = None
 
     def layouts(self) -> Iterator[Panels]:
-        """Layouts in which the packed weight may lie."""
-        return self._product.layouts()
+        """Layouts that the packed weight may have."""
+        return self._gemm.layouts()
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weight is held in another layout, and the one given is of no more use."""
-        return self._product.is_packed
+        """Whether the weight is held in another layout, so that the one given can be freed."""
+        return self._gemm.is_packed
 
     @property
-    def is_exact(self) -> bool:
-        """Whether a row's result is the same, bit by bit, whatever the number of rows; then it
-        needs no tiles.
-        """
-        return self._product.is_exact
+    def is_batch_invariant(self) -> bool:
+        """Whether it is batch-invariant without a tiling."""
+        return self._gemm.is_batch_invariant
 
     @property
-    def shape(self) -> Shape:
-        """Layers of the same one have the same tiles."""
-        return self.out_features, self.in_features, type(self._product)
+    def shape(self) -> LayerShape:
+        """Layers of the same one have the same tiling."""
+        return self.out_features, self.in_features, type(self._gemm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., K]`` to ``[..., N]``."""
@@ -101,46 +102,48 @@ class Linear(torch.nn.Module):
         return self._tiled(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """The product, then ``y * sigmoid(y)``."""
+        """``y * sigmoid(y)`` of the result y."""
         return self._tiled(x, "silu")
 
     def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """The product plus `other` ``[n, N]``."""
+        """The result plus `other` ``[n, N]``."""
         return self._tiled(x, "add", other)
 
     def mul(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """The product times `other` ``[n, N]``, element by element."""
+        """The result times `other` ``[n, N]``, element by element."""
         return self._tiled(x, "mul", other)
 
-    def _tiled(self, x: torch.Tensor, then: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
+    def _tiled(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
         rows = len(x)
-        if self.tiles.fit(rows):
-            return self._product(x, then, other)
-        padding = -rows % self.tiles.step
+        if self.tiling.fits(rows):
+            return self._gemm(x, epilogue, other)
+        padding = -rows % self.tiling.step
         if padding:
             x = functional.pad(x, (0, 0, 0, padding))
             other = functional.pad(other, (0, 0, 0, padding)) if other is not None else None
-        parts = [
-            self._product(x[part], then, other[part] if other is not None else None)
-            for part in self.tiles.parts(len(x))
+        results = [
+            self._gemm(x[tile], epilogue, other[tile] if other is not None else None)
+            for tile in self.tiling.split(len(x))
         ]
-        return (torch.cat(parts) if len(parts) > 1 else parts[0])[:rows]
+        return (torch.cat(results) if len(results) > 1 else results[0])[:rows]
 
-    def is_invariant(self, tiles: Tiles) -> bool:
-        """Whether the result of a row is the same, bit by bit, in all `tiles` (bounded ones) and
-        places in them.
+    def is_invariant(self, tiling: GemmTiling) -> bool:
+        """Whether a row's result has the same bits in all tiles of `tiling`, at any index in them.
+
+        Raises:
+            ValueError: `tiling` is not bounded, so that not all tiles can be tried.
         """
-        if tiles.most is None:
+        if tiling.most is None:
             raise ValueError("only a bounded number of shapes can be tried")
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(max((tiles.most, *tiles.blocks)), self.in_features, generator=generator).to(self._dtype)
-        expected = torch.cat([self._product(part) for part in torch.split(rows, tiles.most)])
-        if not all(torch.equal(self._product(rows[:block]), expected[:block]) for block in tiles.blocks):
+        rows = torch.randn(max((tiling.most, *tiling.blocks)), self.in_features, generator=generator).to(self._dtype)
+        expected = torch.cat([self._gemm(tile) for tile in torch.split(rows, tiling.most)])
+        if not all(torch.equal(self._gemm(rows[:block]), expected[:block]) for block in tiling.blocks):
             return False
-        for count in range(tiles.step, tiles.most + 1, tiles.step):
-            starts = {0, (tiles.most - count) // 2, tiles.most - count}
+        for count in range(tiling.step, tiling.most + 1, tiling.step):
+            starts = {0, (tiling.most - count) // 2, tiling.most - count}
             if not all(
-                torch.equal(self._product(rows[start : start + count]), expected[start : start + count])
+                torch.equal(self._gemm(rows[start : start + count]), expected[start : start + count])
                 for start in starts
             ):
                 return False
@@ -148,7 +151,11 @@ class Linear(torch.nn.Module):
 
 
 def fuse(*layers: torch.nn.Linear) -> Linear:
-    """One layer whose result is the results of `layers`, one after another."""
+    """One fused linear layer: its result is the results of `layers`, concatenated.
+
+    Raises:
+        ValueError: some of them have a bias and others have none.
+    """
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     if biases and len(biases) != len(layers):
         raise ValueError("all layers must have a bias, or none")
@@ -157,16 +164,14 @@ def fuse(*layers: torch.nn.Linear) -> Linear:
 
 
 def has_tied_embeddings(network: Any) -> bool:
-    """Whether the output layer of transformers' causal language model has the weight of its
-    embedding.
-    """
+    """Whether output layer and embedding of transformers' causal language model share a weight."""
     embedding, head = network.model.embed_tokens.weight, network.lm_head.weight
     return bool(embedding.data_ptr() == head.data_ptr() and embedding.shape == head.shape)
 
 
 def embed_with(weight: torch.Tensor, head: Linear, is_tied: bool) -> Lookup:
-    """Looks up rows of an embedding's ``weight [N, K]``, held once with that of the packed `head`
-    where it is tied.
+    """Row lookup in an embedding's ``weight [N, K]``; in the packed weight of `head` where it is
+    tied, so that the weight is held once.
 
     Where all layers hold packed copies it keeps none of the memory of `weight`, which may be the
     whole checkpoint, mapped into memory.
@@ -176,9 +181,7 @@ def embed_with(weight: torch.Tensor, head: Linear, is_tied: bool) -> Lookup:
 
 
 def replace_linears(module: torch.nn.Module) -> None:
-    """Put a `Linear` in place of every ``torch.nn.Linear`` inside `module`, and let go of the
-    originals.
-    """
+    """Put a `Linear` in place of every ``torch.nn.Linear`` inside `module`."""
     for name, child in list(module.named_children()):
         if type(child) is torch.nn.Linear:
             setattr(module, name, fuse(child))
@@ -186,10 +189,10 @@ def replace_linears(module: torch.nn.Module) -> None:
             replace_linears(child)
 
 
-def pack_all(module: torch.nn.Module, may_be_native: bool) -> None:
+def pack_all(module: torch.nn.Module, kernels: KernelBackend) -> None:
     """`Linear.pack` for every one inside `module`."""
     for layer in linears(module):
-        layer.pack(may_be_native)
+        layer.pack(kernels)
 
 
 def linears(module: torch.nn.Module) -> Iterator[Linear]:

@@ -1,6 +1,4 @@
-"""A mixture of experts, as Qwen3's: a token's result is the sum over its experts, in the order
-of their numbers.
-"""
+"""Mixture of experts, as Qwen3's; a token's experts are summed in ascending order."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from worker.engines.embedded.model.linear import Linear
 
 
 class Router(torch.nn.Module):
-    """Stands in for transformers' router of the same weights."""
+    """Replaces transformers' router, with the same weights."""
 
     def __init__(self, router: Any) -> None:
         super().__init__()
@@ -21,18 +19,16 @@ class Router(torch.nn.Module):
         self._normalises = bool(router.norm_topk_prob)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits ``[n, experts]``, and weights and numbers of the chosen experts ``[n, top_k]``."""
+        """Logits ``[n, experts]``, and weights and indices of the top-k experts ``[n, top_k]``."""
         logits: torch.Tensor = self._linear(hidden)
-        weights, numbers = logits.float().softmax(-1).topk(self._top_k, -1)
+        weights, experts = logits.float().softmax(-1).topk(self._top_k, -1)
         if self._normalises:
             weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights.to(logits.dtype), numbers
+        return logits, weights.to(logits.dtype), experts
 
 
 class Experts(torch.nn.Module):
-    """Stands in for transformers' experts of the same weights ``[experts, 2 * width, hidden]``
-    and back.
-    """
+    """Replaces transformers' experts, with the same weights: gate and up, and down projections."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -41,15 +37,13 @@ class Experts(torch.nn.Module):
         self._ups = torch.nn.ModuleList(Linear(up) for _, up in pairs)
         self._downs = torch.nn.ModuleList(Linear(down) for down in experts.down_proj)
 
-    def forward(self, hidden: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum ``[n, hidden]`` of what the experts `numbers` ``[n, top_k]`` make of
-        each token.
-        """
+    def forward(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum ``[n, hidden]`` of each token's `experts`, indices ``[n, top_k]``."""
         total = torch.zeros_like(hidden)
-        for number in sorted(set(numbers.flatten().tolist())):
-            tokens, places = torch.where(numbers == number)
-            chosen = hidden[tokens]
-            gate, up, down = self._gates[number], self._ups[number], self._downs[number]
-            made = down(up.mul(chosen, gate.silu(chosen))) * weights[tokens, places, None]
-            total.index_add_(0, tokens, made.to(total.dtype))
+        for expert in sorted(set(experts.flatten().tolist())):
+            tokens, ranks = torch.where(experts == expert)
+            routed = hidden[tokens]
+            gate, up, down = self._gates[expert], self._ups[expert], self._downs[expert]
+            result = down(up.mul(routed, gate.silu(routed))) * weights[tokens, ranks, None]
+            total.index_add_(0, tokens, result.to(total.dtype))
         return total

@@ -1,12 +1,16 @@
-"""transformers' own code over a packed batch, with our attention and our linear layers in it."""
+"""transformers' own code over a packed batch, with our attention and linear layers in it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
-from worker.engines.embedded.attention import attention
+from worker.engines.embedded.attention import AttentionStep
+from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import (
     Linear,
     embed_with,
@@ -19,38 +23,41 @@ from worker.engines.embedded.model.moe import Experts, Router
 
 MODEL_TYPES = ("gemma2", "gemma3_text", "qwen3_moe")
 
+_IMPLEMENTATION = "embedded_kv_store"
+_STEP_ARGUMENT = "embedded_step"
+
 
 class TransformersNetwork(torch.nn.Module):
-    """Same use as `LlamaNetwork`, for any causal language model that attends through transformers'
-    interface.
+    """Any causal language model that attends through transformers' interface; same use as
+    `LlamaNetwork`.
 
     Args:
         network: transformers' causal language model; its linear layers are replaced.
-        may_be_native: Whether our own kernels are allowed.
+        kernels: What they and attention compute with.
     """
 
-    def __init__(self, network: Any, may_be_native: bool) -> None:
+    def __init__(self, network: Any, kernels: KernelBackend) -> None:
         super().__init__()
-        attention.register()
-        network.set_attn_implementation(attention.IMPLEMENTATION)
+        _register_attention()
+        network.set_attn_implementation(_IMPLEMENTATION)
         self._model = network.model
         is_tied = has_tied_embeddings(network)
         self._head = fuse(network.lm_head)
         self._softcap = getattr(network.config, "final_logit_softcapping", None)  # only Gemma's configurations have it
         _replace_experts(self._model)
         replace_linears(self._model)
-        pack_all(self, may_be_native)
+        pack_all(self, kernels)
         self._model.embed_tokens = _Embedding(self._model.embed_tokens, self._head, is_tied)
         for parameter in self._model.parameters() if self._head.is_packed else ():
             parameter.data = parameter.data.clone()  # what is left would keep the whole checkpoint mapped into memory
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: attention.AttentionStep) -> torch.Tensor:
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``."""
         hidden: torch.Tensor = self._model(
             input_ids=ids[None],
             position_ids=positions[None],
             use_cache=False,
-            **{attention.STEP_ARGUMENT: step},
+            **{_STEP_ARGUMENT: step},
         ).last_hidden_state[0]
         return hidden
 
@@ -75,6 +82,34 @@ class _Embedding(torch.nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self._lookup(ids)
         return rows if self._scale is None else rows * self._scale
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function; the step comes from `TransformersNetwork.hidden`."""
+    step: AttentionStep = arguments[_STEP_ARGUMENT]
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    return step.attend(module.layer_idx, query, key, value, scaling, sliding_window or 0, softcap)[None], None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """No mask: the attention backend makes its own in each step."""
+
+
+def _register_attention() -> None:
+    """Make `_IMPLEMENTATION` known to transformers; harmless when repeated."""
+    attention: Callable[..., Any] = _attention
+    AttentionInterface.register(_IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
 
 
 def _replace_experts(model: Any) -> None:

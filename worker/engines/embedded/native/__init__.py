@@ -1,11 +1,10 @@
-"""Kernels of our own for a CPU with AVX-512: linear layers, attention over the KV store, and what
-lies between.
+"""Native kernels for CPUs with AVX-512: GEMM, RMSNorm, RoPE, and attention over the paged KV cache.
 
-They are built with the package where there is a C compiler. Every sum in them runs in an order that
-depends on the token alone, so that what a token gets is the same, bit by bit, in any batch; and few
-rows are computed at the speed at which weights and keys are read. Tensors are passed by address:
-whatever is passed must be contiguous, but for the strides that are named. All tensors of a call are
-of one data type: bfloat16, which also needs AVX512-BF16, or float32.
+They are built with the package where there is a C compiler. They are batch-invariant: every sum
+runs in an order that depends on the token alone. And they compute few rows at the speed at which
+weights and keys are read. Tensors are passed by address: whatever is passed must be contiguous, but
+for the strides that are named. All tensors of a call are of one data type: bfloat16, which also
+needs AVX512-BF16, or float32.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ class _Kind:
 
     Attributes:
         name: Of its library.
-        needs: Flags of the processor.
-        outrun_with: A flag of processors on which torch's kernels compute prompts several times as
+        needs: CPU flags that its instructions need.
+        torch_faster_with: A CPU flag with which torch's kernels compute prompts several times as
             fast.
         per_word: Elements in 32 bits.
     """
 
     name: str
     needs: tuple[str, ...]
-    outrun_with: str | None
+    torch_faster_with: str | None
     per_word: int
 
 
@@ -51,15 +50,15 @@ _KINDS = {
 }
 
 _COLUMNS = 32
-"""Of a panel, as in ``panels.h``."""
+"""Rows of a weight in one panel: ``COLUMNS`` in ``panels.h``."""
 
 _QUERIES = 64
-"""Of a tile at most: ``TOGETHER`` in ``attention.c``."""
+"""Queries of a tile at most: ``TOGETHER`` in ``attention.c``."""
 
 _WIDEST = 256
-"""Inner size of a head at most: ``WIDEST`` in ``attention.c``."""
+"""Largest head size: ``WIDEST`` in ``attention.c``."""
 
-_THEN = {"none": 0, "silu": 1, "add": 2, "mul": 3}
+_EPILOGUES = {"none": 0, "silu": 1, "add": 2, "mul": 3}
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -74,17 +73,19 @@ def unavailable(dtype: torch.dtype) -> str | None:
     return None
 
 
-def is_outrun(dtype: torch.dtype) -> bool:
-    """Whether torch's kernels compute prompts several times as fast on this processor, as
-    oneDNN's do with AMX.
-    """
-    return _KINDS[dtype].outrun_with in _cpu_flags()
+def is_torch_faster(dtype: torch.dtype) -> bool:
+    """Whether torch computes prompts several times as fast on this CPU, as oneDNN does with AMX."""
+    return _KINDS[dtype].torch_faster_with in _cpu_flags()
 
 
 @cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL:
-    """Raises `RuntimeError`, `OSError` or `AttributeError` (an older one lacks a function)
-    saying why there is none.
+    """The C library of `dtype`.
+
+    Raises:
+        RuntimeError: this machine or installation has none; the message says why.
+        OSError: it cannot be loaded.
+        AttributeError: it is older and lacks a function.
     """
     kind = _KINDS.get(dtype)
     if kind is None:
@@ -126,23 +127,23 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-def takes_weight(weight: torch.Tensor) -> bool:
-    """Whether a linear layer with this ``weight [N, K]`` can be computed."""
+def supports_weight(weight: torch.Tensor) -> bool:
+    """Whether `linear` computes with this ``weight [N, K]``."""
     return (
         weight.device.type == "cpu" and weight.dtype in _KINDS and weight.shape[1] % _KINDS[weight.dtype].per_word == 0
     )
 
 
-def takes_heads(heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> bool:
-    """Whether attention with `heads` heads of inner size `width`, over `kv_heads`, can be
-    computed.
-    """
-    return dtype in _KINDS and width % 2 == 0 and width <= _WIDEST and heads // kv_heads <= _QUERIES
+def supports_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether `attend` computes attention of `heads` query heads over `kv_heads` key heads."""
+    return dtype in _KINDS and head_dim % 2 == 0 and head_dim <= _WIDEST and heads // kv_heads <= _QUERIES
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """``weight [N, K]`` in panels ``[ceil(N / 32), K / w, 32, w]``, w elements to a word; filled
-    up with 0.
+    """``weight [N, K]`` packed into panels ``[ceil(N / 32), K / w, 32, w]``, w elements to a word.
+
+    Word w of all 32 rows of a panel is contiguous and fills two vector registers, so that a GEMM
+    reads each panel once, from front to back. Missing rows of the last panel are 0.
     """
     columns, inner = weight.shape
     per_word = _KINDS[weight.dtype].per_word
@@ -155,18 +156,17 @@ def linear(
     panels: torch.Tensor,
     columns: int,
     bias: torch.Tensor | None = None,
-    then: str = "none",
+    epilogue: str = "none",
     other: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x [n, K]`` times a packed weight of `columns` rows, plus ``bias [N]``; ``[n, N]``, rounded
-    once.
+    """GEMM: ``x [n, K]`` times a packed weight ``[N, K]``, plus a bias; ``[n, N]``, rounded once.
 
     Args:
         x: Rows.
         panels: What `pack` returned.
         columns: N.
-        bias: None for none.
-        then: ``none``; ``silu``; or ``add`` or ``mul``, with `other`.
+        bias: ``[N]``; None for none.
+        epilogue: ``none``; ``silu``; or ``add`` or ``mul`` with `other`.
         other: ``[n, N]``.
     """
     rows, inner = x.shape
@@ -175,13 +175,13 @@ def linear(
     output = x.new_empty(rows, columns)
     _library(x.dtype).linear(
         *(x.data_ptr(), rows, inner, panels.data_ptr(), columns, _address(bias)),
-        *(_THEN[then], _address(other), output.data_ptr(), torch.get_num_threads()),
+        *(_EPILOGUES[epilogue], _address(other), output.data_ptr(), torch.get_num_threads()),
     )
     return output
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """``x / sqrt(mean(x * x) + epsilon) * weight`` over the last dimension, rounded once.
+    """RMSNorm: ``x / sqrt(mean(x * x) + epsilon) * weight`` over the last dimension, rounded once.
 
     Args:
         x: ``[..., K]``.
@@ -200,15 +200,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """What a layer's tokens attend with and to, not rotated yet.
+    """The output of a fused QKV projection, and what RMSNorm per head and RoPE need.
 
     Attributes:
         qkv: Queries, keys and values ``[T, H + 2 * Hkv, D]``.
         heads: H.
-        cosine: Of each token's angles ``[T, D]``, of which the two halves are equal.
+        cosine: RoPE cosines of at least T tokens ``[T, D]``, the two halves of D equal.
         sine: Likewise.
-        norms: Weights ``[D]`` of an RMS norm of each head's query, and of its key, and their
-            epsilon; None for none.
+        norms: RMSNorm weights ``[D]`` of each query head and of each key head, and their epsilon;
+            None for none.
     """
 
     qkv: torch.Tensor
@@ -219,16 +219,18 @@ class Projections:
 
 
 def rotate_and_store(
-    projections: Projections, keys: torch.Tensor, values: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor]
+    projections: Projections, keys: torch.Tensor, values: torch.Tensor, slot_mapping: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Put rotated keys, and values, into the store ``[pages, Hkv, size, D]``; returns rotated
-    queries ``[T, H, D]``.
+    """RMSNorm per head and RoPE; writes keys and values to the KV cache, returns queries.
 
     Args:
         projections: Of T tokens.
-        keys: The layer's.
+        keys: The layer's pages, ``[pages, Hkv, page size, D]``.
         values: Likewise.
-        places: Page and slot of each token, int64 ``[T]``.
+        slot_mapping: Page and slot to which each token's KV is written, int64 ``[T]``.
+
+    Returns:
+        Rotated queries ``[T, H, D]``.
     """
     tokens, _, width = projections.qkv.shape
     _, kv_heads, size, _ = keys.shape
@@ -238,17 +240,25 @@ def rotate_and_store(
         *(projections.qkv.data_ptr(), tokens, projections.heads, kv_heads, width),
         *(projections.cosine.data_ptr(), projections.sine.data_ptr(), _address(of_query), _address(of_key), epsilon),
         *(query.data_ptr(), keys.data_ptr(), values.data_ptr(), size),
-        *(places[0].data_ptr(), places[1].data_ptr(), torch.get_num_threads()),
+        *(slot_mapping[0].data_ptr(), slot_mapping[1].data_ptr(), torch.get_num_threads()),
     )
     return query
 
 
 class Tiles:
-    """Which tokens of a step `attend` takes together, and where their keys lie.
+    """Query tiles and page tables of a step.
+
+    A tile is consecutive tokens of one row, whose heads that share keys make up to 64 queries: each
+    block of keys is laid out in panels once for all of them.
 
     Args:
         sequences: The rows, in the order of their tokens.
-        group: Heads that share keys.
+        group: Query heads per key head.
+
+    Attributes:
+        page_table: Pages of all rows, one row after another, int64.
+        tiles: First token, number of tokens, position of the first in its sequence, and index into
+            `page_table` at which the row's pages begin, int64 ``[n, 4]``.
     """
 
     def __init__(self, sequences: Sequence[SequenceSlice], group: int) -> None:
@@ -261,7 +271,7 @@ class Tiles:
                 tiles.append((token + first - sequence.start, min(most, sequence.stop - first), first, len(pages)))
             token += sequence.stop - sequence.start
             pages += sequence.page_table
-        self.pages = torch.tensor(pages)
+        self.page_table = torch.tensor(pages)
         self.tiles = torch.tensor(tiles)
 
 
@@ -274,11 +284,16 @@ def attend(
     window: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of ``query [T, H, D]`` over ``keys, values [pages, Hkv, size, D]``; ``[T, H,
-    D]``.
+    """Attention of ``query [T, H, D]`` over the paged KV cache; returns ``[T, H, D]``.
 
-    A token sees itself and the `window` - 1 tokens before it, or all of them if `window` is 0.
-    Scores go through ``softcap * tanh(score / softcap)`` where it is given.
+    Args:
+        query: After RoPE.
+        keys: The layer's pages, ``[pages, Hkv, page size, D]``.
+        values: Likewise.
+        tiles: Of this step.
+        scale: Factor of the scores.
+        window: Tokens that a token attends to, itself among them; 0 for all before it.
+        softcap: Scores go through ``softcap * tanh(score / softcap)``; None for none.
     """
     tokens, heads, width = query.shape
     _, kv_heads, size, _ = keys.shape
@@ -287,7 +302,7 @@ def attend(
     output = query.new_empty(tokens, heads, width)
     _library(query.dtype).attend(
         *(query.data_ptr(), query.stride(0), output.data_ptr(), keys.data_ptr(), values.data_ptr()),
-        *(kv_heads, heads // kv_heads, width, size, tiles.pages.data_ptr(), tiles.tiles.data_ptr()),
+        *(kv_heads, heads // kv_heads, width, size, tiles.page_table.data_ptr(), tiles.tiles.data_ptr()),
         *(len(tiles.tiles), window, scale, softcap or 0.0, torch.get_num_threads()),
     )
     return output

@@ -1,8 +1,9 @@
-/* Attention over the KV store, which is read where it lies.
+/* Attention over the paged KV cache, whose pages are read in place.
  *
- * A token's keys are taken in blocks of 64 that begin at fixed places of its sequence, one block after another, with the
- * softmax's maximum, sum and result carried along (Milakov and Gimelshein, "Online normalizer calculation for softmax",
- * 2018). What a token gets depends on nothing else: not on the tokens computed beside it, nor on where pages lie.
+ * A token's keys are read in blocks of 64 that begin at fixed positions of its sequence, in ascending order, with an
+ * online softmax: its maximum, sum and result are carried from block to block (Milakov and Gimelshein, "Online
+ * normalizer calculation for softmax", 2018). A token's result depends on nothing else: not on the tokens computed
+ * beside it, nor on the page layout. So it is batch-invariant.
  */
 #include <math.h>
 
@@ -10,18 +11,18 @@
 
 enum {
     KEYS = 64,     /* of a block */
-    TOGETHER = 64, /* queries that share a block once it is laid out in panels; the caller's tiles have no more */
-    WIDEST = 256,  /* inner size of a head at most */
+    TOGETHER = 64, /* queries that share a block once it is packed into panels; the caller's tiles have no more */
+    WIDEST = 256,  /* head size at most */
 };
 
 #define LOG2_E 1.44269504f
 #define ALIGNED __attribute__((aligned(64)))
 
-/* Consecutive tokens of one sequence, of which all heads that share keys make up to TOGETHER queries. */
+/* A query tile: consecutive tokens of one sequence; the heads that share keys make up to TOGETHER queries. */
 typedef struct {
     int64_t first, count; /* tokens of the step */
     int64_t position;     /* of the first one in its sequence */
-    int64_t pages;     /* where the list of the sequence's pages begins */
+    int64_t pages;        /* where the sequence's pages begin in the page table */
 } tile_t;
 
 typedef struct {
@@ -31,7 +32,7 @@ typedef struct {
     const element *keys, *values; /* [pages, kv_heads, size, width] */
     int64_t kv_heads, group, width, size;
     const int64_t *pages;
-    int64_t window; /* tokens that a token sees, itself among them; 0: all */
+    int64_t window; /* tokens that a token attends to, itself among them; 0: all before it */
     float scale, softcap;
 } attention_t;
 
@@ -43,15 +44,15 @@ typedef struct {
     element values[KEYS * WIDEST] ALIGNED; /* panels of 32 elements, [words of 64 keys][32] */
 } block_t;
 
-/* The queries of a tile, and what they have so far. */
+/* The queries of a tile, and their online softmax. */
 typedef struct {
     int rows;
     element query[TOGETHER * WIDEST] ALIGNED;
-    float result[TOGETHER * WIDEST] ALIGNED; /* not yet divided by `sum` */
+    float result[TOGETHER * WIDEST] ALIGNED; /* accumulated, not yet divided by `sum` */
     float peak[TOGETHER], sum[TOGETHER];
 } queries_t;
 
-/* Transposes up to 16 rows of up to 16 words; what is not there becomes 0. */
+/* Transposes up to 16 rows of up to 16 words; missing ones become 0. */
 static inline void
 transpose_words(const element *from, int64_t stride, int rows, int words, element *to, int64_t to_stride)
 {
@@ -92,11 +93,11 @@ transpose_words(const element *from, int64_t stride, int rows, int words, elemen
             _mm512_storeu_si512(to + i * to_stride, a[i]);
 }
 
-/* Asks for a row of the next block, which lies behind this one unless its page ends. */
+/* Prefetches a row of the next block, which lies behind this one unless its page ends. */
 static inline void
 prefetch_next(const element *row, int width)
 {
-    for (int at = 0; at < width; at += LANES * PER_WORD) /* a line of the cache */
+    for (int at = 0; at < width; at += LANES * PER_WORD) /* a cache line */
         _mm_prefetch((const char *)(row + KEYS * width + at), _MM_HINT_T1);
 }
 
@@ -152,7 +153,7 @@ lay_out_values(const element *values, int width, block_t *block)
 }
 #endif
 
-/* Which keys of a block a token at `position` sees, one bit each. */
+/* The mask of a token at `position`: which keys of a block it attends to, one bit each. */
 static inline uint64_t
 seen_keys(const attention_t *c, const block_t *block, int64_t position)
 {
@@ -164,7 +165,7 @@ seen_keys(const attention_t *c, const block_t *block, int64_t position)
     return start > 0 ? before & (UINT64_MAX << start) : before;
 }
 
-/* Turns a row's scores into weights, carries its peak and sum on, and returns what its result fades by. */
+/* Online softmax: a row's scores become weights, its maximum and sum are updated; returns its result's rescaling. */
 static inline float
 weigh(const attention_t *c, const float *scores, uint64_t seen, element *weights, float *peak, float *sum)
 {
@@ -211,8 +212,8 @@ attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, 
             continue;
         for (int key = 0; key < KEYS; key += COLUMNS)
             if (key < block->count)
-                multiply(rows, q->query + first * width, width, block->keys + key * width, width / PER_WORD, scores + key,
-                         KEYS, 0);
+                multiply(rows, q->query + first * width, width, block->keys + key * width, width / PER_WORD,
+                         scores + key, KEYS, 0);
         for (int r = 0; r < rows; r++)
             if (seen[r])
                 fades[r] = weigh(c, scores + r * KEYS, seen[r], weights + r * KEYS, q->peak + first + r,
@@ -220,7 +221,8 @@ attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, 
             else
                 memset(weights + r * KEYS, 0, KEYS * sizeof *weights);
         for (int at = 0; at < width; at += COLUMNS)
-            multiply(rows, weights, KEYS, block->values + at * KEYS, (block->count + PER_WORD - 1) / PER_WORD, gains + at, padded, 0);
+            multiply(rows, weights, KEYS, block->values + at * KEYS, (block->count + PER_WORD - 1) / PER_WORD,
+                     gains + at, padded, 0);
         for (int r = 0; r < rows; r++) {
             float *result = q->result + (first + r) * padded;
             for (int at = 0; seen[r] && at < padded; at += LANES)
@@ -270,11 +272,11 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
 }
 
 void
-attend(const element *query, int64_t query_stride, element *output, const element *keys, const element *values, int64_t kv_heads,
-       int64_t group, int64_t width, int64_t size, const int64_t *pages, const tile_t *tiles, int64_t num_tiles,
-       int64_t window, float scale, float softcap, int32_t threads)
+attend(const element *query, int64_t query_stride, element *output, const element *keys, const element *values,
+       int64_t kv_heads, int64_t group, int64_t width, int64_t size, const int64_t *pages, const tile_t *tiles,
+       int64_t num_tiles, int64_t window, float scale, float softcap, int32_t threads)
 {
-    const attention_t c = {query,    query_stride, output, keys,  values, kv_heads, group, width, size,
+    const attention_t c = {query, query_stride, output, keys,  values, kv_heads, group, width, size,
                            pages, window,       scale,  softcap};
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t i = 0; i < num_tiles * kv_heads; i++)

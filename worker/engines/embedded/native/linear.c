@@ -1,9 +1,9 @@
-/* Linear layers: rows times a weight that lies in panels. */
+/* Linear layers: GEMMs of rows and a weight packed into panels, with an epilogue. */
 #include "panels.h"
 
 enum {
     TOGETHER = 192, /* rows that share a part of a panel while it is in the cache */
-    WORDS = 1024,   /* of a panel's columns that are used at a time: 128 KiB of it */
+    WORDS = 1024,   /* of a panel in such a part: 128 KiB */
 };
 
 typedef enum { NOTHING, SILU, ADD, MULTIPLY } then_t;
@@ -15,11 +15,11 @@ typedef struct {
     int64_t columns;
     const element *bias; /* [columns] or NULL */
     then_t then;
-    const element *other; /* [rows, columns], what is added or multiplied */
+    const element *other; /* [rows, columns], the epilogue's operand */
     element *output;      /* [rows, columns] */
 } linear_t;
 
-/* What follows a product, element by element, and the only rounding. */
+/* The epilogue, element by element, and the only rounding. */
 static inline void
 finish(const linear_t *l, int64_t row, int64_t column, const float *sums)
 {
@@ -76,7 +76,7 @@ linear(const element *input, int64_t rows, int64_t inner, const element *panels,
 {
     const linear_t l = {input, rows, inner, panels, columns, bias, (then_t)then, other, output};
     const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
-    const int64_t share = number / (8 * threads) + 1; /* small ones, since threads are not equally fast */
+    const int64_t share = number / (8 * threads) + 1; /* panels at a time: few, since threads differ in speed */
 #pragma omp parallel for schedule(dynamic, share) num_threads(threads)
     for (int64_t panel = 0; panel < number; panel++)
         compute_panel(&l, panel);

@@ -1,9 +1,10 @@
-/* The one inner loop of all products: a few rows times a panel of 32 columns, with float32 sums.
+/* The micro-kernel of all GEMMs: a few rows times a panel of 32 columns, with float32 accumulators.
  *
- * These files are compiled once for each type of element: bfloat16, or float32 with FLOAT32 defined. Elements are read by
- * the word of 32 bits, which is a pair of bfloat16 or one float32. A panel holds its columns' inputs word by word,
- * [words][32 columns], so that one instruction multiplies a word of 16 columns. Each sum runs over the words in order,
- * from the first to the last, whatever number of rows is computed together: a row's result is the same bits in any batch.
+ * These files are compiled once for each type of element: bfloat16, or float32 with FLOAT32 defined. Elements are read
+ * by the word of 32 bits, which is a pair of bfloat16 or one float32. A panel holds the weights of 32 columns word by
+ * word, [words][32 columns]: one instruction multiplies the same word of 16 columns, and the panel is read from front
+ * to back. Each sum runs over the words in order, from the first to the last, whatever number of rows is computed
+ * together: the GEMM is batch-invariant.
  */
 #ifndef PANELS_H
 #define PANELS_H
@@ -22,7 +23,7 @@ enum { PER_WORD = 2 };
 
 enum {
     COLUMNS = 32, /* of a panel */
-    ROWS = 12,    /* computed together at most: their sums fill 24 of the 32 registers */
+    ROWS = 12,    /* of a tile at most: their accumulators fill 24 of the 32 registers */
     LANES = 16,   /* float32 in a register */
 };
 
@@ -37,7 +38,7 @@ add_products(__m512 sum, __m512i a, __m512i b)
 #endif
 }
 
-/* sums [rows, 32] of rows of `words` words times a panel; on top of what `sums` holds if `continues`. */
+/* sums [rows, 32] = rows of `words` words times a panel; added to what `sums` holds if `continues`. */
 static inline __attribute__((always_inline)) void
 multiply_rows(int rows, const element *row, int64_t row_stride, const element *panel, int64_t words, float *sums,
               int64_t sums_stride, int continues)
@@ -63,7 +64,7 @@ multiply_rows(int rows, const element *row, int64_t row_stride, const element *p
             _mm512_storeu_ps(sums + r * sums_stride + half * LANES, sum[r][half]);
 }
 
-/* `multiply_rows` for 1 to ROWS rows, each number a loop of its own. */
+/* `multiply_rows` for 1 to ROWS rows, unrolled for each number, so that the accumulators stay in registers. */
 static inline void
 multiply(int rows, const element *row, int64_t row_stride, const element *panel, int64_t words, float *sums,
          int64_t sums_stride, int continues)

@@ -1,9 +1,9 @@
-/* What is done to each token by itself: normalisation, rotary embedding, and storing keys and values. */
+/* Row-wise operations: RMSNorm, RoPE, and writing keys and values to the paged KV cache. */
 #include "panels.h"
 
-enum { FEW = 64 }; /* tokens that one thread does sooner than several */
+enum { FEW = 64 }; /* tokens up to which one thread is faster than several */
 
-/* y = x / sqrt(mean(x * x) + epsilon) * weight, over `width` elements. */
+/* RMSNorm: y = x / sqrt(mean(x * x) + epsilon) * weight, over `width` elements. */
 static inline void
 normalise(const element *x, const element *weight, int64_t width, float epsilon, element *y)
 {
@@ -22,14 +22,15 @@ normalise(const element *x, const element *weight, int64_t width, float epsilon,
 }
 
 void
-rms_norm(const element *x, int64_t rows, int64_t width, const element *weight, float epsilon, element *y, int32_t threads)
+rms_norm(const element *x, int64_t rows, int64_t width, const element *weight, float epsilon, element *y,
+         int32_t threads)
 {
 #pragma omp parallel for num_threads(threads) if (rows > FEW)
     for (int64_t row = 0; row < rows; row++)
         normalise(x + row * width, weight, width, epsilon, y + row * width);
 }
 
-/* The first half of a head turned against the second one by the angles of the token's position. */
+/* RoPE: rotates the two halves of a head by the angles of the token's position. */
 static inline void
 rotate(const element *x, const element *cosine, const element *sine, int64_t width, element *y)
 {
@@ -48,7 +49,7 @@ typedef struct {
     float epsilon;
 } norm_t;
 
-/* A head of the query or key, which `y` may be: normalised, if it is to be, and rotated. */
+/* RMSNorm, if there is a weight, and RoPE of one query or key head; `y` may be `x`. */
 static inline void
 turn_head(const element *x, norm_t norm, const element *cosine, const element *sine, int64_t width, element *y)
 {
@@ -59,13 +60,15 @@ turn_head(const element *x, norm_t norm, const element *cosine, const element *s
     rotate(x, cosine, sine, width, y);
 }
 
-/* Splits `qkv` [tokens, heads + 2 * kv_heads, width]: rotated queries go to `query` [tokens, heads, width], rotated keys
- * and values into the store, [pages, kv_heads, size, width], at each token's page and slot. Angles: [tokens, width].
+/* Splits the fused projection `qkv` [tokens, heads + 2 * kv_heads, width]: rotated queries go to `query`
+ * [tokens, heads, width], rotated keys and values into the cache, [pages, kv_heads, size, width], as the slot mapping
+ * says, `pages` and `slots` [tokens]. `cosine` and `sine` are [tokens, width].
  */
 void
-rotate_and_store(const element *qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, const element *cosine,
-                 const element *sine, const element *query_norm, const element *key_norm, float epsilon, element *query, element *keys,
-                 element *values, int64_t size, const int64_t *pages, const int64_t *slots, int32_t threads)
+rotate_and_store(const element *qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width,
+                 const element *cosine, const element *sine, const element *query_norm, const element *key_norm,
+                 float epsilon, element *query, element *keys, element *values, int64_t size, const int64_t *pages,
+                 const int64_t *slots, int32_t threads)
 {
     const norm_t of_query = {query_norm, epsilon}, of_key = {key_norm, epsilon};
 #pragma omp parallel for num_threads(threads) if (tokens > FEW)

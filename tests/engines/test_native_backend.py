@@ -1,0 +1,181 @@
+"""The Python side of the native kernels, on every processor, with a double of their library.
+
+The kernels themselves are tested in `test_native_kernels`, where the processor has AVX-512.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from native_double import Library, install
+from random_checkpoints import EVERY_TYPE
+
+from worker.engines.embedded import native
+from worker.engines.embedded.admission import admit
+from worker.engines.embedded.attention import (
+    AttentionBackend,
+    AttentionLayer,
+    NativeAttention,
+    RopeTables,
+    TorchAttention,
+)
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice
+from worker.engines.embedded.model import llama
+from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.step import make_stepper
+from worker.sampling import SamplingParams
+
+LENGTHS = (1, 5, 70, 300)
+"""Tokens of the prompts; the last one takes two pages."""
+NEW_TOKENS = 6
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[torch.dtype, Library]:
+    return install(monkeypatch, tmp_path)
+
+
+def load(path: Path, kernels: str) -> HfModel:
+    return load_model(EmbeddedConfig(model_path=path, device="cpu", dtype="float32", kernels=kernels))
+
+
+def answers(model: HfModel, budget: int) -> list[list[int]]:
+    """Greedy answers to random prompts, with at most `budget` tokens in a step."""
+    source = random.Random(5)
+    driver = make_stepper(EmbeddedConfig(model_path="", max_num_seqs=4, max_num_batched_tokens=budget), model, 160)
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    tokens: dict[str, list[int]] = {}
+    for which, length in enumerate(LENGTHS):
+        prompt = [source.randrange(3, 300) for _ in range(length)]
+        driver.add(admit(str(which), which, prompt, params, model, 512))
+        tokens[str(which)] = []
+    while not driver.scheduler.is_idle:
+        for output in driver.step():
+            assert output.error is None
+            assert output.token_id is not None
+            tokens[output.request_id].append(output.token_id)
+    return list(tokens.values())
+
+
+@pytest.mark.parametrize("arch", EVERY_TYPE)
+def test_native_tokens_are_those_of_the_torch_backend(
+    arch: str, every_checkpoint: dict[str, Path], libraries: dict[torch.dtype, Library]
+) -> None:
+    expected = answers(load(every_checkpoint[arch], "torch"), 512)
+    assert not libraries[torch.float32].calls
+    model = load(every_checkpoint[arch], "native")
+    assert answers(model, 512) == expected
+    assert answers(model, 90) == expected
+    assert (model.made_by, model.wants_dense_kv) == ("exact, native kernels", False)
+    fused = {"rms_norm", "rotate_and_store"} if arch in llama.MODEL_TYPES else set()
+    assert set(libraries[torch.float32].calls) == {"linear", "attend"} | fused
+
+
+class Inputs:
+    """A step of some rows, with random queries, keys and values, and some rows of padding."""
+
+    size = 4
+
+    def __init__(self, rows: list[tuple[int, int]], padding: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        heads, kv_heads, head_dim = 4, 2, 8
+        pages = torch.randperm(9 * len(rows), generator=generator).view(-1, 9).tolist()
+        self.sequences = [
+            SequenceSlice(own, start, start + count) for own, (start, count) in zip(pages, rows, strict=True)
+        ]
+        slots = [
+            divmod(position, self.size)
+            for sequence in self.sequences
+            for position in range(sequence.start, sequence.stop)
+        ]
+        owners = [sequence for sequence in self.sequences for _ in range(sequence.start, sequence.stop)]
+        self.slot_mapping = torch.tensor(
+            [
+                [sequence.page_table[page] for sequence, (page, _) in zip(owners, slots, strict=True)],
+                [slot for _, slot in slots],
+            ]
+        )
+        self.tokens = len(slots)
+        computed = self.tokens + padding
+        self.qkv = torch.randn(computed, heads + 2 * kv_heads, head_dim, generator=generator)
+        angles = torch.randn(computed, head_dim // 2, generator=generator).repeat(1, 2)
+        self.rope = RopeTables(angles.cos(), angles.sin())
+        self.norms = torch.randn(head_dim, generator=generator), torch.randn(head_dim, generator=generator), 1e-6
+        shape = 9 * len(rows), kv_heads, self.size, head_dim
+        self.cached = [torch.randn(shape, generator=generator) for _ in range(2)]
+
+    def store(self) -> KvStore:
+        return KvStore(*([each.clone()] for each in self.cached))
+
+
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused QKV", "queries, keys and values"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=4),
+    padding=st.integers(0, 3),
+    window=st.sampled_from([0, 1, 5]),
+    softcap=st.sampled_from([None, 0.7]),
+    has_norms=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_both_backends_write_the_same_cache_and_attend_alike(
+    is_fused: bool,
+    rows: list[tuple[int, int]],
+    padding: int,
+    window: int,
+    softcap: float | None,
+    has_norms: bool,
+    seed: int,
+    libraries: dict[torch.dtype, Library],
+) -> None:
+    inputs = Inputs(rows, padding, seed)
+    layer = AttentionLayer(0, 4, 2, 0.3, window, inputs.norms if has_norms else None)
+
+    def attend(backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        store = inputs.store()
+        step = backend.plan(store, inputs.sequences, inputs.slot_mapping)
+        if is_fused:
+            attended = step.attend_qkv(layer, inputs.qkv, inputs.rope)
+        else:
+            query, key, value = inputs.qkv.split((4, 2, 2), 1)
+            attended = step.attend(0, query, key, value, 0.3, window, softcap)
+        return attended, store.keys[0], store.values[0]
+
+    found, expected = attend(NativeAttention()), attend(TorchAttention())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=2e-5)
+    assert len(found[0]) == inputs.tokens + padding
+    assert not found[0][inputs.tokens :].any()
+
+
+C_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+
+
+@pytest.mark.parametrize("name", ["linear", "rms_norm", "rotate_and_store", "attend"])
+def test_argument_types_are_those_of_the_c_functions(name: str, libraries: dict[torch.dtype, Library]) -> None:
+    folder = Path(__file__).parents[2] / "worker" / "engines" / "embedded" / "native"
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.c")))
+    [declared] = re.findall(rf"^void\n{name}\(([^)]*)\)", source, re.MULTILINE)
+    arguments = [" ".join(each.split()) for each in declared.split(",")]
+    expected = [ctypes.c_void_p if "*" in each else C_TYPES[each.rsplit(" ", 1)[0]] for each in arguments]
+    assert list(getattr(native._library(torch.float32), name).argtypes) == expected
+
+
+def test_bfloat16_panels_hold_pairs(libraries: dict[torch.dtype, Library]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, other = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((3, 10), (35, 10), (35,), (3, 35))
+    )
+    found = native.linear(x, native.pack(weight), 35, bias, "mul", other)
+    expected = (x.double() @ weight.double().T + bias) * other
+    assert torch.equal(found, expected.bfloat16())

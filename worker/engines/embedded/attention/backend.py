@@ -1,0 +1,163 @@
+"""The attention backend protocol: what computes attention over the paged KV cache.
+
+A backend plans a step once; every layer then attends through that plan, either with queries, keys
+and values, or with the output of a fused QKV projection, to which the backend applies RMSNorm and
+RoPE. Only `model.kernels.choose_kernels` knows which backends there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from worker.engines.embedded.kv_cache import KvStore, SequenceSlice
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """The sizes of a model's attention, the same in all of its layers.
+
+    Attributes:
+        heads: Query heads, H.
+        kv_heads: Key and value heads, Hkv.
+        head_dim: D.
+        softcap: Scores go through ``softcap * tanh(score / softcap)``; None for none.
+        page_size: Tokens per page of the KV cache.
+        dtype: Of queries, keys and values.
+        device: Where they are.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    softcap: float | None
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """What is constant in the attention of a layer with a fused QKV projection.
+
+    Attributes:
+        index: Of the layer, and so of its keys and values in the KV store.
+        heads: Query heads, H.
+        kv_heads: Key and value heads, Hkv.
+        scale: Factor of the scores.
+        window: Tokens that a token attends to, itself among them; 0 for all before it.
+        head_norms: RMSNorm weights ``[D]`` of each query head and of each key head, and their
+            epsilon; None for none.
+    """
+
+    index: int
+    heads: int
+    kv_heads: int
+    scale: float
+    window: int
+    head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
+
+
+@dataclass(frozen=True)
+class RopeTables:
+    """RoPE cosines and sines of a step's tokens ``[T, D]``, the two halves of D equal."""
+
+    cosine: torch.Tensor
+    sine: torch.Tensor
+
+    @cached_property
+    def for_roll(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and signed sine ``[T, 1, D]``: RoPE is ``x * cosine + roll(x, D / 2) * sine``.
+
+        The sign of rotate_half is in the sine, so that RoPE takes a product, a roll and a fused
+        multiply-add.
+        """
+        half = self.sine.shape[-1] // 2
+        signed = torch.cat((-self.sine[:, :half], self.sine[:, half:]), -1)
+        return self.cosine[:, None], signed[:, None]
+
+
+class AttentionStep(Protocol):
+    """One step's attention, planned once and used by every layer.
+
+    Rows of its inputs behind the step's tokens are padding; their results are 0.
+    """
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Write the step's KV to the cache and attend over the cache; returns ``[T, H, D]``.
+
+        Args:
+            layer: Index of the layer.
+            query: ``[T, H, D]``, after RoPE.
+            key: ``[T, Hkv, D]``, after RoPE.
+            value: ``[T, Hkv, D]``.
+            scale: Factor of the scores.
+            window: Tokens that a token attends to, itself among them; 0 for all before it.
+            softcap: Scores go through ``softcap * tanh(score / softcap)``; None for none.
+        """
+
+    def attend_qkv(self, layer: AttentionLayer, qkv: torch.Tensor, rope: RopeTables) -> torch.Tensor:
+        """`attend` for a fused QKV projection: RMSNorm per head and RoPE come first.
+
+        Args:
+            layer: The layer's constants.
+            qkv: Queries, keys and values ``[T, H + 2 * Hkv, D]``, contiguous.
+            rope: Of the same tokens.
+        """
+
+
+class AttentionBackend(Protocol):
+    """What computes attention: torch, the native kernels, or another kernel; hashable.
+
+    Attributes:
+        kernels: Whose kernels compute, for logs, receipts and KV transfer: ``torch``, ``native``.
+        is_batch_invariant: Whether a token's result has the same bits in any batch, chunk, page
+            layout and thread count, by construction.
+        wants_dense_pages: Whether a step is faster where the pages that it reads lie densely.
+    """
+
+    kernels: str
+    is_batch_invariant: bool
+    wants_dense_pages: bool
+
+    def __hash__(self) -> int: ...
+
+    @classmethod
+    def supports(cls, sizes: AttentionSizes) -> bool:
+        """Whether it computes attention of these sizes, on this device, in this dtype."""
+
+    def candidates(self, sizes: AttentionSizes, may_cost: bool) -> Iterator[AttentionBackend]:
+        """Its configurations to try for batch invariance, cheapest first.
+
+        Args:
+            sizes: What they are tried on.
+            may_cost: Whether to try those that cost much throughput.
+        """
+
+    def plan(self, store: KvStore, sequences: Sequence[SequenceSlice], slot_mapping: torch.Tensor) -> AttentionStep:
+        """Plan a step.
+
+        Args:
+            store: KV of all layers.
+            sequences: The rows, in the order of their tokens, each with its page table.
+            slot_mapping: Page and slot to which each token's KV is written, int64 ``[2, T]``.
+        """
+
+
+def pad_rows(attended: torch.Tensor, rows: int) -> torch.Tensor:
+    """``[n, H, D]`` with rows of 0 behind it, `rows` in all."""
+    return functional.pad(attended, (0, 0, 0, 0, 0, rows - len(attended)))

@@ -1,0 +1,88 @@
+"""The native attention backend: C kernels that read the pages in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker.engines.embedded import native
+from worker.engines.embedded.attention.backend import AttentionLayer, AttentionSizes, RopeTables, pad_rows
+from worker.engines.embedded.kv_cache import KvStore, SequenceSlice
+
+
+@dataclass(frozen=True, slots=True)
+class NativeAttention:
+    """Implements `AttentionBackend` with the kernels of `native`.
+
+    It is batch-invariant: keys are read in blocks that begin at fixed positions of a sequence, and
+    merged with the online softmax in ascending order.
+    """
+
+    kernels = "native"
+    is_batch_invariant = True
+    wants_dense_pages = False  # a step is one call, wherever its pages lie
+
+    @classmethod
+    def supports(cls, sizes: AttentionSizes) -> bool:
+        """See `native.supports_heads`."""
+        return sizes.device.type == "cpu" and native.supports_heads(
+            sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype
+        )
+
+    def candidates(self, sizes: AttentionSizes, may_cost: bool) -> Iterator[NativeAttention]:
+        """None but itself."""
+        yield self
+
+    def plan(self, store: KvStore, sequences: Sequence[SequenceSlice], slot_mapping: torch.Tensor) -> NativeStep:
+        """See `AttentionBackend.plan`."""
+        return NativeStep(store, sequences, slot_mapping)
+
+
+class NativeStep:
+    """Implements `AttentionStep`; arguments as `AttentionBackend.plan`."""
+
+    def __init__(self, store: KvStore, sequences: Sequence[SequenceSlice], slot_mapping: torch.Tensor) -> None:
+        self._store = store
+        self._sequences = sequences
+        self._slot_mapping = (slot_mapping[0], slot_mapping[1])
+        self._tokens = slot_mapping.shape[1]
+        self._tiles: native.Tiles | None = None
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionStep.attend`."""
+        rows, count = len(query), self._tokens
+        if rows > count:
+            query, key, value = query[:count], key[:count], value[:count]
+        self._store.write(layer, self._slot_mapping, key, value)
+        attended = self._attend(layer, query, scale, window, softcap)
+        return attended if rows == count else pad_rows(attended, rows)
+
+    def attend_qkv(self, layer: AttentionLayer, qkv: torch.Tensor, rope: RopeTables) -> torch.Tensor:
+        """See `AttentionStep.attend_qkv`."""
+        rows, count = len(qkv), self._tokens
+        if rows > count:
+            qkv = qkv[:count]
+        projections = native.Projections(qkv, layer.heads, rope.cosine, rope.sine, layer.head_norms)
+        keys, values = self._store.keys[layer.index], self._store.values[layer.index]
+        query = native.rotate_and_store(projections, keys, values, self._slot_mapping)
+        attended = self._attend(layer.index, query, layer.scale, layer.window, None)
+        return attended if rows == count else pad_rows(attended, rows)
+
+    def _attend(
+        self, layer: int, query: torch.Tensor, scale: float, window: int, softcap: float | None
+    ) -> torch.Tensor:
+        keys, values = self._store.keys[layer], self._store.values[layer]
+        if self._tiles is None:
+            self._tiles = native.Tiles(self._sequences, query.shape[1] // keys.shape[1])
+        return native.attend(query, keys, values, self._tiles, scale, window, softcap)
