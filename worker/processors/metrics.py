@@ -12,9 +12,6 @@ from adapters.chain import ProcessorFailed, Receipt
 
 PREFIX = "dlw_processor_"
 
-REASONS = ("raised", "nan", "infinite", "empty", "shape", "unsatisfiable", "budget")
-"""Why a processor can fail."""
-
 
 class ProcessorMetrics:
     """Counters of what processors did, fed with the receipt of every request that ends.

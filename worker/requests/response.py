@@ -23,7 +23,7 @@ class ResponseBuilder:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_generated_tokens = 0
         self.num_cached_tokens = 0
-        self._logprobs = request.logprobs
+        self._logprobs = request.params.logprobs
         self._hidden = hidden
 
     def chunk(self, delta: TokenDelta) -> dict[str, Any]:

@@ -16,40 +16,32 @@ from adapters.trtllm import ChainAdapter
 from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.plan import Model, Request
-from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
+from worker.engines.embedded.sampling.truncation import Controls
+from worker.engines.refusals import IRRELEVANT, REFUSED_EVERYWHERE, RUN_AS_PROCESSORS, check_refused
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.controls import with_field_processors
+from worker.sampling.field_processors import with_field_processors
 
-HONOURED = frozenset(
+SAMPLED = frozenset(Controls.__dataclass_fields__)
+"""Temperature and truncation that the sampler applies itself; another one runs as a processor."""
+
+_SERVED_HERE = frozenset(
     {
         "end_id",
         "max_tokens",
-        "bad_token_ids",
         "stop_token_ids",
         "include_stop_str_in_output",
         "embedding_bias",
         "logits_processor",
         "logprobs_mode",
-        "top_k",
-        "top_p",
         "seed",
-        "temperature",
-        "min_tokens",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "min_p",
-        "no_repeat_ngram_size",
         "logprobs",
         "ignore_eos",
     }
 )
 
-IRRELEVANT = frozenset(
-    {"pad_id", "detokenize", "add_special_tokens", "skip_special_tokens", "spaces_between_special_tokens"}
-)
-"""Fields about text or padding: token ids go in and come out, whatever they say."""
+HONOURED = _SERVED_HERE | RUN_AS_PROCESSORS
+"""Fields that are served."""
 
 REFUSED = {
     "n": "the embedded engine answers once per request",
@@ -96,10 +88,10 @@ def admit(
     dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
     try:
         chain = _chain(params, tokens)
-        foreign = [
+        callables = [
             ForeignCallable(each, number) for each in params.logits_processors if not isinstance(each, ChainAdapter)
         ]
-        sampled, chain = with_field_processors(params, chain, tokens, context, [*dense, *foreign])
+        left, chain = with_field_processors(params, chain, tokens, context, [*dense, *callables], sampled=SAMPLED)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None:
@@ -107,7 +99,7 @@ def admit(
     return Request(
         id=request_id,
         number=number,
-        params=sampled,
+        params=left,
         tokens=tokens,
         prompt_length=len(tokens),
         limit=context_length if params.max_tokens is None else min(len(tokens) + params.max_tokens, context_length),
@@ -178,7 +170,7 @@ def _bias(values: Any, model: Model) -> torch.Tensor | None:
 
 
 def unclassified_fields() -> set[str]:
-    """Fields of `SamplingParams` that no table of this file mentions; empty, or requests lose a
-    control in silence.
+    """Fields of `SamplingParams` that are neither served, refused nor irrelevant; empty, or a
+    control is lost in silence.
     """
     return {one.name for one in fields(SamplingParams)} - HONOURED - IRRELEVANT - set(REFUSED)

@@ -24,7 +24,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.controls import is_drawn, with_field_processors
+from worker.sampling.field_processors import is_drawn, processor_controls, with_field_processors
 
 REFUSED = {
     **REFUSED_EVERYWHERE,
@@ -33,18 +33,13 @@ REFUSED = {
 }
 """Fields that are not served, with the reason; refused when they differ from their default."""
 
-# what may stay native, and the value that asks for nothing
-_NATIVE: tuple[tuple[str, Any], ...] = (
-    ("repetition_penalty", 1),
-    ("presence_penalty", 0),
-    ("frequency_penalty", 0),
-    ("bad_token_ids", []),
-)
+ALWAYS_NATIVE = frozenset({"temperature", "top_k", "top_p"})
+"""Controls that every version honours with the worker's own meaning; `probes` finds the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the engine knows when it lowers a request.
+    """What the installed TensorRT-LLM serves.
 
     Attributes:
         sampling_fields: Fields that the version's ``SamplingParams`` has.
@@ -62,7 +57,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class NativeRequest:
     """One request for TensorRT-LLM.
 
     Attributes:
@@ -80,13 +75,13 @@ class Lowered:
     chain_logprobs: int | None = None
 
 
-def lower(params: SamplingParams, prompt: list[int], number: int, served: Served) -> Lowered:
-    """What TensorRT-LLM gets for a request.
+def native_request(params: SamplingParams, prompt: list[int], number: int, served: Served) -> NativeRequest:
+    """A request in TensorRT-LLM's own fields, and the chain of what it does not honour exactly.
 
     Args:
         params: Of the request.
         prompt: Its token ids.
-        number: The id that foreign callables are called with.
+        number: The id that third-party callables are called with.
         served: About the engine.
 
     Raises:
@@ -100,10 +95,10 @@ def lower(params: SamplingParams, prompt: list[int], number: int, served: Served
     draws = _must_draw(rest, random, chain is not None or bool(params.logits_processors), served)
     seed = params.seed or 0
     context = Context(Vocabulary(served.vocab_size), ends, seed, max_tokens=params.max_tokens)
-    late = random and (draws or _active(rest, "min_p", 0))
+    late = random and draws
     try:
         extra = _extra(rest, number, served.vocab_size)
-        rest, chain = with_field_processors(rest, chain, prompt, context, extra, late=late)
+        rest, chain = with_field_processors(rest, chain, prompt, context, extra, sampled=ALWAYS_NATIVE, late=late)
         if draws:
             chain = chain or _empty_chain(context, prompt)
             chain.add([SeededDraw(seed if random else None)], last=True)
@@ -114,22 +109,22 @@ def lower(params: SamplingParams, prompt: list[int], number: int, served: Served
     chain_logprobs = params.logprobs if chain is not None else None
     if chain is None and params.logprobs is not None:
         fields |= _logprobs(params, served)
-    return Lowered(fields, ends, chain, chain_logprobs)
+    return NativeRequest(fields, ends, chain, chain_logprobs)
 
 
-def callable_of(lowered: Lowered, end_id: int | None, *, lagged: bool) -> ChainAdapter | None:
+def callable_of(native: NativeRequest, end_id: int | None, *, lagged: bool) -> ChainAdapter | None:
     """The chain as a callable; its reports are the caller's to set.
 
     Raises:
         InvalidRequest: it needs a history that this engine does not show.
     """
-    if lowered.chain is None:
+    if native.chain is None:
         return None
     try:
-        adapter = ChainAdapter(lowered.chain, end_id=0 if end_id is None else end_id, lagged=lagged)
+        adapter = ChainAdapter(native.chain, end_id=0 if end_id is None else end_id, lagged=lagged)
     except ValueError as error:
         raise InvalidRequest("sampling_params.logits_processor", f"{error}; the worker runs --history lagged") from None
-    adapter.num_logprobs = lowered.chain_logprobs
+    adapter.num_logprobs = native.chain_logprobs
     return adapter
 
 
@@ -137,11 +132,12 @@ def _native(params: SamplingParams, prompt_length: int, served: Served) -> tuple
     """Fields left to the engine, and the parameters without them. All or nothing: a chain takes
     everything.
     """
-    asked = [(name, neutral) for name, neutral in _NATIVE if _active(params, name, neutral)]
-    names = {name for name, _ in asked} | ({"embedding_bias"} if params.embedding_bias is not None else set())
-    if _active(params, "min_p", 0) and not params.is_greedy:
-        names.add("min_p")
-    if _needs_chain(params, served) or not names <= set(served.honoured):
+    names = set(_early(params))
+    if not params.is_greedy:
+        names.update(_active(params, late=True))
+    if params.logits_processors or _must_draw(params, not params.is_greedy, False, served):
+        return {}, params
+    if not names <= set(served.honoured):
         return {}, params
     native = {name: getattr(params, name) for name in names}
     if names & {"presence_penalty", "frequency_penalty"}:
@@ -152,10 +148,21 @@ def _native(params: SamplingParams, prompt_length: int, served: Served) -> tuple
     return native, replace(params, **cleared)
 
 
-def _needs_chain(params: SamplingParams, served: Served) -> bool:
-    if params.logits_processors or _active(params, "min_tokens", 0) or _active(params, "no_repeat_ngram_size", 0):
-        return True
-    return _must_draw(params, not params.is_greedy, False, served)
+def _active(params: SamplingParams, *, late: bool) -> list[str]:
+    """Controls that are asked for and that not every version honours."""
+    return [
+        control.name
+        for control in processor_controls(type(params))
+        if control.refused is None
+        and control.name not in ALWAYS_NATIVE
+        and any(runs_as.is_late == late for runs_as in control.runs_as)
+        and control.is_active(params)
+    ]
+
+
+def _early(params: SamplingParams) -> list[str]:
+    """Of these, those that act before temperature; the dense bias is one."""
+    return _active(params, late=False) + ([] if params.embedding_bias is None else ["embedding_bias"])
 
 
 def _must_draw(params: SamplingParams, random: bool, has_chain: bool, served: Served) -> bool:
@@ -165,18 +172,12 @@ def _must_draw(params: SamplingParams, random: bool, has_chain: bool, served: Se
         return seeded
     if params.logprobs_mode == "processed" and "logprobs_mode" not in served.sampling_fields:
         raise InvalidRequest("sampling_params.logprobs_mode", "this version of TensorRT-LLM reports raw ones only")
-    lowers = any(_active(params, name, neutral) for name, neutral in (*_NATIVE, ("min_tokens", 0), ("min_p", 0)))
-    if seeded or has_chain or lowers or params.embedding_bias is not None or params.no_repeat_ngram_size:
+    if seeded or has_chain or _early(params) or _active(params, late=True):
         if params.logprobs_mode == "processed":
             problem = "beside processors, penalties or a seed this engine reports raw ones only"
             raise InvalidRequest("sampling_params.logprobs_mode", problem)
         return True
     return False
-
-
-def _active(params: SamplingParams, name: str, neutral: Any) -> bool:
-    value = getattr(params, name)
-    return value is not None and value != neutral
 
 
 def _chain(params: SamplingParams, prompt: list[int]) -> ProcessorChain | None:
@@ -197,8 +198,8 @@ def _empty_chain(context: Context, prompt: Sequence[int]) -> ProcessorChain:
 def _extra(params: SamplingParams, number: int, vocab_size: int) -> list[Processor]:
     bias = _bias(params.embedding_bias, vocab_size)
     dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
-    foreign = [ForeignCallable(each, number) for each in params.logits_processors if not isinstance(each, ChainAdapter)]
-    return [*dense, *foreign]
+    given = [each for each in params.logits_processors if not isinstance(each, ChainAdapter)]
+    return [*dense, *(ForeignCallable(each, number) for each in given)]
 
 
 def _bias(values: Any, vocab_size: int) -> torch.Tensor | None:

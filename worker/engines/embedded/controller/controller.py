@@ -279,7 +279,9 @@ class TextGenerationController(PaddedBatches, Streaming):
         prompts = [self._prompt_tokens(one) for one in requests]
         for place, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             self._check_length(f"prompts[{place}]", request.sampling_params, len(prompt))
-        params = [one.sampling_params.lower(len(prompt)) for one, prompt in zip(requests, prompts, strict=True)]
+        params = [
+            one.sampling_params.to_sampling_params(len(prompt)) for one, prompt in zip(requests, prompts, strict=True)
+        ]
         named = [one.sampling_params.processors for one in requests]
         jobs = self._session.prepare(prompts, params, named)
         for request, prompt, job in zip(requests, prompts, jobs, strict=True):

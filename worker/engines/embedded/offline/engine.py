@@ -14,7 +14,7 @@ from typing_extensions import Self
 from adapters.catalog import Catalog
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.offline.request_builder import Desk, Named
+from worker.engines.embedded.offline.request_builder import Named, RequestBuilder
 from worker.engines.embedded.offline.results import Result
 from worker.engines.embedded.offline.session import Session
 from worker.engines.embedded.plan import Model
@@ -59,8 +59,8 @@ class Engine:
         if self.config.max_mixed_chunk is None:  # what counts is when the last answer ends
             stepper.scheduler.max_mixed_chunk = None
         vocabulary = _vocabulary(Path(model_path), self.info.vocab_size, self.info.eos_token_ids)
-        desk = Desk(stepper.model, self.info.context_length, vocabulary, catalog or Catalog.default())
-        self.session = Session(stepper, self.info, desk)
+        builder = RequestBuilder(stepper.model, self.info.context_length, vocabulary, catalog or Catalog.default())
+        self.session = Session(stepper, self.info, builder)
         self._done: list[Result] = []
 
     def __enter__(self) -> Self:
@@ -75,7 +75,7 @@ class Engine:
     @property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, None if it has none."""
-        return self.session.desk.tokenizer
+        return self.session.builder.tokenizer
 
     def generate(
         self,

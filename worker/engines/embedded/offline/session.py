@@ -13,7 +13,7 @@ from time import perf_counter
 
 from worker.engines import EngineInfo, FinishReason
 from worker.engines.embedded.host import FairLock
-from worker.engines.embedded.offline.request_builder import Desk, Named
+from worker.engines.embedded.offline.request_builder import Named, RequestBuilder
 from worker.engines.embedded.offline.results import Answer, Job
 from worker.engines.embedded.plan import Output
 from worker.engines.embedded.step import Stepper
@@ -49,13 +49,13 @@ class Session:
     Args:
         stepper: Used by this session alone.
         info: Of the engine.
-        desk: Checks prompts and makes requests of them.
+        builder: Checks prompts and makes requests of them.
     """
 
-    def __init__(self, stepper: Stepper, info: EngineInfo, desk: Desk) -> None:
+    def __init__(self, stepper: Stepper, info: EngineInfo, builder: RequestBuilder) -> None:
         self.stepper = stepper
         self.info = info
-        self.desk = desk
+        self.builder = builder
         self._jobs: dict[str, Job] = {}
         self._suspended: dict[str, list[Answer]] = {}
         self._waiting: deque[tuple[Job, Answer]] = deque()
@@ -102,7 +102,7 @@ class Session:
         for place, (prompt, wanted, processors) in enumerate(zip(prompts, params, named, strict=True)):
             with self.lock:
                 number = next(self._numbers)
-            jobs.append(self.desk.job(number, prompt, wanted, processors, shared, f"prompts[{place}]"))
+            jobs.append(self.builder.job(number, prompt, wanted, processors, shared, f"prompts[{place}]"))
         return jobs
 
     def add(self, job: Job) -> None:
