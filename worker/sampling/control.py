@@ -12,10 +12,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 from adapters.contract import Processor, Stage
 from worker.errors import shown
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _KEY = "control"
 NEVER = object()
@@ -198,7 +201,14 @@ def about_text(default: Any = None) -> Any:
     return control(default=default, is_about_text=True)
 
 
-@cache
+def cached(function: Callable[P, T]) -> Callable[P, T]:
+    """`functools.cache` for functions of classes whose objects cannot be hashed; mypy takes the
+    classes for unhashable too.
+    """
+    return cast("Callable[P, T]", cache(function))
+
+
+@cached
 def sampling_controls(record: type) -> tuple[Control, ...]:
     """What is said of the fields of ``record``, `SamplingParams` or a class derived from it."""
     found = ((each.name, each.metadata.get(_KEY)) for each in dataclasses.fields(record))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,17 +19,17 @@ from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context, Processor, Scope
 from adapters.processors.truncation import Temperature
 from worker.errors import InvalidRequest
-from worker.sampling.control import Control, RunsAs, sampling_controls
+from worker.sampling.control import Control, RunsAs, cached, sampling_controls
 from worker.sampling.params import SamplingParams
 
 
-@cache
+@cached
 def processor_controls(record: type) -> tuple[Control, ...]:
     """The controls of ``record`` that run as processors."""
     return tuple(one for one in sampling_controls(record) if one.runs_as)
 
 
-@cache
+@cached
 def _engine_controls(record: type, late: bool) -> tuple[tuple[Control, RunsAs], ...]:
     """Of these, the ones that engines serve, early or late in the order law."""
     served = (one for one in processor_controls(record) if one.refused is None)
@@ -79,7 +78,7 @@ def for_engine(params: SamplingParams, **changes: Any) -> SamplingParams:
         changes: Further fields to set.
     """
     cleared = {one.name: None for one in processor_controls(type(params)) if one.refused is not None}
-    return replace(params, **cleared | changes)  # type: ignore[arg-type]  # names of fields
+    return replace(params, **cleared | changes)
 
 
 def is_drawn(params: SamplingParams, chain: ProcessorChain | None) -> bool:

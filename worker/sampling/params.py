@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any
 
 from adapters.contract import MAX_INT
@@ -22,7 +21,17 @@ from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, Rep
 from adapters.processors.repetition import NoRepeatNgram
 from adapters.processors.thinking import ThinkingBudget
 from adapters.processors.truncation import MinP, Temperature, TopK, TopP
-from worker.sampling.control import NEVER, Integer, Number, RunsAs, about_text, control, refused, sampling_controls
+from worker.sampling.control import (
+    NEVER,
+    Integer,
+    Number,
+    RunsAs,
+    about_text,
+    cached,
+    control,
+    refused,
+    sampling_controls,
+)
 
 MAX_LOGPROBS = 100
 """Largest top-n of log probabilities, TensorRT-LLM's limit."""
@@ -332,12 +341,12 @@ class SamplingParams:
         return frozenset(ids)
 
 
-@cache
+@cached
 def _bounds(record: type[SamplingParams]) -> tuple[tuple[str, Number | Integer], ...]:
     return tuple((one.name, one.bounds) for one in sampling_controls(record) if one.bounds is not None)
 
 
-@cache
+@cached
 def _greedy_rules(record: type[SamplingParams]) -> tuple[tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]]:
     """Names with the greedy value; names of what asks for sampling, and the value that does not."""
     controls = sampling_controls(record)
