@@ -56,6 +56,8 @@ class Number:
         return number
 
     def __str__(self) -> str:
+        if math.isinf(self.low) and math.isinf(self.high):
+            return "a finite number"
         low = f"{'above' if self.above_low else 'at least'} {self.low:g}" if math.isfinite(self.low) else "a number"
         return f"{low} and at most {self.high:g}" if math.isfinite(self.high) else f"{low} and finite"
 
