@@ -63,7 +63,7 @@ class Extended(SamplingParams):
         RunsAs(TopA, "a"),
         bounds=Number(0, 1),
         neutral=0,
-        draws="active",
+        samples="if active",
         paths="sampling_options.top_a",
         summary="Tokens less likely than this times the square of the highest probability are not sampled.",
     )

@@ -25,7 +25,7 @@ from worker.requests.request import GenerationRequest, RequestLimits, parse_requ
 from worker.sampling import Control, SamplingParams
 from worker.sampling.chain_builder import Facts
 from worker.sampling.control import RunsAs
-from worker.sampling.field_processors import for_engine, is_drawn, processor_controls, with_field_processors
+from worker.sampling.field_processors import for_engine, is_sampled, processor_controls, with_field_processors
 from worker.tiny_model import write_tiny_model
 
 CATALOG = Catalog.default()
@@ -124,7 +124,7 @@ def served(chains: ServedChainBuilder, request: GenerationRequest) -> tuple[Samp
     selection, ends = chains.select(request, {}), params.end_token_ids
     chain = asyncio.run(chains.build(selection, prompt, ends, 1, params.max_tokens))
     context = chains.builder.context(ends, 1, params.max_tokens)
-    return with_field_processors(for_engine(params), chain, prompt, context, sampled=SAMPLED)
+    return with_field_processors(for_engine(params), chain, prompt, context, by_sampler=SAMPLED)
 
 
 def names(chain: ProcessorChain | None) -> list[str]:
@@ -229,7 +229,7 @@ def test_an_empty_request_stays_greedy_under_a_default(facts: Facts, name: str) 
     row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
     for request in (parsed(raw()), parsed(raw(BY_NAME["frequency_penalty"], 0.5))):  # a penalty does not ask for a draw
         params, chain = served(chains, request)
-        assert not is_drawn(params, chain)
+        assert not is_sampled(params, chain)
         assert chain is not None
         logits = row.clone()
         apply_chain(chain, logits)
@@ -243,7 +243,7 @@ def test_who_names_it_himself_is_drawn(facts: Facts, name: str) -> None:
     ends = frozenset({END})
     chain = asyncio.run(chains.build(selection, PROMPT, ends, 1, 20))
     context = chains.builder.context(ends, 1, 20)
-    params, chain = with_field_processors(SamplingParams(), chain, PROMPT, context, sampled=SAMPLED)
+    params, chain = with_field_processors(SamplingParams(), chain, PROMPT, context, by_sampler=SAMPLED)
     assert not params.is_greedy
 
 

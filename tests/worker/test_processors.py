@@ -202,7 +202,7 @@ async def fields(facts: Facts, params: SamplingParams, made: GenerationRequest) 
     chains = make(facts)
     chain = await build(chains, made)
     context = chains.builder.context(END, 1, 20)
-    params, chain = with_field_processors(params, chain, made.prompt_token_ids, context, sampled=SAMPLED)
+    params, chain = with_field_processors(params, chain, made.prompt_token_ids, context, by_sampler=SAMPLED)
     return params, [] if chain is None else names(chain)
 
 

@@ -64,7 +64,7 @@ class ResponseBuilder:
 
 
 def _add_logprobs(chunk: dict[str, Any], positions: list[list[TokenLogprob]], top: int) -> None:
-    """The chosen token's log probability, and the ``top`` likeliest tokens by rank where any
+    """The chosen token's log probability, and the ``top`` most likely tokens by rank where any
     were asked for.
     """
     chunk["log_probs"] = [entries[0].logprob for entries in positions]

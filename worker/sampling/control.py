@@ -128,8 +128,8 @@ class Control:
         summary: What it does, for a client; a row of ``docs/request.md``.
         neutral: The value that asks for nothing; `NEVER` if every value asks for something.
         greedy: The value that makes the request greedy, whatever the other fields say.
-        draws: Which values make a request without temperature, top-k and top-p a sampled one:
-            all that are set, or those that are not neutral; None if none of them does.
+        samples: Which of its values make a request without temperature, top-k and top-p a sampled
+            one: all that are set, or those that are not neutral; None if none of them does.
         runs_as: The logits processor of its values, or one for each kind of value.
         refused: Why no engine serves the field. With `runs_as`, `ChainBuilder` serves it before an
             engine is asked.
@@ -144,7 +144,7 @@ class Control:
     summary: str = ""
     neutral: Any = NEVER
     greedy: Any = NEVER
-    draws: Literal["set", "active"] | None = None
+    samples: Literal["if set", "if active"] | None = None
     runs_as: tuple[RunsAs, ...] = ()
     refused: str | None = None
     is_about_text: bool = False

@@ -81,7 +81,7 @@ def for_engine(params: SamplingParams, **changes: Any) -> SamplingParams:
     return replace(params, **cleared | changes)
 
 
-def is_drawn(params: SamplingParams, chain: ProcessorChain | None) -> bool:
+def is_sampled(params: SamplingParams, chain: ProcessorChain | None) -> bool:
     """Whether tokens are sampled: the fields say so, or they say nothing and the client named a
     processor that does.
     """
@@ -98,7 +98,7 @@ def with_field_processors(
     context: Context,
     extra: Sequence[Processor] = (),
     *,
-    sampled: Collection[str],
+    by_sampler: Collection[str],
     late: bool = False,
 ) -> tuple[SamplingParams, ProcessorChain | None]:
     """The parameters that are left to the sampler, and the chain with everything else.
@@ -110,7 +110,7 @@ def with_field_processors(
         prompt: Token ids of the prompt.
         context: Of the request, for the processors that are made here.
         extra: Processors that the engine adds, before those of the same stage.
-        sampled: Fields of temperature and truncation that the engine's sampler applies itself. If
+        by_sampler: Fields of temperature and truncation that the engine's sampler applies itself. If
             another one is asked for, all of them join the chain.
         late: They join the chain whatever is asked for.
 
@@ -120,10 +120,10 @@ def with_field_processors(
     """
     if chain is not None:
         _refuse_named_too(params, chain)
-    drawn = is_drawn(params, chain)
+    random = is_sampled(params, chain)
     added = [*extra, *_processors(params, context, late=False)]
-    if late or (chain is not None and chain.shapes_late) or (drawn and not _samples(params, sampled)):
-        params, last = _late_processors(params, context, drawn)
+    if late or (chain is not None and chain.shapes_late) or (random and not _sampler_does_all(params, by_sampler)):
+        params, last = _late_processors(params, context, random)
         added += last
     if not added:
         return params, chain
@@ -141,17 +141,17 @@ def _refuse_named_too(params: SamplingParams, chain: ProcessorChain) -> None:
         raise InvalidRequest(error.path, error.problem) from None
 
 
-def _samples(params: SamplingParams, sampled: Collection[str]) -> bool:
+def _sampler_does_all(params: SamplingParams, by_sampler: Collection[str]) -> bool:
     """Whether the sampler applies all of the temperature and truncation that is asked for."""
     late = (one for one, _ in _engine_controls(type(params), late=True))
-    return all(one.name in sampled or not one.is_active(params) for one in late)
+    return all(one.name in by_sampler or not one.is_active(params) for one in late)
 
 
-def _late_processors(params: SamplingParams, context: Context, drawn: bool) -> tuple[SamplingParams, list[Processor]]:
+def _late_processors(params: SamplingParams, context: Context, random: bool) -> tuple[SamplingParams, list[Processor]]:
     """Of a greedy request temperature 0, before every processor of these stages; of others their
     own.
     """
-    if not drawn:
+    if not random:
         return params, Temperature.build(Temperature.Args(value=0.0), context)
     processors = _processors(params, context, late=True)
     cleared: dict[str, Any] = {one.name: None for one, _ in _engine_controls(type(params), late=True)}

@@ -149,7 +149,7 @@ class SamplingParams:
         client=Number(0, 100),
         neutral=1,
         greedy=0,
-        draws="set",
+        samples="if set",
         paths="sampling_options.temperature",
         summary="0 is greedy; nothing set is greedy too.",
     )
@@ -158,7 +158,7 @@ class SamplingParams:
         bounds=Number(0, 1),
         neutral=0,
         greedy=1,
-        draws="active",
+        samples="if active",
         paths="sampling_options.min_p",
         summary="Tokens less likely than this times the most likely one are not sampled.",
     )
@@ -169,7 +169,7 @@ class SamplingParams:
         from_client=lambda k: max(k, 0),
         neutral=0,
         greedy=1,
-        draws="set",
+        samples="if set",
         paths="sampling_options.top_k",
         summary="Tokens to sample from; -1 and 0 mean all.",
     )
@@ -178,7 +178,7 @@ class SamplingParams:
         bounds=Number(0, 1),
         neutral=1,
         greedy=0,
-        draws="set",
+        samples="if set",
         paths="sampling_options.top_p",
         summary="Shortest prefix of the ranked tokens whose mass reaches it.",
     )
@@ -255,7 +255,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = refused(_TEXT, bounds=Integer(1))
     top_p_min: float | None = refused(_DECAY, bounds=Number(0, 1, above_low=True))
     top_p_reset_ids: int | None = refused(_DECAY, bounds=Integer(0))
-    top_p_decay: float | None = refused(_DECAY, bounds=Number(0, 1, above_low=True), neutral=1, draws="active")
+    top_p_decay: float | None = refused(_DECAY, bounds=Number(0, 1, above_low=True), neutral=1, samples="if active")
     prompt_ignore_length: int | None = refused(
         "the presence and frequency penalties count generated tokens alone", bounds=Integer(0)
     )
@@ -313,11 +313,11 @@ class SamplingParams:
         """
         if self.use_beam_search:
             return False
-        greedy, drawing = _greedy_rules(type(self))
+        greedy, sampling = _greedy_rules(type(self))
         for name, value in greedy:
             if getattr(self, name) == value:
                 return True
-        for name, neutral in drawing:
+        for name, neutral in sampling:
             value = getattr(self, name)
             if value is not None and value != neutral:
                 return False
@@ -351,8 +351,8 @@ def _greedy_rules(record: type[SamplingParams]) -> tuple[tuple[tuple[str, Any], 
     """Names with the greedy value; names of what asks for sampling, and the value that does not."""
     controls = sampling_controls(record)
     greedy = tuple((one.name, one.greedy) for one in controls if one.greedy is not NEVER)
-    drawing = [one for one in controls if one.draws is not None]
-    return greedy, tuple((one.name, NEVER if one.draws == "set" else one.neutral) for one in drawing)
+    sampling = [one for one in controls if one.samples is not None]
+    return greedy, tuple((one.name, NEVER if one.samples == "if set" else one.neutral) for one in sampling)
 
 
 def _check(name: str, value: Any, bounds: Number | Integer) -> None:

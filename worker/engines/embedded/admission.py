@@ -91,7 +91,7 @@ def admit(
         callables = [
             ForeignCallable(each, number) for each in params.logits_processors if not isinstance(each, ChainAdapter)
         ]
-        left, chain = with_field_processors(params, chain, tokens, context, [*dense, *callables], sampled=SAMPLED)
+        left, chain = with_field_processors(params, chain, tokens, context, [*dense, *callables], by_sampler=SAMPLED)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None:

@@ -4,7 +4,7 @@ The order law decides. Without processors, controls that this engine honours wit
 meaning stay native. With any processor, bias, penalties and bans join its chain; with one that
 shapes late, temperature and truncation too. What a version would ignore runs as our processor. A
 seed is never left to TensorRT-LLM, whose kernels read it for one row of a batch: the chain then
-draws, and so it does where log probabilities are asked for beside processors.
+samples, and so it does where log probabilities are asked for beside processors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.field_processors import is_drawn, processor_controls, with_field_processors
+from worker.sampling.field_processors import is_sampled, processor_controls, with_field_processors
 
 REFUSED = {
     **REFUSED_EVERYWHERE,
@@ -65,7 +65,7 @@ class NativeRequest:
             changes it.
         end_token_ids: Ids that end the answer.
         chain: What runs as a callable, begun after the prompt; None if nothing does.
-        chain_logprobs: The chain reports log probabilities, of this many likeliest tokens; None if
+        chain_logprobs: The chain reports log probabilities, of this many most likely tokens; None if
             it does not.
     """
 
@@ -91,21 +91,21 @@ def native_request(params: SamplingParams, prompt: list[int], number: int, serve
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
     native, rest = _native(params, len(prompt), served)
     chain = _chain(params, prompt)
-    random = is_drawn(params, chain)
-    draws = _must_draw(rest, random, chain is not None or bool(params.logits_processors), served)
+    random = is_sampled(params, chain)
+    chain_samples = _must_sample_in_chain(rest, random, chain is not None or bool(params.logits_processors), served)
     seed = params.seed or 0
     context = Context(Vocabulary(served.vocab_size), ends, seed, max_tokens=params.max_tokens)
-    late = random and draws
+    late = random and chain_samples
     try:
         extra = _extra(rest, number, served.vocab_size)
-        rest, chain = with_field_processors(rest, chain, prompt, context, extra, sampled=ALWAYS_NATIVE, late=late)
-        if draws:
+        rest, chain = with_field_processors(rest, chain, prompt, context, extra, by_sampler=ALWAYS_NATIVE, late=late)
+        if chain_samples:
             chain = chain or _empty_chain(context, prompt)
             chain.add([SeededDraw(seed if random else None)], last=True)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     _check_choices(params, chain)
-    fields = _fields(params, ends) | native | (_sampling(rest) if random and not draws else _greedy())
+    fields = _fields(params, ends) | native | (_sampling(rest) if random and not chain_samples else _greedy())
     chain_logprobs = params.logprobs if chain is not None else None
     if chain is None and params.logprobs is not None:
         fields |= _logprobs(params, served)
@@ -135,7 +135,7 @@ def _native(params: SamplingParams, prompt_length: int, served: Served) -> tuple
     names = set(_early(params))
     if not params.is_greedy:
         names.update(_active(params, late=True))
-    if params.logits_processors or _must_draw(params, not params.is_greedy, False, served):
+    if params.logits_processors or _must_sample_in_chain(params, not params.is_greedy, False, served):
         return {}, params
     if not names <= set(served.honoured):
         return {}, params
@@ -165,7 +165,7 @@ def _early(params: SamplingParams) -> list[str]:
     return _active(params, late=False) + ([] if params.embedding_bias is None else ["embedding_bias"])
 
 
-def _must_draw(params: SamplingParams, random: bool, has_chain: bool, served: Served) -> bool:
+def _must_sample_in_chain(params: SamplingParams, random: bool, has_chain: bool, served: Served) -> bool:
     """Whether the chain itself takes the token."""
     seeded = params.seed is not None and random
     if params.logprobs is None:
