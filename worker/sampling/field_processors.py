@@ -110,8 +110,8 @@ def with_field_processors(
         prompt: Token ids of the prompt.
         context: Of the request, for the processors that are made here.
         extra: Processors that the engine adds, before those of the same stage.
-        by_sampler: Fields of temperature and truncation that the engine's sampler applies itself. If
-            another one is asked for, all of them join the chain.
+        by_sampler: Fields of temperature and truncation that the engine's sampler applies itself.
+            If another one is asked for, all of them join the chain.
         late: They join the chain whatever is asked for.
 
     Raises:

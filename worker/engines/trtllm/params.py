@@ -65,8 +65,8 @@ class NativeRequest:
             changes it.
         end_token_ids: Ids that end the answer.
         chain: What runs as a callable, begun after the prompt; None if nothing does.
-        chain_logprobs: The chain reports log probabilities, of this many most likely tokens; None if
-            it does not.
+        chain_logprobs: The chain reports log probabilities, of this many most likely tokens; None
+            if it does not.
     """
 
     fields: dict[str, Any]
