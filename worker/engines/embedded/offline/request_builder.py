@@ -15,7 +15,7 @@ from adapters.catalog import Catalog, Selection, SelectionError, parse_selection
 from adapters.trtllm import ChainAdapter, DynamoAdapter, create_trtllm_adapters
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.admission import admit, end_ids_of
-from worker.engines.embedded.offline.results import Answer, Job
+from worker.engines.embedded.offline.results import Answer, RequestGroup
 from worker.engines.embedded.offline.stop_strings import AnswerText
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling import LogitsCollector
@@ -69,7 +69,7 @@ class RequestBuilder:
         """The tokenizer, None if there is none."""
         return self.vocabulary.tokenizer
 
-    def job(
+    def build(
         self,
         number: int,
         prompt: str | Sequence[int],
@@ -77,8 +77,8 @@ class RequestBuilder:
         named: Sequence[Named],
         shared: AbstractSet[int],
         where: str,
-    ) -> Job:
-        """Check a prompt and make a job of it.
+    ) -> RequestGroup:
+        """Check a prompt and make the requests of its answers.
 
         Args:
             number: The engine's own id.
@@ -101,7 +101,7 @@ class RequestBuilder:
             ]
         except InvalidRequest as error:
             raise InvalidRequest(f"{where}.{error.field}", error.problem) from error
-        return Job(str(number), prompt if isinstance(prompt, str) else None, tokens, wanted, answers)
+        return RequestGroup(str(number), prompt if isinstance(prompt, str) else None, tokens, wanted, answers)
 
     def _tokens(self, prompt: str | Sequence[int], wanted: SamplingParams) -> list[int]:
         if isinstance(prompt, str):
