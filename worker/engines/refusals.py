@@ -1,6 +1,4 @@
-"""Fields of `SamplingParams` that an engine does not serve, and the refusal of a request that
-sets one.
-"""
+"""Fields of `SamplingParams` that an engine does not serve, and the refusal of a request."""
 
 from __future__ import annotations
 

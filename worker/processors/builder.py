@@ -207,9 +207,7 @@ class ServedChainBuilder:
         return asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     async def close(self) -> None:
-        """End the process that compiles grammars; requests with one are refused from now on.
-        Idempotent.
-        """
+        """End the process that compiles grammars; requests with one are refused. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.facts.vocabulary.tokenizer is not None:
             sandbox = grammar_cache(self.facts.vocabulary).sandbox

@@ -131,9 +131,7 @@ _FOR_THIS_WORKER = re.compile(r"logits|processor", re.IGNORECASE)
 
 
 def client_annotations(path: str, value: Any) -> tuple[str, ...]:
-    """A client's annotations. One that nearly has the name of the request channel is a mistake,
-    not somebody else's.
-    """
+    """A client's annotations. One that nearly has the request channel's name is a mistake."""
     entries = texts(path, value, MAX_ANNOTATIONS, MAX_ANNOTATION_CHARACTERS)
     for entry in entries:
         name = entry.partition(":")[0]
@@ -162,9 +160,7 @@ _GUIDE_OPTIONS = ("backend", "whitespace_pattern", "structural_tag")
 
 
 def guided_decoding(path: str, value: Any) -> GuidedDecodingParams | None:
-    """What the answer must match: one kind of guide, or none at all. It is checked further when
-    it is compiled.
-    """
+    """What the answer must match: one kind of guide, or none; checked further when compiled."""
     if not isinstance(value, Mapping):
         raise InvalidRequest(path, f"must be a mapping, got {shown(value)}")
     given = {name: each for name, each in value.items() if each is not None}
@@ -195,9 +191,7 @@ def _schema(path: str, text_: str) -> Any:
 
 
 def prompt_ids(path: str, value: Any) -> list[int]:
-    """The prompt: a list of ids, or the same packed as little-endian int32
-    (``DYN_TOKEN_IDS_AS_BYTES``).
-    """
+    """The prompt: a list of ids, or packed as little-endian int32 (``DYN_TOKEN_IDS_AS_BYTES``)."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return _unpacked(path, bytes(value))
     if not isinstance(value, (list, tuple)) or any(type(item) is not int for item in value):

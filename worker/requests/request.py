@@ -1,5 +1,4 @@
-"""A request as Dynamo delivers it → a `GenerationRequest`: every field accounted for, its controls
-in `SamplingParams`.
+"""A request as Dynamo delivers it → a `GenerationRequest`, its controls in `SamplingParams`.
 
 What becomes of each field is in `worker.requests.fields`.
 """
@@ -152,9 +151,7 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
 
 
 def _ends(values: dict[str, Any], ignore_eos: bool, limits: RequestLimits) -> tuple[dict[str, Any], frozenset[int]]:
-    """What ends an answer, taken out of ``values``: fields of `SamplingParams`, and the stop tokens
-    that are shown.
-    """
+    """What ends an answer, out of ``values``: fields of `SamplingParams`, and shown stop tokens."""
     given: list[frozenset[int]] = [values.pop(path.rpartition(".")[2], frozenset()) for path in _END_PATHS]
     for path, ids in zip(_END_PATHS, given, strict=True):
         if ids:

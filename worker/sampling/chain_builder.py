@@ -1,6 +1,4 @@
-"""From the processors that a request asks for, by name and by field, to its chain: one way for
-served and offline requests.
-"""
+"""Builds the logits processor chain of a request, served or offline."""
 
 from __future__ import annotations
 

@@ -204,8 +204,9 @@ def about_text(default: Any = None) -> Any:
 
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
-    """`functools.cache` for functions of classes whose objects cannot be hashed; mypy takes the
-    classes for unhashable too.
+    """`functools.cache`, typed for classes whose objects cannot be hashed.
+
+    mypy takes the classes for unhashable too.
     """
     return cast("Callable[P, T]", cache(function))
 

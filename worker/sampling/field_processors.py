@@ -82,9 +82,7 @@ def for_engine(params: SamplingParams, **changes: Any) -> SamplingParams:
 
 
 def is_sampled(params: SamplingParams, chain: ProcessorChain | None) -> bool:
-    """Whether tokens are sampled: the fields say so, or they say nothing and the client named a
-    processor that does.
-    """
+    """Whether tokens are sampled: by the fields, or by a named processor if they say nothing."""
     if not params.is_greedy:
         return True
     says_nothing = all(getattr(params, one.name) is None for one, _ in _engine_controls(type(params), late=True))
@@ -148,9 +146,7 @@ def _sampler_does_all(params: SamplingParams, by_sampler: Collection[str]) -> bo
 
 
 def _late_processors(params: SamplingParams, context: Context, random: bool) -> tuple[SamplingParams, list[Processor]]:
-    """Of a greedy request temperature 0, before every processor of these stages; of others their
-    own.
-    """
+    """Temperature and truncation as processors; of a greedy request temperature 0, before all."""
     if not random:
         return params, Temperature.build(Temperature.Args(value=0.0), context)
     processors = _processors(params, context, late=True)

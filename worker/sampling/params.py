@@ -308,8 +308,9 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """TensorRT-LLM's rule: a control is at its greedy value, or none asks for sampling; never
-        with beams.
+        """TensorRT-LLM's rule: a control is at its greedy value, or none asks for sampling.
+
+        Never with beams.
         """
         if self.use_beam_search:
             return False
@@ -332,9 +333,7 @@ class SamplingParams:
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """Every token id that ends an answer: ``stop_token_ids``, and ``end_id`` unless
-        ``ignore_eos``.
-        """
+        """``stop_token_ids``, and ``end_id`` unless ``ignore_eos``: what ends an answer."""
         ids = set(self.stop_token_ids or ())
         if self.end_id is not None and not self.ignore_eos:
             ids.add(self.end_id)

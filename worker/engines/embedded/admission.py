@@ -6,15 +6,11 @@ import secrets
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields
-from typing import Any
 
-import torch
-
-from adapters.chain import ProcessorChain, ProcessorFailed
-from adapters.contract import Context, Processor
-from adapters.trtllm import ChainAdapter
-from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
+from adapters.chain import ProcessorFailed
+from adapters.contract import Context
 from adapters.vocabulary import Vocabulary
+from worker.engines.chain_members import chain_of, other_members
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling.truncation import Controls
 from worker.engines.refusals import IRRELEVANT, REFUSED_EVERYWHERE, RUN_AS_PROCESSORS, check_refused
@@ -84,14 +80,10 @@ def admit(
     end_ids = end_ids_of(params, model)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     context = Context(Vocabulary(model.vocab_size), end_ids, seed, choice)
-    bias = _bias(params.embedding_bias, model)
-    dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
+    others = other_members(params, number, model.vocab_size, model.device)
     try:
-        chain = _chain(params, tokens)
-        callables = [
-            ForeignCallable(each, number) for each in params.logits_processors if not isinstance(each, ChainAdapter)
-        ]
-        left, chain = with_field_processors(params, chain, tokens, context, [*dense, *callables], by_sampler=SAMPLED)
+        chain = chain_of(params, tokens)
+        left, chain = with_field_processors(params, chain, tokens, context, others, by_sampler=SAMPLED)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None:
@@ -108,18 +100,6 @@ def admit(
         chain=chain,
         choice=choice,
     )
-
-
-def _chain(params: SamplingParams, prompt: list[int]) -> ProcessorChain | None:
-    """The chain among the logits processors, taken out of its callable, at the end of the
-    prompt.
-    """
-    chains = [each.chain for each in params.logits_processors if isinstance(each, ChainAdapter)]
-    if len(chains) > 1:
-        raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
-    if chains and chains[0].tokens != prompt:
-        chains[0].start(prompt)
-    return chains[0] if chains else None
 
 
 def _check_prompt(prompt: Sequence[int], vocab_size: int, context_length: int) -> list[int]:
@@ -142,9 +122,7 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def end_ids_of(params: SamplingParams, model: Model) -> frozenset[int]:
-    """The ids named by the request; without ``end_id`` the model's own, as in TensorRT-LLM,
-    unless ``ignore_eos``.
-    """
+    """The ids that end an answer; without ``end_id`` the model's own too, unless ``ignore_eos``."""
     _check_ids("sampling_params.stop_token_ids", params.stop_token_ids or (), model.vocab_size)
     if params.end_id is not None and params.end_id != -1:
         _check_ids("sampling_params.end_id", (params.end_id,), model.vocab_size)
@@ -154,23 +132,6 @@ def end_ids_of(params: SamplingParams, model: Model) -> frozenset[int]:
     return named
 
 
-def _bias(values: Any, model: Model) -> torch.Tensor | None:
-    if values is None:
-        return None
-    field = "sampling_params.embedding_bias"
-    try:
-        bias = torch.as_tensor(values, dtype=torch.float32).to(model.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidRequest(field, f"must be numbers, got {type(values).__name__}") from error
-    if bias.shape != (model.vocab_size,):
-        raise InvalidRequest(field, f"must have shape ({model.vocab_size},), got {tuple(bias.shape)}")
-    if bool(bias.isnan().any()) or bool(bias.isposinf().any()):
-        raise InvalidRequest(field, "must be finite or -inf")
-    return bias
-
-
 def unclassified_fields() -> set[str]:
-    """Fields of `SamplingParams` that are neither served, refused nor irrelevant; empty, or a
-    control is lost in silence.
-    """
+    """Fields that are neither served, refused nor irrelevant; empty, or a control is lost."""
     return {one.name for one in fields(SamplingParams)} - HONOURED - IRRELEVANT - set(REFUSED)

@@ -13,14 +13,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from adapters.chain import ProcessorChain, ProcessorFailed
-from adapters.contract import Context, Processor
+from adapters.contract import Context
 from adapters.trtllm import ChainAdapter
-from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
 from adapters.trtllm.seeded_draw import SeededDraw
 from adapters.vocabulary import Vocabulary
+from worker.engines.chain_members import chain_of, dense_bias, other_members
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
@@ -90,14 +88,14 @@ def native_request(params: SamplingParams, prompt: list[int], number: int, serve
     check_refused(params, REFUSED)
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
     native, rest = _native(params, len(prompt), served)
-    chain = _chain(params, prompt)
+    chain = chain_of(params, prompt)
     random = is_sampled(params, chain)
     chain_samples = _must_sample_in_chain(rest, random, chain is not None or bool(params.logits_processors), served)
     seed = params.seed or 0
     context = Context(Vocabulary(served.vocab_size), ends, seed, max_tokens=params.max_tokens)
     late = random and chain_samples
     try:
-        extra = _extra(rest, number, served.vocab_size)
+        extra = other_members(rest, number, served.vocab_size)
         rest, chain = with_field_processors(rest, chain, prompt, context, extra, by_sampler=ALWAYS_NATIVE, late=late)
         if chain_samples:
             chain = chain or _empty_chain(context, prompt)
@@ -129,9 +127,7 @@ def callable_of(native: NativeRequest, end_id: int | None, *, lagged: bool) -> C
 
 
 def _native(params: SamplingParams, prompt_length: int, served: Served) -> tuple[dict[str, Any], SamplingParams]:
-    """Fields left to the engine, and the parameters without them. All or nothing: a chain takes
-    everything.
-    """
+    """Fields left to the engine, and the parameters without them: all or none of them."""
     names = set(_early(params))
     if not params.is_greedy:
         names.update(_active(params, late=True))
@@ -143,7 +139,7 @@ def _native(params: SamplingParams, prompt_length: int, served: Served) -> tuple
     if names & {"presence_penalty", "frequency_penalty"}:
         native["prompt_ignore_length"] = prompt_length
     if "embedding_bias" in native:
-        native["embedding_bias"] = _bias(params.embedding_bias, served.vocab_size)
+        native["embedding_bias"] = dense_bias(params, served.vocab_size)
     cleared: dict[str, Any] = dict.fromkeys(names)
     return native, replace(params, **cleared)
 
@@ -180,41 +176,10 @@ def _must_sample_in_chain(params: SamplingParams, random: bool, has_chain: bool,
     return False
 
 
-def _chain(params: SamplingParams, prompt: list[int]) -> ProcessorChain | None:
-    chains = [each.chain for each in params.logits_processors if isinstance(each, ChainAdapter)]
-    if len(chains) > 1:
-        raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
-    if chains and chains[0].tokens != prompt:
-        chains[0].start(prompt)
-    return chains[0] if chains else None
-
-
 def _empty_chain(context: Context, prompt: Sequence[int]) -> ProcessorChain:
     chain = ProcessorChain([], context)
     chain.start(prompt)
     return chain
-
-
-def _extra(params: SamplingParams, number: int, vocab_size: int) -> list[Processor]:
-    bias = _bias(params.embedding_bias, vocab_size)
-    dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
-    given = [each for each in params.logits_processors if not isinstance(each, ChainAdapter)]
-    return [*dense, *(ForeignCallable(each, number) for each in given)]
-
-
-def _bias(values: Any, vocab_size: int) -> torch.Tensor | None:
-    if values is None:
-        return None
-    field = "sampling_params.embedding_bias"
-    try:
-        bias = torch.as_tensor(values, dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidRequest(field, f"must be numbers, got {type(values).__name__}") from error
-    if bias.shape != (vocab_size,):
-        raise InvalidRequest(field, f"must have shape ({vocab_size},), got {tuple(bias.shape)}")
-    if bool(bias.isnan().any()) or bool(bias.isposinf().any()):
-        raise InvalidRequest(field, "must be finite or -inf")
-    return bias
 
 
 def _check_choices(params: SamplingParams, chain: ProcessorChain | None) -> None:

@@ -81,10 +81,6 @@ class Session:
         """Whether there is nothing to compute."""
         return not (self._live or self._waiting)
 
-    def group(self, group_id: str) -> RequestGroup:
-        """A prompt that is not done. Raises `KeyError` if there is none of that id."""
-        return self._groups[group_id]
-
     def prepare(
         self, prompts: Sequence[str | Sequence[int]], params: Sequence[SamplingParams], named: Sequence[Sequence[Named]]
     ) -> list[RequestGroup]:
