@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from worker.errors import InvalidRequest
 from worker.requests.fields import FIELDS, MAX_ANNOTATION_CHARACTERS, SECTIONS
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
-from worker.sampling import GuidedDecodingParams, SamplingParams, sampling_controls
+from worker.sampling import Control, GuidedDecodingParams, SamplingParams, sampling_controls
 
 LIMITS = RequestLimits(context_length=100, vocab_size=1000, eos_token_ids=(2, 3))
 
@@ -381,6 +381,18 @@ def test_the_table_is_whole() -> None:
     for row in FIELDS:
         assert (row.fate == "honoured") == (row.target is not None)
         assert row.why
+
+
+NUMBERS = [one for one in sampling_controls(SamplingParams) if one.paths and one.client_bounds]
+
+
+@pytest.mark.parametrize("control", NUMBERS, ids=lambda control: control.name)
+def test_the_record_takes_what_a_client_may_send(control: Control) -> None:
+    """No request fails where its record is made, without the path of its field."""
+    bounds = control.client_bounds
+    assert bounds is not None
+    for value in (bounds.low, bounds.high):
+        assert getattr(parse(control.path, value).params, control.name) is not None
 
 
 def test_the_document_shows_the_table() -> None:
