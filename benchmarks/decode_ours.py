@@ -25,7 +25,7 @@ def answer(engine: Engine, task: Task) -> Reply:
         if len(events) == task.rows:
             watch.tick()
         for event in events:
-            tokens[event.job.id].append(event.token_id if event.token_id is not None else -1)
+            tokens[event.group.id].append(event.token_id if event.token_id is not None else -1)
     return watch.fill(Reply(sum(map(len, tokens.values())), [row[0] for row in tokens.values()]))
 
 

@@ -4,6 +4,9 @@ The engines and the request parser raise these; a runtime (`worker/runtimes/`) m
 errors.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 KV_TRANSFER_FIELD = "prefill_result.disaggregated_params"
 """The field of a request in which a hand-off comes."""
 
@@ -69,3 +72,15 @@ class ProcessorUnavailable(ServingError):
     def __init__(self, processor: str, wait_s: float) -> None:
         super().__init__(f"logits processor {processor} has failed too often; try again in {wait_s:.0f} s")
         self.processor = processor
+
+
+def shown(value: Any) -> str:
+    """``value`` for an error message: short, never all of a long text that a client sent."""
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    if isinstance(value, (Mapping, bytes)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    written = repr(value)
+    return written if len(written) <= 60 else written[:57] + "..."

@@ -26,6 +26,8 @@ NOT_SERVED: dict[str, dict[str, Any]] = {
     "beam_width_array": {"beam_width_array": [2]},
     "stop": {"stop": "."},
     "bad": {"bad": ["x"]},
+    "bad_words_token_ids": {"bad_words_token_ids": [[5, 6]]},
+    "allowed_token_ids": {"allowed_token_ids": [5]},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 5},
     "apply_batched_logits_processor": {"apply_batched_logits_processor": True},
     "top_p_min": {"top_p_min": 0.5},

@@ -28,7 +28,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
 from worker.engines.embedded import Engine
 from worker.engines.embedded.admission import REFUSED
-from worker.engines.embedded.offline.request_builder import ALLOWED
+from worker.engines.embedded.offline.request_builder import HONOURED
 from worker.engines.embedded.offline.results import Result
 from worker.engines.embedded.plan import SCORED_AT_ONCE
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
@@ -315,6 +315,31 @@ def test_guides_bad_words_and_thinking(engine: Engine, tokenizer: Any) -> None:
     assert changed.token_ids[2] != plain.token_ids[2]
     with pytest.raises(InvalidRequest, match=r"guided_decoding: structural tags"):
         engine.generate("x", SamplingParams(guided_decoding=GuidedDecodingParams(structural_tag="{}")))
+    with pytest.raises(InvalidRequest, match=r"guided_decoding: must hold a guide"):
+        engine.generate("x", SamplingParams(guided_decoding=GuidedDecodingParams()))
+
+
+def test_the_fields_of_served_requests_hold_offline_too(engine: Engine) -> None:
+    choice = SamplingParams(max_tokens=20, guided_decoding=GuidedDecodingParams(choice=["yes", "no"]))
+    assert engine.generate("Well?", choice)[0].text in ("yes", "no")
+    allowed = SamplingParams(max_tokens=8, allowed_token_ids=[40, 41, 42])
+    assert set(engine.generate("Hello", allowed)[0].token_ids) <= {40, 41, 42}
+    (plain,) = engine.generate("Hello", SamplingParams(max_tokens=8, ignore_eos=True))
+    banned = SamplingParams(max_tokens=8, ignore_eos=True, bad_words_token_ids=[plain.token_ids[:2]])
+    (changed,) = engine.generate("Hello", banned)
+    assert changed.token_ids[0] == plain.token_ids[0]
+    assert changed.token_ids[1] != plain.token_ids[1]
+
+
+def test_a_field_and_the_processor_of_its_name_are_refused_together(engine: Engine) -> None:
+    named = [{"name": "bad_words", "args": {"words": ["x"]}}]
+    with pytest.raises(
+        InvalidRequest, match=r"prompts\[0\]\.sampling_params\.bad: is set, and the processor bad_words"
+    ):
+        engine.generate("Hello", SamplingParams(bad="y"), processors=named)
+    named = [{"name": "min_tokens", "args": {"n": 2}}]
+    with pytest.raises(InvalidRequest, match=r"sampling_params\.min_tokens: is set, and the processor min_tokens"):
+        engine.generate("Hello", SamplingParams(min_tokens=3), processors=named)
 
 
 def test_a_processor_that_fails_leaves_the_others_as_they_are() -> None:
@@ -371,7 +396,7 @@ def test_nothing_starts_if_one_prompt_is_refused(engine: Engine) -> None:
     assert engine.session.is_idle
 
 
-@pytest.mark.parametrize("field", sorted(set(REFUSED) - ALLOWED))
+@pytest.mark.parametrize("field", sorted(set(REFUSED) - HONOURED))
 def test_what_stays_refused(field: str) -> None:
     values: dict[str, Any] = {
         "beam_search_diversity_rate": 0.5,
@@ -391,7 +416,7 @@ def test_what_stays_refused(field: str) -> None:
 
 
 def test_fields_that_are_honoured_here_alone_are_refused_in_serving() -> None:
-    assert set(REFUSED) >= ALLOWED
+    assert set(REFUSED) >= HONOURED
 
 
 @pytest.mark.parametrize(

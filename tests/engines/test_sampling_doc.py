@@ -13,15 +13,36 @@ import pytest
 from worker.arguments import parse_arguments
 from worker.engines.embedded.admission import HONOURED, IRRELEVANT, REFUSED
 from worker.errors import ConfigurationError
-from worker.sampling import SamplingParams
+from worker.sampling import Control, SamplingParams, sampling_controls
+from worker.sampling.control import NEVER
 
 ROOT = Path(__file__).parents[2]
-TABLE = (ROOT / "docs" / "sampling.md").read_text().partition("<!-- features -->")[2]
+DOCUMENT = (ROOT / "docs" / "sampling.md").read_text()
+TABLE = DOCUMENT.partition("<!-- features -->")[2]
 ROWS = [
     (name, set(re.findall(r"`(\w+:?)`", asked)), fate, text)
     for name, asked, fate, text in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+) \|$", TABLE, re.MULTILINE)[1:]
     if fate != "---"
 ]
+
+
+def control_row(control: Control) -> str:
+    """A row of the table of controls."""
+
+    def shown(value: Any) -> str:
+        return "" if value is NEVER else f"`{value}`"
+
+    processors = ", ".join(dict.fromkeys(f"`{one.processor.name}`" for one in control.runs_as))
+    served = f"`{control.path}`: {control.client_bounds or 'request.md'}" if control.paths else "not in a request"
+    cells = (f"`{control.name}`", str(control.bounds or ""), served, shown(control.neutral), shown(control.greedy))
+    return f"| {' | '.join((*cells, processors))} |"
+
+
+def test_the_table_of_controls_is_that_of_the_record() -> None:
+    """On failure, paste the left side."""
+    controls = [one for one in sampling_controls(SamplingParams) if one.runs_as or (one.bounds and one.paths)]
+    table = DOCUMENT.partition("<!-- controls -->")[2].partition("<!-- /controls -->")[0]
+    assert "\n".join(map(control_row, controls)) == "\n".join(table.strip().splitlines()[2:])
 
 
 def fields_of(fate: str) -> set[str]:

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from stand_in import stand_in
 
-from worker.engines.trtllm.params import REFUSED, Lowered, Served, callable_of, lower
+from worker.engines.refusals import IRRELEVANT, RUN_AS_PROCESSORS
+from worker.engines.trtllm.params import REFUSED, NativeRequest, Served, callable_of, native_request
 from worker.errors import InvalidRequest
 from worker.requests.fields import FIELDS
-from worker.requests.lowering import lower as lower_request
 from worker.requests.request import RequestLimits, parse_request
 from worker.sampling import GuidedDecodingParams, SamplingParams
+from worker.sampling.field_processors import for_engine
 
 PROMPT = [9, 30, 41]
 EOS = (4, 1)
@@ -42,9 +43,9 @@ def served(version: str, **changes: Any) -> Served:
     return Served(frozenset(fields), HONOURED[version], 1024, EOS, **changes)
 
 
-def native(version: str, params: SamplingParams) -> tuple[Any, Lowered]:
-    lowered = lower(params, PROMPT, 0, served(version))
-    return importlib.import_module("tensorrt_llm").SamplingParams(**lowered.fields), lowered
+def native(version: str, params: SamplingParams) -> tuple[Any, NativeRequest]:
+    asked = native_request(params, PROMPT, 0, served(version))
+    return importlib.import_module("tensorrt_llm").SamplingParams(**asked.fields), asked
 
 
 # value, and what it becomes: a native field's value, the name of a processor, or both (by version)
@@ -74,7 +75,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "prefill_result": ({"disaggregated_params": {}}, {}, ()),
     "_HEALTH_CHECK": (True, {}, ()),
     "annotations": (["x"], {}, ()),
-    # these are processors before they come here (`worker.processors.builder.field_processors`)
+    # these are processors before they come here (`worker.sampling.chain_builder`)
     "stop_conditions.max_thinking_tokens": (3, {}, ()),
     "sampling_options.guided_decoding": ({"regex": "a"}, {"guided_decoding": None}, ()),
     "sampling_options.allowed_token_ids": ([5], {}, ()),
@@ -107,10 +108,10 @@ def test_every_row(path: str, version: str) -> None:
     for section in sections:
         inner = inner.setdefault(section, {})
     inner[name] = value
-    request = parse_request(raw, RequestLimits(256, 1024))
-    made, lowered = native(version, lower_request(request, EOS))
+    request = parse_request(raw, RequestLimits(256, 1024, EOS))
+    made, asked = native(version, for_engine(request.params))
     assert {field: getattr(made, field) for field in expected} == expected
-    assert tuple(member.name for member in (lowered.chain.members if lowered.chain else ())) == names
+    assert tuple(member.name for member in (asked.chain.members if asked.chain else ())) == names
     assert made.end_id is None
 
 
@@ -140,19 +141,19 @@ def test_greedy_is_the_same_everywhere(fields: dict[str, Any], version: str) -> 
 
 def test_a_seed_draws_in_the_chain_with_temperature_and_truncation_before_it(version: str) -> None:
     params = SamplingParams(seed=3, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.2)
-    made, lowered = native(version, params)
-    assert lowered.chain is not None
-    names = [member.name for member in lowered.chain.members]
+    made, asked = native(version, params)
+    assert asked.chain is not None
+    names = [member.name for member in asked.chain.members]
     assert names == ["repetition_penalty", "temperature", "min_p", "top_k", "top_p", "seeded_draw"]
     assert made._greedy_decoding
     assert (made.repetition_penalty, made.seed, made.top_k) == (None, None, None)
 
 
-def test_one_lowered_control_takes_the_others_with_it(version: str) -> None:
+def test_one_control_in_the_chain_takes_the_others_with_it(version: str) -> None:
     params = SamplingParams(min_tokens=3, presence_penalty=1.0, bad_token_ids=[7], embedding_bias=[0.0] * 1024)
-    made, lowered = native(version, params)
-    assert lowered.chain is not None
-    assert {member.name for member in lowered.chain.members} == {
+    made, asked = native(version, params)
+    assert asked.chain is not None
+    assert {member.name for member in asked.chain.members} == {
         "embedding_bias",
         "presence_penalty",
         "banned_tokens",
@@ -170,15 +171,15 @@ def test_what_is_refused(name: str) -> None:
     value = not getattr(SamplingParams(), name) if isinstance(getattr(SamplingParams(), name), bool) else value
     params = SamplingParams(**{name: value, **other.get(name, {})})
     with pytest.raises(InvalidRequest, match=name):
-        lower(params, PROMPT, 0, Served(frozenset(), frozenset(), 1024, EOS))
+        native_request(params, PROMPT, 0, Served(frozenset(), frozenset(), 1024, EOS))
 
 
 def test_a_lagged_engine_refuses_what_needs_the_last_token(version: str) -> None:
     lagged = served(version, lagged=True)
-    lowered = lower(SamplingParams(no_repeat_ngram_size=2), PROMPT, 0, lagged)
+    asked = native_request(SamplingParams(no_repeat_ngram_size=2), PROMPT, 0, lagged)
     with pytest.raises(InvalidRequest, match="--history lagged"):
-        callable_of(lowered, 4, lagged=True)
-    kept = lower(SamplingParams(min_tokens=2), PROMPT, 0, lagged)
+        callable_of(asked, 4, lagged=True)
+    kept = native_request(SamplingParams(min_tokens=2), PROMPT, 0, lagged)
     adapter = callable_of(kept, 4, lagged=True)
     assert adapter is not None
     assert adapter.lagged
@@ -187,16 +188,13 @@ def test_a_lagged_engine_refuses_what_needs_the_last_token(version: str) -> None
 @pytest.mark.parametrize("bias", [[0.0], "x", [float("nan")] * 1024, [float("inf")] * 1024])
 def test_a_bias_that_is_none(bias: Any, version: str) -> None:
     with pytest.raises(InvalidRequest, match="embedding_bias"):
-        lower(SamplingParams(embedding_bias=bias), PROMPT, 0, served(version))
+        native_request(SamplingParams(embedding_bias=bias), PROMPT, 0, served(version))
 
 
 def test_every_field_is_accounted_for() -> None:
     """A field of `SamplingParams` that nothing looks at would be a control lost in silence."""
     looked_at = {
-        "end_id", "pad_id", "max_tokens", "bad_token_ids", "stop_token_ids", "include_stop_str_in_output",
-        "embedding_bias", "logits_processor", "n", "best_of", "logprobs_mode", "top_k", "top_p", "seed", "temperature",
-        "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "min_p",
-        "logprobs", "ignore_eos",
+        "end_id", "max_tokens", "stop_token_ids", "include_stop_str_in_output", "embedding_bias", "logits_processor",
+        "n", "best_of", "logprobs_mode", "seed", "logprobs", "ignore_eos",
     }  # fmt: skip
-    text = {"detokenize", "add_special_tokens", "skip_special_tokens", "spaces_between_special_tokens"}
-    assert looked_at | text | set(REFUSED) == set(SamplingParams.__dataclass_fields__)
+    assert looked_at | RUN_AS_PROCESSORS | IRRELEVANT | set(REFUSED) == set(SamplingParams.__dataclass_fields__)

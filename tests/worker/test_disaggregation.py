@@ -15,9 +15,11 @@ from worker.engines import KeepKv, ReadKv, TokenDelta
 from worker.errors import ConfigurationError, InvalidRequest, Overloaded
 from worker.lifecycle.drain import InFlightRequest
 from worker.requests.request import GenerationRequest
+from worker.sampling import SamplingParams
 
 POOL = "a secret of this pool, and of no other"
 PROMPT = [5, 6, 7]
+PARAMS = SamplingParams(max_tokens=5)
 KV = {"opaque": "what the engine of the prefill worker said"}
 CHOSEN = Selection((Requested("min_tokens", {"n": 3}),))
 
@@ -35,7 +37,7 @@ def disaggregation(role: str, secret: str = POOL, most: int = 2, clock: Clock | 
 
 def request(given: Any = None, prompt: list[int] = PROMPT, **fields: Any) -> GenerationRequest:
     result = None if given is None else {"disaggregated_params": json.loads(json.dumps(given))}
-    return GenerationRequest(prompt_token_ids=prompt, max_tokens=5, prefill_result=result, **fields)
+    return GenerationRequest(prompt_token_ids=prompt, params=PARAMS, prefill_result=result, **fields)
 
 
 def transferred(secret: str = POOL, clock: Clock | None = None) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Requests with a grammar, from the desk to the engine: refused alone, counted, cancelled,
-drained.
+"""Requests with a grammar, from the chain builder to the engine: refused alone, counted,
+cancelled, drained.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from adapters.processors.grammar import grammar_cache, tokenizer_tables
 from worker.arguments import Arguments, parse_arguments
 from worker.engines import EngineInfo
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
-from worker.processors.builder import Facts, ProcessorDesk, make_desk
+from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.requests.request import GenerationRequest
 from worker.runtimes.llm_engine import WorkerEngine
+from worker.sampling import GuidedDecodingParams, SamplingParams
+from worker.sampling.chain_builder import Facts
 from worker.tiny_model import write_tiny_model
 
 FOREVER_S = 600.0
@@ -52,23 +54,24 @@ def sandbox(facts: Facts) -> Iterator[GrammarSandbox]:
         yield running
 
 
-def desk_of(facts: Facts, registry: CollectorRegistry | None = None) -> ProcessorDesk:
-    return ProcessorDesk(Catalog.default(), Policy(), "tiny", facts, registry or CollectorRegistry())
+def chains_of(facts: Facts, registry: CollectorRegistry | None = None) -> ServedChainBuilder:
+    return ServedChainBuilder(Catalog.default(), Policy(), "tiny", facts, registry or CollectorRegistry())
 
 
-async def build(desk: ProcessorDesk, guided: dict[str, Any], client: str | None = None) -> Any:
-    made = GenerationRequest(prompt_token_ids=[5], max_tokens=9, guided_decoding=guided)
-    return await desk.chain(desk.select(made, {}), [5], frozenset({1}), 1, 9, client)
+async def build(chains: ServedChainBuilder, guided: dict[str, Any], client: str | None = None) -> Any:
+    params = SamplingParams(max_tokens=9, guided_decoding=GuidedDecodingParams(**guided))
+    made = GenerationRequest(prompt_token_ids=[5], params=params)
+    return await chains.build(chains.select(made, {}), [5], frozenset({1}), 1, 9, client)
 
 
-async def running(sandbox: GrammarSandbox, desk: ProcessorDesk, count: int = 1) -> None:
+async def running(sandbox: GrammarSandbox, chains: ServedChainBuilder, count: int = 1) -> None:
     """Until ``count`` grammars are in the sandbox; each look at it is a grammar that is compiled
     meanwhile.
     """
     number = 0
     while sandbox.num_running + sandbox.num_waiting != count:
         number += 1
-        await build(desk, {"choice": [f"look {count} {number}"]})
+        await build(chains, {"choice": [f"look {count} {number}"]})
 
 
 @pytest.mark.parametrize(
@@ -86,36 +89,36 @@ async def running(sandbox: GrammarSandbox, desk: ProcessorDesk, count: int = 1) 
 async def test_a_refusal_names_the_field_and_the_limit(
     facts: Facts, sandbox: GrammarSandbox, guided: dict[str, Any], field: str, problem: str
 ) -> None:
-    desk = desk_of(facts)
+    chains = chains_of(facts)
     with pytest.raises(InvalidRequest) as refused:
-        await build(desk, guided)
+        await build(chains, guided)
     assert (refused.value.field, problem in refused.value.problem) == (field, True)
-    assert (await build(desk, GOOD)).members[0].name == "choice"
+    assert (await build(chains, GOOD)).members[0].name == "choice"
 
 
-async def test_slow_grammars_hold_up_neither_the_desk_nor_asyncios_threads(
+async def test_slow_grammars_hold_up_neither_the_builder_nor_asyncios_threads(
     facts: Facts, sandbox: GrammarSandbox
 ) -> None:
-    desk = desk_of(facts)
+    chains = chains_of(facts)
     bombs = [
-        asyncio.create_task(build(desk, {"json": {"type": "integer", "multipleOf": 99999989 - 2 * i}}, f"client {i}"))
+        asyncio.create_task(build(chains, {"json": {"type": "integer", "multipleOf": 99999989 - 2 * i}}, f"client {i}"))
         for i in range(40)  # more than asyncio's pool has threads
     ]
-    await running(sandbox, desk, 40)
+    await running(sandbox, chains, 40)
     assert await asyncio.to_thread(threading.current_thread)
-    assert (await build(desk, {"regex": "[a-c]+"}, "client 0")).members[0].name == "regex"
+    assert (await build(chains, {"regex": "[a-c]+"}, "client 0")).members[0].name == "regex"
     assert not any(bomb.done() for bomb in bombs)
     for bomb in bombs:
         bomb.cancel()
     await asyncio.gather(*bombs, return_exceptions=True)
-    await running(sandbox, desk, 0)
+    await running(sandbox, chains, 0)
     assert sandbox.counts["cancelled"] == 40
 
 
 async def test_a_full_queue_and_a_missing_process_are_no_fault_of_the_grammar(
     facts: Facts, sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = desk_of(facts)
+    chains = chains_of(facts)
     failure: Exception = SandboxBusy("too many grammars wait to be compiled")
     original = sandbox.submit
 
@@ -128,25 +131,25 @@ async def test_a_full_queue_and_a_missing_process_are_no_fault_of_the_grammar(
 
     monkeypatch.setattr(sandbox, "submit", submit)
     with pytest.raises(Overloaded, match=r"guided_decoding\.args\.choices: too many grammars wait"):
-        await build(desk, GOOD)
+        await build(chains, GOOD)
     failure = SandboxUnavailable("cannot start")
     with pytest.raises(GrammarsUnavailable, match="the sandbox cannot start"):
-        await build(desk, GOOD)
+        await build(chains, GOOD)
     monkeypatch.undo()
-    assert await build(desk, GOOD)
+    assert await build(chains, GOOD)
 
 
 @pytest.fixture
-async def worker(facts: Facts, sandbox: GrammarSandbox) -> AsyncIterator[tuple[WorkerEngine, ProcessorDesk]]:
-    desks: list[ProcessorDesk] = []
+async def worker(facts: Facts, sandbox: GrammarSandbox) -> AsyncIterator[tuple[WorkerEngine, ServedChainBuilder]]:
+    made: list[ServedChainBuilder] = []
 
-    def open_desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ProcessorDesk:
-        desks.append(desk_of(facts, registry))
-        return desks[0]
+    def make_chains(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ServedChainBuilder:
+        made.append(chains_of(facts, registry))
+        return made[0]
 
-    serving = WorkerEngine(FakeEngine(two_tokens), ARGUMENTS, shut_down=lambda: None, open_desk=open_desk)
+    serving = WorkerEngine(FakeEngine(two_tokens), ARGUMENTS, shut_down=lambda: None, make_chains=make_chains)
     await serving.start(1)
-    yield serving, desks[0]
+    yield serving, made[0]
     await serving.cleanup()
 
 
@@ -158,13 +161,13 @@ async def collect(stream: AsyncGenerator[Any, None]) -> list[Any]:
     return [chunk async for chunk in stream]
 
 
-Served = tuple[WorkerEngine, ProcessorDesk]
+Served = tuple[WorkerEngine, ServedChainBuilder]
 
 
 async def test_requests_count_as_in_flight_while_they_compile(worker: Served, sandbox: GrammarSandbox) -> None:
-    engine, desk = worker
+    engine, chains = worker
     slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
-    await running(sandbox, desk)
+    await running(sandbox, chains)
     assert engine.metrics.registry.get_sample_value("dlw_in_flight_requests") == 1
     assert engine.in_flight.num_blocks == 0
     with pytest.raises(exceptions.InvalidArgument, match="'slow' is being served already"):
@@ -183,22 +186,22 @@ async def test_a_refused_grammar_leaves_nothing_in_flight(worker: Served) -> Non
 
 
 async def test_an_abort_while_a_grammar_compiles_ends_both(worker: Served, sandbox: GrammarSandbox) -> None:
-    engine, desk = worker
+    engine, chains = worker
     slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
-    await running(sandbox, desk)
+    await running(sandbox, chains)
     await engine.abort(Context("slow"))
     assert len(engine.in_flight) == 0
     chunks = await slow
     assert [(chunk["token_ids"], chunk["finish_reason"]) for chunk in chunks] == [([], "cancelled")]
     assert outcomes(engine) == {"cancelled": 1}
-    await build(desk, {"choice": ["after"]})
+    await build(chains, {"choice": ["after"]})
     assert (sandbox.num_running, sandbox.counts["cancelled"]) == (0, 1)
 
 
 async def test_a_drain_hands_off_what_still_compiles(worker: Served, sandbox: GrammarSandbox) -> None:
-    engine, desk = worker
+    engine, chains = worker
     slow = asyncio.create_task(collect(engine.generate(guided(SLOW), Context("slow"))))
-    await running(sandbox, desk)
+    await running(sandbox, chains)
     pid = sandbox.pid
     await engine.cleanup()
     with pytest.raises(exceptions.EngineShutdown):
@@ -212,16 +215,16 @@ def arguments_for(model: str) -> Arguments:
     return parse_arguments(["--model-path", model, "--grammar-timeout-s", "1", "--grammar-cache-mib", "3"], {})
 
 
-async def test_the_desk_of_a_worker_has_a_sandbox_and_its_metrics(model: str) -> None:
+async def test_the_chain_builder_of_a_worker_has_a_sandbox_and_its_metrics(model: str) -> None:
     registry = CollectorRegistry()
-    desk = await asyncio.to_thread(make_desk, arguments_for(model), INFO, registry)
-    cache = grammar_cache(desk.facts.vocabulary)
+    chains = await asyncio.to_thread(make_chain_builder, arguments_for(model), INFO, registry)
+    cache = grammar_cache(chains.facts.vocabulary)
     assert cache.sandbox is not None
     assert (cache.max_bytes, cache.sandbox.timeout_s) == (3 << 20, 1.0)
     for _ in range(2):
-        await build(desk, GOOD)
+        await build(chains, GOOD)
     with pytest.raises(InvalidRequest, match="takes more than 1 s of processor time"):
-        await build(desk, SLOW)
+        await build(chains, SLOW)
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)
@@ -232,12 +235,12 @@ async def test_the_desk_of_a_worker_has_a_sandbox_and_its_metrics(model: str) ->
     assert value("dlw_grammars_waiting") == value("dlw_grammars_running") == 0
     assert value("dlw_grammar_seconds_count") == 2
     assert value("dlw_grammar_sandbox_restarts_total") == 0
-    await desk.close()
+    await chains.close()
     with pytest.raises(GrammarsUnavailable):
-        await build(desk_of(desk.facts), {"regex": "z"})
+        await build(chains_of(chains.facts), {"regex": "z"})
 
 
 def test_a_sandbox_that_cannot_start_stops_the_worker(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nonexistent/python")
     with pytest.raises(StartupError, match="the sandbox for grammars cannot start"):
-        make_desk(arguments_for(model), INFO, CollectorRegistry())
+        make_chain_builder(arguments_for(model), INFO, CollectorRegistry())

@@ -22,9 +22,10 @@ from worker.disaggregation.seal import Seal
 from worker.engines import EngineInfo, TokenDelta
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.metrics import OUTCOMES
-from worker.processors.builder import Facts, ProcessorDesk
+from worker.processors.builder import ServedChainBuilder
 from worker.runtimes.llm_engine import WorkerEngine
 from worker.sampling import SamplingParams
+from worker.sampling.chain_builder import Facts
 
 ARGUMENTS = parse_arguments(["--model-path", "/models/tiny", "--drain-timeout-s", "0.01"], {})
 SEAL = Seal("a secret of this pool, and of no other")
@@ -61,10 +62,10 @@ class Context:
         return {}
 
 
-def desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ProcessorDesk:
+def chains(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ServedChainBuilder:
     """Of a model without a tokenizer."""
     facts = Facts(Vocabulary(info.vocab_size, eos_token_ids=info.eos_token_ids))
-    return ProcessorDesk(Catalog.default(), Policy(), "tiny", facts, registry)
+    return ServedChainBuilder(Catalog.default(), Policy(), "tiny", facts, registry)
 
 
 class FakeEngine:
@@ -146,7 +147,7 @@ class Left:
 
 async def started(script: Script = two_tokens) -> tuple[WorkerEngine, FakeEngine, Left]:
     engine, left = FakeEngine(script), Left()
-    worker = WorkerEngine(engine, ARGUMENTS, shut_down=left, open_desk=desk)
+    worker = WorkerEngine(engine, ARGUMENTS, shut_down=left, make_chains=chains)
     await worker.start(1)
     return worker, engine, left
 
@@ -335,7 +336,7 @@ async def test_the_second_signal_hands_off_at_once() -> None:
 
     engine = FakeEngine(held)
     patient = parse_arguments(["--model-path", "/models/tiny", "--drain-timeout-s", "1000"], {})
-    worker = WorkerEngine(engine, patient, shut_down=Left(), open_desk=desk)
+    worker = WorkerEngine(engine, patient, shut_down=Left(), make_chains=chains)
     await worker.start(1)
     stream = worker.generate(request(), Context("a"))
     await anext(stream)
@@ -364,7 +365,7 @@ async def test_cleanup_after_a_failed_start() -> None:
 @pytest.mark.parametrize("role", ["aggregated", "prefill"])
 async def test_only_decode_workers_receive_kv(role: str) -> None:
     arguments = parse_arguments(["--model-path", "/m", "--disaggregation-mode", role], {})
-    worker = WorkerEngine(FakeEngine(two_tokens), arguments, seal=SEAL, open_desk=desk)
+    worker = WorkerEngine(FakeEngine(two_tokens), arguments, seal=SEAL, make_chains=chains)
     await worker.start(1)
     with pytest.raises(exceptions.InvalidArgument, match=f"prefill_result: this is no decode worker, it is {role}"):
         await collect(worker, request(prefill_result={"disaggregated_params": {}}))
@@ -373,7 +374,7 @@ async def test_only_decode_workers_receive_kv(role: str) -> None:
 async def test_a_decode_worker_computes_prompts_without_a_kv_transfer_unless_told_not_to() -> None:
     for most in ("1", "0"):
         given = ["--model-path", "/m", "--disaggregation-mode", "decode", "--max-local-prefills", most]
-        worker = WorkerEngine(FakeEngine(two_tokens), parse_arguments(given, {}), seal=SEAL, open_desk=desk)
+        worker = WorkerEngine(FakeEngine(two_tokens), parse_arguments(given, {}), seal=SEAL, make_chains=chains)
         await worker.start(1)
         if most == "0":
             with pytest.raises(exceptions.InvalidArgument, match=r"prefill_result\.disaggregated_params: is missing"):
@@ -399,7 +400,7 @@ async def test_a_local_prefill_is_counted_until_it_ends_and_once(ending: str) ->
         await go_on.wait()
         yield TokenDelta([6], finish_reason="length")
 
-    worker = WorkerEngine(FakeEngine(script), parse_arguments(given, {}), seal=SEAL, open_desk=desk)
+    worker = WorkerEngine(FakeEngine(script), parse_arguments(given, {}), seal=SEAL, make_chains=chains)
     await worker.start(1)
     context = Context("first")
     stream = worker.generate(request(), context)
@@ -458,7 +459,7 @@ class SelfReportingEngine(FakeEngine):
 async def test_an_engine_that_reports_for_itself() -> None:
     left: list[bool] = []
     engine = SelfReportingEngine(two_tokens)
-    worker = WorkerEngine(engine, ARGUMENTS, shut_down=lambda: left.append(True), open_desk=desk)
+    worker = WorkerEngine(engine, ARGUMENTS, shut_down=lambda: left.append(True), make_chains=chains)
     await worker.start(0)
     publisher = Publisher()
     worker.attach_snapshot_publisher(publisher)
@@ -481,7 +482,7 @@ async def test_only_a_clients_seed_is_passed_to_an_engine_that_pays_for_it() -> 
             return dataclasses.replace(INFO, draws_by_seed=False)
 
     for kind in (FakeEngine, Paying):
-        worker = WorkerEngine(kind(script), ARGUMENTS, shut_down=lambda: None, open_desk=desk)
+        worker = WorkerEngine(kind(script), ARGUMENTS, shut_down=lambda: None, make_chains=chains)
         await worker.start(0)
         for options in ({}, {"seed": 4}):
             request: Any = {"token_ids": [1, 2], "sampling_options": {"temperature": 1.0, **options}}

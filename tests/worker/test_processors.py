@@ -1,5 +1,5 @@
-"""The desk: selections, policy and fields to chains; what is refused; deadlines; metrics and
-breakers.
+"""The chain builder: selections, policy and fields to chains; what is refused; deadlines;
+metrics and breakers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from adapters.chain import ProcessorFailed, ProcessorRecord, Receipt
 from adapters.contract import is_allowed
 from adapters.vocabulary import Vocabulary
 from worker.engines import TokenDelta
+from worker.engines.embedded.admission import SAMPLED
 from worker.errors import InvalidRequest, ProcessorUnavailable
-from worker.processors.builder import Facts, ProcessorDesk
+from worker.processors.builder import ServedChainBuilder
 from worker.requests.deadline import until
 from worker.requests.request import GenerationRequest
-from worker.sampling import SamplingParams
-from worker.sampling.controls import with_field_processors
+from worker.sampling import GuidedDecodingParams, SamplingParams
+from worker.sampling.chain_builder import Facts
+from worker.sampling.field_processors import with_field_processors
 from worker.tiny_model import write_tiny_model
 
 END = frozenset({2})
@@ -35,22 +37,25 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     return Facts.load(str(directory), 1024, (1,))
 
 
-def make(facts: Facts, policy: Policy | None = None, catalog: Catalog | None = None) -> ProcessorDesk:
+def make(facts: Facts, policy: Policy | None = None, catalog: Catalog | None = None) -> ServedChainBuilder:
     registry = CollectorRegistry()
-    return ProcessorDesk(catalog or Catalog.default(), policy or Policy(), "tiny", facts, registry)
+    return ServedChainBuilder(catalog or Catalog.default(), policy or Policy(), "tiny", facts, registry)
 
 
-def request(*annotations: str, **fields: Any) -> GenerationRequest:
-    return GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=20, annotations=annotations, **fields)
+def request(*annotations: str, require_reasoning: bool = False, **controls: Any) -> GenerationRequest:
+    params = SamplingParams(max_tokens=20, **controls)
+    return GenerationRequest(
+        prompt_token_ids=[5, 6, 7], params=params, annotations=annotations, require_reasoning=require_reasoning
+    )
 
 
 def channel(processors: str, rest: str = "") -> str:
     return f'logits_processors:{{"version": 1, "processors": [{processors}]{rest}}}'
 
 
-async def build(desk: ProcessorDesk, made: GenerationRequest, metadata: dict[str, str] | None = None) -> Any:
-    selection = desk.select(made, metadata or {})
-    return await desk.chain(selection, made.prompt_token_ids, END, 1, made.max_tokens)
+async def build(chains: ServedChainBuilder, made: GenerationRequest, metadata: dict[str, str] | None = None) -> Any:
+    selection = chains.select(made, metadata or {})
+    return await chains.build(selection, made.prompt_token_ids, END, 1, made.params.max_tokens)
 
 
 def names(chain: Any) -> list[str]:
@@ -73,10 +78,10 @@ async def test_the_annotation_and_the_header_select(facts: Facts) -> None:
 
 async def test_fields_become_processors(facts: Facts) -> None:
     made = request(
-        allowed_token_ids=frozenset({9, 10}),
-        bad_words_token_ids=((9, 10), (11,)),
-        max_thinking_tokens=4,
-        guided_decoding={"choice": ["yes", "no"]},
+        allowed_token_ids=[9, 10],
+        bad_words_token_ids=[[9, 10], [11]],
+        thinking_token_budget=4,
+        guided_decoding=GuidedDecodingParams(choice=["yes", "no"]),
     )
     assert sorted(names(await build(make(facts), made))) == [
         "allowed_tokens",
@@ -87,7 +92,7 @@ async def test_fields_become_processors(facts: Facts) -> None:
 
 
 async def test_the_field_allows_what_is_listed_and_no_end_token_besides(facts: Facts) -> None:
-    chain = await build(make(facts), request(allowed_token_ids=frozenset({9, 10})))
+    chain = await build(make(facts), request(allowed_token_ids=[9, 10]))
     (allow,) = chain.plan().allows
     assert [token_id for token_id in range(facts.vocabulary.size) if is_allowed(allow, token_id)] == [9, 10]
     assert chain.context.end_token_ids == END
@@ -103,9 +108,9 @@ async def test_the_field_allows_what_is_listed_and_no_end_token_besides(facts: F
     ],
 )
 async def test_every_guide_is_a_processor(facts: Facts, guide: dict[str, Any], name: str) -> None:
-    chain = await build(make(facts), request(guided_decoding=guide))
+    chain = await build(make(facts), request(guided_decoding=GuidedDecodingParams(**guide)))
     assert names(chain) == [name]
-    reasoning = await build(make(facts), request(guided_decoding=guide, require_reasoning=True))
+    reasoning = await build(make(facts), request(guided_decoding=GuidedDecodingParams(**guide), require_reasoning=True))
     assert [member.scope for member in reasoning.members] == ["answer"]
 
 
@@ -116,10 +121,13 @@ async def test_every_guide_is_a_processor(facts: Facts, guide: dict[str, Any], n
         (request(channel('{"name": "nope"}')), "logits_processors.processors[0].name"),
         (request(channel('{"name": "min_tokens", "args": {"n": -1}}')), "logits_processors.processors[0].args.n"),
         (request(channel('{"name": "banned_tokens", "args": {"token_ids": [5000]}}')), "logits_processors.processors"),
-        (request(guided_decoding={"regex": "("}), "sampling_options.guided_decoding.args.pattern"),
-        (request(allowed_token_ids=frozenset({4000})), "extra_args.sampling_options.allowed_token_ids"),
+        (request(guided_decoding=GuidedDecodingParams(regex="(")), "sampling_options.guided_decoding.args.pattern"),
+        (request(allowed_token_ids=[4000]), "extra_args.sampling_options.allowed_token_ids"),
         (
-            request(channel('{"name": "choice", "args": {"choices": ["a"]}}'), guided_decoding={"choice": ["a"]}),
+            request(
+                channel('{"name": "choice", "args": {"choices": ["a"]}}'),
+                guided_decoding=GuidedDecodingParams(choice=["a"]),
+            ),
             "sampling_options.guided_decoding",
         ),
     ],
@@ -132,16 +140,16 @@ async def test_refusals_name_the_field(facts: Facts, made: GenerationRequest, fi
 
 async def test_a_model_without_thinking_tags_has_no_budget() -> None:
     with pytest.raises(InvalidRequest, match=r"stop_conditions.max_thinking_tokens"):
-        await build(make(Facts(Vocabulary(100))), request(max_thinking_tokens=3))
+        await build(make(Facts(Vocabulary(100))), request(thinking_token_budget=3))
 
 
 async def test_the_operators_policy_cannot_be_dropped(facts: Facts, tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("models:\n  tiny:\n    mandatory: [{name: min_tokens, args: {n: 2}}]\n    forbidden: [mirostat]\n")
-    desk = make(facts, Policy.load(file, Catalog.default()))
-    assert names(await build(desk, request())) == ["min_tokens"]
+    chains = make(facts, Policy.load(file, Catalog.default()))
+    assert names(await build(chains, request())) == ["min_tokens"]
     with pytest.raises(InvalidRequest, match="mirostat is not allowed"):
-        await build(desk, request(channel('{"name": "mirostat", "args": {"tau": 3, "eta": 0.1}}')))
+        await build(chains, request(channel('{"name": "mirostat", "args": {"tau": 3, "eta": 0.1}}')))
 
 
 def test_a_policy_that_cannot_be_honoured_stops_the_start(facts: Facts, tmp_path: Path) -> None:
@@ -162,22 +170,22 @@ class Fails:
 
 
 async def test_a_third_partys_processor_that_keeps_failing_is_refused(facts: Facts) -> None:
-    desk = make(facts, catalog=Catalog.load(options=[f"acme={__name__}:Fails"]))
+    chains = make(facts, catalog=Catalog.load(options=[f"acme={__name__}:Fails"]))
     made = request(channel('{"name": "acme"}'))
-    for _ in range(desk.breaker.limit):
+    for _ in range(chains.breaker.limit):
         with pytest.raises(InvalidRequest) as refused:
-            await build(desk, made)
+            await build(chains, made)
         assert "secret" not in str(refused.value)
     with pytest.raises(ProcessorUnavailable, match="acme has failed too often"):
-        await build(desk, made)
-    assert names(await build(desk, request(channel('{"name": "min_tokens", "args": {"n": 1}}')))) == ["min_tokens"]
+        await build(chains, made)
+    assert names(await build(chains, request(channel('{"name": "min_tokens", "args": {"n": 1}}')))) == ["min_tokens"]
 
 
 def test_metrics_of_a_request_that_ended(facts: Facts) -> None:
-    desk = make(facts)
+    chains = make(facts)
     record = ProcessorRecord("choice", 1, steps_active=4, tokens_forced=1, tokens_masked=300)
-    desk.metrics.count(Receipt([record], replayed=2), ProcessorFailed("choice", "unsatisfiable", "no"))
-    value = desk.registry.get_sample_value
+    chains.metrics.count(Receipt([record], replayed=2), ProcessorFailed("choice", "unsatisfiable", "no"))
+    value = chains.registry.get_sample_value
     by = {"processor": "choice"}
     assert value("dlw_processor_steps_total", by) == 4
     assert value("dlw_processor_forced_tokens_total", by) == 1
@@ -191,10 +199,10 @@ def test_metrics_of_a_request_that_ended(facts: Facts) -> None:
 
 
 async def fields(facts: Facts, params: SamplingParams, made: GenerationRequest) -> tuple[SamplingParams, list[str]]:
-    desk = make(facts)
-    chain = await build(desk, made)
-    context = desk.context(END, 1, 20)
-    params, chain = with_field_processors(params, chain, made.prompt_token_ids, context)
+    chains = make(facts)
+    chain = await build(chains, made)
+    context = chains.builder.context(END, 1, 20)
+    params, chain = with_field_processors(params, chain, made.prompt_token_ids, context, by_sampler=SAMPLED)
     return params, [] if chain is None else names(chain)
 
 

@@ -5,7 +5,6 @@ goes out.
 from __future__ import annotations
 
 import array
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from hypothesis import strategies as st
 from worker.errors import InvalidRequest
 from worker.requests.fields import FIELDS, MAX_ANNOTATION_CHARACTERS, SECTIONS
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
+from worker.sampling import Control, GuidedDecodingParams, SamplingParams, sampling_controls
 
-LIMITS = RequestLimits(context_length=100, vocab_size=1000)
+LIMITS = RequestLimits(context_length=100, vocab_size=1000, eos_token_ids=(2, 3))
 
 # As the frontends of 1.4.2 and 1.6.1 deliver a chat with nothing set.
 PLAIN: dict[str, Any] = {
@@ -84,9 +84,8 @@ def refusal(path: str, value: Any) -> str:
 def test_plain_request() -> None:
     request = parse_request(PLAIN, LIMITS)
     assert request.prompt_token_ids == [1, 87, 85]
-    assert (request.max_tokens, request.min_tokens) == (97, None)
-    assert request.stop_token_ids_hidden == {2}
-    assert request.temperature is request.top_p is request.top_k is request.logprobs is None
+    assert request.params == SamplingParams(max_tokens=97, end_id=2, stop_token_ids=[2, 3], detokenize=False)
+    assert request.params.is_greedy
     assert request.shown_stop_token_ids == frozenset()
     assert not request.is_probe
 
@@ -133,8 +132,23 @@ def test_everything_that_an_ordinary_client_sends() -> None:
         },
     }
     request = parse_request(captured, LIMITS)
-    assert (request.max_tokens, request.min_tokens, request.logprobs) == (9, 2, 2)
-    assert (request.top_k, request.seed, request.temperature) == (0, 2**64 - 3, 0.5)
+    assert request.params == SamplingParams(
+        frequency_penalty=0.20000000298023224,
+        min_p=0.10000000149011612,
+        presence_penalty=-0.1,
+        repetition_penalty=1.100000023841858,
+        seed=2**64 - 3,
+        temperature=0.5,
+        top_k=0,
+        top_p=0.8999999761581421,
+        logprobs=2,
+        max_tokens=9,
+        min_tokens=2,
+        end_id=2,
+        stop_token_ids=[2, 3, 70],
+        include_stop_str_in_output=True,
+        detokenize=False,
+    )
     assert request.cache_salt == "s"
     assert request.shown_stop_token_ids == {70}
 
@@ -148,7 +162,7 @@ def test_health_probe() -> None:
     }
     request = parse_request(probe, LIMITS)
     assert request.is_probe
-    assert request.max_tokens == 1
+    assert request.params.max_tokens == 1
 
 
 def test_packed_prompt() -> None:
@@ -201,7 +215,7 @@ def test_fields_without_effect_take_anything() -> None:
         ("sampling_options.temperature", True, "must be a number, got True"),
         ("sampling_options.top_p", 1.1, "must be at least 0 and at most 1, got 1.1"),
         ("sampling_options.top_k", -2, "must be between -1 and"),
-        ("sampling_options.repetition_penalty", 0, "must be above 0 and at most 100, got 0"),
+        ("sampling_options.repetition_penalty", 0, "must be at least 0.01 and at most 100, got 0"),
         ("sampling_options.seed", 2**64, "must be between"),
         ("sampling_options.n", 2, "more than one choice cannot be streamed"),
         ("sampling_options.n", True, "more than one choice cannot be streamed"),
@@ -237,9 +251,9 @@ def test_long_values_are_not_repeated_to_the_client() -> None:
 
 
 def test_budgets_end_with_the_context() -> None:
-    assert parse("stop_conditions.max_tokens", 1000).max_tokens == 97
-    request = parse_request(with_field("stop_conditions.min_tokens", 50, with_field(*MAX_TEN)), LIMITS)
-    assert (request.min_tokens, request.max_tokens) == (10, 10)
+    assert parse("stop_conditions.max_tokens", 1000).params.max_tokens == 97
+    params = parse_request(with_field("stop_conditions.min_tokens", 50, with_field(*MAX_TEN)), LIMITS).params
+    assert (params.min_tokens, params.max_tokens) == (10, 10)
 
 
 MAX_TEN = ("stop_conditions.max_tokens", 10)
@@ -259,12 +273,17 @@ def test_neutral_values_ask_for_nothing() -> None:
 
 
 def test_fields_that_become_processors() -> None:
-    assert parse("sampling_options.guided_decoding", {"regex": "a+", "json": None}).guided_decoding == {"regex": "a+"}
-    assert parse("sampling_options.guided_decoding", {"json": '{"type": "object"}'}).guided_decoding == {
-        "json": {"type": "object"}
-    }
-    assert parse("extra_args.sampling_options.bad_words_token_ids", [[1, 2], 3]).bad_words_token_ids == ((1, 2), (3,))
-    assert parse("stop_conditions.max_thinking_tokens", 0).max_thinking_tokens == 0
+    def control(path: str, value: Any) -> Any:
+        name = path.rpartition(".")[2]
+        return getattr(parse(path, value).params, {"max_thinking_tokens": "thinking_token_budget"}.get(name, name))
+
+    guided = "sampling_options.guided_decoding"
+    assert control(guided, {"regex": "a+", "json": None}) == GuidedDecodingParams(regex="a+")
+    assert control(guided, {"json": '{"type": "object"}'}) == GuidedDecodingParams(json={"type": "object"})
+    assert control(guided, {"json": False}) == GuidedDecodingParams(json=False)
+    assert control("extra_args.sampling_options.bad_words_token_ids", [[1, 2], 3]) == [[1, 2], [3]]
+    assert control("extra_args.sampling_options.allowed_token_ids", [9, 7, 9]) == [7, 9]
+    assert control("stop_conditions.max_thinking_tokens", 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -288,8 +307,14 @@ def test_hidden_wins_over_shown() -> None:
 
 def test_ignore_eos_leaves_the_model_s_end_tokens_out() -> None:
     base = with_field("stop_conditions.stop_token_ids_hidden", None)
-    assert parse_request(base, LIMITS).stop_token_ids_hidden == {2}
-    assert parse_request(with_field("stop_conditions.ignore_eos", True, base), LIMITS).stop_token_ids_hidden == set()
+    assert parse_request(base, LIMITS).params.end_token_ids == {2, 3}
+    base = with_field("stop_conditions.stop_token_ids", [5], base)
+    assert parse_request(with_field("stop_conditions.ignore_eos", True, base), LIMITS).params.end_token_ids == {5}
+
+
+def test_any_shown_stop_token_shows_all() -> None:
+    assert parse("stop_conditions.stop_token_ids_visible", [5]).params.include_stop_str_in_output
+    assert not parse("stop_conditions.stop_token_ids", [5]).params.include_stop_str_in_output
 
 
 JSON = st.recursive(
@@ -336,28 +361,42 @@ def check(raw: Any) -> None:
         return
     assert 1 <= len(request.prompt_token_ids) < LIMITS.context_length
     assert all(0 <= token_id < LIMITS.vocab_size for token_id in request.prompt_token_ids)
-    assert 1 <= request.max_tokens <= LIMITS.context_length - len(request.prompt_token_ids)
-    assert 0 <= (request.min_tokens or 0) <= request.max_tokens
-    ends = request.stop_token_ids | request.stop_token_ids_visible | request.stop_token_ids_hidden
-    assert all(0 <= token_id < LIMITS.vocab_size for token_id in ends)
-    assert request.temperature is None or 0 <= request.temperature <= 100
-    assert request.top_p is None or 0 <= request.top_p <= 1
-    assert request.seed is None or 0 <= request.seed < 2**64
+    params = request.params
+    assert params.max_tokens is not None
+    assert 1 <= params.max_tokens <= LIMITS.context_length - len(request.prompt_token_ids)
+    assert 0 <= (params.min_tokens or 0) <= params.max_tokens
+    assert all(0 <= token_id < LIMITS.vocab_size for token_id in params.end_token_ids)
+    assert params.temperature is None or 0 <= params.temperature <= 100
+    assert params.top_p is None or 0 <= params.top_p <= 1
+    assert params.seed is None or 0 <= params.seed < 2**64
 
 
 def test_the_table_is_whole() -> None:
     paths = [row.path for row in FIELDS]
     assert len(paths) == len(set(paths))
-    targets = {row.target for row in FIELDS if row.target is not None} - {"eos_token_ids"}
-    fields = set(GenerationRequest.__dataclass_fields__)
-    assert targets == fields
+    targets = {row.target for row in FIELDS if row.target is not None}
+    ends = {"eos_token_ids", "stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden", "include_stop"}
+    own = set(GenerationRequest.__dataclass_fields__) - {"params", "shown_stop_token_ids"}
+    assert targets == ends | own | {control.name for control in sampling_controls(SamplingParams) if control.paths}
     for row in FIELDS:
         assert (row.fate == "honoured") == (row.target is not None)
         assert row.why
 
 
+NUMBERS = [one for one in sampling_controls(SamplingParams) if one.paths and one.client_bounds]
+
+
+@pytest.mark.parametrize("control", NUMBERS, ids=lambda control: control.name)
+def test_the_record_takes_what_a_client_may_send(control: Control) -> None:
+    """No request fails where its record is made, without the path of its field."""
+    bounds = control.client_bounds
+    assert bounds is not None
+    for value in (bounds.low, bounds.high):
+        assert getattr(parse(control.path, value).params, control.name) is not None
+
+
 def test_the_document_shows_the_table() -> None:
     """`docs/request.md` has exactly the rows of `FIELDS`; on failure, paste the left side."""
     document = (Path(__file__).parents[2] / "docs" / "request.md").read_text()
-    shown = re.findall(r"^\| `(\S+)` \| (honoured|frontend|no effect|refused) \| (.*) \|$", document, re.MULTILINE)
-    assert [(row.path, row.fate, row.why) for row in FIELDS] == shown
+    table = document.partition("<!-- fields -->")[2].partition("<!-- /fields -->")[0]
+    assert [f"| `{row.path}` | {row.fate} | {row.why} |" for row in FIELDS] == table.strip().splitlines()[2:]

@@ -1,6 +1,4 @@
-"""A circuit breaker per third-party processor: one that keeps failing is not tried on further
-requests for a while.
-"""
+"""A circuit breaker per third-party processor: one that keeps failing is refused for a while."""
 
 from __future__ import annotations
 

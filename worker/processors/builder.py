@@ -1,18 +1,17 @@
-"""The logits processors of a request: its selection, the operator's policy, and request fields that
-are processors.
+"""Chains of served requests: what a request selects, the operator's policy, and its fields.
 
 Everything that can refuse a request happens here, before the first chunk. Grammars are compiled
 first, in the sandbox and in threads of their own, and chains are built in a few threads of the
-desk: never in the event loop, nor in the threads that all of asyncio shares.
+builder: never in the event loop, nor in the threads that all of asyncio shares.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,32 +22,29 @@ from adapters.catalog import (
     BuildFailed,
     Catalog,
     CatalogError,
-    FieldValue,
     Policy,
     PolicyError,
-    Requested,
     RuledOut,
     Selection,
     SelectionError,
     from_channels,
 )
 from adapters.chain import ProcessorChain, ProcessorFailed
-from adapters.contract import Context, Scope
+from adapters.contract import Context
 from adapters.grammars.cache import Compiled, GrammarCache
 from adapters.grammars.compiler import GrammarRefused
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable
-from adapters.processors.characters import split_characters
 from adapters.processors.grammar import grammar_cache, tokenizer_tables
-from adapters.vocabulary import Vocabulary, byte_index
+from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments
 from worker.engines import EngineInfo
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
 from worker.processors.breaker import Breaker
 from worker.processors.grammar_metrics import GrammarMetrics
 from worker.processors.metrics import ProcessorMetrics
-from worker.requests.fields import FIELDS
+from worker.requests.fields import SECTIONS
 from worker.requests.request import GenerationRequest
-from worker.sampling.controls import CONTROLS, Control
+from worker.sampling.chain_builder import ChainBuilder, Facts
 
 logger = logging.getLogger(__name__)
 
@@ -57,51 +53,12 @@ T = TypeVar("T")
 CHANNEL = "logits_processors"
 """Head of the path in errors about the request channel."""
 
-_PATHS = {row.target: row.path for row in FIELDS if row.target is not None}
-"""Where the frontend puts each attribute of a `GenerationRequest`."""
-
 NUM_BUILDERS = 4
 """Threads that build chains."""
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What chains need to know of the served model.
-
-    Attributes:
-        vocabulary: Its ids and tokenizer.
-        think_start: Ids of the tag that opens a thinking section, empty if it has none.
-        think_end: Ids of the tag that closes it.
-    """
-
-    vocabulary: Vocabulary
-    think_start: tuple[int, ...] = ()
-    think_end: tuple[int, ...] = ()
-
-    @classmethod
-    def load(cls, model_path: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Facts:
-        """Read the checkpoint's tokenizer.
-
-        Raises:
-            OSError, ValueError: there is none that can be read.
-        """
-        return cls.of(Vocabulary.from_pretrained(model_path, vocab_size, eos_token_ids))
-
-    @classmethod
-    def of(cls, vocabulary: Vocabulary) -> Facts:
-        """Derive what takes long from a vocabulary with a tokenizer.
-
-        Raises:
-            ValueError: llguidance cannot read the tokenizer.
-        """
-        byte_index(vocabulary)  # seconds for a large vocabulary, and the grammars' trie too: no request should wait
-        split_characters(vocabulary)
-        grammar_cache(vocabulary)
-        return cls(vocabulary, vocabulary.tag("<think>"), vocabulary.tag("</think>"))
-
-
-def make_desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ProcessorDesk:
-    """The desk of a worker that has just loaded its model.
+def make_chain_builder(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ServedChainBuilder:
+    """The chain builder of a worker that has just loaded its model.
 
     Raises:
         StartupError: the tokenizer cannot be read, the sandbox for grammars cannot be started, or
@@ -115,11 +72,12 @@ def make_desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistr
         sandbox = GrammarSandbox(tables, timeout_s=arguments.grammar_timeout_s, observe=metrics.count)
         sandbox.start()  # loads the tokenizer while this process does
         facts = Facts.of(vocabulary)
+        facts.precompute()  # no request should wait for it
         cache = grammar_cache(vocabulary)
         cache.sandbox, cache.max_bytes = sandbox, arguments.grammar_cache_mib * 2**20
         metrics.watch(cache)
         sandbox.wait_ready()
-        return _open_desk(arguments, facts, registry)
+        return _with_policy(arguments, facts, registry)
     except (OSError, ValueError) as error:
         _close(sandbox)
         raise StartupError(f"--model-path {arguments.model_path}: no tokenizer: {error}") from None
@@ -136,19 +94,19 @@ def _close(sandbox: GrammarSandbox | None) -> None:
         sandbox.close()
 
 
-def _open_desk(arguments: Arguments, facts: Facts, registry: CollectorRegistry) -> ProcessorDesk:
+def _with_policy(arguments: Arguments, facts: Facts, registry: CollectorRegistry) -> ServedChainBuilder:
     try:
         catalog = Catalog.load(allow=arguments.allow_logits_processors, options=arguments.logits_processor)
         path = arguments.processor_policy
         policy = Policy() if path is None else Policy.load(path, catalog)
         budget = arguments.processor_step_budget_s
-        return ProcessorDesk(catalog, policy, arguments.served_model_name, facts, registry, step_budget_s=budget)
+        return ServedChainBuilder(catalog, policy, arguments.served_model_name, facts, registry, step_budget_s=budget)
     except (CatalogError, PolicyError) as error:
         raise StartupError(str(error)) from None
 
 
-class ProcessorDesk:
-    """Turns requests into chains.
+class ServedChainBuilder:
+    """Builds the chains of served requests.
 
     Args:
         catalog: Every processor that may be named.
@@ -156,7 +114,12 @@ class ProcessorDesk:
         model: Served model name, which the policy goes by.
         facts: Of the model.
         registry: Where the metrics of processors go.
-        step_budget_s: Most CPU time that a third party's processor may take for one step, seconds.
+        step_budget_s: Most CPU time that a third-party processor may take for one step, seconds.
+
+    Attributes:
+        builder: Builds what is selected.
+        breaker: Of the third-party processors.
+        metrics: Of all processors.
     """
 
     def __init__(
@@ -172,13 +135,12 @@ class ProcessorDesk:
         self.catalog = catalog
         self.facts = facts
         self.registry = registry
-        self.step_budget_s = step_budget_s
+        self.builder = ChainBuilder(catalog, facts, policy.for_model(model), policy.watermark_keys, step_budget_s)
         self.breaker = Breaker(entry.name for entry in catalog.entries if entry.source != BUILT_IN)
         self.metrics = ProcessorMetrics(registry, lambda: len(self.breaker.open_names()))
-        self._builders = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
-        self._policy = policy.for_model(model)
-        self._keys = policy.watermark_keys
-        policy.check(model, catalog, self.context(frozenset(facts.vocabulary.eos_token_ids), 0, None))
+        self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
+        ends = frozenset(facts.vocabulary.eos_token_ids)
+        policy.check(model, catalog, self.builder.context(ends, 0, None))
 
     def select(self, request: GenerationRequest, metadata: Mapping[str, str]) -> Selection:
         """What the request asks for, and what the operator adds.
@@ -187,23 +149,19 @@ class ProcessorDesk:
             InvalidRequest: the selection is malformed, or the policy forbids it.
         """
         try:
-            asked = from_channels(request.annotations, metadata) or Selection()
-            fields = field_values(request, bool(self.facts.think_start))
-            _refuse_twice(asked, fields)
-            selection = self._policy.apply(asked, self.catalog, [value for _, value in fields])
+            named = from_channels(request.annotations, metadata) or Selection()
+            after_thinking = request.require_reasoning
+            return self.builder.select(named, request.params, served=True, after_thinking=after_thinking)
         except SelectionError as error:
             raise _invalid(error) from None
-        return selection.with_processors(
-            *(value.requested for control, value in fields if not (control.in_params or value.is_neutral))
-        )
 
-    async def chain(
+    async def build(
         self,
         selection: Selection,
         prompt: list[int],
         end_token_ids: frozenset[int],
         seed: int,
-        max_tokens: int,
+        max_tokens: int | None,
         client: str | None = None,
     ) -> ProcessorChain | None:
         """The chain of a request, begun after its prompt; None if there is nothing for one to do.
@@ -214,7 +172,7 @@ class ProcessorDesk:
         Raises:
             InvalidRequest: a processor is unknown, its arguments cannot be honoured, or nothing can
                 satisfy them all.
-            ProcessorUnavailable: a third party's processor has failed too often.
+            ProcessorUnavailable: a third-party processor has failed too often.
             Overloaded: too many grammars wait to be compiled.
             GrammarsUnavailable: there is no process to compile them in.
         """
@@ -222,7 +180,7 @@ class ProcessorDesk:
             return None
         names = [requested.name for requested in selection.processors]
         self.breaker.check(names)
-        context = self.context(end_token_ids, seed, max_tokens)
+        context = self.builder.context(end_token_ids, seed, max_tokens)
         try:
             grammars = await self._compiled(selection, context, client)
             chain = await self._in_thread(self._build, selection, context, prompt)
@@ -246,13 +204,11 @@ class ProcessorDesk:
         return [await _compiled_one(cache, path, grammar, client) for path, grammar in wanted]
 
     def _in_thread(self, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._builders, call, *arguments)
+        return asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     async def close(self) -> None:
-        """End the process that compiles grammars; requests with one are refused from now on.
-        Idempotent.
-        """
-        self._builders.shutdown(wait=False, cancel_futures=True)
+        """End the process that compiles grammars; requests with one are refused. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self.facts.vocabulary.tokenizer is not None:
             sandbox = grammar_cache(self.facts.vocabulary).sandbox
             if sandbox is not None:
@@ -260,7 +216,7 @@ class ProcessorDesk:
 
     def _build(self, selection: Selection, context: Context, prompt: list[int]) -> ProcessorChain:
         try:
-            chain = self.catalog.build_chain(selection, context, step_budget_s=self.step_budget_s)
+            chain = self.builder.build(selection, context)
         except RuledOut as error:
             raise self._blamed(error, context) from None
         chain.wants_receipt = bool(selection.receipt)
@@ -278,18 +234,6 @@ class ProcessorDesk:
             return error
         return SelectionError("stop_conditions.ignore_eos", f"must not be true: {error.problem}")
 
-    def context(self, end_token_ids: frozenset[int], seed: int, max_tokens: int | None) -> Context:
-        """What the processors of one request may know."""
-        return Context(
-            self.facts.vocabulary,
-            end_token_ids,
-            seed,
-            max_tokens=max_tokens,
-            watermark_keys=self._keys,
-            think_start=self.facts.think_start,
-            think_end=self.facts.think_end,
-        )
-
 
 async def _compiled_one(cache: GrammarCache, path: str, grammar: str, client: str | None) -> Compiled:
     try:
@@ -303,41 +247,8 @@ async def _compiled_one(cache: GrammarCache, path: str, grammar: str, client: st
         raise GrammarsUnavailable(f"no grammar can be compiled: the sandbox {error}") from None
 
 
-def field_values(request: GenerationRequest, can_think: bool) -> list[tuple[Control, FieldValue]]:
-    """The fields that the client set and that are processors by another name.
-
-    Args:
-        request: Of the client.
-        can_think: The model has thinking tags, so that a grammar may begin after the thinking.
-    """
-    found = []
-    for control in CONTROLS:
-        value = control.value(request) if control.field in _PATHS else None
-        if value is None:
-            continue
-        scope: Scope = "answer" if control.guide is not None and request.require_reasoning and can_think else "all"
-        args = {control.argument: _as_json(value), **control.fixed}
-        requested = Requested(control.processor.name, args, scope, _PATHS[control.field])
-        found.append((control, FieldValue(requested, control.is_neutral(value))))
-    return found
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, frozenset):
-        return sorted(value)
-    return [_as_json(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _refuse_twice(selection: Selection, fields: Sequence[tuple[Control, FieldValue]]) -> None:
-    named = {requested.name for requested in selection.processors}
-    for _, value in fields:
-        if value.requested.name in named and not value.is_neutral:
-            problem = f"is set, and the processor {value.requested.name} is named too; give one of them"
-            raise SelectionError(value.requested.path, problem)
-
-
 def _invalid(error: SelectionError) -> InvalidRequest:
     path = error.path
-    if path.startswith(("sampling_options", "stop_conditions", "extra_args")):
+    if path.partition(".")[0] in SECTIONS:
         return InvalidRequest(path, error.problem)
     return InvalidRequest(f"{CHANNEL}.{path}" if path else CHANNEL, error.problem)

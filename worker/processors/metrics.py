@@ -1,6 +1,4 @@
-"""Prometheus metrics of logits processors, by name: the catalogue's names, never a client's
-text.
-"""
+"""Prometheus metrics of logits processors, by their names in the catalogue."""
 
 from __future__ import annotations
 
@@ -11,9 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from adapters.chain import ProcessorFailed, Receipt
 
 PREFIX = "dlw_processor_"
-
-REASONS = ("raised", "nan", "infinite", "empty", "shape", "unsatisfiable", "budget")
-"""Why a processor can fail."""
 
 
 class ProcessorMetrics:
@@ -40,9 +35,7 @@ class ProcessorMetrics:
         breakers.set_function(num_open)
 
     def count(self, receipt: Receipt, failure: ProcessorFailed | None) -> None:
-        """Add the receipt of a request that has ended, and why a processor failed it, if one
-        did.
-        """
+        """Add the receipt of a request that has ended, and the failure that ended it, if any."""
         self._replayed.inc(receipt.replayed)
         for record in receipt.records:
             self._requests.labels(record.name).inc()

@@ -1,6 +1,4 @@
-"""The smoke test: with an environment variable set, every request is forced to answer ``Hello
-world!``.
-"""
+"""The smoke test: an environment variable makes every request answer ``Hello world!``."""
 
 from __future__ import annotations
 

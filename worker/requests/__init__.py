@@ -1,6 +1,6 @@
 """Requests and responses, as Dynamo's frontend sends and takes them.
 
-`fields` is the table of every field and what becomes of it; `request` parses and bounds a request;
-`lowering` makes `SamplingParams` of it; `deadline` ends it at a point in time; `response` makes the
+`fields` is the table of every field and what becomes of it; `request` parses and bounds a request,
+with its controls in `SamplingParams`; `deadline` ends it at a point in time; `response` makes the
 chunks that are streamed back.
 """

@@ -2,14 +2,14 @@
 
 A field is *honoured* (it becomes part of the `GenerationRequest`), *frontend* (Dynamo's frontend
 has applied it or will), *no effect* (by design, with the reason), or *refused* (`InvalidRequest`
-with the reason). A field without a row is refused. `docs/request.md` shows the same table.
+with the reason). A field without a row is refused. The rows of sampling controls are made of what
+`SamplingParams` says beside its fields. `docs/request.md` shows the same table.
 """
 
 from __future__ import annotations
 
 import array
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from adapters.catalog import ANNOTATION, MAX_BYTES
 from adapters.processors.arguments import MAX_LIST
-from worker.errors import InvalidRequest
-from worker.sampling import MAX_LOGPROBS
+from worker.errors import InvalidRequest, shown
+from worker.sampling import Control, GuidedDecodingParams, SamplingParams, sampling_controls
 
 Fate = Literal["honoured", "frontend", "no effect", "refused"]
 
@@ -31,7 +31,6 @@ characters.
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_STOP_STRINGS = 64
-MAX_TOKENS_LIMIT = 2**31 - 1
 
 
 Parser = Callable[[str, Any], Any]
@@ -46,7 +45,8 @@ class Field:
         fate: What becomes of it.
         why: What it does, or why it has no effect or is refused (then it is the error's text).
         parse: For honoured and frontend fields, value → typed value, or `InvalidRequest`.
-        target: For honoured fields, the `GenerationRequest` attribute that it sets.
+        target: For honoured fields, what it sets: of `SamplingParams` where it is a control,
+            otherwise of the `GenerationRequest`.
         neutral: For refused fields, values that ask for nothing and are let through.
     """
 
@@ -57,35 +57,23 @@ class Field:
     target: str | None = None
     neutral: tuple[Any, ...] = field(default=(False,))
 
+    @property
+    def section(self) -> str:
+        """The first part of the path."""
+        return self.path.partition(".")[0]
 
-def number(low: float, high: float = math.inf, *, above_low: bool = False) -> Parser:
-    """A finite number in [low, high], or (low, high] with ``above_low``."""
-    bound = f"{'above' if above_low else 'at least'} {low:g}" if math.isfinite(low) else "a finite number"
-    bound += f" and at most {high:g}" if math.isfinite(high) else ""
 
-    def parse(path: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InvalidRequest(path, f"must be a number, got {shown(value)}")
+def within_bounds(control: Control) -> Parser:
+    """The values of a control that clients may send."""
+    bounds = control.client_bounds
+    assert bounds is not None, f"{control.name} needs bounds, or a parser here"
+
+    def parse(path: str, value: Any) -> Any:
         try:
-            result = float(value)
-        except OverflowError:
-            raise InvalidRequest(path, f"must be {bound}, got {shown(value)}") from None
-        if not math.isfinite(result) or not low <= result <= high or (above_low and result == low):
-            raise InvalidRequest(path, f"must be {bound}, got {shown(value)}")
-        return result
-
-    return parse
-
-
-def integer(low: int, high: int) -> Parser:
-    """An integer in [low, high]."""
-
-    def parse(path: str, value: Any) -> int:
-        if type(value) is not int:
-            raise InvalidRequest(path, f"must be an integer, got {shown(value)}")
-        if not low <= value <= high:
-            raise InvalidRequest(path, f"must be between {low} and {high}, got {shown(value)}")
-        return value
+            checked = bounds.check(value)
+        except ValueError as error:
+            raise InvalidRequest(path, str(error)) from None
+        return checked if control.from_client is None else control.from_client(checked)
 
     return parse
 
@@ -143,9 +131,7 @@ _FOR_THIS_WORKER = re.compile(r"logits|processor", re.IGNORECASE)
 
 
 def client_annotations(path: str, value: Any) -> tuple[str, ...]:
-    """A client's annotations. One that nearly has the name of the request channel is a mistake,
-    not somebody else's.
-    """
+    """A client's annotations. One that nearly has the request channel's name is a mistake."""
     entries = texts(path, value, MAX_ANNOTATIONS, MAX_ANNOTATION_CHARACTERS)
     for entry in entries:
         name = entry.partition(":")[0]
@@ -154,24 +140,27 @@ def client_annotations(path: str, value: Any) -> tuple[str, ...]:
     return entries
 
 
-def token_sequences(path: str, value: Any) -> tuple[tuple[int, ...], ...]:
+def allowed_token_ids(path: str, value: Any) -> list[int]:
+    """Distinct token ids in ascending order."""
+    return sorted(integers(MAX_LIST)(path, value))
+
+
+def token_sequences(path: str, value: Any) -> list[list[int]]:
     """A list of token id sequences; a bare id is a sequence of one."""
     if not isinstance(value, (list, tuple)):
         raise InvalidRequest(path, f"must be a list of lists of token ids, got {shown(value)}")
-    sequences = [tuple(item) if isinstance(item, (list, tuple)) else (item,) for item in value]
+    sequences = [list(item) if isinstance(item, (list, tuple)) else [item] for item in value]
     if any(type(token_id) is not int for ids in sequences for token_id in ids):
         raise InvalidRequest(path, "must be a list of lists of token ids")
-    return tuple(sequences)
+    return sequences
 
 
 _GUIDES = ("json", "regex", "choice", "grammar")
 _GUIDE_OPTIONS = ("backend", "whitespace_pattern", "structural_tag")
 
 
-def guided_decoding(path: str, value: Any) -> dict[str, Any] | None:
-    """What the answer must match: one kind of guide, or none at all. It is checked further when
-    it is compiled.
-    """
+def guided_decoding(path: str, value: Any) -> GuidedDecodingParams | None:
+    """What the answer must match: one kind of guide, or none; checked further when compiled."""
     if not isinstance(value, Mapping):
         raise InvalidRequest(path, f"must be a mapping, got {shown(value)}")
     given = {name: each for name, each in value.items() if each is not None}
@@ -189,7 +178,7 @@ def guided_decoding(path: str, value: Any) -> dict[str, Any] | None:
         raise InvalidRequest(path, f"must have exactly one of {', '.join(_GUIDES)}, got {', '.join(given) or 'none'}")
     if isinstance(given.get("json"), str):
         given["json"] = _schema(f"{path}.json", given["json"])
-    return given
+    return GuidedDecodingParams(**given)
 
 
 def _schema(path: str, text_: str) -> Any:
@@ -202,9 +191,7 @@ def _schema(path: str, text_: str) -> Any:
 
 
 def prompt_ids(path: str, value: Any) -> list[int]:
-    """The prompt: a list of ids, or the same packed as little-endian int32
-    (``DYN_TOKEN_IDS_AS_BYTES``).
-    """
+    """The prompt: a list of ids, or packed as little-endian int32 (``DYN_TOKEN_IDS_AS_BYTES``)."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return _unpacked(path, bytes(value))
     if not isinstance(value, (list, tuple)) or any(type(item) is not int for item in value):
@@ -221,18 +208,22 @@ def _unpacked(path: str, packed: bytes) -> list[int]:
     return ids.tolist()
 
 
-def shown(value: Any) -> str:
-    """``value`` for an error message: short, and never more than a glimpse of what the client
-    sent.
-    """
-    if isinstance(value, (list, tuple)):
-        return f"a list of {len(value)}"
-    if isinstance(value, (Mapping, bytes)):
-        return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
-    written = repr(value)
-    return written if len(written) <= 60 else written[:57] + "..."
+_PARSERS: dict[str, Parser] = {
+    "ignore_eos": boolean,
+    "allowed_token_ids": allowed_token_ids,
+    "bad_words_token_ids": token_sequences,
+    "guided_decoding": guided_decoding,
+}
+"""Of the controls that are no numbers."""
+
+
+def control_rows(record: type[SamplingParams]) -> list[Field]:
+    """The rows of the controls that a request may set."""
+    return [
+        _honoured(path, _PARSERS.get(control.name) or within_bounds(control), control.summary, control.name)
+        for control in sampling_controls(record)
+        for path in control.paths
+    ]
 
 
 def _honoured(path: str, parse: Parser, why: str, target: str | None = None) -> Field:
@@ -251,31 +242,14 @@ def _refused(path: str, why: str, *neutral: Any) -> Field:
     return Field(path, "refused", why, neutral=(False, *neutral))
 
 
-_U64 = 2**64
 _ROUTER = "for the router, which has acted on it"
 _PICTURES = "this worker serves text only"
 _BOOTSTRAP = "KV transfer of this kind is not supported: prefill answers before decode begins"
-_ALLOWED = "Runs as the processor allowed_tokens: only these. An end token, too, must be listed, as in vLLM."
-_BAD_WORDS = "Runs as the processor bad_words: sequences of token ids that the answer must not have."
 
-FIELDS: tuple[Field, ...] = (
+
+_OTHER_FIELDS: tuple[Field, ...] = (
     _honoured("token_ids", prompt_ids, "The prompt.", "prompt_token_ids"),
     _honoured("model", text, "Name that the client asked for."),
-    _honoured(
-        "stop_conditions.max_tokens",
-        integer(1, MAX_TOKENS_LIMIT),
-        "Tokens to generate at most; absent or past the end of the context means up to the end of the context.",
-    ),
-    _honoured(
-        "stop_conditions.min_tokens",
-        integer(0, MAX_TOKENS_LIMIT),
-        "No stop token ends the answer before; more than max_tokens means exactly max_tokens.",
-    ),
-    _honoured(
-        "stop_conditions.ignore_eos",
-        boolean,
-        "The model's end tokens do not end the answer; the frontend then also clears stop strings and stop token ids.",
-    ),
     _frontend(
         "stop_conditions.stop",
         "Stop strings: the frontend matches them on the decoded text, cuts the answer and cancels the request here.",
@@ -290,11 +264,6 @@ FIELDS: tuple[Field, ...] = (
     _honoured(
         "stop_conditions.stop_token_ids_hidden", integers(MAX_STOP_TOKEN_IDS), "End the answer and are not shown."
     ),
-    _honoured(
-        "stop_conditions.max_thinking_tokens",
-        integer(0, MAX_TOKENS_LIMIT),
-        "Runs as the processor thinking_budget; refused for a model without thinking tags.",
-    ),
     _refused(
         "sampling_options.n",
         "more than one choice cannot be streamed: Dynamo's unified backend ends the stream "
@@ -307,57 +276,24 @@ FIELDS: tuple[Field, ...] = (
     _refused("sampling_options.use_beam_search", "beam search is not supported"),
     _refused("sampling_options.length_penalty", "belongs to beam search, which is not supported", 1),
     _honoured(
-        "sampling_options.presence_penalty",
-        number(-2, 2),
-        "Subtracted once from the logit of every token that the answer has.",
-    ),
-    _honoured(
-        "sampling_options.frequency_penalty",
-        number(-2, 2),
-        "As presence_penalty, times how often the answer has the token.",
-    ),
-    _honoured(
-        "sampling_options.repetition_penalty",
-        number(0, 100, above_low=True),
-        "Scales the logits of all tokens of prompt and answer away from being drawn (below 1: towards).",
-    ),
-    _honoured("sampling_options.temperature", number(0, 100), "0 is greedy; nothing set is greedy too."),
-    _honoured("sampling_options.top_p", number(0, 1), "Shortest prefix of the ranked tokens whose mass reaches it."),
-    _honoured("sampling_options.top_k", integer(-1, 2**31 - 1), "Tokens to draw from; -1 and 0 mean all."),
-    _honoured(
-        "sampling_options.min_p", number(0, 1), "Tokens less likely than this times the likeliest are not drawn."
-    ),
-    _honoured(
-        "sampling_options.seed", integer(-(2**63), _U64 - 1), "Fixes the draws; negative seeds are taken modulo 2^64."
-    ),
-    _honoured(
         "sampling_options.include_stop_str_in_output",
         boolean,
         "Shows stop_token_ids; the frontend does the same for stop strings.",
         "include_stop",
     ),
-    _honoured(
-        "sampling_options.guided_decoding",
-        guided_decoding,
-        "Runs as the processor json_schema, regex, choice or grammar; with require_reasoning after the thinking.",
-    ),
-    _honoured("sampling_options.allowed_token_ids", integers(MAX_LIST), _ALLOWED),
-    _honoured("sampling_options.bad_words_token_ids", token_sequences, _BAD_WORDS),
     _no_effect("sampling_options.detokenize", "This worker sends token ids; the frontend makes the text."),
-    _honoured(
-        "output_options.logprobs",
-        integer(0, MAX_LOGPROBS),
-        "Alternatives to report per token; 0 is the chosen token alone.",
-    ),
     _refused(
-        "output_options.prompt_logprobs", "log probabilities of the prompt are not supported (echo asks for them too)"
+        "output_options.prompt_logprobs",
+        "log probabilities of the prompt are not supported (echo asks for them too)",
     ),
     _frontend("output_options.skip_special_tokens", "The frontend makes the text.", boolean),
     _frontend("output_options.return_tokens_as_token_ids", "The frontend makes the text.", boolean),
     _frontend("output_options.no_stop_trim", "The frontend makes the text.", boolean),
     _no_effect("output_options.formatted_prompt", "The frontend reports the prompt that it made."),
     _honoured(
-        "eos_token_ids", integers(MAX_STOP_TOKEN_IDS), "The model's end tokens; hidden stop tokens unless ignore_eos."
+        "eos_token_ids",
+        integers(MAX_STOP_TOKEN_IDS),
+        "The model's end tokens; hidden stop tokens unless ignore_eos.",
     ),
     _honoured(
         "annotations",
@@ -396,8 +332,6 @@ FIELDS: tuple[Field, ...] = (
     _no_effect("extra_args.nvext.cache_salt", "As routing.cache_salt, where the frontend puts it too."),
     _no_effect("extra_args.nvext.extra_fields", "The frontend adds these fields to the response."),
     _no_effect("extra_args.nvext.token_in", "Says that the client sent token ids; they are in token_ids."),
-    _honoured("extra_args.sampling_options.allowed_token_ids", integers(MAX_LIST), _ALLOWED),
-    _honoured("extra_args.sampling_options.bad_words_token_ids", token_sequences, _BAD_WORDS),
     _no_effect("extra_args.sampling_options.detokenize", "This worker sends token ids; the frontend makes the text."),
     _refused("extra_args.formatted_prompt", _PICTURES),
     _refused("extra_args.messages", _PICTURES),
@@ -415,9 +349,24 @@ FIELDS: tuple[Field, ...] = (
     _refused("bootstrap_info", _BOOTSTRAP),
     _refused("staged_kv_cleanup", _BOOTSTRAP),
 )
+"""The fields that are no controls of `SamplingParams`."""
+
+_SECTIONS = tuple(dict.fromkeys(row.section for row in _OTHER_FIELDS))
 
 
-SECTIONS = frozenset(
-    ".".join(row.path.split(".")[:depth]) for row in FIELDS for depth in range(1, row.path.count(".") + 1)
-)
-"""Paths whose value is a mapping of further fields."""
+def request_fields(record: type[SamplingParams] = SamplingParams) -> tuple[Field, ...]:
+    """Every field of a request whose controls are those of ``record``, section by section."""
+    return tuple(sorted((*control_rows(record), *_OTHER_FIELDS), key=lambda row: _SECTIONS.index(row.section)))
+
+
+def sections_of(fields: tuple[Field, ...]) -> frozenset[str]:
+    """Paths whose value is a mapping of further fields."""
+    return frozenset(
+        ".".join(row.path.split(".")[:depth]) for row in fields for depth in range(1, row.path.count(".") + 1)
+    )
+
+
+FIELDS = request_fields()
+"""The fields of the requests that are served."""
+
+SECTIONS = sections_of(FIELDS)

@@ -1,5 +1,4 @@
-"""A request as Dynamo delivers it → a `GenerationRequest`: typed, bounded, every field accounted
-for.
+"""A request as Dynamo delivers it → a `GenerationRequest`, its controls in `SamplingParams`.
 
 What becomes of each field is in `worker.requests.fields`.
 """
@@ -10,11 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from worker.errors import InvalidRequest
-from worker.requests.fields import FIELDS, SECTIONS, shown
+from worker.errors import InvalidRequest, shown
+from worker.requests.fields import request_fields, sections_of
+from worker.sampling import SamplingParams, sampling_controls
 
-_BY_PATH = {row.path: row for row in FIELDS}
-_SEEDS = 2**64
+_END_PATHS = (
+    "stop_conditions.stop_token_ids",
+    "stop_conditions.stop_token_ids_visible",
+    "stop_conditions.stop_token_ids_hidden",
+    "eos_token_ids",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +28,12 @@ class RequestLimits:
     Attributes:
         context_length: Longest prompt + answer, in tokens.
         vocab_size: Token ids are below it.
+        eos_token_ids: The model's end tokens.
     """
 
     context_length: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,25 +41,14 @@ class GenerationRequest:
     """One answer to generate. Every number is in range; every token id is in the vocabulary.
 
     Attributes:
-        model: Name that the client asked for; empty in a health probe.
         prompt_token_ids: The prompt, at least one token and at most ``context_length - 1``.
-        max_tokens: Tokens to generate at most, never past the end of the context.
-        min_tokens: Tokens to generate before any stop token may end the answer; at most
-            ``max_tokens``. None if the client did not set it, as of every control that is a
-            processor by another name (`worker.sampling.controls`).
-        stop_token_ids: Ids that end the answer and are shown only with ``include_stop``.
-        stop_token_ids_visible: Ids that end the answer and are shown.
-        stop_token_ids_hidden: Ids that end the answer and are never shown; the model's end tokens
-            are among them.
-        seed: Of the draws, in 0 … 2^64 - 1; a negative seed of the client is taken modulo 2^64.
-        top_k: 0 means off.
-        logprobs: Alternatives to report per token, 0 for the chosen token alone, None for no log
-            probabilities.
-        allowed_token_ids: The only ids that may be sampled, end tokens too; None for all.
-        bad_words_token_ids: Sequences of ids that the answer must not have; None for none.
-        max_thinking_tokens: Most tokens of thinking, None for no limit.
-        guided_decoding: One of ``json``, ``regex``, ``choice``, ``grammar`` and its guide, None for
-            no grammar.
+        params: The sampling controls; None in it is what the client did not set. ``max_tokens``
+            never leads past the end of the context, ``min_tokens`` not past ``max_tokens``. The
+            model's end tokens end the answer unless ``ignore_eos``. If any stop token is shown, the
+            engine shows all of them and `worker.requests.response` drops the hidden ones again,
+            because `SamplingParams` has one switch for both kinds.
+        shown_stop_token_ids: Stop tokens that are part of the answer that they end.
+        model: Name that the client asked for; empty in a health probe.
         require_reasoning: Whether the grammar starts after the thinking.
         annotations: The client's annotations, verbatim.
         cache_salt: Requests share KV only with those of the same salt.
@@ -63,52 +58,52 @@ class GenerationRequest:
     """
 
     prompt_token_ids: list[int]
-    max_tokens: int
-    min_tokens: int | None = None
+    params: SamplingParams
+    shown_stop_token_ids: frozenset[int] = frozenset()
     model: str = ""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: frozenset[int] = frozenset()
-    stop_token_ids_visible: frozenset[int] = frozenset()
-    stop_token_ids_hidden: frozenset[int] = frozenset()
-    include_stop: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    allowed_token_ids: frozenset[int] | None = None
-    bad_words_token_ids: tuple[tuple[int, ...], ...] | None = None
-    max_thinking_tokens: int | None = None
-    guided_decoding: Mapping[str, Any] | None = None
     require_reasoning: bool = False
     annotations: tuple[str, ...] = ()
     cache_salt: str | None = None
     prefill_result: Mapping[str, Any] | None = None
     is_probe: bool = False
 
-    @property
-    def shown_stop_token_ids(self) -> frozenset[int]:
-        """Stop tokens that are part of the answer that they end."""
-        shown = self.stop_token_ids_visible | (self.stop_token_ids if self.include_stop else frozenset())
-        return shown - self.stop_token_ids_hidden
+
+class RequestTable:
+    """The fields that a request may have.
+
+    Args:
+        record: What its sampling controls become.
+    """
+
+    def __init__(self, record: type[SamplingParams] = SamplingParams) -> None:
+        rows = request_fields(record)
+        self.record = record
+        self.by_path = {row.path: row for row in rows}
+        self.sections = sections_of(rows)
+        self.controls = frozenset(control.name for control in sampling_controls(record) if control.paths)
 
 
-def parse_request(request: Mapping[str, Any], limits: RequestLimits) -> GenerationRequest:
+SERVED = RequestTable()
+"""The requests that this worker serves."""
+
+
+def parse_request(request: Mapping[str, Any], limits: RequestLimits, table: RequestTable = SERVED) -> GenerationRequest:
     """The typed request.
+
+    Args:
+        request: As the frontend sends it.
+        limits: Of the engine.
+        table: The fields that it may have.
 
     Raises:
         InvalidRequest: a field is unknown, unsupported, malformed or out of range.
     """
     values: dict[str, Any] = {}
-    _read("", request, values)
-    return _bounded(values, limits)
+    _read("", request, values, table)
+    return _bounded(values, limits, table)
 
 
-def _read(prefix: str, section: Any, values: dict[str, Any]) -> None:
+def _read(prefix: str, section: Any, values: dict[str, Any], table: RequestTable) -> None:
     """Every field of `section` that is set, into `values`; null means unset everywhere."""
     if not isinstance(section, (dict, Mapping)):
         raise InvalidRequest(prefix.rstrip(".") or "request", f"must be a mapping, got {shown(section)}")
@@ -116,10 +111,10 @@ def _read(prefix: str, section: Any, values: dict[str, Any]) -> None:
         if value is None:
             continue
         path = f"{prefix}{name}"
-        if path in SECTIONS:
-            _read(f"{path}.", value, values)
+        if path in table.sections:
+            _read(f"{path}.", value, values, table)
             continue
-        row = _BY_PATH.get(path)
+        row = table.by_path.get(path)
         if row is None:
             raise InvalidRequest(shown(path).strip("'"), "unknown field")
         if row.fate == "refused" and not _asks_for_nothing(value, row.neutral):
@@ -135,7 +130,7 @@ def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(type(value) in (type(item), float) and value == item for item in neutral)
 
 
-def _bounded(values: dict[str, Any], limits: RequestLimits) -> GenerationRequest:
+def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable) -> GenerationRequest:
     prompt = values.pop("prompt_token_ids", None)
     if not prompt:
         raise InvalidRequest("token_ids", "the prompt is empty")
@@ -146,27 +141,32 @@ def _bounded(values: dict[str, Any], limits: RequestLimits) -> GenerationRequest
             "token_ids",
             f"the prompt has {len(prompt)} tokens, but prompt and answer share a context of {limits.context_length}",
         )
-    _merge_end_tokens(values, limits)
-    if "top_k" in values:
-        values["top_k"] = max(values["top_k"], 0)
-    if "seed" in values:
-        values["seed"] %= _SEEDS
-    max_tokens = min(values.pop("max_tokens", room), room)
-    if "min_tokens" in values:
-        values["min_tokens"] = min(values["min_tokens"], max_tokens)
-    return GenerationRequest(prompt_token_ids=prompt, max_tokens=max_tokens, **values)
+    controls = {name: values.pop(name) for name in table.controls & values.keys()}
+    controls["max_tokens"] = min(controls.get("max_tokens", room), room)
+    if "min_tokens" in controls:
+        controls["min_tokens"] = min(controls["min_tokens"], controls["max_tokens"])
+    ends, shown_ids = _ends(values, controls.get("ignore_eos", False), limits)
+    params = table.record(**controls, **ends, detokenize=False)
+    return GenerationRequest(prompt_token_ids=prompt, params=params, shown_stop_token_ids=shown_ids, **values)
 
 
-def _merge_end_tokens(values: dict[str, Any], limits: RequestLimits) -> None:
-    end_tokens = values.pop("eos_token_ids", frozenset())
-    for name in ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden"):
-        ids = values.get(name)
+def _ends(values: dict[str, Any], ignore_eos: bool, limits: RequestLimits) -> tuple[dict[str, Any], frozenset[int]]:
+    """What ends an answer, out of ``values``: fields of `SamplingParams`, and shown stop tokens."""
+    given: list[frozenset[int]] = [values.pop(path.rpartition(".")[2], frozenset()) for path in _END_PATHS]
+    for path, ids in zip(_END_PATHS, given, strict=True):
         if ids:
-            _check_vocabulary(f"stop_conditions.{name}", min(ids), max(ids), limits)
-    if end_tokens:
-        _check_vocabulary("eos_token_ids", min(end_tokens), max(end_tokens), limits)
-    if not values.get("ignore_eos", False):
-        values["stop_token_ids_hidden"] = values.get("stop_token_ids_hidden", frozenset()) | end_tokens
+            _check_vocabulary(path, min(ids), max(ids), limits)
+    plain, visible, hidden, eos = given
+    if not ignore_eos:
+        hidden |= eos
+    shown_ids = (visible | (plain if values.pop("include_stop", False) else frozenset())) - hidden
+    ends = plain | visible | hidden | (frozenset() if ignore_eos else frozenset(limits.eos_token_ids))
+    fields = {
+        "end_id": limits.eos_token_ids[0] if limits.eos_token_ids else None,
+        "stop_token_ids": sorted(ends) or None,
+        "include_stop_str_in_output": bool(shown_ids),
+    }
+    return fields, shown_ids
 
 
 def _check_vocabulary(path: str, lowest: int, highest: int, limits: RequestLimits) -> None:

@@ -23,7 +23,7 @@ class ResponseBuilder:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_generated_tokens = 0
         self.num_cached_tokens = 0
-        self._logprobs = request.logprobs
+        self._logprobs = request.params.logprobs
         self._hidden = hidden
 
     def chunk(self, delta: TokenDelta) -> dict[str, Any]:
@@ -57,16 +57,12 @@ class ResponseBuilder:
         }
 
     def _ends_hidden(self, delta: TokenDelta) -> bool:
-        """Whether the last token is a stop token that only the request's shown ones brought into
-        the output.
-        """
+        """Whether the last token is a hidden stop token that shown ones brought into the output."""
         return delta.stop_reason in self._hidden and delta.token_ids[-1:] == [delta.stop_reason]
 
 
 def _add_logprobs(chunk: dict[str, Any], positions: list[list[TokenLogprob]], top: int) -> None:
-    """The chosen token's log probability, and the ``top`` likeliest tokens by rank where any
-    were asked for.
-    """
+    """The sampled token's log probability, and the ``top`` most likely tokens by rank, if any."""
     chunk["log_probs"] = [entries[0].logprob for entries in positions]
     if top > 0:
         chunk["top_logprobs"] = [_ranked(entries, top) for entries in positions]

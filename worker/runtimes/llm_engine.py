@@ -41,14 +41,14 @@ from worker.errors import (
 from worker.lifecycle.drain import InFlightRequest, InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
 from worker.metrics import WorkerMetrics
-from worker.processors.builder import ProcessorDesk, make_desk
+from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.processors.smoke import SmokeTest
 from worker.requests.deadline import until
-from worker.requests.lowering import lower
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
 from worker.runtimes import dynamo as runtime
 from worker.sampling import SamplingParams
+from worker.sampling.field_processors import for_engine
 
 logger = logging.getLogger(__name__)
 
@@ -114,15 +114,14 @@ class WorkerEngine(LLMEngine):
         seal: Seal | None = None,
         smoke: bool = False,
         shut_down: Callable[[], None] = runtime.shut_down,
-        open_desk: Callable[[Arguments, EngineInfo, CollectorRegistry], ProcessorDesk] = make_desk,
+        make_chains: Callable[[Arguments, EngineInfo, CollectorRegistry], ServedChainBuilder] = make_chain_builder,
     ) -> None:
         """``seal`` signs KV transfers; prefill and decode workers need one.
 
         ``shut_down`` asks the runtime to shut this process down; called at most once, when the
         engine broke.
 
-        ``open_desk`` makes the desk that turns selections into chains, in a thread, once the model
-        is loaded.
+        ``make_chains`` makes the builder of chains, in a thread, once the model is loaded.
         """
         self.engine = engine
         self.arguments = arguments
@@ -133,8 +132,8 @@ class WorkerEngine(LLMEngine):
         )
         self.startup_error: str | None = None
         self.broken: str | None = None
-        self._open_desk = open_desk
-        self._desk: ProcessorDesk | None = None
+        self._make_chains = make_chains
+        self._chains: ServedChainBuilder | None = None
         self._admissions: dict[str, _Admission] = {}
         self._smoke_wanted = smoke
         self._smoke: SmokeTest | None = None
@@ -164,7 +163,7 @@ class WorkerEngine(LLMEngine):
         self._loop = asyncio.get_running_loop()
         try:
             info = await self.engine.start()
-            self._desk = await asyncio.to_thread(self._open_desk, self.arguments, info, self.metrics.registry)
+            self._chains = await asyncio.to_thread(self._make_chains, self.arguments, info, self.metrics.registry)
             if self._smoke_wanted:
                 eos = info.eos_token_ids[0] if info.eos_token_ids else None
                 self._smoke = await asyncio.to_thread(SmokeTest, self.arguments.model_path, eos)
@@ -214,14 +213,14 @@ class WorkerEngine(LLMEngine):
             raise runtime.to_dynamo(ServingError("internal error")) from error
 
     async def _admit(self, request_id: str, raw: Mapping[str, Any], metadata: Mapping[str, str]) -> _Serving:
-        info, desk = self._ready()
-        request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size))
+        info, chains = self._ready()
+        request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size, info.eos_token_ids))
         prompt = request.prompt_token_ids
-        selection = desk.select(request, metadata)
+        selection = chains.select(request, metadata)
         part = self.disaggregation.part_of(request, selection)
         admitted = self.in_flight.admit(request_id, 0)  # in flight while its grammars compile, but without KV
         try:
-            work = self._parameters(request, desk, selection, info)
+            work = self._parameters(request, chains, selection, info)
             params = await (self._while_in_flight(admitted, work) if selection.processors else work)
             builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
             builder.num_cached_tokens = part.num_cached_tokens
@@ -273,42 +272,44 @@ class WorkerEngine(LLMEngine):
             return None
         return chunk
 
-    def _ready(self) -> tuple[EngineInfo, ProcessorDesk]:
+    def _ready(self) -> tuple[EngineInfo, ServedChainBuilder]:
         if self.broken is not None:
             raise EngineBroken(self.broken)
-        if self._info is None or self._desk is None:
+        if self._info is None or self._chains is None:
             raise Draining("this worker is not serving yet")
-        return self._info, self._desk
+        return self._info, self._chains
 
     async def _parameters(
-        self, request: GenerationRequest, desk: ProcessorDesk, selection: Selection, info: EngineInfo
+        self, request: GenerationRequest, chains: ServedChainBuilder, selection: Selection, info: EngineInfo
     ) -> SamplingParams:
         """What the engine gets: fields, the smoke test's processors, and the chain of everything
         selected.
         """
-        prompt = request.prompt_token_ids
+        prompt, params = request.prompt_token_ids, request.params
         smoke = self._smoke.processors(len(prompt)) if self._smoke else []
-        seed = self._seeds.getrandbits(64) if request.seed is None else request.seed
-        params = lower(request, info.eos_token_ids, smoke, seed if info.draws_by_seed else None)
-        budget = request.max_tokens
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        budget = params.max_tokens
         if self.arguments.disaggregation_mode == "prefill":  # is asked for one token, whatever decode will be asked for
             budget = info.context_length - len(prompt)
-        chain = await desk.chain(selection, prompt, params.end_token_ids, seed, budget, request.cache_salt)
-        if chain is None:
-            return params
-        return replace(params, logits_processor=[*smoke, *create_trtllm_adapters([chain], end_id=params.end_id)])
+        chain = await chains.build(selection, prompt, params.end_token_ids, seed, budget, request.cache_salt)
+        callables = [] if chain is None else create_trtllm_adapters([chain], end_id=params.end_id)
+        return for_engine(
+            params,
+            seed=seed if info.draws_by_seed else params.seed,
+            logits_processor=[*smoke, *callables] or None,
+        )
 
     def _count_processors(self, delta: TokenDelta) -> None:
         """On the last delta of a request that had processors: metrics, and the breakers of third
         parties.
         """
-        if delta.receipt is None or self._desk is None:
+        if delta.receipt is None or self._chains is None:
             return
-        self._desk.metrics.count(delta.receipt, delta.failure)
+        self._chains.metrics.count(delta.receipt, delta.failure)
         if delta.failure is not None and delta.failure.reason != "unsatisfiable":
-            self._desk.breaker.record(delta.failure.processor)
+            self._chains.breaker.record(delta.failure.processor)
         elif delta.finish_reason in ("stop", "length"):
-            self._desk.breaker.record_success(record.name for record in delta.receipt.records)
+            self._chains.breaker.record_success(record.name for record in delta.receipt.records)
 
     def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
         """A stream that the runtime drops is closed by the garbage collector, and that runs in
@@ -389,8 +390,8 @@ class WorkerEngine(LLMEngine):
             outcome = await drain(self.in_flight, self, budget_s)
             self.metrics.count_drain(outcome)
             logger.info("drained: %d finished, %d migrated", outcome.num_finished, outcome.num_migrated)
-        if self._desk is not None:
-            await self._desk.close()
+        if self._chains is not None:
+            await self._chains.close()
         await self.engine.stop()
 
     async def register_prometheus(self, metrics: Any) -> None:
@@ -450,8 +451,8 @@ class WorkerEngine(LLMEngine):
         """``POST /engine/control/info`` or ``/logits_processors``: what this worker is, and
         which processors it has.
         """
-        if control == CATALOG_CONTROL and self._desk is not None:
-            return {"status": "ok", "history": self.arguments.history, **self._desk.catalog.as_json()}
+        if control == CATALOG_CONTROL and self._chains is not None:
+            return {"status": "ok", "history": self.arguments.history, **self._chains.catalog.as_json()}
         if control != "info" or self._info is None:
             return await super().engine_control(control, body)
         info = self._info

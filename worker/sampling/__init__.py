@@ -1,9 +1,11 @@
-"""Sampling parameters: what one request asks of an engine.
+"""Sampling parameters: what one request asks of an engine, and what each of them means.
 
-`params` has `SamplingParams`, under TensorRT-LLM's field names; `controls` is the table of the
-sampling controls that are a field and a logits processor by another name.
+`params` has `SamplingParams`, under TensorRT-LLM's field names, with everything that is said of a
+field beside it; `control` the words for that; `field_processors` makes logits processors of fields;
+`chain_builder` makes the chain of a request, served or offline.
 """
 
+from worker.sampling.control import Control, sampling_controls
 from worker.sampling.params import MAX_LOGPROBS, GuidedDecodingParams, SamplingParams
 
-__all__ = ["MAX_LOGPROBS", "GuidedDecodingParams", "SamplingParams"]
+__all__ = ["MAX_LOGPROBS", "Control", "GuidedDecodingParams", "SamplingParams", "sampling_controls"]

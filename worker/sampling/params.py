@@ -1,46 +1,77 @@
-"""`SamplingParams`: what one request asks of an engine, under TensorRT-LLM's field names, defaults
-and rules.
+"""`SamplingParams`: the one record of a request's sampling controls, from parsing to the sampler.
 
 The names, defaults and errors are those of ``tensorrt_llm.SamplingParams`` (1.3 release
-candidates), so that an object built here can be handed to TensorRT-LLM field by field. Both engines
-take it. Rules that TensorRT-LLM leaves to its C++ layer (ranges of ``max_tokens``, ``seed``, the
+candidates); `allowed_token_ids`, `bad_words_token_ids` and a guide's `choice`, which it lacks, are
+vLLM's. Rules that TensorRT-LLM leaves to its C++ layer (ranges of ``max_tokens``, ``seed``, the
 penalties, ...) are checked here too, because there they end the request late or, in some versions,
 the engine.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from adapters.contract import MAX_INT
+from adapters.processors.grammar import Choice, Grammar, JsonSchema, Regex
+from adapters.processors.length import MinTokens
+from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
+from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
+from adapters.processors.repetition import NoRepeatNgram
+from adapters.processors.thinking import ThinkingBudget
+from adapters.processors.truncation import MinP, Temperature, TopK, TopP
+from worker.sampling.control import (
+    NEVER,
+    Integer,
+    Number,
+    RunsAs,
+    about_text,
+    cached,
+    control,
+    refused,
+    sampling_controls,
+)
+
 MAX_LOGPROBS = 100
 """Largest top-n of log probabilities, TensorRT-LLM's limit."""
+
+_SEEDS = 2**64
+_BEAMS = "this worker has no beam search"
+_OUTPUT = "this worker returns token ids and log probabilities only"
+_TEXT = "the engine works on token ids; the runtime applies it"
+_DECAY = "this worker does not decay top_p"
 
 
 @dataclass(slots=True, kw_only=True)
 class GuidedDecodingParams:
-    """A grammar for the answer; at most one field may be set. TensorRT-LLM's class of the same
-    name.
-    """
+    """A grammar for the answer; at most one field may be set. TensorRT-LLM's, with `choice`."""
 
-    json: str | dict[str, Any] | None = None
+    json: str | dict[str, Any] | bool | None = None
     regex: str | None = None
+    choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool = False
     structural_tag: str | None = None
 
+    @property
+    def given(self) -> list[str]:
+        """Names of the fields that are set."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return [name for name, value in values.items() if value is not None and (name == "json" or value is not False)]
+
     def validate(self) -> None:
         """Raises `ValueError` if more than one kind of guide is set."""
-        given = [f.name for f in fields(self) if getattr(self, f.name)]
-        if len(given) > 1:
-            raise ValueError(f"guided_decoding takes one guide, got {' and '.join(given)}")
+        if len(self.given) > 1:
+            raise ValueError(f"guided_decoding takes one guide, got {' and '.join(self.given)}")
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """Sampling controls of one request. Nothing set means greedy, as in TensorRT-LLM.
+
+    Everything that is said of a field stands beside it (`worker.sampling.control`). Controls that
+    run as processors stand in the order in which those of one stage are applied.
 
     ``logits_processor`` holds callables ``(req_id, logits[1, 1, V], token_ids, stream_ptr,
     client_id)``, as made by `adapters.create_trtllm_adapters`. ``stop_token_ids`` end an answer;
@@ -51,58 +82,201 @@ class SamplingParams:
         ValueError: a value is out of its range; the message starts with the field's name.
     """
 
-    end_id: int | None = None
-    pad_id: int | None = None
-    max_tokens: int | None = 32
-    bad: str | list[str] | None = None
-    bad_token_ids: list[int] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    embedding_bias: Any | None = None
-    logits_processor: Callable[..., None] | list[Callable[..., None]] | None = None
-    apply_batched_logits_processor: bool = False
-    n: int = 1
-    best_of: int | None = None
-    use_beam_search: bool = False
-    logprobs_mode: str = "raw"
-    top_k: int | None = None
-    top_p: float | None = None
-    top_p_min: float | None = None
-    top_p_reset_ids: int | None = None
-    top_p_decay: float | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    min_tokens: int | None = None
-    beam_search_diversity_rate: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    prompt_ignore_length: int | None = None
-    length_penalty: float | None = None
-    early_stopping: int | None = None
-    no_repeat_ngram_size: int | None = None
-    min_p: float | None = None
-    beam_width_array: list[int] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprobs_simple_format: bool = False
-    prompt_logprobs_simple_format: bool = False
-    return_context_logits: bool = False
-    return_generation_logits: bool = False
-    exclude_input_from_output: bool = True
-    return_encoder_output: bool = False
-    return_perf_metrics: bool = False
-    additional_model_outputs: list[str] | None = None
-    lookahead_config: Any | None = None
-    guided_decoding: GuidedDecodingParams | None = None
-    thinking_token_budget: int | None = None
-    ignore_eos: bool = False
-    detokenize: bool = True
-    add_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    # number of answers
+    n: int = control(default=1, bounds=Integer(1))
+    best_of: int | None = control(bounds=Integer(1))
+
+    # how an answer ends
+    end_id: int | None = control()
+    stop_token_ids: list[int] | None = control()
+    include_stop_str_in_output: bool = control(default=False)
+    ignore_eos: bool = control(
+        default=False,
+        paths="stop_conditions.ignore_eos",
+        summary="The model's end tokens do not end the answer; "
+        "the frontend then also clears stop strings and stop token ids.",
+    )
+    max_tokens: int | None = control(
+        default=32,
+        bounds=Integer(1),
+        client=Integer(1, MAX_INT),
+        paths="stop_conditions.max_tokens",
+        summary="Tokens to generate at most; absent or past the end of the context means up to the end of the context.",
+    )
+    min_tokens: int | None = control(
+        RunsAs(MinTokens, "n"),
+        bounds=Integer(0),
+        client=Integer(0, MAX_INT),
+        neutral=0,
+        paths="stop_conditions.min_tokens",
+        summary="No stop token ends the answer before; more than max_tokens means exactly max_tokens.",
+    )
+
+    # bias, penalties, masks
+    embedding_bias: Any | None = control()
+    repetition_penalty: float | None = control(
+        RunsAs(RepetitionPenalty, "penalty"),
+        bounds=Number(0, above_low=True),
+        client=Number(0.01, 100),
+        neutral=1,
+        paths="sampling_options.repetition_penalty",
+        summary="Scales the logits of all tokens of prompt and answer away from being sampled (below 1: towards).",
+    )
+    frequency_penalty: float | None = control(
+        RunsAs(FrequencyPenalty, "penalty"),
+        bounds=Number(),
+        client=Number(-2, 2),
+        neutral=0,
+        paths="sampling_options.frequency_penalty",
+        summary="As presence_penalty, times how often the answer has the token.",
+    )
+    presence_penalty: float | None = control(
+        RunsAs(PresencePenalty, "penalty"),
+        bounds=Number(),
+        client=Number(-2, 2),
+        neutral=0,
+        paths="sampling_options.presence_penalty",
+        summary="Subtracted once from the logit of every token that the answer has.",
+    )
+    no_repeat_ngram_size: int | None = control(RunsAs(NoRepeatNgram, "n"), bounds=Integer(1))
+    bad_token_ids: list[int] | None = control(RunsAs(BannedTokens, "token_ids"), neutral=[])
+    logits_processor: Callable[..., None] | list[Callable[..., None]] | None = control()
+
+    # temperature and truncation
+    temperature: float | None = control(
+        RunsAs(Temperature, "value"),
+        bounds=Number(0),
+        client=Number(0, 100),
+        neutral=1,
+        greedy=0,
+        samples="if set",
+        paths="sampling_options.temperature",
+        summary="0 is greedy; nothing set is greedy too.",
+    )
+    min_p: float | None = control(
+        RunsAs(MinP, "p"),
+        bounds=Number(0, 1),
+        neutral=0,
+        greedy=1,
+        samples="if active",
+        paths="sampling_options.min_p",
+        summary="Tokens less likely than this times the most likely one are not sampled.",
+    )
+    top_k: int | None = control(
+        RunsAs(TopK, "k"),
+        bounds=Integer(0),
+        client=Integer(-1, MAX_INT),
+        from_client=lambda k: max(k, 0),
+        neutral=0,
+        greedy=1,
+        samples="if set",
+        paths="sampling_options.top_k",
+        summary="Tokens to sample from; -1 and 0 mean all.",
+    )
+    top_p: float | None = control(
+        RunsAs(TopP, "p"),
+        bounds=Number(0, 1),
+        neutral=1,
+        greedy=0,
+        samples="if set",
+        paths="sampling_options.top_p",
+        summary="Shortest prefix of the ranked tokens whose mass reaches it.",
+    )
+    seed: int | None = control(
+        bounds=Integer(0, _SEEDS - 1),
+        client=Integer(-(_SEEDS // 2), _SEEDS - 1),
+        from_client=lambda seed: seed % _SEEDS,
+        paths="sampling_options.seed",
+        summary="Fixes the random numbers; negative seeds are taken modulo 2^64.",
+    )
+
+    # processors that `ChainBuilder` makes, because they need the tokenizer or the grammar compiler
+    bad: str | list[str] | None = refused(
+        "the engine works on token ids; name them in bad_token_ids",
+        None,
+        RunsAs(BadWords, "words", convert=lambda words: [words] if isinstance(words, str) else words),
+        neutral=[],
+    )
+    bad_words_token_ids: list[list[int]] | None = refused(
+        "bad words reach the engine as a logits_processor",
+        None,
+        RunsAs(BadWords, "token_ids"),
+        neutral=[],
+        paths=("sampling_options.bad_words_token_ids", "extra_args.sampling_options.bad_words_token_ids"),
+        summary="Runs as the processor bad_words: sequences of token ids that the answer must not have.",
+    )
+    allowed_token_ids: list[int] | None = refused(
+        "allowed tokens reach the engine as a logits_processor",
+        None,
+        RunsAs(AllowedTokens, "token_ids", fixed={"allow_end": False}),
+        paths=("sampling_options.allowed_token_ids", "extra_args.sampling_options.allowed_token_ids"),
+        summary="Runs as the processor allowed_tokens: only these. An end token, too, must be listed, as in vLLM.",
+    )
+    thinking_token_budget: int | None = refused(
+        "thinking budgets reach the engine as a logits_processor",
+        None,
+        RunsAs(ThinkingBudget, "tokens"),
+        bounds=Integer(-1),
+        client=Integer(0, MAX_INT),
+        neutral=-1,
+        paths="stop_conditions.max_thinking_tokens",
+        summary="Runs as the processor thinking_budget; refused for a model without thinking tags.",
+    )
+    guided_decoding: GuidedDecodingParams | None = refused(
+        "grammars reach the engine as a logits_processor",
+        None,
+        RunsAs(JsonSchema, "schema", "json"),
+        RunsAs(JsonSchema, "schema", "json_object", convert=lambda wanted: {"type": "object"} if wanted else None),
+        RunsAs(Regex, "pattern", "regex"),
+        RunsAs(Choice, "choices", "choice"),
+        RunsAs(Grammar, "lark", "grammar"),
+        paths="sampling_options.guided_decoding",
+        summary="Runs as the processor json_schema, regex, choice or grammar; "
+        "with require_reasoning after the thinking.",
+    )
+
+    # log probabilities
+    logprobs: int | None = control(
+        bounds=Integer(0, MAX_LOGPROBS),
+        paths="output_options.logprobs",
+        summary="Alternatives to report per token; 0 is the sampled token alone.",
+    )
+    logprobs_mode: str = control(default="raw")
+
+    # not served
+    apply_batched_logits_processor: bool = control(default=False)
+    lookahead_config: Any | None = control()
+    use_beam_search: bool = refused(_BEAMS, False)
+    beam_search_diversity_rate: float | None = refused(_BEAMS, bounds=Number(0))
+    length_penalty: float | None = refused(_BEAMS, bounds=Number())
+    early_stopping: int | None = refused(_BEAMS)
+    beam_width_array: list[int] | None = refused(_BEAMS)
+    stop: str | list[str] | None = refused(_TEXT)
+    truncate_prompt_tokens: int | None = refused(_TEXT, bounds=Integer(1))
+    top_p_min: float | None = refused(_DECAY, bounds=Number(0, 1, above_low=True))
+    top_p_reset_ids: int | None = refused(_DECAY, bounds=Integer(0))
+    top_p_decay: float | None = refused(_DECAY, bounds=Number(0, 1, above_low=True), neutral=1, samples="if active")
+    prompt_ignore_length: int | None = refused(
+        "the presence and frequency penalties count generated tokens alone", bounds=Integer(0)
+    )
+    prompt_logprobs: int | None = refused(
+        "this worker reports log probabilities of generated tokens alone", bounds=Integer(0, MAX_LOGPROBS)
+    )
+    logprobs_simple_format: bool = refused(_OUTPUT, False)
+    prompt_logprobs_simple_format: bool = refused(_OUTPUT, False)
+    return_context_logits: bool = refused(_OUTPUT, False)
+    return_generation_logits: bool = refused(_OUTPUT, False)
+    exclude_input_from_output: bool = refused(_OUTPUT, True)
+    return_encoder_output: bool = refused(_OUTPUT, False)
+    return_perf_metrics: bool = refused(_OUTPUT, False)
+    additional_model_outputs: list[str] | None = refused(_OUTPUT)
+
+    # without effect on token ids
+    pad_id: int | None = about_text()
+    detokenize: bool = about_text(True)
+    add_special_tokens: bool = about_text(True)
+    skip_special_tokens: bool = about_text(True)
+    spaces_between_special_tokens: bool = about_text(True)
 
     def __post_init__(self) -> None:
         if self.pad_id is None:
@@ -114,12 +288,10 @@ class SamplingParams:
         self._validate()
 
     def _validate(self) -> None:
-        for name, low, high in _RANGES:
-            if (value := getattr(self, name)) is not None:
-                _check_range(name, value, low, high)
-        for name, minimum, maximum in _INTEGER_RANGES:
-            if (value := getattr(self, name)) is not None:
-                _check_integer(name, value, minimum, maximum)
+        for name, bounds in _bounds(type(self)):
+            value = getattr(self, name)
+            if value is not None:
+                _check(name, value, bounds)
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
         if self.best_of is not None and self.best_of > 1 and not self.use_beam_search and self.is_greedy:
@@ -136,15 +308,21 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """TensorRT-LLM's rule: nothing set, or temperature 0, top_k 1, top_p 0 or min_p 1; never
-        with beams.
+        """TensorRT-LLM's rule: a control is at its greedy value, or none asks for sampling.
+
+        Never with beams.
         """
         if self.use_beam_search:
             return False
-        if self.temperature == 0 or self.top_k == 1 or self.top_p == 0 or self.min_p == 1:
-            return True
-        unset = self.temperature is None and self.top_k is None and self.top_p is None
-        return unset and not self.min_p and (self.top_p_decay is None or self.top_p_decay >= 1)
+        greedy, sampling = _greedy_rules(type(self))
+        for name, value in greedy:
+            if getattr(self, name) == value:
+                return True
+        for name, neutral in sampling:
+            value = getattr(self, name)
+            if value is not None and value != neutral:
+                return False
+        return True
 
     @property
     def logits_processors(self) -> list[Callable[..., None]]:
@@ -155,61 +333,32 @@ class SamplingParams:
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """Every token id that ends an answer: ``stop_token_ids``, and ``end_id`` unless
-        ``ignore_eos``.
-        """
+        """``stop_token_ids``, and ``end_id`` unless ``ignore_eos``: what ends an answer."""
         ids = set(self.stop_token_ids or ())
         if self.end_id is not None and not self.ignore_eos:
             ids.add(self.end_id)
         return frozenset(ids)
 
 
-# name, lowest, highest; both ends allowed unless the check below says otherwise
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0.0, math.inf),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("top_p_min", math.ulp(0.0), 1.0),
-    ("top_p_decay", math.ulp(0.0), 1.0),
-    ("repetition_penalty", math.ulp(0.0), math.inf),
-    ("presence_penalty", -math.inf, math.inf),
-    ("frequency_penalty", -math.inf, math.inf),
-    ("length_penalty", -math.inf, math.inf),
-    ("beam_search_diversity_rate", 0.0, math.inf),
-)
-
-_INTEGER_RANGES: tuple[tuple[str, int, int | None], ...] = (
-    ("max_tokens", 1, None),
-    ("n", 1, None),
-    ("best_of", 1, None),
-    ("top_k", 0, None),
-    ("seed", 0, 2**64 - 1),
-    ("min_tokens", 0, None),
-    ("top_p_reset_ids", 0, None),
-    ("prompt_ignore_length", 0, None),
-    ("no_repeat_ngram_size", 1, None),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-    ("thinking_token_budget", -1, None),
-    ("truncate_prompt_tokens", 1, None),
-)
+@cached
+def _bounds(record: type[SamplingParams]) -> tuple[tuple[str, Number | Integer], ...]:
+    return tuple((one.name, one.bounds) for one in sampling_controls(record) if one.bounds is not None)
 
 
-def _check_range(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
-        above = "above 0" if low == math.ulp(0.0) else f"at least {low:g}" if math.isfinite(low) else "a number"
-        bound = f"{above} and at most {high:g}" if math.isfinite(high) else f"{above} and finite"
-        raise ValueError(f"{name} must be {bound}, got {value!r}")
+@cached
+def _greedy_rules(record: type[SamplingParams]) -> tuple[tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]]:
+    """Names with the greedy value; names of what asks for sampling, and the value that does not."""
+    controls = sampling_controls(record)
+    greedy = tuple((one.name, one.greedy) for one in controls if one.greedy is not NEVER)
+    sampling = [one for one in controls if one.samples is not None]
+    return greedy, tuple((one.name, NEVER if one.samples == "if set" else one.neutral) for one in sampling)
 
 
-def _check_integer(name: str, value: object, minimum: int, maximum: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
-    if value < minimum or (maximum is not None and value > maximum):
-        bound = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-        raise ValueError(f"{name} must be {bound}, got {value}")
+def _check(name: str, value: Any, bounds: Number | Integer) -> None:
+    try:
+        bounds.check(value)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
 
 
 def _logprob_count(value: int | bool | None) -> int | None:

@@ -6,50 +6,38 @@ import secrets
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields
-from typing import Any
 
-import torch
-
-from adapters.chain import ProcessorChain, ProcessorFailed
-from adapters.contract import Context, Processor
-from adapters.trtllm import ChainAdapter
-from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
+from adapters.chain import ProcessorFailed
+from adapters.contract import Context
 from adapters.vocabulary import Vocabulary
+from worker.engines.chain_members import chain_of, other_members
 from worker.engines.embedded.plan import Model, Request
-from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
+from worker.engines.embedded.sampling.truncation import Controls
+from worker.engines.refusals import IRRELEVANT, REFUSED_EVERYWHERE, RUN_AS_PROCESSORS, check_refused
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.controls import with_field_processors
+from worker.sampling.field_processors import with_field_processors
 
-HONOURED = frozenset(
+SAMPLED = frozenset(Controls.__dataclass_fields__)
+"""Temperature and truncation that the sampler applies itself; another one runs as a processor."""
+
+_SERVED_HERE = frozenset(
     {
         "end_id",
         "max_tokens",
-        "bad_token_ids",
         "stop_token_ids",
         "include_stop_str_in_output",
         "embedding_bias",
         "logits_processor",
         "logprobs_mode",
-        "top_k",
-        "top_p",
         "seed",
-        "temperature",
-        "min_tokens",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "min_p",
-        "no_repeat_ngram_size",
         "logprobs",
         "ignore_eos",
     }
 )
 
-IRRELEVANT = frozenset(
-    {"pad_id", "detokenize", "add_special_tokens", "skip_special_tokens", "spaces_between_special_tokens"}
-)
-"""Fields about text or padding: token ids go in and come out, whatever they say."""
+HONOURED = _SERVED_HERE | RUN_AS_PROCESSORS
+"""Fields that are served."""
 
 REFUSED = {
     "n": "the embedded engine answers once per request",
@@ -92,14 +80,10 @@ def admit(
     end_ids = end_ids_of(params, model)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     context = Context(Vocabulary(model.vocab_size), end_ids, seed, choice)
-    bias = _bias(params.embedding_bias, model)
-    dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
+    others = other_members(params, number, model.vocab_size, model.device)
     try:
-        chain = _chain(params, tokens)
-        foreign = [
-            ForeignCallable(each, number) for each in params.logits_processors if not isinstance(each, ChainAdapter)
-        ]
-        sampled, chain = with_field_processors(params, chain, tokens, context, [*dense, *foreign])
+        chain = chain_of(params, tokens)
+        left, chain = with_field_processors(params, chain, tokens, context, others, by_sampler=SAMPLED)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None:
@@ -107,7 +91,7 @@ def admit(
     return Request(
         id=request_id,
         number=number,
-        params=sampled,
+        params=left,
         tokens=tokens,
         prompt_length=len(tokens),
         limit=context_length if params.max_tokens is None else min(len(tokens) + params.max_tokens, context_length),
@@ -116,18 +100,6 @@ def admit(
         chain=chain,
         choice=choice,
     )
-
-
-def _chain(params: SamplingParams, prompt: list[int]) -> ProcessorChain | None:
-    """The chain among the logits processors, taken out of its callable, at the end of the
-    prompt.
-    """
-    chains = [each.chain for each in params.logits_processors if isinstance(each, ChainAdapter)]
-    if len(chains) > 1:
-        raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
-    if chains and chains[0].tokens != prompt:
-        chains[0].start(prompt)
-    return chains[0] if chains else None
 
 
 def _check_prompt(prompt: Sequence[int], vocab_size: int, context_length: int) -> list[int]:
@@ -150,9 +122,7 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def end_ids_of(params: SamplingParams, model: Model) -> frozenset[int]:
-    """The ids named by the request; without ``end_id`` the model's own, as in TensorRT-LLM,
-    unless ``ignore_eos``.
-    """
+    """The ids that end an answer; without ``end_id`` the model's own too, unless ``ignore_eos``."""
     _check_ids("sampling_params.stop_token_ids", params.stop_token_ids or (), model.vocab_size)
     if params.end_id is not None and params.end_id != -1:
         _check_ids("sampling_params.end_id", (params.end_id,), model.vocab_size)
@@ -162,23 +132,6 @@ def end_ids_of(params: SamplingParams, model: Model) -> frozenset[int]:
     return named
 
 
-def _bias(values: Any, model: Model) -> torch.Tensor | None:
-    if values is None:
-        return None
-    field = "sampling_params.embedding_bias"
-    try:
-        bias = torch.as_tensor(values, dtype=torch.float32).to(model.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidRequest(field, f"must be numbers, got {type(values).__name__}") from error
-    if bias.shape != (model.vocab_size,):
-        raise InvalidRequest(field, f"must have shape ({model.vocab_size},), got {tuple(bias.shape)}")
-    if bool(bias.isnan().any()) or bool(bias.isposinf().any()):
-        raise InvalidRequest(field, "must be finite or -inf")
-    return bias
-
-
 def unclassified_fields() -> set[str]:
-    """Fields of `SamplingParams` that no table of this file mentions; empty, or requests lose a
-    control in silence.
-    """
+    """Fields that are neither served, refused nor irrelevant; empty, or a control is lost."""
     return {one.name for one in fields(SamplingParams)} - HONOURED - IRRELEVANT - set(REFUSED)

@@ -21,7 +21,7 @@ from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor, entries_of
 from worker.engines.trtllm.flight import Flight
 from worker.engines.trtllm.health import Watch, described, submission_error
-from worker.engines.trtllm.params import Lowered, Served, callable_of, lower
+from worker.engines.trtllm.params import NativeRequest, Served, callable_of, native_request
 from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefused, find_honoured, judge_calls
 from worker.engines.trtllm.reports import RuntimeReports
 from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts
@@ -275,15 +275,15 @@ class TrtllmEngine(RuntimeReports):
         if cache_salt is not None and "cache_salt" not in self._package.generate_arguments:
             raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not keep salts apart")
         number = next(self._numbers)
-        lowered = lower(params, prompt, number, self._served)
+        made = native_request(params, prompt, number, self._served)
         if len(self._flights) >= self.config.max_num_seqs + self.config.max_queue:
             raise Overloaded(
                 f"the queue is full: {self.config.max_num_seqs} requests may run and {self.config.max_queue} wait; "
                 "retry later or elsewhere"
             )
-        flight = self._flight(request_id, lowered, params, self._info.context_length - len(prompt))
+        flight = self._flight(request_id, made, params, self._info.context_length - len(prompt))
         flight.number = str(number)
-        adapter = self._adapter(flight, lowered, params)
+        adapter = self._adapter(flight, made, params)
         arguments = self._disaggregated(flight, kv, params)
         if adapter is not None:
             adapter.handed_over = flight.handed_over
@@ -291,18 +291,18 @@ class TrtllmEngine(RuntimeReports):
             arguments["cache_salt"] = cache_salt
         streaming = not isinstance(kv, KeepKv)
         try:
-            native = self._package.sampling_params(**lowered.fields)
+            native = self._package.sampling_params(**made.fields)
             if adapter is not None:
                 native.logits_processor = [adapter]
             flight.result = self._llm.generate_async(prompt, native, streaming=streaming, **arguments)
         except Exception as error:  # the engine's boundary: classified, never the worker's end by itself
-            refusal = submission_error(error, self._package, lowered.fields)
+            refusal = submission_error(error, self._package, made.fields)
             raise refusal or await self._blame(error) from error
         self._flights[request_id] = self._by_number[flight.number] = flight
         flight.pump = asyncio.create_task(self._pump(flight, params, kv))
         return flight
 
-    def _flight(self, request_id: str, lowered: Lowered, params: SamplingParams, room: int) -> Flight:
+    def _flight(self, request_id: str, made: NativeRequest, params: SamplingParams, room: int) -> Flight:
         """``room``: tokens that fit into the context after the prompt; TensorRT-LLM ends there
         too.
         """
@@ -310,24 +310,24 @@ class TrtllmEngine(RuntimeReports):
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         eos = self._served.eos_token_ids
         default_end = None if params.ignore_eos or not eos else eos[0]
-        native_logprobs = params.logprobs if lowered.chain is None else None
+        native_logprobs = params.logprobs if made.chain is None else None
         shows_end = params.include_stop_str_in_output
         return Flight(
             request_id,
             [
-                Cursor(index, lowered.end_token_ids, default_end, shows_end, native_logprobs, max_tokens)
+                Cursor(index, made.end_token_ids, default_end, shows_end, native_logprobs, max_tokens)
                 for index in range(params.n)
             ],
-            lowered.chain,
-            chain_logprobs=lowered.chain_logprobs is not None,
+            made.chain,
+            chain_logprobs=made.chain_logprobs is not None,
             fails_open=self.config.fails_open,
         )
 
-    def _adapter(self, flight: Flight, lowered: Lowered, params: SamplingParams) -> ChainAdapter | None:
+    def _adapter(self, flight: Flight, made: NativeRequest, params: SamplingParams) -> ChainAdapter | None:
         assert self._served is not None
         eos = self._served.eos_token_ids
         end_id = params.end_id if params.end_id is not None else eos[0] if eos else None
-        adapter = callable_of(lowered, end_id, lagged=self._served.lagged)
+        adapter = callable_of(made, end_id, lagged=self._served.lagged)
         if adapter is None:
             return None
         reporter = self._channel.reporter(flight.number)

@@ -4,7 +4,7 @@ The order law decides. Without processors, controls that this engine honours wit
 meaning stay native. With any processor, bias, penalties and bans join its chain; with one that
 shapes late, temperature and truncation too. What a version would ignore runs as our processor. A
 seed is never left to TensorRT-LLM, whose kernels read it for one row of a batch: the chain then
-draws, and so it does where log probabilities are asked for beside processors.
+samples, and so it does where log probabilities are asked for beside processors.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from adapters.chain import ProcessorChain, ProcessorFailed
-from adapters.contract import Context, Processor
+from adapters.contract import Context
 from adapters.trtllm import ChainAdapter
-from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
 from adapters.trtllm.seeded_draw import SeededDraw
 from adapters.vocabulary import Vocabulary
+from worker.engines.chain_members import chain_of, dense_bias, other_members
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.controls import is_drawn, with_field_processors
+from worker.sampling.field_processors import is_sampled, processor_controls, with_field_processors
 
 REFUSED = {
     **REFUSED_EVERYWHERE,
@@ -33,18 +31,13 @@ REFUSED = {
 }
 """Fields that are not served, with the reason; refused when they differ from their default."""
 
-# what may stay native, and the value that asks for nothing
-_NATIVE: tuple[tuple[str, Any], ...] = (
-    ("repetition_penalty", 1),
-    ("presence_penalty", 0),
-    ("frequency_penalty", 0),
-    ("bad_token_ids", []),
-)
+ALWAYS_NATIVE = frozenset({"temperature", "top_k", "top_p"})
+"""Controls that every version honours with the worker's own meaning; `probes` finds the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the engine knows when it lowers a request.
+    """What the installed TensorRT-LLM serves.
 
     Attributes:
         sampling_fields: Fields that the version's ``SamplingParams`` has.
@@ -62,7 +55,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class NativeRequest:
     """One request for TensorRT-LLM.
 
     Attributes:
@@ -70,8 +63,8 @@ class Lowered:
             changes it.
         end_token_ids: Ids that end the answer.
         chain: What runs as a callable, begun after the prompt; None if nothing does.
-        chain_logprobs: The chain reports log probabilities, of this many likeliest tokens; None if
-            it does not.
+        chain_logprobs: The chain reports log probabilities, of this many most likely tokens; None
+            if it does not.
     """
 
     fields: dict[str, Any]
@@ -80,13 +73,13 @@ class Lowered:
     chain_logprobs: int | None = None
 
 
-def lower(params: SamplingParams, prompt: list[int], number: int, served: Served) -> Lowered:
-    """What TensorRT-LLM gets for a request.
+def native_request(params: SamplingParams, prompt: list[int], number: int, served: Served) -> NativeRequest:
+    """A request in TensorRT-LLM's own fields, and the chain of what it does not honour exactly.
 
     Args:
         params: Of the request.
         prompt: Its token ids.
-        number: The id that foreign callables are called with.
+        number: The id that third-party callables are called with.
         served: About the engine.
 
     Raises:
@@ -95,78 +88,87 @@ def lower(params: SamplingParams, prompt: list[int], number: int, served: Served
     check_refused(params, REFUSED)
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
     native, rest = _native(params, len(prompt), served)
-    chain = _chain(params, prompt)
-    random = is_drawn(params, chain)
-    draws = _must_draw(rest, random, chain is not None or bool(params.logits_processors), served)
+    chain = chain_of(params, prompt)
+    random = is_sampled(params, chain)
+    chain_samples = _must_sample_in_chain(rest, random, chain is not None or bool(params.logits_processors), served)
     seed = params.seed or 0
     context = Context(Vocabulary(served.vocab_size), ends, seed, max_tokens=params.max_tokens)
-    late = random and (draws or _active(rest, "min_p", 0))
+    late = random and chain_samples
     try:
-        extra = _extra(rest, number, served.vocab_size)
-        rest, chain = with_field_processors(rest, chain, prompt, context, extra, late=late)
-        if draws:
+        extra = other_members(rest, number, served.vocab_size)
+        rest, chain = with_field_processors(rest, chain, prompt, context, extra, by_sampler=ALWAYS_NATIVE, late=late)
+        if chain_samples:
             chain = chain or _empty_chain(context, prompt)
             chain.add([SeededDraw(seed if random else None)], last=True)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     _check_choices(params, chain)
-    fields = _fields(params, ends) | native | (_sampling(rest) if random and not draws else _greedy())
+    fields = _fields(params, ends) | native | (_sampling(rest) if random and not chain_samples else _greedy())
     chain_logprobs = params.logprobs if chain is not None else None
     if chain is None and params.logprobs is not None:
         fields |= _logprobs(params, served)
-    return Lowered(fields, ends, chain, chain_logprobs)
+    return NativeRequest(fields, ends, chain, chain_logprobs)
 
 
-def callable_of(lowered: Lowered, end_id: int | None, *, lagged: bool) -> ChainAdapter | None:
+def callable_of(native: NativeRequest, end_id: int | None, *, lagged: bool) -> ChainAdapter | None:
     """The chain as a callable; its reports are the caller's to set.
 
     Raises:
         InvalidRequest: it needs a history that this engine does not show.
     """
-    if lowered.chain is None:
+    if native.chain is None:
         return None
     try:
-        adapter = ChainAdapter(lowered.chain, end_id=0 if end_id is None else end_id, lagged=lagged)
+        adapter = ChainAdapter(native.chain, end_id=0 if end_id is None else end_id, lagged=lagged)
     except ValueError as error:
         raise InvalidRequest("sampling_params.logits_processor", f"{error}; the worker runs --history lagged") from None
-    adapter.num_logprobs = lowered.chain_logprobs
+    adapter.num_logprobs = native.chain_logprobs
     return adapter
 
 
 def _native(params: SamplingParams, prompt_length: int, served: Served) -> tuple[dict[str, Any], SamplingParams]:
-    """Fields left to the engine, and the parameters without them. All or nothing: a chain takes
-    everything.
-    """
-    asked = [(name, neutral) for name, neutral in _NATIVE if _active(params, name, neutral)]
-    names = {name for name, _ in asked} | ({"embedding_bias"} if params.embedding_bias is not None else set())
-    if _active(params, "min_p", 0) and not params.is_greedy:
-        names.add("min_p")
-    if _needs_chain(params, served) or not names <= set(served.honoured):
+    """Fields left to the engine, and the parameters without them: all or none of them."""
+    names = set(_early(params))
+    if not params.is_greedy:
+        names.update(_active(params, late=True))
+    if params.logits_processors or _must_sample_in_chain(params, not params.is_greedy, False, served):
+        return {}, params
+    if not names <= set(served.honoured):
         return {}, params
     native = {name: getattr(params, name) for name in names}
     if names & {"presence_penalty", "frequency_penalty"}:
         native["prompt_ignore_length"] = prompt_length
     if "embedding_bias" in native:
-        native["embedding_bias"] = _bias(params.embedding_bias, served.vocab_size)
+        native["embedding_bias"] = dense_bias(params, served.vocab_size)
     cleared: dict[str, Any] = dict.fromkeys(names)
     return native, replace(params, **cleared)
 
 
-def _needs_chain(params: SamplingParams, served: Served) -> bool:
-    if params.logits_processors or _active(params, "min_tokens", 0) or _active(params, "no_repeat_ngram_size", 0):
-        return True
-    return _must_draw(params, not params.is_greedy, False, served)
+def _active(params: SamplingParams, *, late: bool) -> list[str]:
+    """Controls that are asked for and that not every version honours."""
+    return [
+        control.name
+        for control in processor_controls(type(params))
+        if control.refused is None
+        and control.name not in ALWAYS_NATIVE
+        and any(runs_as.is_late == late for runs_as in control.runs_as)
+        and control.is_active(params)
+    ]
 
 
-def _must_draw(params: SamplingParams, random: bool, has_chain: bool, served: Served) -> bool:
+def _early(params: SamplingParams) -> list[str]:
+    """Of these, those that act before temperature; the dense bias is one."""
+    return _active(params, late=False) + ([] if params.embedding_bias is None else ["embedding_bias"])
+
+
+def _must_sample_in_chain(params: SamplingParams, random: bool, has_chain: bool, served: Served) -> bool:
     """Whether the chain itself takes the token."""
     seeded = params.seed is not None and random
     if params.logprobs is None:
         return seeded
     if params.logprobs_mode == "processed" and "logprobs_mode" not in served.sampling_fields:
         raise InvalidRequest("sampling_params.logprobs_mode", "this version of TensorRT-LLM reports raw ones only")
-    lowers = any(_active(params, name, neutral) for name, neutral in (*_NATIVE, ("min_tokens", 0), ("min_p", 0)))
-    if seeded or has_chain or lowers or params.embedding_bias is not None or params.no_repeat_ngram_size:
+    if seeded or has_chain or _early(params) or _active(params, late=True):
         if params.logprobs_mode == "processed":
             problem = "beside processors, penalties or a seed this engine reports raw ones only"
             raise InvalidRequest("sampling_params.logprobs_mode", problem)
@@ -174,46 +176,10 @@ def _must_draw(params: SamplingParams, random: bool, has_chain: bool, served: Se
     return False
 
 
-def _active(params: SamplingParams, name: str, neutral: Any) -> bool:
-    value = getattr(params, name)
-    return value is not None and value != neutral
-
-
-def _chain(params: SamplingParams, prompt: list[int]) -> ProcessorChain | None:
-    chains = [each.chain for each in params.logits_processors if isinstance(each, ChainAdapter)]
-    if len(chains) > 1:
-        raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
-    if chains and chains[0].tokens != prompt:
-        chains[0].start(prompt)
-    return chains[0] if chains else None
-
-
 def _empty_chain(context: Context, prompt: Sequence[int]) -> ProcessorChain:
     chain = ProcessorChain([], context)
     chain.start(prompt)
     return chain
-
-
-def _extra(params: SamplingParams, number: int, vocab_size: int) -> list[Processor]:
-    bias = _bias(params.embedding_bias, vocab_size)
-    dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
-    foreign = [ForeignCallable(each, number) for each in params.logits_processors if not isinstance(each, ChainAdapter)]
-    return [*dense, *foreign]
-
-
-def _bias(values: Any, vocab_size: int) -> torch.Tensor | None:
-    if values is None:
-        return None
-    field = "sampling_params.embedding_bias"
-    try:
-        bias = torch.as_tensor(values, dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidRequest(field, f"must be numbers, got {type(values).__name__}") from error
-    if bias.shape != (vocab_size,):
-        raise InvalidRequest(field, f"must have shape ({vocab_size},), got {tuple(bias.shape)}")
-    if bool(bias.isnan().any()) or bool(bias.isposinf().any()):
-        raise InvalidRequest(field, "must be finite or -inf")
-    return bias
 
 
 def _check_choices(params: SamplingParams, chain: ProcessorChain | None) -> None:

@@ -148,7 +148,7 @@ class TextGenerationController(PaddedBatches, Streaming):
         """
         with self._lock:
             running = self._find(request_id)
-            self._session.suspend(running.job.id)
+            self._session.suspend(running.group.id)
             if running.request.status is not Status.SUSPENDED:
                 running.request.status = Status.SUSPENDED
                 self._paused.append(request_id)
@@ -157,7 +157,7 @@ class TextGenerationController(PaddedBatches, Streaming):
         """Go on with a suspended request. Raises `KeyError` if it is not."""
         with self._lock:
             running = self._find(request_id)
-            self._session.resume(running.job.id)
+            self._session.resume(running.group.id)
             running.request.status = Status.ACTIVE
 
     def abort_request(self, request_id: RequestId) -> None:
@@ -165,7 +165,7 @@ class TextGenerationController(PaddedBatches, Streaming):
         with self._lock:
             running = next((one for one in self._running.values() if one.request.request_id == request_id), None)
             if running is not None:
-                self._session.abort(running.job.id)
+                self._session.abort(running.group.id)
                 self._close(running)
 
     def set_stop_word_finished_ids_callback(self, callback: StopWordCallback | None) -> None:
@@ -266,7 +266,7 @@ class TextGenerationController(PaddedBatches, Streaming):
     def _end_static_batch(self) -> None:
         with self._lock:
             for running in list(self._running.values()):
-                self._session.abort(running.job.id)
+                self._session.abort(running.group.id)
                 self._close(running)
             self._in_static_batch = False
 
@@ -279,15 +279,17 @@ class TextGenerationController(PaddedBatches, Streaming):
         prompts = [self._prompt_tokens(one) for one in requests]
         for place, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             self._check_length(f"prompts[{place}]", request.sampling_params, len(prompt))
-        params = [one.sampling_params.lower(len(prompt)) for one, prompt in zip(requests, prompts, strict=True)]
+        params = [
+            one.sampling_params.to_sampling_params(len(prompt)) for one, prompt in zip(requests, prompts, strict=True)
+        ]
         named = [one.sampling_params.processors for one in requests]
-        jobs = self._session.prepare(prompts, params, named)
-        for request, prompt, job in zip(requests, prompts, jobs, strict=True):
+        groups = self._session.prepare(prompts, params, named)
+        for request, prompt, group in zip(requests, prompts, groups, strict=True):
             if request.prompt_tokens is None:
                 request.prompt_tokens = prompt
             request.status = Status.ACTIVE
-            self._running[job.id] = Running(request, job, streams.get(request.request_id))
-            self._session.add(job)
+            self._running[group.id] = Running(request, group, streams.get(request.request_id))
+            self._session.add(group)
 
     def _check_length(self, field: str, params: InferenceParams, prompt_length: int) -> None:
         total = prompt_length + (params.max_tokens(prompt_length) or 0)
@@ -300,24 +302,24 @@ class TextGenerationController(PaddedBatches, Streaming):
         report = Report()
         touched: dict[str, Running] = {}
         for event in events:
-            running = self._running[event.job.id]
+            running = self._running[event.group.id]
             running.follow()
-            touched[event.job.id] = running
+            touched[event.group.id] = running
             if not running.scores_only:
                 report.add(running, event)
         self._finish_by_callback(touched)
         for key, running in touched.items():
             if key in self._running:  # the callback may have ended it
                 self._stream(running)
-                if running.job.is_done:
+                if running.group.is_done:
                     self._close(running)
-            if running.job.is_done:
+            if running.group.is_done:
                 report.finished.append(running.request.request_id)
         paused, self._paused = self._paused, []
         return report.step(paused)
 
     def _finish_by_callback(self, touched: Mapping[str, Running]) -> None:
-        active = {one.request.request_id: one for one in touched.values() if not one.job.is_done}
+        active = {one.request.request_id: one for one in touched.values() if not one.group.is_done}
         if self._stop_callback is None or not active:
             return
         named = list(self._stop_callback(list(active)))
@@ -325,7 +327,7 @@ class TextGenerationController(PaddedBatches, Streaming):
         if unknown:
             raise ValueError(f"the stop-word callback named {unknown}, which are not active")
         for request_id in named:
-            self._session.finish(active[request_id].job.id)
+            self._session.finish(active[request_id].group.id)
             active[request_id].follow()
 
     def _close(self, running: Running) -> None:
@@ -344,7 +346,7 @@ class TextGenerationController(PaddedBatches, Streaming):
             request.segments = None if segments is None else segments[0]
         if running.stream is not None:
             running.stream.finish()
-        del self._running[running.job.id]
+        del self._running[running.group.id]
 
     def _find(self, request_id: RequestId) -> Running:
         for running in self._running.values():

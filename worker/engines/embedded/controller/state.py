@@ -18,17 +18,17 @@ from worker.engines.embedded.controller.types import (
     TokenStream,
     TopN,
 )
-from worker.engines.embedded.offline import Answer, Event, Job
+from worker.engines.embedded.offline import Answer, Event, RequestGroup
 
 _STATUS = {"error": Status.FAILED, "cancelled": Status.CANCELLED}
 
 
 class Running:
-    """A request and the job that answers it.
+    """A request and the session's group of answers to it.
 
     Args:
         request: Filled in as it goes on.
-        job: The session's.
+        group: The session's.
         stream: Of the request, if it has one.
 
     Attributes:
@@ -37,26 +37,26 @@ class Running:
         scores_only: No token is wanted; the one that is generated is thrown away.
     """
 
-    def __init__(self, request: InferenceRequest, job: Job, stream: TokenStream | None) -> None:
+    def __init__(self, request: InferenceRequest, group: RequestGroup, stream: TokenStream | None) -> None:
         self.request = request
-        self.job = job
+        self.group = group
         self.stream = stream
         self.num_streamed = 0
         self.is_reported = False
-        self.scores_only = request.sampling_params.max_tokens(len(job.prompt_token_ids)) == 0
+        self.scores_only = request.sampling_params.max_tokens(len(group.prompt_token_ids)) == 0
 
     def follow(self) -> None:
         """Keep the request's tokens up to date."""
         if not self.scores_only:
-            self.request.generated_tokens = list(self.job.answers[0].token_ids)
+            self.request.generated_tokens = list(self.group.answers[0].token_ids)
             self.request.generated_length = len(self.request.generated_tokens)
 
     def complete(self) -> None:
         """Fill in all that the answers say."""
-        request, params, result = self.request, self.request.sampling_params, self.job.result()
+        request, params, result = self.request, self.request.sampling_params, self.group.result()
         request.prompt_logits = result.context_logits
         self._fill_prompt(params)
-        best = self.job.best[0]
+        best = self.group.best[0]
         first = result.outputs[0]
         request.status = _STATUS.get(first.finish_reason, Status.COMPLETED)
         request.finish_reason, request.stop_reason, request.error = first.finish_reason, first.stop_reason, first.error
@@ -78,7 +78,7 @@ class Running:
             request.generated_top_n_logprobs = [entry(one) for one in best.token_logprobs]
 
     def _fill_prompt(self, params: InferenceParams) -> None:
-        collector = self.job.answers[0].collector
+        collector = self.group.answers[0].collector
         scores = collector.prompt_logprobs if collector is not None else None
         if scores is None:
             return

@@ -60,16 +60,16 @@ class Streaming(Texts):
                     stream.finish()
 
     def _stream(self, running: Running) -> None:
-        request, answer = running.request, running.job.answers[0]
+        request, answer = running.request, running.group.answers[0]
         if running.stream is None or running.stream.finished:
             return
-        count, done = answer.num_shown, running.job.is_done
+        count, done = answer.num_shown, running.group.is_done
         if count == running.num_streamed and not done:
             return
         running.num_streamed = count
         log_probs = None
         if request.sampling_params.return_log_probs:
-            padding = [0.0] * (len(running.job.prompt_token_ids) - 1)  # places of the prompt's, which are not streamed
+            padding = [0.0] * (len(running.group.prompt_token_ids) - 1)  # the prompt's are not streamed
             log_probs = padding + [one[0].logprob for one in answer.token_logprobs]
         self.stream_tokens(
             request.sampling_params,
@@ -78,8 +78,8 @@ class Streaming(Texts):
             [running.stream],
             [True],
             [done],
-            [running.job.prompt_token_ids + answer.token_ids],
-            [len(running.job.prompt_token_ids)],
+            [running.group.prompt_token_ids + answer.token_ids],
+            [len(running.group.prompt_token_ids)],
             [count],
             [log_probs],
             texts=[None if answer.text is None else answer.text.shown],

@@ -6,8 +6,8 @@
 """
 
 from worker.engines.embedded.offline.engine import Engine
-from worker.engines.embedded.offline.results import Answer, Completion, Job
+from worker.engines.embedded.offline.results import Answer, Completion, RequestGroup
 from worker.engines.embedded.offline.session import Event
 from worker.engines.embedded.offline.stop_strings import IncrementalText
 
-__all__ = ["Answer", "Completion", "Engine", "Event", "IncrementalText", "Job"]
+__all__ = ["Answer", "Completion", "Engine", "Event", "IncrementalText", "RequestGroup"]

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from adapters.catalog import Catalog
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.offline.request_builder import Desk, Named
+from worker.engines.embedded.offline.request_builder import Named, RequestBuilder
 from worker.engines.embedded.offline.results import Result
 from worker.engines.embedded.offline.session import Session
 from worker.engines.embedded.plan import Model
@@ -59,8 +59,8 @@ class Engine:
         if self.config.max_mixed_chunk is None:  # what counts is when the last answer ends
             stepper.scheduler.max_mixed_chunk = None
         vocabulary = _vocabulary(Path(model_path), self.info.vocab_size, self.info.eos_token_ids)
-        desk = Desk(stepper.model, self.info.context_length, vocabulary, catalog or Catalog.default())
-        self.session = Session(stepper, self.info, desk)
+        builder = RequestBuilder(stepper.model, self.info.context_length, vocabulary, catalog or Catalog.default())
+        self.session = Session(stepper, self.info, builder)
         self._done: list[Result] = []
 
     def __enter__(self) -> Self:
@@ -69,13 +69,13 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for job_id in self.session.job_ids:
-            self.session.abort(job_id)
+        for group_id in self.session.group_ids:
+            self.session.abort(group_id)
 
     @property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, None if it has none."""
-        return self.session.desk.tokenizer
+        return self.session.builder.tokenizer
 
     def generate(
         self,
@@ -104,26 +104,26 @@ class Engine:
         """
         asked = _prompts(prompts)
         params = _per_prompt(sampling_params, len(asked))
-        jobs = self.session.prepare(asked, params, _named(processors, len(asked)))
-        for job in jobs:
-            self.session.add(job)
-        mine = {job.id for job in jobs}
+        groups = self.session.prepare(asked, params, _named(processors, len(asked)))
+        for group in groups:
+            self.session.add(group)
+        mine = {group.id for group in groups}
         results: dict[str, Result] = {}
         hidden = not (progress and sys.stderr.isatty())
         try:
-            with tqdm(total=len(jobs), disable=hidden, unit="prompt", dynamic_ncols=True) as bar:
-                while len(results) < len(jobs):
+            with tqdm(total=len(groups), disable=hidden, unit="prompt", dynamic_ncols=True) as bar:
+                while len(results) < len(groups):
                     done = self._advance()
                     if not done and self.session.is_idle:  # all is suspended, or has been aborted
                         self.session.wait()
-                        done = [job.result() for job in jobs if job.is_done and job.id not in results]
+                        done = [group.result() for group in groups if group.is_done and group.id not in results]
                     results |= {one.request_id: one for one in done if one.request_id in mine}
                     self._done += [one for one in done if one.request_id not in mine]
                     bar.update(sum(one.request_id in mine for one in done))
         finally:
-            for job_id in mine - set(results):
-                self.session.abort(job_id)
-        return [results[job.id] for job in jobs]
+            for group_id in mine - set(results):
+                self.session.abort(group_id)
+        return [results[group.id] for group in groups]
 
     def add(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, processors: Sequence[Named] = ()
@@ -133,9 +133,9 @@ class Engine:
         Raises:
             InvalidRequest: it cannot be served.
         """
-        (job,) = self.session.prepare([prompt], [sampling_params or SamplingParams()], [processors])
-        self.session.add(job)
-        return job.id
+        (group,) = self.session.prepare([prompt], [sampling_params or SamplingParams()], [processors])
+        self.session.add(group)
+        return group.id
 
     def step(self) -> list[Result]:
         """Compute one step; returns the prompts that are done with it."""
@@ -146,8 +146,8 @@ class Engine:
         """End a prompt's answers where they are; None if it is done already. Suspended ones may
         be aborted, too.
         """
-        job = self.session.abort(request_id)
-        return None if job is None else job.result()
+        group = self.session.abort(request_id)
+        return None if group is None else group.result()
 
     def suspend(self, request_id: str) -> None:
         """Take a prompt out of the engine, so that others have its place. Raises `KeyError` if
@@ -164,11 +164,11 @@ class Engine:
     @property
     def unfinished(self) -> list[str]:
         """Ids of prompts that are not done, suspended ones too."""
-        return self.session.job_ids
+        return self.session.group_ids
 
     def _advance(self) -> list[Result]:
-        ended = dict.fromkeys(event.job for event in self.session.step())  # several answers may end in one step
-        return [job.result() for job in ended if job.is_done]
+        ended = dict.fromkeys(event.group for event in self.session.step())  # several answers may end in one step
+        return [group.result() for group in ended if group.is_done]
 
 
 def _vocabulary(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:

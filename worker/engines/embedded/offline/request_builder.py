@@ -1,6 +1,4 @@
-"""What may be asked of the engine offline: a prompt and its `SamplingParams` become requests,
-one for each answer.
-"""
+"""From a prompt and its `SamplingParams` to the engine's requests, one for each answer."""
 
 from __future__ import annotations
 
@@ -13,18 +11,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from adapters.catalog import Catalog, Requested, SelectionError, parse_selection
-from adapters.contract import Context, Scope
+from adapters.catalog import Catalog, Selection, SelectionError, parse_selection
 from adapters.trtllm import ChainAdapter, DynamoAdapter, create_trtllm_adapters
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.admission import admit, end_ids_of
-from worker.engines.embedded.offline.results import Answer, Job
+from worker.engines.embedded.offline.results import Answer, RequestGroup
 from worker.engines.embedded.offline.stop_strings import AnswerText
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling import LogitsCollector
 from worker.errors import InvalidRequest
-from worker.sampling import GuidedDecodingParams, SamplingParams
-from worker.sampling.controls import GUIDES
+from worker.sampling import SamplingParams
+from worker.sampling.chain_builder import ChainBuilder, Facts
+from worker.sampling.field_processors import for_engine, processor_controls
 
 Named = Mapping[str, Any]
 """A processor by its name in the catalogue: ``{"name": ..., "args": {...}}``."""
@@ -34,24 +32,24 @@ ALLOWED = frozenset(
         "n",
         "best_of",
         "stop",
-        "bad",
         "truncate_prompt_tokens",
         "prompt_logprobs",
         "logprobs_simple_format",
         "prompt_logprobs_simple_format",
         "return_context_logits",
         "return_generation_logits",
-        "guided_decoding",
-        "thinking_token_budget",
     }
 )
-"""Fields that the serving path refuses and that are honoured here."""
+"""Fields that the engine refuses and that are served here."""
+
+HONOURED = ALLOWED | {one.name for one in processor_controls(SamplingParams) if one.refused is not None}
+"""The same with the fields that are processors of the chain before the engine is asked."""
 
 _SHARED_CHAIN = "a chain serves one answer: name its processors in processors=, for each answer has a chain of its own"
 
 
-class Desk:
-    """Checks prompts and makes jobs of them.
+class RequestBuilder:
+    """Checks prompts and makes the engine's requests of them.
 
     Args:
         model: Which will answer.
@@ -64,15 +62,14 @@ class Desk:
         self.vocabulary = vocabulary
         self._model = model
         self._context_length = context_length
-        self._catalog = catalog
-        self._tags = [vocabulary.tag(text) for text in ("<think>", "</think>")]
+        self._chains = ChainBuilder(catalog, Facts.of(vocabulary))
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer, None if there is none."""
         return self.vocabulary.tokenizer
 
-    def job(
+    def build(
         self,
         number: int,
         prompt: str | Sequence[int],
@@ -80,8 +77,8 @@ class Desk:
         named: Sequence[Named],
         shared: AbstractSet[int],
         where: str,
-    ) -> Job:
-        """Check a prompt and make a job of it.
+    ) -> RequestGroup:
+        """Check a prompt and make the requests of its answers.
 
         Args:
             number: The engine's own id.
@@ -97,14 +94,14 @@ class Desk:
         try:
             tokens = self._tokens(prompt, wanted)
             _check(wanted, self.tokenizer is not None)
-            requested = self._requested(wanted, named)
+            selection = self._selection(wanted, named)
             seeded = replace(wanted, seed=secrets.randbits(64)) if wanted.seed is None else wanted
             answers = [
-                self._answer(number, tokens, seeded, requested, shared, choice) for choice in range(wanted.best_of or 1)
+                self._answer(number, tokens, seeded, selection, shared, choice) for choice in range(wanted.best_of or 1)
             ]
         except InvalidRequest as error:
             raise InvalidRequest(f"{where}.{error.field}", error.problem) from error
-        return Job(str(number), prompt if isinstance(prompt, str) else None, tokens, wanted, answers)
+        return RequestGroup(str(number), prompt if isinstance(prompt, str) else None, tokens, wanted, answers)
 
     def _tokens(self, prompt: str | Sequence[int], wanted: SamplingParams) -> list[int]:
         if isinstance(prompt, str):
@@ -115,40 +112,34 @@ class Desk:
             tokens = list(prompt)
         return tokens if wanted.truncate_prompt_tokens is None else tokens[-wanted.truncate_prompt_tokens :]
 
-    def _requested(self, wanted: SamplingParams, named: Sequence[Named]) -> list[Requested]:
-        """The processors that the request names, and its fields that are processors by another
-        name.
-        """
+    def _selection(self, wanted: SamplingParams, named: Sequence[Named]) -> Selection:
+        """The processors that the request names, and its fields that run as processors."""
         try:
-            selected = parse_selection(json.dumps({"version": 1, "processors": [dict(one) for one in named]}))
-        except SelectionError as error:
-            raise InvalidRequest(error.path, error.problem) from None
+            text = json.dumps({"version": 1, "processors": [dict(one) for one in named]})
         except (TypeError, ValueError) as error:
             raise InvalidRequest("processors", f"must be JSON data: {error}") from None
-        fields = field_processors(wanted)
-        names = {one.name for one in selected.processors}
-        for one in fields:
-            if one.name in names:
-                raise InvalidRequest(one.path, f"is set, and the processor {one.name} is named too")
-        return [*selected.processors, *fields]
+        try:
+            return self._chains.select(parse_selection(text), wanted)
+        except SelectionError as error:
+            raise InvalidRequest(error.path, error.problem) from None
 
     def _answer(
         self,
         number: int,
         tokens: list[int],
         params: SamplingParams,
-        requested: Sequence[Requested],
+        selection: Selection,
         shared: AbstractSet[int],
         choice: int,
     ) -> Answer:
         asks = params.logprobs if params.logprobs is not None or (params.best_of or 1) == params.n else 0
         processors = [_own(one, shared) for one in params.logits_processors]
         chains = [one for one in processors if isinstance(one, ChainAdapter)]
-        if requested:
+        if selection.processors:
             if chains:
                 raise InvalidRequest("sampling_params.logits_processor", "holds a chain, and processors are named too")
-            processors += self._chain(tokens, params, requested, choice)
-        own = replace(params, n=1, best_of=1, logprobs=asks, logits_processor=processors or None)
+            processors += self._chain(tokens, params, selection, choice)
+        own = for_engine(params, n=1, best_of=1, logprobs=asks, logits_processor=processors or None)
         request = admit(
             f"{number}.{choice}",
             number,
@@ -164,21 +155,13 @@ class Desk:
         return Answer(request, self._text(request, params), collector)
 
     def _chain(
-        self, tokens: list[int], params: SamplingParams, requested: Sequence[Requested], choice: int
+        self, tokens: list[int], params: SamplingParams, selection: Selection, choice: int
     ) -> list[Callable[..., None]]:
         room = self._context_length - len(tokens)
-        context = Context(
-            self.vocabulary,
-            end_ids_of(params, self._model),
-            params.seed or 0,
-            choice,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            think_start=self._tags[0],
-            think_end=self._tags[1],
-        )
-        selection = parse_selection('{"version": 1}').with_processors(*requested)
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        context = self._chains.context(end_ids_of(params, self._model), params.seed or 0, most, choice)
         try:
-            chain = self._catalog.build_chain(selection, context)
+            chain = self._chains.build(selection, context)
         except SelectionError as error:
             raise InvalidRequest(error.path or "processors", error.problem) from None
         return list(create_trtllm_adapters([chain]))
@@ -214,44 +197,6 @@ def stop_strings(params: SamplingParams) -> list[str]:
     return [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
 
 
-def field_processors(params: SamplingParams) -> list[Requested]:
-    """Fields that have no counterpart in the sampler: they are processors by another name.
-
-    Raises:
-        InvalidRequest: a guide that no processor stands for.
-    """
-    found = []
-
-    def add(field: str, name: str, scope: Scope = "all", **args: Any) -> None:
-        found.append(Requested(name, args, scope, f"sampling_params.{field}"))
-
-    if params.bad is not None:
-        add("bad", "bad_words", words=[params.bad] if isinstance(params.bad, str) else params.bad)
-    if params.thinking_token_budget is not None and params.thinking_token_budget >= 0:
-        add("thinking_token_budget", "thinking_budget", tokens=params.thinking_token_budget)
-    if params.guided_decoding is not None:
-        name, args = guide(params.guided_decoding)
-        add("guided_decoding", name, **args)
-    return found
-
-
-def guide(guided: GuidedDecodingParams) -> tuple[str, dict[str, Any]]:
-    """Processor and arguments for a guide.
-
-    Raises:
-        InvalidRequest: it is a structural tag, or none at all.
-    """
-    if guided.structural_tag:
-        raise InvalidRequest("sampling_params.guided_decoding", "structural tags are not served")
-    if guided.json_object:
-        return "json_schema", {"schema": {"type": "object"}}
-    for kind in ("json", "regex", "grammar"):
-        value = getattr(guided, kind)
-        if value:
-            return GUIDES[kind].processor.name, {GUIDES[kind].argument: value}
-    raise InvalidRequest("sampling_params.guided_decoding", "must hold a guide")
-
-
 def _check(wanted: SamplingParams, has_tokenizer: bool) -> None:
     stops = stop_strings(wanted)
     if any(not isinstance(stop, str) or not stop for stop in stops):
@@ -259,6 +204,10 @@ def _check(wanted: SamplingParams, has_tokenizer: bool) -> None:
     for field, used in (("stop", stops), ("bad", wanted.bad), ("guided_decoding", wanted.guided_decoding)):
         if used and not has_tokenizer:
             raise InvalidRequest(f"sampling_params.{field}", "needs a tokenizer, and the model has none")
+    if wanted.guided_decoding is not None and wanted.guided_decoding.structural_tag is not None:
+        raise InvalidRequest("sampling_params.guided_decoding", "structural tags are not served")
+    if wanted.guided_decoding is not None and not wanted.guided_decoding.given:
+        raise InvalidRequest("sampling_params.guided_decoding", "must hold a guide")
     if wanted.prompt_logprobs_simple_format and wanted.prompt_logprobs != 0:
         raise InvalidRequest("sampling_params.prompt_logprobs_simple_format", "needs prompt_logprobs=0")
 
@@ -273,6 +222,6 @@ def _own(processor: Callable[..., None], shared: AbstractSet[int]) -> Callable[.
         return processor  # under TensorRT-LLM's contract, which tells it the request
     try:
         return copy.deepcopy(processor)
-    except Exception as error:  # the callback boundary: foreign code
+    except Exception as error:  # the callback boundary: third-party code
         problem = f"{processor.name} is given for several answers and cannot be copied ({type(error).__name__})"
         raise InvalidRequest("sampling_params.logits_processor", problem) from error

@@ -206,7 +206,7 @@ class Answer:
 
 
 @dataclass(eq=False)
-class Job:
+class RequestGroup:
     """One prompt and its answers.
 
     Attributes:

@@ -13,8 +13,8 @@ from time import perf_counter
 
 from worker.engines import EngineInfo, FinishReason
 from worker.engines.embedded.host import FairLock
-from worker.engines.embedded.offline.request_builder import Desk, Named
-from worker.engines.embedded.offline.results import Answer, Job
+from worker.engines.embedded.offline.request_builder import Named, RequestBuilder
+from worker.engines.embedded.offline.results import Answer, RequestGroup
 from worker.engines.embedded.plan import Output
 from worker.engines.embedded.step import Stepper
 from worker.sampling import SamplingParams
@@ -27,13 +27,13 @@ class Event:
     """What one step has done to one answer.
 
     Attributes:
-        job: Its prompt.
+        group: The answers to its prompt.
         answer: The answer; it is over if its ``finish_reason`` is set.
         token_id: The sampled token, also where the answer does not show it; None if none was
             sampled.
     """
 
-    job: Job
+    group: RequestGroup
     answer: Answer
     token_id: int | None
 
@@ -49,41 +49,37 @@ class Session:
     Args:
         stepper: Used by this session alone.
         info: Of the engine.
-        desk: Checks prompts and makes requests of them.
+        builder: Checks prompts and makes requests of them.
     """
 
-    def __init__(self, stepper: Stepper, info: EngineInfo, desk: Desk) -> None:
+    def __init__(self, stepper: Stepper, info: EngineInfo, builder: RequestBuilder) -> None:
         self.stepper = stepper
         self.info = info
-        self.desk = desk
-        self._jobs: dict[str, Job] = {}
+        self.builder = builder
+        self._groups: dict[str, RequestGroup] = {}
         self._suspended: dict[str, list[Answer]] = {}
-        self._waiting: deque[tuple[Job, Answer]] = deque()
+        self._waiting: deque[tuple[RequestGroup, Answer]] = deque()
         self._siblings: dict[str, list[Answer]] = {}
-        self._live: dict[str, tuple[Job, Answer]] = {}  # in the stepper, by request id
+        self._live: dict[str, tuple[RequestGroup, Answer]] = {}  # in the stepper, by request id
         self._numbers = count()
         self.lock = FairLock()
         self._changed = Signal()
         self._is_stepping = False
 
     @property
-    def job_ids(self) -> list[str]:
+    def group_ids(self) -> list[str]:
         """Prompts that are not done, suspended ones too, oldest first."""
-        return list(self._jobs)
+        return list(self._groups)
 
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to compute."""
         return not (self._live or self._waiting)
 
-    def job(self, job_id: str) -> Job:
-        """A prompt that is not done. Raises `KeyError` if there is none of that id."""
-        return self._jobs[job_id]
-
     def prepare(
         self, prompts: Sequence[str | Sequence[int]], params: Sequence[SamplingParams], named: Sequence[Sequence[Named]]
-    ) -> list[Job]:
-        """Check prompts and make jobs of them; nothing is queued yet.
+    ) -> list[RequestGroup]:
+        """Check prompts and make requests of them; nothing is queued yet.
 
         Raises:
             InvalidRequest: one of them cannot be served; the field starts with its place.
@@ -93,21 +89,21 @@ class Session:
             for processor in one.logits_processors:
                 uses[id(processor)] += one.best_of or 1
         shared = frozenset(key for key, number in uses.items() if number > 1)
-        jobs = []
+        groups = []
         for place, (prompt, wanted, processors) in enumerate(zip(prompts, params, named, strict=True)):
             with self.lock:
                 number = next(self._numbers)
-            jobs.append(self.desk.job(number, prompt, wanted, processors, shared, f"prompts[{place}]"))
-        return jobs
+            groups.append(self.builder.build(number, prompt, wanted, processors, shared, f"prompts[{place}]"))
+        return groups
 
-    def add(self, job: Job) -> None:
+    def add(self, group: RequestGroup) -> None:
         """Queue a prompt."""
         with self.lock:
             self._check_not_stepping()
-            job.started_s = perf_counter()
-            self._jobs[job.id] = job
-            first, *others = job.answers
-            self._waiting.append((job, first))
+            group.started_s = perf_counter()
+            self._groups[group.id] = group
+            first, *others = group.answers
+            self._waiting.append((group, first))
             if others:
                 self._siblings[first.request.id] = others
             self._changed.set()
@@ -127,19 +123,19 @@ class Session:
             time_s = perf_counter()
             return [self._take(output, time_s) for output in outputs]
 
-    def finish(self, job_id: str) -> None:
+    def finish(self, group_id: str) -> None:
         """End every unfinished answer to a prompt as ``stop``, with the tokens that it has; no
         error if it is done.
         """
-        self._end(job_id, "stop")
+        self._end(group_id, "stop")
 
-    def abort(self, job_id: str) -> Job | None:
+    def abort(self, group_id: str) -> RequestGroup | None:
         """End every unfinished answer to a prompt as ``cancelled``; None if it is not here any
         more.
         """
-        return self._end(job_id, "cancelled")
+        return self._end(group_id, "cancelled")
 
-    def suspend(self, job_id: str) -> None:
+    def suspend(self, group_id: str) -> None:
         """Take a prompt out of the engine; its tokens stay, its KV need not. Once more is no error.
 
         Raises:
@@ -147,11 +143,11 @@ class Session:
         """
         with self.lock:
             self._check_not_stepping()
-            job = self._jobs[job_id]
-            if job_id not in self._suspended:
-                self._suspended[job_id] = self._withdraw(job)
+            group = self._groups[group_id]
+            if group_id not in self._suspended:
+                self._suspended[group_id] = self._withdraw(group)
 
-    def resume(self, job_id: str) -> None:
+    def resume(self, group_id: str) -> None:
         """Go on with a suspended prompt, before others that wait; its answers are what they would
         have been.
 
@@ -160,9 +156,9 @@ class Session:
         """
         with self.lock:
             self._check_not_stepping()
-            job = self._jobs[job_id]
-            for answer in reversed(self._suspended.pop(job_id)):
-                self._waiting.appendleft((job, answer))
+            group = self._groups[group_id]
+            for answer in reversed(self._suspended.pop(group_id)):
+                self._waiting.appendleft((group, answer))
             self._changed.set()
 
     def wait(self) -> None:
@@ -173,19 +169,19 @@ class Session:
             self._changed.wait(_LONGEST_WAIT_S)
         self._changed.clear()
 
-    def _end(self, job_id: str, reason: FinishReason) -> Job | None:
+    def _end(self, group_id: str, reason: FinishReason) -> RequestGroup | None:
         with self.lock:
             self._check_not_stepping()
-            job = self._jobs.pop(job_id, None)
-            if job is None:
+            group = self._groups.pop(group_id, None)
+            if group is None:
                 return None
-            self._withdraw(job)
-            for answer in job.answers:
+            self._withdraw(group)
+            for answer in group.answers:
                 if answer.finish_reason is None:
                     answer.end(reason)
-            self._suspended.pop(job_id, None)
+            self._suspended.pop(group_id, None)
             self._changed.set()
-            return job
+            return group
 
     def _check_not_stepping(self) -> None:
         if self._is_stepping:
@@ -193,39 +189,39 @@ class Session:
 
     def _fill(self) -> None:
         while self._waiting and len(self._live) < self.info.max_num_seqs:
-            job, answer = self._waiting.popleft()
-            self._live[answer.request.id] = job, answer
+            group, answer = self._waiting.popleft()
+            self._live[answer.request.id] = group, answer
             self.stepper.add(answer.request)
 
     def _take(self, output: Output, time_s: float) -> Event:
-        job, answer = self._live[output.request_id]
+        group, answer = self._live[output.request_id]
         for sibling in reversed(self._siblings.pop(output.request_id, [])):
-            self._waiting.appendleft((job, sibling))
-        answer.take(output, time_s - job.started_s)
+            self._waiting.appendleft((group, sibling))
+        answer.take(output, time_s - group.started_s)
         if answer.finish_reason is not None:
             if output.finish_reason is None:
                 self._end_live(answer)  # a stop string, of which the engine knows nothing
             else:
                 del self._live[output.request_id]
-            self._close(job)
+            self._close(group)
         token_id = output.token_id if output.token_id is not None else output.stop_reason
-        return Event(job, answer, token_id)
+        return Event(group, answer, token_id)
 
     def _end_live(self, answer: Answer) -> None:
         self.stepper.abort(answer.request.id)
         del self._live[answer.request.id]
 
-    def _withdraw(self, job: Job) -> list[Answer]:
-        """Take the unfinished answers of `job` out of wherever they are."""
-        mine = [answer for answer in job.answers if answer.finish_reason is None]
+    def _withdraw(self, group: RequestGroup) -> list[Answer]:
+        """Take the unfinished answers of `group` out of wherever they are."""
+        mine = [answer for answer in group.answers if answer.finish_reason is None]
         for answer in mine:
             if answer.request.id in self._live:
                 self._end_live(answer)
                 answer.request.num_computed = 0
             self._siblings.pop(answer.request.id, None)
-        self._waiting = deque(one for one in self._waiting if one[0] is not job)
+        self._waiting = deque(one for one in self._waiting if one[0] is not group)
         return mine
 
-    def _close(self, job: Job) -> None:
-        if job.is_done:
-            self._jobs.pop(job.id, None)
+    def _close(self, group: RequestGroup) -> None:
+        if group.is_done:
+            self._groups.pop(group.id, None)

@@ -151,12 +151,8 @@ class DrawnRows:
 
 def controls_of(params: SamplingParams) -> Controls:
     """Temperature and truncation of a request that is not greedy; what it does not set is off."""
-    return Controls(
-        temperature=1.0 if params.temperature is None else params.temperature,
-        min_p=params.min_p or 0.0,
-        top_k=params.top_k or 0,
-        top_p=1.0 if params.top_p is None else params.top_p,
-    )
+    given = {name: getattr(params, name) for name in Controls.__dataclass_fields__}
+    return Controls(**{name: value for name, value in given.items() if value is not None})
 
 
 def _owners(count: int, offsets: Sequence[int] | None) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""`GenerationRequest` → `SamplingParams`, and `TokenDelta` → chunk."""
+"""`TokenDelta` → chunk."""
 
 from __future__ import annotations
 
@@ -7,53 +7,23 @@ from typing import Any
 import pytest
 
 from worker.engines import TokenDelta, TokenLogprob
-from worker.errors import InvalidRequest, RequestFailed
-from worker.requests.lowering import lower
+from worker.errors import RequestFailed
 from worker.requests.request import GenerationRequest
 from worker.requests.response import ResponseBuilder
+from worker.sampling import SamplingParams
 
 
-def request(**values: Any) -> GenerationRequest:
-    return GenerationRequest(**{"prompt_token_ids": [1, 2, 3], "max_tokens": 10, **values})
+def request(shown: frozenset[int] = frozenset(), **controls: Any) -> GenerationRequest:
+    params = SamplingParams(max_tokens=10, stop_token_ids=[9, *shown], **controls)
+    return GenerationRequest(prompt_token_ids=[1, 2, 3], params=params, shown_stop_token_ids=shown)
 
 
-def builder(made: GenerationRequest, eos: tuple[int, ...] = (9,)) -> ResponseBuilder:
-    return ResponseBuilder(made, lower(made, eos).end_token_ids - made.shown_stop_token_ids)
-
-
-def test_nothing_set_is_greedy() -> None:
-    params = lower(request(), (9, 8))
-    assert params.is_greedy
-    assert (params.max_tokens, params.min_tokens, params.end_id) == (10, None, 9)
-    assert params.end_token_ids == {8, 9}
-    assert params.include_stop_str_in_output is False
-
-
-def test_sampling_controls_arrive() -> None:
-    params = lower(request(temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, seed=2**64 - 1, logprobs=3), ())
-    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 4, 0.1)
-    assert (params.seed, params.logprobs, params.end_id) == (2**64 - 1, 3, None)
-
-
-def test_ignore_eos_keeps_the_client_s_own_stop_tokens() -> None:
-    params = lower(request(ignore_eos=True, stop_token_ids=frozenset({5})), (9,))
-    assert params.end_token_ids == {5}
-
-
-def test_processors_arrive() -> None:
-    def processor(*_: object) -> None: ...
-
-    assert lower(request(), (), [processor]).logits_processors == [processor]
-
-
-def test_a_value_that_sampling_params_refuse_names_the_field() -> None:
-    with pytest.raises(InvalidRequest, match=r"sampling_options\.top_p: must be .*got 3"):
-        lower(request(top_p=3), ())
+def builder(made: GenerationRequest) -> ResponseBuilder:
+    return ResponseBuilder(made, made.params.end_token_ids - made.shown_stop_token_ids)
 
 
 def test_hidden_stop_token_is_dropped_where_shown_ones_brought_it_in() -> None:
-    made = request(stop_token_ids_visible=frozenset({5}))
-    assert lower(made, (9,)).include_stop_str_in_output
+    made = request(frozenset({5}))
     chunk = builder(made).chunk(TokenDelta([4, 9], finish_reason="stop", stop_reason=9))
     assert chunk["token_ids"] == [4]
     assert chunk["completion_usage"]["completion_tokens"] == 1
@@ -90,7 +60,7 @@ def test_a_chosen_token_among_the_likeliest_is_listed_once() -> None:
 
 
 def test_logprobs_end_where_the_shown_tokens_end() -> None:
-    made = request(logprobs=0, stop_token_ids_visible=frozenset({5}))
+    made = request(frozenset({5}), logprobs=0)
     delta = TokenDelta(
         [4, 9], logprobs=[[TokenLogprob(4, -1.0, 1)], [TokenLogprob(9, -2.0, 1)]], finish_reason="stop", stop_reason=9
     )

@@ -1,11 +1,10 @@
-"""Fields that are processors by another name: one table; what the operator's policy makes of
-them, over all of them.
-"""
+"""Fields that run as processors: what the operator's policy makes of them, over all of them."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,15 +15,17 @@ from prometheus_client import CollectorRegistry
 
 from adapters.catalog import Catalog, ModelPolicy, Origin, Policy, Requested, Selection
 from adapters.chain import ProcessorChain, apply_chain
-from adapters.contract import Processor, Stage
+from adapters.contract import Stage
 from adapters.processors import BUILTINS
+from worker.engines.embedded.admission import SAMPLED
 from worker.errors import InvalidRequest
-from worker.processors.builder import Facts, ProcessorDesk
+from worker.processors.builder import ServedChainBuilder
 from worker.requests.fields import FIELDS
-from worker.requests.lowering import lower
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
-from worker.sampling import SamplingParams
-from worker.sampling.controls import CONTROLS, Control, is_drawn, with_field_processors
+from worker.sampling import Control, SamplingParams
+from worker.sampling.chain_builder import Facts
+from worker.sampling.control import RunsAs
+from worker.sampling.field_processors import for_engine, is_sampled, processor_controls, with_field_processors
 from worker.tiny_model import write_tiny_model
 
 CATALOG = Catalog.default()
@@ -56,8 +57,31 @@ VALUES: dict[str, tuple[st.SearchStrategy[Any], dict[str, Any]]] = {
     "grammar": (st.sampled_from(['start: "a"', 'start: "b"']), {"lark": 'start: "b"'}),
 }
 
-REQUEST_CONTROLS = [control for control in CONTROLS if control.processor.name in VALUES]
-controls = st.sampled_from(REQUEST_CONTROLS)
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A field of a request, or one of its kinds of values, and the processor that it runs as."""
+
+    control: Control
+    runs_as: RunsAs
+
+    def value(self, request: GenerationRequest) -> Any:
+        """The processor's argument that a request sets."""
+        return self.runs_as.value_of(getattr(request.params, self.control.name))
+
+    @property
+    def name(self) -> str:
+        return self.runs_as.processor.name
+
+
+CASES = [
+    Case(control, runs_as)
+    for control in processor_controls(SamplingParams)
+    for runs_as in control.runs_as
+    if control.paths and runs_as.guide != "json_object"
+]
+BY_NAME = {case.name: case for case in CASES}
+cases = st.sampled_from(CASES)
 
 
 @pytest.fixture(scope="module")
@@ -67,43 +91,40 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     return Facts.load(str(directory), VOCAB, (END,))
 
 
-def path_of(control: Control) -> str:
-    return [row.path for row in FIELDS if row.target == control.field][-1]
-
-
-def raw(control: Control | None = None, value: Any = None, **stop_conditions: Any) -> dict[str, Any]:
+def raw(case: Case | None = None, value: Any = None, **stop_conditions: Any) -> dict[str, Any]:
     """A request as the frontend sends it, with one field set."""
     data: dict[str, Any] = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 20, **stop_conditions}}
-    if control is not None:
-        *sections, name = path_of(control).split(".")
+    if case is not None:
+        *sections, name = case.control.path.split(".")
         inner = data
         for section in sections:
             inner = inner.setdefault(section, {})
-        inner[name] = value if control.guide is None else {control.guide: value}
+        inner[name] = value if case.runs_as.guide is None else {case.runs_as.guide: value}
     return data
 
 
 def parsed(data: dict[str, Any]) -> GenerationRequest:
-    return parse_request(data, RequestLimits(256, VOCAB))
+    return parse_request(data, RequestLimits(256, VOCAB, (END,)))
 
 
-def desk_with(facts: Facts, **policy: Any) -> ProcessorDesk:
-    return ProcessorDesk(CATALOG, Policy(models={MODEL: ModelPolicy(**policy)}), MODEL, facts, CollectorRegistry())
+def chains_with(facts: Facts, **policy: Any) -> ServedChainBuilder:
+    policies = Policy(models={MODEL: ModelPolicy(**policy)})
+    return ServedChainBuilder(CATALOG, policies, MODEL, facts, CollectorRegistry())
 
 
 def operators(origin: Origin, name: str, args: dict[str, Any]) -> tuple[Requested, ...]:
     return (Requested(name, args, path=f"models.{MODEL}.{origin}[0]", origin=origin),)
 
 
-def served(desk: ProcessorDesk, request: GenerationRequest) -> tuple[SamplingParams, ProcessorChain | None]:
+def served(chains: ServedChainBuilder, request: GenerationRequest) -> tuple[SamplingParams, ProcessorChain | None]:
     """What the sampler gets of the request: the way of `WorkerEngine` and of an engine's
     admission.
     """
-    selection = desk.select(request, {})
-    params = lower(request, [END])
-    ends, prompt = params.end_token_ids, request.prompt_token_ids
-    chain = asyncio.run(desk.chain(selection, prompt, ends, 1, request.max_tokens))
-    return with_field_processors(params, chain, prompt, desk.context(ends, 1, request.max_tokens))
+    params, prompt = request.params, request.prompt_token_ids
+    selection, ends = chains.select(request, {}), params.end_token_ids
+    chain = asyncio.run(chains.build(selection, prompt, ends, 1, params.max_tokens))
+    context = chains.builder.context(ends, 1, params.max_tokens)
+    return with_field_processors(for_engine(params), chain, prompt, context, by_sampler=SAMPLED)
 
 
 def names(chain: ProcessorChain | None) -> list[str]:
@@ -116,20 +137,30 @@ def names(chain: ProcessorChain | None) -> list[str]:
 def test_every_request_field_that_is_a_processor_is_in_the_table() -> None:
     targets = {row.target for row in FIELDS if row.why.startswith("Runs as the processor")}
     same_name = {row.target for row in FIELDS} & {processor.name for processor in BUILTINS}
-    assert targets | same_name == {control.field for control in REQUEST_CONTROLS}
-    assert set(VALUES) == {control.processor.name for control in REQUEST_CONTROLS}
-    assert len({(control.field, control.guide) for control in CONTROLS}) == len(CONTROLS)
+    assert targets | same_name == {case.control.name for case in CASES}
+    assert set(VALUES) == set(BY_NAME)
 
 
-NEUTRAL = {control.processor: value for control in REQUEST_CONTROLS for value in (0, 1) if control.is_neutral(value)}
+@pytest.mark.parametrize("case", [case for case in CASES if case.control.client_bounds], ids=lambda case: case.name)
+def test_a_client_may_send_what_the_processor_takes(case: Case) -> None:
+    """Bounds stand beside the field and in the processor's arguments; they are the same."""
+    limits: dict[str, Any] = {}
+    for limit in case.runs_as.processor.Args.model_fields[case.runs_as.argument].metadata:
+        limits |= {name: getattr(limit, name) for name in ("ge", "le") if hasattr(limit, name)}
+    bounds = case.control.client_bounds
+    assert bounds is not None
+    assert limits == {"ge": bounds.low, "le": bounds.high}
 
 
-@pytest.mark.parametrize("kind", NEUTRAL, ids=lambda kind: kind.name)
-def test_a_neutral_value_changes_no_row(kind: type[Processor], facts: Facts) -> None:
+NEUTRAL = {case: value for case in CASES for value in (0, 1) if value == case.control.neutral}
+
+
+@pytest.mark.parametrize("case", NEUTRAL, ids=lambda case: case.name)
+def test_a_neutral_value_changes_no_row(case: Case, facts: Facts) -> None:
     """What is left out of a chain because it asks for nothing would have done nothing in it."""
-    context = desk_with(facts).context(frozenset({END}), 1, 20)
-    argument = next(control.argument for control in CONTROLS if control.processor is kind)
-    chain = ProcessorChain(CATALOG.build(Requested(kind.name, {argument: NEUTRAL[kind]}), context), context)
+    context = chains_with(facts).builder.context(frozenset({END}), 1, 20)
+    requested = Requested(case.name, {case.runs_as.argument: NEUTRAL[case]})
+    chain = ProcessorChain(CATALOG.build(requested, context), context)
     chain.start(PROMPT)
     chain.accept(9, 3)
     row = torch.linspace(-3, 3, VOCAB)
@@ -141,30 +172,30 @@ def test_a_neutral_value_changes_no_row(kind: type[Processor], facts: Facts) -> 
 # Defaults
 
 
-@given(controls, st.data())
-def test_a_default_yields_to_the_clients_field(facts: Facts, control: Control, data: st.DataObject) -> None:
+@given(cases, st.data())
+def test_a_default_yields_to_the_clients_field(facts: Facts, case: Case, data: st.DataObject) -> None:
     """The request is served as without a policy, whatever the value; without the field the
     default holds.
     """
-    name = control.processor.name
+    name = case.name
     values, args = VALUES[name]
     value = data.draw(values)
-    desk = desk_with(facts, default=operators("default", name, args))
-    request = parsed(raw(control, value))
-    assert desk.select(request, {}) == desk_with(facts).select(request, {})
-    with_policy, without = served(desk, request), served(desk_with(facts), request)
+    chains = chains_with(facts, default=operators("default", name, args))
+    request = parsed(raw(case, value))
+    assert chains.select(request, {}) == chains_with(facts).select(request, {})
+    with_policy, without = served(chains, request), served(chains_with(facts), request)
     assert with_policy[0] == without[0]
     assert names(with_policy[1]) == names(without[1])
-    assert [one.name for one in desk.select(parsed(raw()), {}).processors] == [name]
+    assert [one.name for one in chains.select(parsed(raw()), {}).processors] == [name]
 
 
-@given(controls, controls)
-def test_a_default_stays_beside_fields_that_are_something_else(facts: Facts, mine: Control, other: Control) -> None:
-    name = mine.processor.name
-    desk = desk_with(facts, default=operators("default", name, VALUES[name][1]))
-    request = parsed(raw(other, VALUES[other.processor.name][1][other.argument]))
-    kept = [one.name for one in desk.select(request, {}).processors if one.origin == "default"]
-    yields = other.processor.name == name or (mine.guide is not None and other.guide is not None)
+@given(cases, cases)
+def test_a_default_stays_beside_fields_that_are_something_else(facts: Facts, mine: Case, other: Case) -> None:
+    name = mine.name
+    chains = chains_with(facts, default=operators("default", name, VALUES[name][1]))
+    request = parsed(raw(other, VALUES[other.name][1][other.runs_as.argument]))
+    kept = [one.name for one in chains.select(request, {}).processors if one.origin == "default"]
+    yields = other.name == name or (mine.runs_as.guide is not None and other.runs_as.guide is not None)
     assert kept == ([] if yields else [name])
 
 
@@ -183,9 +214,9 @@ LATE = {
 }
 
 
-def late_desk(facts: Facts, **policy: Any) -> ProcessorDesk:
+def late_chains(facts: Facts, **policy: Any) -> ServedChainBuilder:
     made = Policy(models={MODEL: ModelPolicy(**policy)}, watermark_keys={"house": bytes(range(32))})
-    return ProcessorDesk(CATALOG, made, MODEL, facts, CollectorRegistry())
+    return ServedChainBuilder(CATALOG, made, MODEL, facts, CollectorRegistry())
 
 
 def test_all_late_processors_are_tried() -> None:
@@ -194,11 +225,11 @@ def test_all_late_processors_are_tried() -> None:
 
 @pytest.mark.parametrize("name", LATE)
 def test_an_empty_request_stays_greedy_under_a_default(facts: Facts, name: str) -> None:
-    desk = late_desk(facts, default=operators("default", name, LATE[name]))
+    chains = late_chains(facts, default=operators("default", name, LATE[name]))
     row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
-    for request in (parsed(raw()), parsed(raw(CONTROLS[1], 0.5))):  # a penalty does not ask for a draw
-        params, chain = served(desk, request)
-        assert not is_drawn(params, chain)
+    for request in (parsed(raw()), parsed(raw(BY_NAME["frequency_penalty"], 0.5))):  # a penalty does not ask for a draw
+        params, chain = served(chains, request)
+        assert not is_sampled(params, chain)
         assert chain is not None
         logits = row.clone()
         apply_chain(chain, logits)
@@ -207,27 +238,27 @@ def test_an_empty_request_stays_greedy_under_a_default(facts: Facts, name: str) 
 
 @pytest.mark.parametrize("name", LATE)
 def test_who_names_it_himself_is_drawn(facts: Facts, name: str) -> None:
-    desk = late_desk(facts)
+    chains = late_chains(facts)
     selection = Selection((Requested(name, LATE[name], path="processors[0]"),))
     ends = frozenset({END})
-    chain = asyncio.run(desk.chain(selection, PROMPT, ends, 1, 20))
-    params, chain = with_field_processors(SamplingParams(), chain, PROMPT, desk.context(ends, 1, 20))
+    chain = asyncio.run(chains.build(selection, PROMPT, ends, 1, 20))
+    context = chains.builder.context(ends, 1, 20)
+    params, chain = with_field_processors(SamplingParams(), chain, PROMPT, context, by_sampler=SAMPLED)
     assert not params.is_greedy
 
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_default_shapes_a_request_that_is_drawn(facts: Facts, name: str) -> None:
-    desk = late_desk(facts, default=operators("default", name, LATE[name]))
+    chains = late_chains(facts, default=operators("default", name, LATE[name]))
     field = "top_p" if name == "temperature" else "temperature"
-    other = next(control for control in CONTROLS if control.field == field)
-    params, chain = served(desk, parsed(raw(other, 0.75)))
+    params, chain = served(chains, parsed(raw(BY_NAME[field], 0.75)))
     assert not params.is_greedy
     assert name in names(chain)
 
 
 @pytest.mark.parametrize(("name", "drawn"), [(name, name in ("temperature", "watermark")) for name in LATE])
 def test_of_what_is_mandatory_only_what_greedy_would_undo_is_drawn(facts: Facts, name: str, drawn: bool) -> None:
-    params, chain = served(late_desk(facts, mandatory=operators("mandatory", name, LATE[name])), parsed(raw()))
+    params, chain = served(late_chains(facts, mandatory=operators("mandatory", name, LATE[name])), parsed(raw()))
     assert name in names(chain)
     assert params.is_greedy is not drawn
 
@@ -235,56 +266,50 @@ def test_of_what_is_mandatory_only_what_greedy_would_undo_is_drawn(facts: Facts,
 # Forbidden
 
 
-@given(controls, st.data())
-def test_a_forbidden_processor_cannot_be_had_by_its_field(facts: Facts, control: Control, data: st.DataObject) -> None:
-    name = control.processor.name
+@given(cases, st.data())
+def test_a_forbidden_processor_cannot_be_had_by_its_field(facts: Facts, case: Case, data: st.DataObject) -> None:
+    name = case.name
     value = data.draw(VALUES[name][0])
-    desk = desk_with(facts, forbidden=frozenset({name}))
-    request = parsed(raw(control, value))
-    if control.is_neutral(control.value(request)):
-        assert desk.select(request, {}).processors == ()
+    chains = chains_with(facts, forbidden=frozenset({name}))
+    request = parsed(raw(case, value))
+    if case.value(request) == case.control.neutral:
+        assert chains.select(request, {}).processors == ()
         return
     with pytest.raises(InvalidRequest, match=f"asks for the logits processor {name}, which is not allowed") as refused:
-        desk.select(request, {})
-    assert refused.value.field == path_of(control)
+        chains.select(request, {})
+    assert refused.value.field == case.control.path
 
 
 # Mandatory
 
 
-@given(controls, st.data())
-def test_a_mandatory_processor_cannot_be_changed_by_its_field(
-    facts: Facts, control: Control, data: st.DataObject
-) -> None:
-    name = control.processor.name
+@given(cases, st.data())
+def test_a_mandatory_processor_cannot_be_changed_by_its_field(facts: Facts, case: Case, data: st.DataObject) -> None:
+    name = case.name
     values, args = VALUES[name]
-    desk = desk_with(facts, mandatory=operators("mandatory", name, args))
-    value = data.draw(st.just(args[control.argument]) | values)
-    request = parsed(raw(control, value))
-    set_to = control.value(request)
-    same = args[control.argument] == (sorted(set_to) if isinstance(set_to, frozenset) else _lists(set_to))
-    if same:
-        params, chain = served(desk, request)
-        in_sampler = control.in_params and control.processor.stage >= Stage.TEMPERATURE
+    chains = chains_with(facts, mandatory=operators("mandatory", name, args))
+    value = data.draw(st.just(args[case.runs_as.argument]) | values)
+    request = parsed(raw(case, value))
+    set_to = case.value(request)
+    if args[case.runs_as.argument] == set_to:
+        params, chain = served(chains, request)
+        in_sampler = case.control.refused is None and case.runs_as.is_late
         assert names(chain).count(name) == (0 if in_sampler else 1)
-        assert not in_sampler or control.value(params) == set_to
+        assert not in_sampler or getattr(params, case.control.name) == set_to
         return
     with pytest.raises(
         InvalidRequest, match=f"processor {name} is set by the operator and cannot be changed"
     ) as refused:
-        desk.select(request, {})
-    assert refused.value.field.startswith(path_of(control))
-
-
-def _lists(value: Any) -> Any:
-    return [list(item) for item in value] if isinstance(value, tuple) else value
+        chains.select(request, {})
+    assert refused.value.field.startswith(case.control.path)
 
 
 def test_an_argument_that_the_field_has_beside_its_value_is_compared_too(facts: Facts) -> None:
-    desk = desk_with(facts, mandatory=operators("mandatory", "allowed_tokens", {"token_ids": [9, 10]}))
-    control = next(control for control in CONTROLS if control.field == "allowed_token_ids")
+    chains = chains_with(facts, mandatory=operators("mandatory", "allowed_tokens", {"token_ids": [9, 10]}))
     with pytest.raises(InvalidRequest, match="allowed_tokens is set by the operator and cannot be changed"):
-        desk.select(parsed(raw(control, [9, 10])), {})  # the field would not leave the end tokens allowed
+        chains.select(
+            parsed(raw(BY_NAME["allowed_tokens"], [9, 10])), {}
+        )  # the field would not leave the end tokens allowed
 
 
 @pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
@@ -292,30 +317,30 @@ def test_a_field_that_lost_digits_on_its_way_is_the_same(facts: Facts, name: str
     """Dynamo's frontend keeps 32 bits of a number: who asks for the operator's own 0.7 asks for
     0.699999988079071.
     """
-    control = next(control for control in CONTROLS if control.field == name)
-    desk = desk_with(facts, mandatory=operators("mandatory", name, {control.argument: 0.7}))
+    case = BY_NAME[name]
+    chains = chains_with(facts, mandatory=operators("mandatory", name, {case.runs_as.argument: 0.7}))
     seen = struct.unpack("f", struct.pack("f", 0.7))[0]
     assert seen != 0.7
-    assert names(served(desk, parsed(raw(control, seen)))[1]).count(name) == (name != "temperature")
+    assert names(served(chains, parsed(raw(case, seen)))[1]).count(name) == (name != "temperature")
     with pytest.raises(InvalidRequest, match=f"{name} is set by the operator and cannot be changed"):
-        desk.select(parsed(raw(control, 0.7001)), {})
+        chains.select(parsed(raw(case, 0.7001)), {})
 
 
-@given(controls)
-def test_a_mandatory_processor_is_there_without_its_field(facts: Facts, control: Control) -> None:
-    name = control.processor.name
-    desk = desk_with(facts, mandatory=operators("mandatory", name, VALUES[name][1]))
-    assert names(served(desk, parsed(raw()))[1]).count(name) == 1
+@given(cases)
+def test_a_mandatory_processor_is_there_without_its_field(facts: Facts, case: Case) -> None:
+    name = case.name
+    chains = chains_with(facts, mandatory=operators("mandatory", name, VALUES[name][1]))
+    assert names(served(chains, parsed(raw()))[1]).count(name) == 1
 
 
 def test_a_mandatory_processor_named_twice_is_compared_twice(facts: Facts) -> None:
-    desk = desk_with(facts, mandatory=operators("mandatory", "min_tokens", {"n": 3}))
+    chains = chains_with(facts, mandatory=operators("mandatory", "min_tokens", {"n": 3}))
     entries = '{"name": "min_tokens", "args": {"n": 1}}, {"name": "min_tokens", "args": {"n": 3}}'
     data = raw() | {"annotations": [f'logits_processors:{{"version": 1, "processors": [{entries}]}}']}
     with pytest.raises(
         InvalidRequest, match=r"processors\[0\]: the logits processor min_tokens is set by the operator"
     ):
-        desk.select(parsed(data), {})
+        chains.select(parsed(data), {})
 
 
 # What a request rules out
@@ -331,29 +356,28 @@ ENDING = {
 
 @pytest.mark.parametrize("name", ENDING)
 def test_a_default_that_ends_answers_yields_to_ignore_eos(facts: Facts, name: str) -> None:
-    desk = desk_with(facts, default=operators("default", name, ENDING[name]))
-    assert served(desk, parsed(raw(ignore_eos=True)))[1] is None
-    assert name in names(served(desk, parsed(raw()))[1])
+    chains = chains_with(facts, default=operators("default", name, ENDING[name]))
+    assert served(chains, parsed(raw(ignore_eos=True)))[1] is None
+    assert name in names(served(chains, parsed(raw()))[1])
 
 
 @pytest.mark.parametrize("name", ENDING)
 def test_a_mandatory_one_names_ignore_eos(facts: Facts, name: str) -> None:
-    desk = desk_with(facts, mandatory=operators("mandatory", name, ENDING[name]))
+    chains = chains_with(facts, mandatory=operators("mandatory", name, ENDING[name]))
     message = f"must not be true: the operator requires the logits processor {name} for this model"
     with pytest.raises(InvalidRequest, match=message) as refused:
-        served(desk, parsed(raw(ignore_eos=True)))
+        served(chains, parsed(raw(ignore_eos=True)))
     assert refused.value.field == "stop_conditions.ignore_eos"
 
 
 def test_what_else_rules_a_mandatory_one_out_is_said(facts: Facts) -> None:
-    desk = desk_with(facts, mandatory=operators("mandatory", "min_tokens", {"n": 30}))
+    chains = chains_with(facts, mandatory=operators("mandatory", "min_tokens", {"n": 30}))
     with pytest.raises(InvalidRequest, match=r"requires .* min_tokens .* max_tokens, which is 20") as refused:
-        served(desk, parsed(raw()))
+        served(chains, parsed(raw()))
     assert refused.value.field == "logits_processors"
 
 
 def test_what_the_client_asks_for_itself_is_refused_in_its_own_name(facts: Facts) -> None:
-    guided = next(control for control in CONTROLS if control.guide == "json")
     with pytest.raises(InvalidRequest, match="needs an end token") as refused:
-        served(desk_with(facts), parsed(raw(guided, True, ignore_eos=True)))
+        served(chains_with(facts), parsed(raw(BY_NAME["json_schema"], True, ignore_eos=True)))
     assert refused.value.field.startswith("sampling_options.guided_decoding")

@@ -1,0 +1,152 @@
+"""A sampling control is added in one place: here to a copy of the record, and everything knows it.
+
+It is the worked example of CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from engine_doubles import ScriptedModel, request, run_alone
+from pydantic import Field
+from typing_extensions import Self
+
+from adapters.catalog import Catalog, ModelPolicy, Selection, SelectionError
+from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.vocabulary import Vocabulary
+from worker.engines.embedded.admission import SAMPLED
+from worker.engines.trtllm.params import Served, native_request
+from worker.errors import InvalidRequest
+from worker.requests.fields import request_fields
+from worker.requests.request import RequestLimits, RequestTable, parse_request
+from worker.sampling import SamplingParams
+from worker.sampling.chain_builder import ChainBuilder, Facts
+from worker.sampling.control import Number, RunsAs, control
+
+MODEL = ScriptedModel()
+PROMPT = [5, 6, 7]
+LIMITS = RequestLimits(256, MODEL.vocab_size, (1,))
+
+
+class TopA(ShapingProcessor):
+    """Keeps the tokens with a probability of at least a times the square of the highest one."""
+
+    name = "top_a"
+    stage = Stage.TRUNCATION
+    reads = Reads.NOTHING
+
+    class Args(ProcessorArgs):
+        a: float = Field(ge=0.0, le=1.0, description="Factor; 0 keeps all.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.a = args.a
+
+    def shape(self, logits: torch.Tensor) -> None:
+        self.shape_rows([self], logits.unsqueeze(0))
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        factors = torch.tensor([one.a for one in processors], device=logits.device)[:, None]
+        probabilities = logits.softmax(-1)
+        cuts = factors * probabilities.amax(-1, keepdim=True).square()
+        logits.masked_fill_(probabilities < cuts, -torch.inf)
+
+
+@dataclass(slots=True, kw_only=True)
+class Extended(SamplingParams):
+    top_a: float | None = control(
+        RunsAs(TopA, "a"),
+        bounds=Number(0, 1),
+        neutral=0,
+        samples="if active",
+        paths="sampling_options.top_a",
+        summary="Tokens less likely than this times the square of the highest probability are not sampled.",
+    )
+
+
+TABLE = RequestTable(Extended)
+
+
+def asked(**options: Any) -> dict[str, Any]:
+    return {"token_ids": PROMPT, "sampling_options": options}
+
+
+def test_it_is_parsed_into_the_record() -> None:
+    params = parse_request(asked(top_a=0.25, top_k=-1), LIMITS, TABLE).params
+    assert isinstance(params, Extended)
+    assert (params.top_a, params.top_k) == (0.25, 0)
+    rows = {row.path: row for row in request_fields(Extended)}
+    assert (rows["sampling_options.top_a"].fate, rows["sampling_options.top_a"].target) == ("honoured", "top_a")
+
+
+def test_without_the_declaration_it_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling_options\.top_a: unknown field"):
+        parse_request(asked(top_a=0.25), LIMITS)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, "x"])
+def test_out_of_its_range_it_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^sampling_options\.top_a: must be a"):
+        parse_request(asked(top_a=value), LIMITS, TABLE)
+    with pytest.raises(ValueError, match=r"^top_a must be a"):
+        Extended(top_a=value)
+
+
+def test_it_says_whether_the_request_is_greedy() -> None:
+    assert not Extended(top_a=0.5).is_greedy
+    assert Extended(top_a=0.5, temperature=0).is_greedy
+    assert Extended(top_a=0.0).is_greedy
+
+
+def test_the_operators_policy_holds_for_it() -> None:
+    policy = ModelPolicy(forbidden=frozenset({"top_a"}))
+    chains = ChainBuilder(Catalog.default(), Facts(Vocabulary(MODEL.vocab_size)), policy)
+    with pytest.raises(SelectionError, match="asks for the logits processor top_a, which is not allowed") as refused:
+        chains.select(Selection(), Extended(top_a=0.5), served=True)
+    assert refused.value.path == "sampling_options.top_a"
+    assert chains.select(Selection(), Extended(top_a=0.0), served=True).processors == ()
+
+
+def test_the_embedded_engine_runs_it_in_the_chain_with_what_its_sampler_would_do() -> None:
+    admitted = request(MODEL, "one", PROMPT, Extended(top_a=0.5, temperature=0.7, min_p=0.1, top_p=0.9))
+    assert admitted.chain is not None
+    assert [member.name for member in admitted.chain.members] == ["temperature", "min_p", "top_p", "top_a"]
+    assert (admitted.params.temperature, admitted.params.min_p, admitted.params.top_p) == (1.0, None, None)
+    assert not admitted.params.is_greedy
+    plain = request(MODEL, "one", PROMPT, Extended(temperature=0.7, min_p=0.1, top_p=0.9))
+    assert plain.chain is None
+    assert "top_a" not in SAMPLED
+
+
+def least_share(tokens: Sequence[int]) -> float:
+    """The smallest p(token) / max(p)² of an answer."""
+    shares = []
+    for place, token in enumerate(tokens):
+        probabilities = MODEL.row([*PROMPT, *tokens[:place]]).softmax(-1)
+        shares.append(float(probabilities[token] / probabilities.max() ** 2))
+    return min(shares)
+
+
+def test_the_embedded_engine_samples_by_it() -> None:
+    def answers(**changes: Any) -> list[float]:
+        params = [Extended(max_tokens=12, ignore_eos=True, temperature=1.0, seed=seed, **changes) for seed in range(8)]
+        return [least_share(run_alone(MODEL, PROMPT, one).token_ids) for one in params]
+
+    assert min(answers()) < 0.5
+    assert min(answers(top_a=0.5)) >= 0.5 * (1 - 1e-5)
+
+
+def test_tensorrt_llm_gets_it_as_a_processor_unless_it_honours_it() -> None:
+    params = Extended(top_a=0.5, top_k=5)
+    made = native_request(params, PROMPT, 0, Served(frozenset(), frozenset({"min_p"}), MODEL.vocab_size, (1,)))
+    assert made.chain is not None
+    assert [member.name for member in made.chain.members] == ["top_k", "top_a"]
+    assert (made.fields["temperature"], made.fields["top_k"]) == (1.0, None)
+    native = native_request(params, PROMPT, 0, Served(frozenset(), frozenset({"top_a"}), MODEL.vocab_size, (1,)))
+    assert native.chain is None
+    assert (native.fields["top_a"], native.fields["top_k"]) == (0.5, 5)

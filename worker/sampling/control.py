@@ -1,0 +1,218 @@
+"""What is said of a sampling control: once, beside its field of `SamplingParams`.
+
+A field is declared by `control` (served), `refused` (no engine serves it, with the reason) or
+`about_text` (no effect on token ids). Request parsing, admission of both engines, the logits
+processors of fields and the documents read the declarations with `sampling_controls`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, ParamSpec, TypeVar, cast
+
+from adapters.contract import Processor, Stage
+from worker.errors import shown
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_KEY = "control"
+NEVER = object()
+"""No value: equal to none that a request can give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Finite numbers from ``low`` to ``high``.
+
+    Attributes:
+        low: Lowest, -inf for none.
+        high: Highest, inf for none.
+        above_low: ``low`` itself is excluded.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    above_low: bool = False
+
+    def check(self, value: Any) -> float:
+        """``value`` as a float.
+
+        Raises:
+            ValueError: it is not one of them; the message says what was expected.
+        """
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"must be a number, got {shown(value)}")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number) or not self.low <= number <= self.high or (self.above_low and number == self.low):
+            raise ValueError(f"must be {self}, got {shown(value)}")
+        return number
+
+    def __str__(self) -> str:
+        if math.isinf(self.low) and math.isinf(self.high):
+            return "a finite number"
+        low = f"{'above' if self.above_low else 'at least'} {self.low:g}" if math.isfinite(self.low) else "a number"
+        return f"{low} and at most {self.high:g}" if math.isfinite(self.high) else f"{low} and finite"
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """Integers from ``low`` to ``high``, None for no highest one."""
+
+    low: int
+    high: int | None = None
+
+    def check(self, value: Any) -> int:
+        """``value``.
+
+        Raises:
+            ValueError: it is not one of them; the message says what was expected.
+        """
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"must be an integer, got {shown(value)}")
+        if value < self.low or (self.high is not None and value > self.high):
+            raise ValueError(f"must be {self}, got {shown(value)}")
+        return value
+
+    def __str__(self) -> str:
+        return f"at least {self.low}" if self.high is None else f"between {self.low} and {self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunsAs:
+    """The logits processor that a field's value runs as.
+
+    Attributes:
+        processor: Its class.
+        argument: The argument that takes the value.
+        guide: For a field with several kinds of values: which attribute of the value this is.
+        fixed: Further arguments, the same for every request.
+        convert: Value of the field → value of the argument, None if it asks for nothing.
+    """
+
+    processor: type[Processor]
+    argument: str
+    guide: str | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    convert: Callable[[Any], Any] | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it is temperature or truncation, which the sampler can apply itself."""
+        return self.processor.stage >= Stage.TEMPERATURE
+
+    def value_of(self, value: Any) -> Any:
+        """The argument's value for the field's, None if the field does not ask for it."""
+        if self.guide is not None:
+            value = getattr(value, self.guide)
+        return value if value is None or self.convert is None else self.convert(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """One field of `SamplingParams`. None is unset in all of them.
+
+    Attributes:
+        name: The field.
+        bounds: Values that `SamplingParams` takes, None for those that are no numbers.
+        client_bounds: Values that a served request may have.
+        from_client: Value of a request, within bounds → value of the field.
+        paths: Where Dynamo's frontend puts it in a request; errors about it name the last one.
+        summary: What it does, for a client; a row of ``docs/request.md``.
+        neutral: The value that asks for nothing; `NEVER` if every value asks for something.
+        greedy: The value that makes the request greedy, whatever the other fields say.
+        samples: Which of its values make a request without temperature, top-k and top-p a sampled
+            one: all that are set, or those that are not neutral; None if none of them does.
+        runs_as: The logits processor of its values, or one for each kind of value.
+        refused: Why no engine serves the field. With `runs_as`, `ChainBuilder` serves it before an
+            engine is asked.
+        is_about_text: It has no effect here: engines take and give token ids.
+    """
+
+    name: str = ""
+    bounds: Number | Integer | None = None
+    client_bounds: Number | Integer | None = None
+    from_client: Callable[[Any], Any] | None = None
+    paths: tuple[str, ...] = ()
+    summary: str = ""
+    neutral: Any = NEVER
+    greedy: Any = NEVER
+    samples: Literal["if set", "if active"] | None = None
+    runs_as: tuple[RunsAs, ...] = ()
+    refused: str | None = None
+    is_about_text: bool = False
+
+    @property
+    def path(self) -> str:
+        """The field's path in a served request, or that of `SamplingParams` if it has none."""
+        return self.paths[-1] if self.paths else self.params_path
+
+    @property
+    def params_path(self) -> str:
+        """The field's path in errors of engines, which take `SamplingParams`."""
+        return f"sampling_params.{self.name}"
+
+    def is_active(self, params: object) -> bool:
+        """Whether ``params`` set it to a value that asks for something."""
+        value = getattr(params, self.name)
+        return value is not None and bool(value != self.neutral)
+
+
+def control(
+    *runs_as: RunsAs,
+    default: Any = None,
+    bounds: Number | Integer | None = None,
+    client: Number | Integer | None = None,
+    paths: str | tuple[str, ...] = (),
+    **said: Any,
+) -> Any:
+    """A field that is served: what `dataclasses.field` returns, with a `Control` in it.
+
+    Args:
+        runs_as: See `Control`.
+        default: Of the field.
+        bounds: See `Control`.
+        client: ``client_bounds``, by default ``bounds``.
+        paths: See `Control`; one of them may be given as it is.
+        said: The other attributes of `Control`.
+    """
+    made = Control(
+        runs_as=runs_as,
+        bounds=bounds,
+        client_bounds=bounds if client is None else client,
+        paths=(paths,) if isinstance(paths, str) else paths,
+        **said,
+    )
+    return field(default=default, metadata={_KEY: made})
+
+
+def refused(reason: str, default: Any = None, *runs_as: RunsAs, **said: Any) -> Any:
+    """A field that no engine serves, for the reason given; see `Control`."""
+    return control(*runs_as, default=default, refused=reason, **said)
+
+
+def about_text(default: Any = None) -> Any:
+    """A field about text or padding, which has no effect on token ids."""
+    return control(default=default, is_about_text=True)
+
+
+def cached(function: Callable[P, T]) -> Callable[P, T]:
+    """`functools.cache`, typed for classes whose objects cannot be hashed.
+
+    mypy takes the classes for unhashable too.
+    """
+    return cast("Callable[P, T]", cache(function))
+
+
+@cached
+def sampling_controls(record: type) -> tuple[Control, ...]:
+    """What is said of the fields of ``record``, `SamplingParams` or a class derived from it."""
+    found = ((each.name, each.metadata.get(_KEY)) for each in dataclasses.fields(record))
+    return tuple(dataclasses.replace(said, name=name) for name, said in found if said is not None)
