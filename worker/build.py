@@ -17,7 +17,7 @@ from worker.processors.smoke import smoke_enabled
 from worker.runtimes import dynamo as runtime
 
 if TYPE_CHECKING:
-    from worker.engines import Engine
+    from worker.engines import ServingEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Built:
         smoke: Whether every answer is ``Hello world!``.
     """
 
-    engine: Engine
+    engine: ServingEngine
     arguments: Arguments
     seal: Seal | None
     smoke: bool
@@ -98,7 +98,7 @@ def check_model(arguments: Arguments) -> None:
         raise StartupError(f"--custom-jinja-template {template}: no such file")
 
 
-def make_engine(arguments: Arguments) -> Engine:
+def make_engine(arguments: Arguments) -> ServingEngine:
     """The engine that the arguments choose, not started. Raises `ConfigurationError`."""
     if arguments.engine == "trtllm":
         from worker.engines.trtllm import TrtllmEngine, config_from

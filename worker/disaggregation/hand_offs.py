@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from adapters.catalog import Selection
 from worker.disaggregation.seal import SECRET, Seal
-from worker.engines import Engine, KeepKv, ReadKv, TokenDelta
+from worker.engines import KeepKv, ReadKv, ServingEngine, TokenDelta
 from worker.engines.embedded.transfer import handle
 from worker.errors import HAND_OFF_FIELD, ConfigurationError, InvalidRequest, Overloaded
 from worker.lifecycle.drain import Flight
@@ -152,7 +152,7 @@ class TransferMetrics:
         registry: Where the metrics go.
     """
 
-    def __init__(self, engine: Engine, hand_offs: HandOffs, registry: CollectorRegistry) -> None:
+    def __init__(self, engine: ServingEngine, hand_offs: HandOffs, registry: CollectorRegistry) -> None:
         self._engine = engine
         self._hand_offs = hand_offs
         registry.register(self)

@@ -133,7 +133,7 @@ class KvEventSink(Protocol):
         """Blocks are known no more."""
 
 
-class Engine(Protocol):
+class ServingEngine(Protocol):
     """One decoding engine. `start` first, `stop` last; the rest may be called concurrently from
     one event loop.
     """

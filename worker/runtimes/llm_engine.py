@@ -26,7 +26,7 @@ from worker.arguments import Arguments
 from worker.build import Built, build
 from worker.disaggregation.hand_offs import HandOffs, TransferMetrics
 from worker.disaggregation.seal import Seal
-from worker.engines import Engine, EngineInfo, SelfReporting, TokenDelta
+from worker.engines import EngineInfo, SelfReporting, ServingEngine, TokenDelta
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -108,7 +108,7 @@ class WorkerEngine(LLMEngine):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServingEngine,
         arguments: Arguments,
         *,
         seal: Seal | None = None,

@@ -50,7 +50,7 @@ _MIN_DISAGG_ID = 2**42
 
 
 class TrtllmEngine(RuntimeReports):
-    """Implements `worker.engines.Engine` on TensorRT-LLM.
+    """Implements `worker.engines.ServingEngine` on TensorRT-LLM.
 
     Args:
         config: Settings.
@@ -229,7 +229,7 @@ class TrtllmEngine(RuntimeReports):
         kv: KeepKv | ReadKv | None = None,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Decode one request; see `worker.engines.Engine.generate`."""
+        """Decode one request; see `worker.engines.ServingEngine.generate`."""
         flight = await self._submit(request_id, list(prompt_token_ids), sampling_params, kv, cache_salt)
         try:
             while True:

@@ -62,7 +62,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
 
 
 class EmbeddedEngine:
-    """Implements `worker.engines.Engine` in torch.
+    """Implements `worker.engines.ServingEngine` in torch.
 
     Args:
         config: Settings.
@@ -114,7 +114,7 @@ class EmbeddedEngine:
         kv: KeepKv | ReadKv | None = None,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Decode one request; see `worker.engines.Engine.generate`."""
+        """Decode one request; see `worker.engines.ServingEngine.generate`."""
         stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt)
         try:
             while True:

@@ -70,7 +70,7 @@ class Hold:
 
 
 @dataclass(slots=True)
-class Receipt:
+class IncomingKv:
     """KV that is on its way to here; `read` is None before it has begun and after it has ended."""
 
     request: Request
@@ -134,8 +134,8 @@ class Exchange:
         self._hold_s = hold_s
         self._clock = clock
         self._holds: dict[int, Hold] = {}  # by ticket, oldest first
-        self._waiting: deque[Receipt] = deque()
-        self._reading: list[Receipt] = []
+        self._waiting: deque[IncomingKv] = deque()
+        self._reading: list[IncomingKv] = []
         self._ready: deque[Request] = deque()
         self._abandoned: list[tuple[KvRead, Request]] = []
         self._served = time.monotonic()
@@ -198,7 +198,7 @@ class Exchange:
     def receive(self, request: Request, handle: KvHandle) -> None:
         """Take in a request whose prompt's KV another worker holds."""
         self._scheduler.arrive(request)
-        self._waiting.append(Receipt(request, handle))
+        self._waiting.append(IncomingKv(request, handle))
 
     def abort(self, request_id: str) -> Output | None:
         """Give up a request that is not with the scheduler yet; None if there is none."""
@@ -303,7 +303,7 @@ class Exchange:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the read is no part of torch's stream, and must come after it
 
-    def _begin(self, receipt: Receipt) -> None:
+    def _begin(self, receipt: IncomingKv) -> None:
         """Read what is missing, except the last position: that is computed, for its logits."""
         request = receipt.request
         start, stop = request.num_computed, request.prompt_length - 1
@@ -329,7 +329,7 @@ class Exchange:
                 self._reading.append(self._reading.pop(0))  # another one's turn next time
                 return
 
-    def _end_read(self, receipt: Receipt, read: KvRead, state: str) -> None:
+    def _end_read(self, receipt: IncomingKv, read: KvRead, state: str) -> None:
         request = receipt.request
         clean = read.release()
         if state == "done" and clean:
@@ -346,7 +346,7 @@ class Exchange:
         note_mode(request, "local prefill")
         self._scheduler.add(request)
 
-    def _cancel(self, receipt: Receipt) -> None:
+    def _cancel(self, receipt: IncomingKv) -> None:
         self.counts["cancelled"] += 1
         if receipt.read is None:
             self._waiting.remove(receipt)
