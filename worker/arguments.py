@@ -241,6 +241,12 @@ class Arguments:
     grammar_cache_mib: int = _option(
         256, "Memory for compiled grammars that are kept for the next request, MiB.", parse=_positive
     )
+    log_requests: bool = _option(
+        False,
+        "Write one line of JSON to standard output when a request has ended (docs/debugging.md); true, false, or the "
+        "flag alone.",
+        parse=_truth,
+    )
     disaggregation_mode: str = _option(
         "aggregated", "Role of this worker.", choices=("aggregated", "agg", "prefill", "decode")
     )
@@ -363,7 +369,8 @@ def _from_command_line(argv: Sequence[str] | None) -> dict[str, Any]:
         shown = f" ({' | '.join(option.choices)})" if option.choices else ""
         default = "" if option.default in (None, ()) else f" Default: {option.default}."
         text = f"{option.help}{shown}{default} [{option.env}]".replace("%", "%%")
-        parser.add_argument(option.flag, dest=option.name, action="append", metavar="VALUE", help=text)
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if isinstance(option.default, bool) else {}
+        parser.add_argument(option.flag, dest=option.name, action="append", metavar="VALUE", help=text, **switch)
     texts = vars(parser.parse_args(argv))
     values = {}
     for option in OPTIONS:

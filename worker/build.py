@@ -18,6 +18,7 @@ from worker.runtimes import dynamo as runtime
 
 if TYPE_CHECKING:
     from worker.engines import ServingEngine
+    from worker.engines.embedded import EmbeddedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,16 @@ def make_engine(arguments: Arguments) -> ServingEngine:
 
         return TrtllmEngine(config_from(arguments))
 
-    from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+    from worker.engines.embedded import EmbeddedEngine
 
-    config = EmbeddedConfig(
+    return EmbeddedEngine(embedded_config(arguments))
+
+
+def embedded_config(arguments: Arguments) -> EmbeddedConfig:
+    """Settings of the embedded engine."""
+    from worker.engines.embedded import EmbeddedConfig
+
+    return EmbeddedConfig(
         model_path=arguments.model_path,
         device=arguments.device,
         dtype=arguments.dtype,
@@ -125,4 +133,3 @@ def make_engine(arguments: Arguments) -> ServingEngine:
         kv_hold_s=arguments.kv_hold_s,
         kv_devices=arguments.kv_transfer_devices,
     )
-    return EmbeddedEngine(config)

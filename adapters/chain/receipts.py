@@ -77,9 +77,11 @@ MiB at most).
 
 @dataclass(slots=True)
 class Receipt:
-    """The receipt of one choice, cumulative over its chunks.
+    """What the processors of one choice did, cumulative over its chunks.
 
     Attributes:
+        seed: Of the sampler's random numbers and of the processors', 64 bits.
+        numerics: ``exact`` if the engine is batch-invariant, else ``fast``; the engine says so.
         attribution: Keep what each processor did to each token, in `tokens`.
         tokens: ``(position, token id, processor, what it did)``, in the order of the positions, the
             first `MAX_ATTRIBUTED` of them.
@@ -91,6 +93,7 @@ class Receipt:
     prompt_length: int = 0
     replayed: int = 0
     numerics: str = "fast"
+    seed: int = 0
     tokens: list[tuple[int, int, str, str]] = field(default_factory=list)
 
     def begin(self, mode: str, prompt_length: int, replayed: int) -> None:
@@ -126,6 +129,7 @@ class Receipt:
             "version": 1,
             "mode": self.mode,
             "numerics": self.numerics,
+            "seed": self.seed,
             "prompt_length": self.prompt_length,
             "replayed_tokens": self.replayed,
             "processors": [record.as_json() for record in self.records],

@@ -30,6 +30,9 @@ class EngineInfo:
         max_num_batched_tokens: Tokens computed in one step at most.
         draws_by_seed: Draws cost nothing extra when they are fixed by a seed; else only a client's
             seed is passed on.
+        numerics: ``exact`` if tokens are batch-invariant, bit for bit, else ``fast``.
+        computed_by: What the bits of a logit depend on beside model and tokens: device, data type,
+            numerics, kernels, threads.
     """
 
     name: str
@@ -42,6 +45,8 @@ class EngineInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     draws_by_seed: bool = True
+    numerics: str = "fast"
+    computed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,8 @@ class TokenDelta:
         stop_reason: The stop token id that ended the choice, if one did.
         error: Why the choice failed, exactly when ``finish_reason`` is ``error``.
         num_cached_tokens: Prompt tokens whose KV was found in the cache.
+        num_preemptions: How often the request has been preempted so far, None where the engine
+            does not say.
         engine_data: Cumulative extra data for the response (the receipt), or None.
         receipt: What the request's logits processors did; on the last delta of a request that has
             any.
@@ -101,6 +108,7 @@ class TokenDelta:
     stop_reason: int | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    num_preemptions: int | None = None
     engine_data: dict[str, object] | None = None
     receipt: Receipt | None = None
     failure: ProcessorFailed | None = None

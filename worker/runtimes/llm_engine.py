@@ -24,9 +24,9 @@ from adapters.catalog import Selection
 from worker import __version__
 from worker.arguments import Arguments
 from worker.build import Built, build
-from worker.disaggregation.hand_offs import HandOffs, TransferMetrics
+from worker.disaggregation.hand_offs import HandOffs, Part, TransferMetrics
 from worker.disaggregation.seal import Seal
-from worker.engines import EngineInfo, SelfReporting, ServingEngine, TokenDelta
+from worker.engines import EngineInfo, ReadKv, SelfReporting, ServingEngine, TokenDelta
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -43,8 +43,10 @@ from worker.lifecycle.faults import FaultWindow
 from worker.metrics import WorkerMetrics
 from worker.processors.builder import ProcessorDesk, make_desk
 from worker.processors.smoke import SmokeTest
+from worker.request_log import RequestEntry, RequestLog
 from worker.requests.deadline import until
 from worker.requests.lowering import lower
+from worker.requests.receipts import RequestReceipt, Server
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
 from worker.runtimes import dynamo as runtime
@@ -53,6 +55,11 @@ from worker.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 CATALOG_CONTROL = "logits_processors"
+
+SEED_BITS = 53
+"""Bits of the seeds that the worker draws: integers that every JSON library reads exactly, so that
+a client can send the seed of a receipt back.
+"""
 
 _OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
     (InvalidRequest, "refused"),
@@ -74,6 +81,7 @@ class _Serving:
     deltas: AsyncGenerator[TokenDelta, None]
     request: GenerationRequest
     selection: Selection
+    entry: RequestEntry
 
 
 class _Aborted(Exception):
@@ -139,6 +147,8 @@ class WorkerEngine(LLMEngine):
         self._smoke_wanted = smoke
         self._smoke: SmokeTest | None = None
         self._faults = FaultWindow()
+        self._log: RequestLog | None = None
+        self._server: Server | None = None
         self._seeds = random.Random(secrets.randbits(128))  # the system's own would let go of the interpreter each time
         self._leave = leave
         self._info: EngineInfo | None = None
@@ -165,6 +175,7 @@ class WorkerEngine(LLMEngine):
         try:
             info = await self.engine.start()
             self._desk = await asyncio.to_thread(self._open_desk, self.arguments, info, self.metrics.registry)
+            self._server = await asyncio.to_thread(Server.of, info, self.arguments)
             if self._smoke_wanted:
                 eos = info.eos_token_ids[0] if info.eos_token_ids else None
                 self._smoke = await asyncio.to_thread(SmokeTest, self.arguments.model_path, eos)
@@ -175,6 +186,8 @@ class WorkerEngine(LLMEngine):
             raise
         gc.collect()
         gc.freeze()  # model and vocabulary stay; collections that look at them would hold up a step for milliseconds
+        if self.arguments.log_requests:
+            self._log = RequestLog()
         self._info = info
         self.gate.block_size = info.kv_block_size
         if isinstance(self.engine, SelfReporting):
@@ -187,57 +200,85 @@ class WorkerEngine(LLMEngine):
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
-        finished = False
+        entry = RequestEntry(request_id=context.id(), model=self.arguments.served_model_name)
         try:
-            serving = await self._admit(context.id(), request, context.metadata or {})
+            serving = await self._admit(entry, request, context.metadata or {})
             try:
                 async with contextlib.aclosing(serving.deltas) as deltas:
                     async for delta in deltas:
                         chunk = self._chunk(serving, delta)
-                        finished = delta.finish_reason is not None
+                        entry.finish_reason = delta.finish_reason
                         if chunk is not None:
                             yield chunk
             finally:
                 self._in_loop(self._leave_gate, serving)
         except (GeneratorExit, asyncio.CancelledError):  # the runtime drops a stream that nobody reads any more
-            if not finished:
+            if entry.finish_reason is None:
+                entry.finish_reason = "cancelled"
                 self._in_loop(self.metrics.count_outcome, "cancelled")
             raise
         except ServingError as error:
+            entry.failed(error)
             self._record(context.id(), error)
             raise runtime.to_dynamo(error) from None
         except Exception as error:  # the request boundary: one request's unknown error stays its own
+            entry.failed(error)
             logger.exception("request %s failed", context.id())
             self.metrics.count_outcome("unknown_error")
             if self._faults.record():
                 self._break(f"{self._faults.limit} unknown errors within {self._faults.window_s:g} s")
             raise runtime.to_dynamo(ServingError("internal error")) from error
+        finally:
+            if self._log is not None:
+                self._log.write(entry)
 
-    async def _admit(self, request_id: str, raw: Mapping[str, Any], metadata: Mapping[str, str]) -> _Serving:
+    async def _admit(self, entry: RequestEntry, raw: Mapping[str, Any], metadata: Mapping[str, str]) -> _Serving:
         info, desk = self._ready()
+        entry.numerics = info.numerics
         request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size))
-        prompt = request.prompt_token_ids
+        entry.is_probe, prompt = request.is_probe, request.prompt_token_ids
+        entry.num_prompt_tokens, request_id = len(prompt), entry.request_id
         selection = desk.select(request, metadata)
+        entry.processors = [one.name for one in selection.processors if one.name in desk.catalog]
         part = self.hand_offs.part_of(request, selection)
         flight = self.gate.enter(request_id, 0)  # inside while its grammars compile, but without KV
         try:
-            work = self._parameters(request, desk, selection, info)
-            params = await (self._while_inside(flight, work) if selection.processors else work)
-            builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
+            work = self._parameters(request, desk, selection, info, self._seed(request, part))
+            has_chain = selection.processors or selection.receipt
+            params = await (self._while_inside(flight, work) if has_chain else work)
+            entry.seed = params.seed
+            hidden = params.end_token_ids - request.shown_stop_token_ids
+            builder = entry.builder = ResponseBuilder(request, hidden, self._receipt(request, params, selection))
             builder.num_cached_tokens = part.num_cached_tokens
             deltas = self.engine.generate(request_id, prompt, params, part.kv, request.cache_salt)
             if selection.deadline is not None:
                 deltas = until(selection.deadline, deltas)
             self.hand_offs.check_room(part)
         except _Aborted:
-            return _Serving(flight, ResponseBuilder(request, frozenset()), _cancelled(), request, selection)
+            return _Serving(flight, ResponseBuilder(request, frozenset()), _cancelled(), request, selection, entry)
         except BaseException:
             self._in_loop(self.gate.leave, flight)
             raise
         self.gate.grow(flight, len(prompt))
         self.hand_offs.enter(flight, part)
         self._publish_load()
-        return _Serving(flight, builder, deltas, request, selection)
+        return _Serving(flight, builder, deltas, request, selection, entry)
+
+    def _seed(self, request: GenerationRequest, part: Part) -> int:
+        """The client's seed, else that of the prefill worker where one was handed over, else a new
+        one.
+        """
+        if request.seed is not None:
+            return request.seed
+        handed_over = part.kv.handle.get("seed") if isinstance(part.kv, ReadKv) else None
+        return handed_over if isinstance(handed_over, int) else self._seeds.getrandbits(SEED_BITS)
+
+    def _receipt(
+        self, request: GenerationRequest, params: SamplingParams, selection: Selection
+    ) -> RequestReceipt | None:
+        if not selection.receipt or self._server is None:
+            return None
+        return RequestReceipt(self._server, request.prompt_token_ids, params, selection, smoke=self._smoke is not None)
 
     async def _while_inside(self, flight: Flight, work: Coroutine[Any, Any, SamplingParams]) -> SamplingParams:
         """What ``work`` returns, unless `abort` or `hand_off` end it."""
@@ -260,6 +301,8 @@ class WorkerEngine(LLMEngine):
         self._count_processors(delta)
         self.hand_offs.leave(serving.flight)
         chunk = serving.builder.chunk(delta)
+        if chunk["token_ids"]:
+            serving.entry.token_sent()
         self.gate.grow(serving.flight, len(delta.token_ids))
         self._publish_load()
         if delta.kv is not None:
@@ -279,15 +322,15 @@ class WorkerEngine(LLMEngine):
         return self._info, self._desk
 
     async def _parameters(
-        self, request: GenerationRequest, desk: ProcessorDesk, selection: Selection, info: EngineInfo
+        self, request: GenerationRequest, desk: ProcessorDesk, selection: Selection, info: EngineInfo, seed: int
     ) -> SamplingParams:
         """What the engine gets: fields, the smoke test's processors, and the chain of everything
         selected.
         """
         prompt = request.prompt_token_ids
         smoke = self._smoke.processors(len(prompt)) if self._smoke else []
-        seed = self._seeds.getrandbits(64) if request.seed is None else request.seed
-        params = lower(request, info.eos_token_ids, smoke, seed if info.draws_by_seed else None)
+        fixed = info.draws_by_seed or selection.receipt  # the seed in a receipt is that of its tokens
+        params = lower(request, info.eos_token_ids, smoke, seed if fixed else None)
         budget = request.max_tokens
         if self.arguments.disaggregation_mode == "prefill":  # is asked for one token, whatever decode will be asked for
             budget = info.context_length - len(prompt)
@@ -398,6 +441,8 @@ class WorkerEngine(LLMEngine):
         if self._desk is not None:
             await self._desk.close()
         await self.engine.stop()
+        if self._log is not None:
+            await asyncio.to_thread(self._log.close)
 
     async def register_prometheus(self, metrics: Any) -> None:
         register_engine_registry(metrics, self.metrics.registry)

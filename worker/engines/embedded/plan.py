@@ -86,6 +86,7 @@ class Request:
             ``pages[p // size]`` at slot ``p % size``, `size` being the tokens per page.
         num_computed: Tokens, from the first on, whose KV is in `pages`.
         num_cached_tokens: Prompt tokens whose KV was known when it was first admitted; None before.
+        num_preemptions: How often it has been preempted.
         block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
         known_blocks: Those that its tokens begin with, as `KvCache.match` found them last.
     """
@@ -108,6 +109,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached_tokens: int | None = None
+    num_preemptions: int = 0
     block_hashes: list[int] = field(default_factory=list)
     known_blocks: list[Block] = field(default_factory=list)
 

@@ -122,6 +122,7 @@ class Scheduler:
         """
         self._release([request])
         self.num_preemptions += 1
+        request.num_preemptions += 1
         self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:

@@ -188,6 +188,7 @@ class TrtllmEngine(RuntimeReports):
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=int(getattr(args, "max_num_tokens", None) or length),
             draws_by_seed=False,
+            computed_by="TensorRT-LLM",
         )
 
     async def _kv_capacity(self, args: Any) -> tuple[int, int]:

@@ -41,6 +41,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
             f"--context-length {context_length} is above the model's own limit of {model.context_length} tokens"
         )
     num_kv_blocks = choose_kv_blocks(config, model, context_length)
+    stepper = make_stepper(config, model, num_kv_blocks)  # with the KV store numerics are chosen
     info = EngineInfo(
         name="embedded",
         version=torch.__version__,
@@ -51,14 +52,23 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         total_kv_blocks=num_kv_blocks,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        numerics=model.numerics,
+        computed_by=_computed_by(model),
     )
-    stepper = make_stepper(config, model, num_kv_blocks)
     if config.role != "aggregated":
         if not isinstance(model, HfModel):
             raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to hand over")
         identity = fingerprint(config.model_path)
         stepper.exchange = open_exchange(model.kv_tensors(), stepper.scheduler, config, identity, model.made_by)
     return stepper, info
+
+
+def _computed_by(model: Model) -> str:
+    if not isinstance(model, HfModel):
+        return f"{model.device.type}, {model.numerics}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    threads = f", {torch.get_num_threads()} threads" if model.device.type == "cpu" else ""
+    return f"{model.device.type}, {dtype}, {model.made_by}{threads}"
 
 
 class EmbeddedEngine:
@@ -191,7 +201,7 @@ class EmbeddedEngine:
         places = self.config.max_num_seqs + self.config.max_queue
         if len(self._streams) >= places:
             raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
-        stream = self._streams[request_id] = Stream(request_id)
+        stream = self._streams[request_id] = Stream(request)
         self._thread.tell(Submit(request, handle))
         return stream
 
