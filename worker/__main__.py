@@ -48,9 +48,7 @@ def _complain(reason: ServingError | Exception | str, status: int) -> int:
 
 
 def run() -> None:
-    """Entry point of the console script: `main`, then an exit that the runtime's threads cannot
-    spoil.
-    """
+    """Console script: `main`, then an exit that the runtime's threads cannot spoil."""
     runtime.finish(main())
 
 

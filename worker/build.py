@@ -1,4 +1,4 @@
-"""Makes a worker's engine of its arguments: what is cheap is checked before anything is loaded."""
+"""Builds a worker's engine from its arguments; what is cheap is checked before loading."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def build(argv: Sequence[str] | None = None) -> Built:
 
 
 def check_adapters_package() -> None:
-    """Raises `ConfigurationError` if another distribution's `adapters` package is installed in
-    place of ours.
-    """
+    """Raises `ConfigurationError` if `adapters` is another distribution's package."""
     for name in ("adapters", "adapter-transformers"):
         try:
             importlib.metadata.distribution(name)

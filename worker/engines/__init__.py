@@ -1,6 +1,4 @@
-"""The interface that every engine serves: prompt and `SamplingParams` in, a stream of
-`TokenDelta` out.
-"""
+"""The interface of engines: prompt and `SamplingParams` in, a stream of `TokenDelta` out."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of one token at one position, with its 1-based rank among the
-    vocabulary.
-    """
+    """Natural logarithm of one token's probability, and its rank in the vocabulary from 1."""
 
     token_id: int
     logprob: float
@@ -62,9 +58,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class KeepKv:
-    """Asks an engine to compute a prompt, sample nothing, and hold the KV for another worker to
-    read.
-    """
+    """Asks an engine to compute a prompt and keep its KV for another worker; nothing is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +110,7 @@ class TokenDelta:
 
 
 class KvEventSink(Protocol):
-    """Hears which blocks of KV an engine has, for a router. Called by the engine's own thread;
-    must not block.
-    """
+    """Receives KV events for a router, in the engine's own thread; must not block."""
 
     def stored(
         self,
@@ -142,9 +134,7 @@ class KvEventSink(Protocol):
 
 
 class ServingEngine(Protocol):
-    """One decoding engine. `start` first, `stop` last; the rest may be called concurrently from
-    one event loop.
-    """
+    """A decoding engine for one event loop; `start` comes first, `stop` last."""
 
     async def start(self) -> EngineInfo:
         """Load the model. Raises `StartupError` with one clear line; `stop` is safe afterwards."""
@@ -173,9 +163,7 @@ class ServingEngine(Protocol):
         """
 
     def abort(self, request_id: str) -> None:
-        """Free everything that the request holds; unknown ids are ignored. Its stream ends as
-        ``cancelled``.
-        """
+        """Free a request's slot and KV; its stream ends as ``cancelled``. Ignores unknown ids."""
 
     def num_unfinished(self) -> int:
         """Requests admitted and not yet finished."""
@@ -184,9 +172,7 @@ class ServingEngine(Protocol):
         """Prompts whose KV is held for other workers."""
 
     def report_blocks(self, sink: KvEventSink) -> None:
-        """Tell `sink` of the blocks that are known, and from then on of what becomes known or is
-        forgotten; once.
-        """
+        """Report the blocks in the prefix cache to `sink`, then every change; called once."""
 
     def transfers(self) -> Mapping[str, float]:
         """Hand-offs of KV so far, by what became of them; empty for an engine that has none."""
@@ -197,9 +183,7 @@ class ServingEngine(Protocol):
         """
 
     async def stop(self) -> None:
-        """Stop decoding and release the device. Idempotent, and safe after a failed or missing
-        `start`.
-        """
+        """Stop and release the device. Idempotent, and safe after a failed or missing `start`."""
 
 
 @runtime_checkable
@@ -207,11 +191,7 @@ class SelfReporting(Protocol):
     """An engine that knows its own load and death, because another process does the work."""
 
     def tell_broken(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` with the reason when the engine dies, whether or not a request is
-        waiting.
-        """
+        """Call ``callback`` with the reason when the engine dies, also without a request."""
 
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
-        """Call ``callback`` with used and all KV blocks whenever the engine says how many there
-        are.
-        """
+        """Call ``callback`` with used and total KV blocks whenever the engine reports them."""

@@ -146,9 +146,7 @@ def _validated(schema: type[Schema], data: object, where: str) -> Schema:
 
 
 def as_recorded(arguments: Arguments, receipt: RecordedReceipt) -> Arguments:
-    """Options that bits depend on as the receipt has them, where none are given; one request needs
-    no more room than for itself.
-    """
+    """The options, with the receipt's where bits depend on them and none are given."""
     values: dict[str, Any] = {"disaggregation_mode": "aggregated"}
     readers = {option.name: option for option in OPTIONS}
     for name, value in receipt.engine.options.items():

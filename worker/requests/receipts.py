@@ -155,9 +155,7 @@ class RequestReceipt:
 
 
 def _recorded(params: SamplingParams, selection: Selection, smoke: bool) -> str:
-    """What `worker.replay` makes the request of, as JSON text: no JSON library on its way to the
-    client and back can round its numbers.
-    """
+    """The request for `worker.replay`, as JSON text: no JSON library on the way rounds a number."""
     sampling = {
         one.name: value
         for one in fields(params)

@@ -76,16 +76,12 @@ class ResponseBuilder:
         return {**data, CHANNEL: self._receipt.as_json(report, ends=ends)}
 
     def _ends_hidden(self, delta: TokenDelta) -> bool:
-        """Whether the last token is a stop token that only the request's shown ones brought into
-        the output.
-        """
+        """Whether the delta ends with a stop token that the answer must not show."""
         return delta.stop_reason in self._hidden and delta.token_ids[-1:] == [delta.stop_reason]
 
 
 def _add_logprobs(chunk: dict[str, Any], positions: list[list[TokenLogprob]], top: int) -> None:
-    """The chosen token's log probability, and the ``top`` likeliest tokens by rank where any
-    were asked for.
-    """
+    """Log probability of each sampled token, and the ``top`` most likely ones by rank if any."""
     chunk["log_probs"] = [entries[0].logprob for entries in positions]
     if top > 0:
         chunk["top_logprobs"] = [_ranked(entries, top) for entries in positions]

@@ -265,9 +265,7 @@ class WorkerEngine(LLMEngine):
         return _Serving(flight, builder, deltas, request, selection, entry)
 
     def _seed(self, request: GenerationRequest, part: Part) -> int:
-        """The client's seed, else that of the prefill worker where one was handed over, else a new
-        one.
-        """
+        """The client's seed, else the prefill worker's if it came with the KV, else a new one."""
         if request.seed is not None:
             return request.seed
         handed_over = part.kv.handle.get("seed") if isinstance(part.kv, ReadKv) else None
@@ -324,9 +322,7 @@ class WorkerEngine(LLMEngine):
     async def _parameters(
         self, request: GenerationRequest, desk: ProcessorDesk, selection: Selection, info: EngineInfo, seed: int
     ) -> SamplingParams:
-        """What the engine gets: fields, the smoke test's processors, and the chain of everything
-        selected.
-        """
+        """What the engine gets: sampling controls, and the chain of the selected processors."""
         prompt = request.prompt_token_ids
         smoke = self._smoke.processors(len(prompt)) if self._smoke else []
         fixed = info.draws_by_seed or selection.receipt  # the seed in a receipt is that of its tokens
@@ -340,9 +336,7 @@ class WorkerEngine(LLMEngine):
         return replace(params, logits_processor=[*smoke, *create_trtllm_adapters([chain], end_id=params.end_id)])
 
     def _count_processors(self, delta: TokenDelta) -> None:
-        """On the last delta of a request that had processors: metrics, and the breakers of third
-        parties.
-        """
+        """On the last delta of a request with processors: metrics, and circuit breakers."""
         if delta.receipt is None or self._desk is None:
             return
         self._desk.metrics.count(delta.receipt, delta.failure)
@@ -352,9 +346,7 @@ class WorkerEngine(LLMEngine):
             self._desk.breaker.record_success(record.name for record in delta.receipt.records)
 
     def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
-        """A stream that the runtime drops is closed by the garbage collector, and that runs in
-        any thread.
-        """
+        """Call in the event loop; the garbage collector closes dropped streams in any thread."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -417,9 +409,7 @@ class WorkerEngine(LLMEngine):
             self._publish_load()
 
     async def is_quiescent(self) -> bool:
-        """Whether no decode worker reads from here any more; the runtime asks a prefill worker
-        that is to leave.
-        """
+        """Whether no decode worker still reads KV here; asked of a prefill worker that leaves."""
         return self.engine.num_held() == 0
 
     def signalled(self) -> None:
@@ -448,9 +438,7 @@ class WorkerEngine(LLMEngine):
         register_engine_registry(metrics, self.metrics.registry)
 
     async def kv_event_sources(self) -> list[KvEventSource]:
-        """One source of KV events, where they are published: the engine reports its blocks
-        itself.
-        """
+        """The source of KV events, if they are published: the engine reports its blocks itself."""
         if not self.arguments.publishes_kv_events or self._info is None:
             return []
         block_size = self._info.kv_block_size
@@ -475,9 +463,7 @@ class WorkerEngine(LLMEngine):
         self._publish_load()
 
     def _publish_load(self) -> None:
-        """Tell the router how many KV blocks the requests in flight need, whenever that number
-        changes.
-        """
+        """Publish the KV blocks in use for the router, whenever their number changes."""
         if self._publisher is None or self._info is None:
             return
         total = self._info.total_kv_blocks
@@ -488,9 +474,7 @@ class WorkerEngine(LLMEngine):
             self._publisher.publish(0, snapshot)
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        """One greedy token through the real path; any id of the vocabulary will do as the
-        prompt.
-        """
+        """One greedy token through the real path; the prompt is any id of the vocabulary."""
         eos = self._info.eos_token_ids if self._info is not None else ()
         return build_health_check_payload(eos[0] if eos else 0)
 
@@ -498,9 +482,7 @@ class WorkerEngine(LLMEngine):
         return {"info", CATALOG_CONTROL}
 
     async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
-        """``POST /engine/control/info`` or ``/logits_processors``: what this worker is, and
-        which processors it has.
-        """
+        """``POST /engine/control/info`` or ``/logits_processors``: this worker, its catalogue."""
         if control == CATALOG_CONTROL and self._desk is not None:
             return {"status": "ok", "history": self.arguments.history, **self._desk.catalog.as_json()}
         if control != "info" or self._info is None:

@@ -1,4 +1,4 @@
-"""The async edge: requests go to the step thread, outputs come back as streams."""
+"""The asynchronous engine: requests go to the step thread, outputs come back as streams."""
 
 from __future__ import annotations
 
@@ -241,9 +241,7 @@ class EmbeddedEngine:
             self._pace()
 
     def _pace(self) -> None:
-        """Hold decoding back while most consumers are behind; a few slow ones do not slow the
-        others.
-        """
+        """Pause decoding while most consumers are behind; a few slow ones do not slow the rest."""
         if self._thread is not None:
             self._thread.hold(2 * len(self._behind) > len(self._streams))
 

@@ -1,6 +1,4 @@
-"""The event loop's end of one request: outputs go in, as many at a time as there are; deltas
-come out.
-"""
+"""One request's output in the event loop: outputs of steps go in, deltas come out."""
 
 from __future__ import annotations
 
