@@ -277,9 +277,9 @@ class TrtllmEngine(RuntimeReports):
             raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not keep salts apart")
         number = next(self._numbers)
         lowered = lower(params, prompt, number, self._served)
-        places = self.config.max_num_seqs + self.config.max_queue
-        if len(self._flights) >= places:
-            raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
+        limit = self.config.max_num_seqs + self.config.max_queue
+        if len(self._flights) >= limit:
+            raise Overloaded(f"the queue is full: {limit} requests are running or waiting; retry later or elsewhere")
         flight = self._flight(request_id, lowered, params, self._info.context_length - len(prompt))
         flight.number = str(number)
         adapter = self._adapter(flight, lowered, params)

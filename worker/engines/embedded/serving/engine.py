@@ -198,9 +198,9 @@ class EmbeddedEngine:
         request = admit(request_id, next(self._numbers), prompt, params, self._model, self._info.context_length)
         request.cache_salt = cache_salt
         handle = self._part(request, kv)
-        places = self.config.max_num_seqs + self.config.max_queue
-        if len(self._streams) >= places:
-            raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
+        limit = self.config.max_num_seqs + self.config.max_queue
+        if len(self._streams) >= limit:
+            raise Overloaded(f"the queue is full: {limit} requests are running or waiting; retry later or elsewhere")
         stream = self._streams[request_id] = Stream(request)
         self._thread.tell(Submit(request, handle))
         return stream
