@@ -48,7 +48,7 @@ def test_answers_are_those_of_one_worker(both: tuple[Stack, Stack], number: int)
 
 
 def test_the_seed_in_a_receipt_is_that_of_both_workers(both: tuple[Stack, Stack]) -> None:
-    """Prefill samples the first token, decode the others: with one seed, though the client gave none."""
+    """Prefill samples the first token, decode the others: with one seed, drawn by a worker."""
     pair, _ = both
     asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 12, "temperature": 1.5}
     answers: list[tuple[str, dict[str, Any]]] = []
