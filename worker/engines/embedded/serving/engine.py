@@ -67,7 +67,8 @@ def _computed_by(model: Model) -> str:
     if not isinstance(model, HfModel):
         return f"{model.device.type}, {model.numerics}"
     dtype = str(model.dtype).removeprefix("torch.")
-    threads = f", {torch.get_num_threads()} threads" if model.device.type == "cpu" else ""
+    number = torch.get_num_threads()
+    threads = f", {number} {'threads' if number > 1 else 'thread'}" if model.device.type == "cpu" else ""
     return f"{model.device.type}, {dtype}, {model.made_by}{threads}"
 
 
