@@ -357,13 +357,17 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
     return _checked(_with_full_endpoint(given), environ)
 
 
-class _Parser(argparse.ArgumentParser):
+class StrictParser(argparse.ArgumentParser):
+    """A command line whose errors are `ConfigurationError`."""
+
     def error(self, message: str) -> Any:
         raise ConfigurationError(message)
 
 
 def _from_command_line(argv: Sequence[str] | None) -> dict[str, Any]:
-    parser = _Parser(prog="python -m worker", description="Serve a model through NVIDIA Dynamo.", allow_abbrev=False)
+    parser = StrictParser(
+        prog="python -m worker", description="Serve a model through NVIDIA Dynamo.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"dynamo-logits-worker {__version__}")
     for option in OPTIONS:
         shown = f" ({' | '.join(option.choices)})" if option.choices else ""

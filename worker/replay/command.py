@@ -13,13 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from adapters import create_trtllm_adapters
 from adapters.catalog import Selection
-from worker.arguments import Arguments, parse_arguments
+from worker.arguments import Arguments, StrictParser, parse_arguments
 from worker.build import check_model, embedded_config
 from worker.engines import EngineInfo
 from worker.engines.embedded.admission import admit
@@ -65,13 +64,8 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_TROUBLE
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigurationError(message)
-
-
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
-    parser = _Parser(
+    parser = StrictParser(
         prog="python -m worker replay RECEIPT.json",
         allow_abbrev=False,
         description="Make one answer again from its receipt, and compare its tokens with those that were recorded.",
