@@ -1,4 +1,4 @@
-"""``python -m worker``: check, load, serve, drain.
+"""``python -m worker``: check, load, serve, drain; ``python -m worker replay``: `worker.replay`.
 
 Exit 0 after a clean drain, 2 for configuration, 1 for the rest.
 """
@@ -18,6 +18,11 @@ EXIT_CONFIGURATION = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status; every failure is one line on stderr."""
+    argv = sys.argv[1:] if argv is None else argv
+    if list(argv[:1]) == ["replay"]:
+        from worker.replay import main as replay  # imports torch
+
+        return replay(argv[1:])
     try:
         built = build(argv)
     except ConfigurationError as error:
@@ -43,9 +48,7 @@ def _complain(reason: ServingError | Exception | str, status: int) -> int:
 
 
 def run() -> None:
-    """Entry point of the console script: `main`, then an exit that the runtime's threads cannot
-    spoil.
-    """
+    """Console script: `main`, then an exit that the runtime's threads cannot spoil."""
     runtime.finish(main())
 
 

@@ -241,6 +241,12 @@ class Arguments:
     grammar_cache_mib: int = _option(
         256, "Memory for compiled grammars that are kept for the next request, MiB.", parse=_positive
     )
+    log_requests: bool = _option(
+        False,
+        "Write one line of JSON to standard output when a request has ended (docs/debugging.md); true, false, or the "
+        "flag alone.",
+        parse=_truth,
+    )
     disaggregation_mode: str = _option(
         "aggregated", "Role of this worker.", choices=("aggregated", "agg", "prefill", "decode")
     )
@@ -351,19 +357,24 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
     return _checked(_with_full_endpoint(given), environ)
 
 
-class _Parser(argparse.ArgumentParser):
+class StrictParser(argparse.ArgumentParser):
+    """A command line whose errors are `ConfigurationError`."""
+
     def error(self, message: str) -> Any:
         raise ConfigurationError(message)
 
 
 def _from_command_line(argv: Sequence[str] | None) -> dict[str, Any]:
-    parser = _Parser(prog="python -m worker", description="Serve a model through NVIDIA Dynamo.", allow_abbrev=False)
+    parser = StrictParser(
+        prog="python -m worker", description="Serve a model through NVIDIA Dynamo.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"dynamo-logits-worker {__version__}")
     for option in OPTIONS:
         shown = f" ({' | '.join(option.choices)})" if option.choices else ""
         default = "" if option.default in (None, ()) else f" Default: {option.default}."
         text = f"{option.help}{shown}{default} [{option.env}]".replace("%", "%%")
-        parser.add_argument(option.flag, dest=option.name, action="append", metavar="VALUE", help=text)
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if isinstance(option.default, bool) else {}
+        parser.add_argument(option.flag, dest=option.name, action="append", metavar="VALUE", help=text, **switch)
     texts = vars(parser.parse_args(argv))
     values = {}
     for option in OPTIONS:

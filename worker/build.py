@@ -1,4 +1,4 @@
-"""Makes a worker's engine of its arguments: what is cheap is checked before anything is loaded."""
+"""Builds a worker's engine from its arguments; what is cheap is checked before loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from worker.processors.smoke import smoke_enabled
 from worker.runtimes import dynamo as runtime
 
 if TYPE_CHECKING:
-    from worker.engines import Engine
+    from worker.engines import ServingEngine
+    from worker.engines.embedded import EmbeddedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Built:
         smoke: Whether every answer is ``Hello world!``.
     """
 
-    engine: Engine
+    engine: ServingEngine
     arguments: Arguments
     seal: Seal | None
     smoke: bool
@@ -60,9 +61,7 @@ def build(argv: Sequence[str] | None = None) -> Built:
 
 
 def check_adapters_package() -> None:
-    """Raises `ConfigurationError` if another distribution's `adapters` package is installed in
-    place of ours.
-    """
+    """Raises `ConfigurationError` if `adapters` is another distribution's package."""
     for name in ("adapters", "adapter-transformers"):
         try:
             importlib.metadata.distribution(name)
@@ -98,16 +97,23 @@ def check_model(arguments: Arguments) -> None:
         raise StartupError(f"--custom-jinja-template {template}: no such file")
 
 
-def make_engine(arguments: Arguments) -> Engine:
+def make_engine(arguments: Arguments) -> ServingEngine:
     """The engine that the arguments choose, not started. Raises `ConfigurationError`."""
     if arguments.engine == "trtllm":
         from worker.engines.trtllm import TrtllmEngine, config_from
 
         return TrtllmEngine(config_from(arguments))
 
-    from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+    from worker.engines.embedded import EmbeddedEngine
 
-    config = EmbeddedConfig(
+    return EmbeddedEngine(embedded_config(arguments))
+
+
+def embedded_config(arguments: Arguments) -> EmbeddedConfig:
+    """Settings of the embedded engine."""
+    from worker.engines.embedded import EmbeddedConfig
+
+    return EmbeddedConfig(
         model_path=arguments.model_path,
         device=arguments.device,
         dtype=arguments.dtype,
@@ -125,4 +131,3 @@ def make_engine(arguments: Arguments) -> Engine:
         kv_lease_s=arguments.kv_lease_s,
         kv_devices=arguments.kv_transfer_devices,
     )
-    return EmbeddedEngine(config)

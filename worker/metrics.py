@@ -1,6 +1,4 @@
-"""The worker's Prometheus metrics, prefix ``dlw_``; the runtime adds namespace, component and
-model.
-"""
+"""The worker's Prometheus metrics, prefix ``dlw_``; the runtime adds its own labels."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ class WorkerMetrics:
         self._requests.labels(outcome).inc()
 
     def count_refusal(self, field: str) -> None:
-        """``field`` is a label only if it is one of ours: a client must not be able to make
-        labels.
-        """
+        """Count a refused request by its field; a client's text never becomes a label."""
         self._refused.labels(field if field in _FIELD_LABELS else "other").inc()
 
     def count_tokens(self, prompt: int, cached: int, generated: int) -> None:

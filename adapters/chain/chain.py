@@ -78,7 +78,7 @@ class ProcessorChain:
         self.members = sorted(members, key=lambda member: member.processor.stage)
         self.context = context
         self.step_budget_s = DEFAULT_STEP_BUDGET_S if step_budget_s is None else step_budget_s
-        self.receipt = Receipt([member.record for member in self.members], attribution=attribution)
+        self.receipt = Receipt([member.record for member in self.members], attribution=attribution, seed=context.seed)
         self.tokens: list[int] = []
         self.prompt_length = 0
         self.failure: ProcessorFailed | None = None
@@ -299,6 +299,30 @@ class ProcessorChain:
         if plan.forced_by is not None or plan.allows:
             self._check(plan)
         return plan
+
+    def plan_each(self) -> list[tuple[Member, RowPlan]]:
+        """`plan`, member by member in the order in which they are applied, to look at one position.
+
+        A forced token leaves nothing else to apply. Whether all can be satisfied is not checked.
+
+        Raises:
+            ProcessorFailed: a processor raised.
+        """
+        self._pending = []
+        found: list[tuple[Member, RowPlan]] = []
+        for member in self.members if self._tracker is None else self._active_members():
+            try:
+                edit = member.step()
+            except Exception as error:  # the processor boundary: third-party code
+                raise self.fail_from(member, error) from error
+            if edit is not None:
+                found.append((member, RowPlan()))
+                self._add(found[-1][1], member, edit)
+        if self._binding is not None:
+            found.append((self._binding, self._end_outside_thinking(NOTHING, self._binding)))
+        forced = [each for each in found if each[1].force is not None]
+        acting = forced[:1] or [each for each in found if not each[1].is_empty]
+        return sorted(acting, key=lambda each: bool(each[1].late))  # masks before shaping of their stage
 
     def peek(self, draft: Sequence[int]) -> list[RowPlan]:
         """Plans for the next position and for the one after each draft token; the history stays as

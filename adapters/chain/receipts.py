@@ -1,4 +1,4 @@
-"""Receipts: proof of what each processor of a request did."""
+"""Receipts: what each processor of a request did to its tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 @dataclass(slots=True)
 class ProcessorRecord:
-    """What one processor has done to the tokens chosen so far. Positions are absolute (prompt +
-    generated).
+    """What one processor has done to the tokens chosen so far.
+
+    Positions are absolute (prompt + generated).
 
     Attributes:
         steps_active: Positions at which it asked for an edit.
@@ -33,9 +34,7 @@ class ProcessorRecord:
     )  # 2 * masked + forced, per position
 
     def add(self, position: int, kind: str, masked: int) -> None:
-        """Count one step at ``position``; ``kind`` is ``biased``, ``masked``, ``forced`` or
-        ``shaped``.
-        """
+        """Count one step; ``kind`` is ``biased``, ``masked``, ``forced`` or ``shaped``."""
         self.steps_active += 1
         self.tokens_forced += kind == "forced"
         self.tokens_masked += masked
@@ -77,9 +76,11 @@ MiB at most).
 
 @dataclass(slots=True)
 class Receipt:
-    """The receipt of one choice, cumulative over its chunks.
+    """What the processors of one choice did, cumulative over its chunks.
 
     Attributes:
+        seed: Of the sampler's random numbers and of the processors', 64 bits.
+        numerics: ``exact`` if the engine is batch-invariant, else ``fast``; the engine says so.
         attribution: Keep what each processor did to each token, in `tokens`.
         tokens: ``(position, token id, processor, what it did)``, in the order of the positions, the
             first `MAX_ATTRIBUTED` of them.
@@ -91,12 +92,11 @@ class Receipt:
     prompt_length: int = 0
     replayed: int = 0
     numerics: str = "fast"
+    seed: int = 0
     tokens: list[tuple[int, int, str, str]] = field(default_factory=list)
 
     def begin(self, mode: str, prompt_length: int, replayed: int) -> None:
-        """Start after a prompt; ``replayed`` tokens come from an earlier run, which migrated
-        after them.
-        """
+        """Start after a prompt; ``replayed`` tokens were generated before a migration."""
         self.mode = f"migrated at {replayed}" if mode == "migrated" else mode
         self.prompt_length = prompt_length
         self.replayed = replayed
@@ -126,6 +126,7 @@ class Receipt:
             "version": 1,
             "mode": self.mode,
             "numerics": self.numerics,
+            "seed": self.seed,
             "prompt_length": self.prompt_length,
             "replayed_tokens": self.replayed,
             "processors": [record.as_json() for record in self.records],

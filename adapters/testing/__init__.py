@@ -14,7 +14,7 @@ Needs Hypothesis. Everything runs on the CPU, on a small tokenizer of the kit's 
 from adapters.testing import check_arguments, check_rows, check_history, check_cost  # isort: skip
 from adapters.testing.house import house_context, house_vocabulary
 from adapters.testing.registry import CHECKS, Check
-from adapters.testing.report import Report, Result, check_processor, run_check
+from adapters.testing.report import CheckResult, Report, check_processor, run_check
 from adapters.testing.subject import Case, CheckFailed, Subject
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
     "Case",
     "Check",
     "CheckFailed",
+    "CheckResult",
     "Report",
-    "Result",
     "Subject",
     "check_arguments",
     "check_cost",

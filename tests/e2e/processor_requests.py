@@ -186,5 +186,5 @@ def serving(directory: Path, model_path: Path) -> Iterator[tuple[Stack, Worker]]
     with running_stack(directory / "stack", model_path) as stack:
         stack.start_frontend()
         options = with_third_parties(stack, *THIRD_PARTIES)
-        arguments = ["--device", "cpu", "--dtype", "float32", "--processor-policy", str(policy), *PATIENT, *options]
-        yield stack, stack.start_worker(*arguments)
+        arguments = ["--device", "cpu", "--dtype", "float32", "--processor-policy", str(policy), "--log-requests"]
+        yield stack, stack.start_worker(*arguments, *PATIENT, *options)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_stack import MODEL, Stack, Worker
+from e2e_stack import MODEL, Stack, Worker, wait_for
 from processor_requests import (
     KEY,
     LETTER_A,
@@ -484,7 +484,7 @@ def test_unsatisfiable(served: Shared) -> None:
 @pytest.mark.parametrize("level", [True, "debug"])
 def test_every_chunk_has_the_receipt_so_far(served: Shared, level: Any) -> None:
     processors = [processor("forced_prefix", text="Hello"), processor("banned_tokens", token_ids=[5, 6])]
-    reply = chat(served[0], *processors, receipt=level, stream=True, ignore_eos=True)
+    reply = chat(served[0], *processors, receipt=level, stream=True, ignore_eos=True, seed=5)
     assert len(reply.receipts) >= 2
     previous: dict[str, Any] | None = None
     for number, receipt in enumerate(reply.receipts, 1):
@@ -495,7 +495,7 @@ def test_every_chunk_has_the_receipt_so_far(served: Shared, level: Any) -> None:
             check_grows(previous, receipt)
         previous = receipt
     assert previous is not None
-    whole = chat(served[0], *processors, receipt=level, ignore_eos=True)
+    whole = chat(served[0], *processors, receipt=level, ignore_eos=True, seed=5)
     assert whole.receipts == [previous]
     check_receipt(previous, reply)
 
@@ -522,6 +522,55 @@ def check_receipt(receipt: dict[str, Any], reply: Reply) -> None:
         assert forced == reply.token_ids[: len(forced)]
         assert len(forced) == prefix["tokens_forced"]
         assert {one["processor"] for one in receipt["tokens"]} == {"banned_tokens", "forced_prefix"}
+
+
+@pytest.mark.parametrize("name", ["nothing", "regex", "watermark"])
+def test_an_answer_without_a_seed_is_replayed_from_its_receipt(served: Shared, name: str, tmp_path: Path) -> None:
+    chosen = {
+        "nothing": [],
+        "regex": [processor("regex", pattern="[ab ]{5,30}c+d")],
+        "watermark": [processor("watermark", key_id="house"), processor("frequency_penalty", penalty=0.7)],
+    }[name]
+    messages = [{"role": "user", "content": f"Say {name}, or something else"}]
+    body = {"messages": messages, "temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1}
+    reply = chat(served[0], *chosen, receipt=True, **body)
+    (tmp_path / "response.json").write_text(reply.text)
+    (tmp_path / "request.json").write_text(json.dumps(body))
+    files = [str(tmp_path / "response.json"), "--prompt-file", str(tmp_path / "request.json")]
+    options = ["--model-path", str(served[0].model_path), "--device", "cpu", "--processor-policy"]
+    policy = str(served[0].directory.parent / "policy.yaml")
+    again = subprocess.run(
+        [sys.executable, "-m", "worker", "replay", *files, *options, policy],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=served[0].environ,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    receipt = reply.receipts[-1]
+    assert receipt is not None
+    assert f"answer: {receipt['generated_tokens']} tokens, equal to those recorded" in again.stdout
+    sent_back = chat(served[0], *chosen, receipt=True, seed=receipt["seed"], **body)
+    assert sent_back.token_ids == reply.token_ids
+
+
+def test_each_request_is_a_line_of_the_log(served: Shared) -> None:
+    stack, worker = served
+
+    def last() -> dict[str, Any]:
+        return dict(json.loads([line for line in worker.log.splitlines() if line.startswith('{"request_id"')][-1]))
+
+    reply = chat(stack, processor("banned_tokens", token_ids=[LETTER_B]), seed=11, content="Anything but a B")
+    assert reply.status == 200
+    line = wait_for(lambda: (found := last())["seed"] == 11 and found, "the line")
+    assert (line["model"], line["generated_tokens"], line["processors"]) == (MODEL, 16, ["banned_tokens"])
+    assert (line["finish_reason"], line["error"], line["preemptions"]) == ("length", None, 0)
+    assert 0 < line["time_to_first_token_s"] <= line["total_s"]
+    assert "Anything" not in worker.log
+    assert chat(stack, processor("banned_tokens", token_ids=[-5])).status == 400
+    line = wait_for(lambda: (found := last())["error"] == "InvalidRequest" and found, "the line")
+    assert line["error_field"] == "logits_processors.processors[0].args"
 
 
 def test_no_receipt_unless_asked_for(served: Shared) -> None:

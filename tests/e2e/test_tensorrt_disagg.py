@@ -14,6 +14,8 @@ from e2e_stack import STAND_IN, Stack, running_stack, wait_for
 from processor_requests import PATIENT
 from test_tensorrt_e2e import REQUESTS, chat
 
+from adapters.client import logits_processors
+
 pytestmark = pytest.mark.timeout(300)  # several processes start, each loads torch
 
 
@@ -43,6 +45,22 @@ def answer(stack: Stack, number: int) -> dict[str, Any]:
 def test_answers_are_those_of_one_worker(both: tuple[Stack, Stack], number: int) -> None:
     pair, alone = both
     assert answer(pair, number) == answer(alone, number)
+
+
+def test_the_seed_in_a_receipt_is_that_of_both_workers(both: tuple[Stack, Stack]) -> None:
+    """Prefill samples the first token, decode the others: with one seed, drawn by a worker."""
+    pair, _ = both
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 12, "temperature": 1.5}
+    answers: list[tuple[str, dict[str, Any]]] = []
+    for _ in range(2):
+        seed = {"seed": answers[0][1]["seed"]} if answers else {}
+        status, text = pair.post("chat/completions", **asked, **seed, **logits_processors(receipt=True))
+        assert status == 200, text
+        reply = json.loads(text)
+        receipt = reply["nvext"]["engine_data"]["logits_processors"]
+        answers.append((reply["choices"][0]["message"]["content"], receipt))
+    assert answers[0] == answers[1]
+    assert answers[0][1]["mode"] == "disaggregated"
 
 
 def test_refused_on_prefill(both: tuple[Stack, Stack]) -> None:

@@ -76,6 +76,25 @@ def test_refusals_and_receipts(both: tuple[Stack, Stack]) -> None:
     assert (record["name"], record["steps_active"], record["tokens_masked"]) == ("banned_tokens", 5, 5)
 
 
+def test_the_seed_in_a_receipt_is_that_of_the_tokens(both: tuple[Stack, Stack]) -> None:
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 12, "temperature": 1.2}
+    for stack, engine in zip(both, ("trtllm", "embedded"), strict=True):
+        answers = []
+        for seed in ({}, {"seed": 0}):
+            if seed:
+                seed["seed"] = answers[0][1]["seed"]
+            status, text = stack.post("chat/completions", **asked, **seed, **logits_processors(receipt=True))
+            assert status == 200, text
+            reply = json.loads(text)
+            answers.append((reply["choices"][0]["message"], reply["nvext"]["engine_data"]["logits_processors"]))
+        (first, receipt), (second, again) = answers
+        assert first == second
+        assert again == receipt
+        assert receipt["engine"]["name"] == engine
+        assert (receipt["preemptions"] is None) == (engine == "trtllm")
+        assert receipt["model"]["name"] == MODEL
+
+
 def test_what_it_says_of_itself(both: tuple[Stack, Stack]) -> None:
     worker = both[0].workers[0]
     assert worker.metric("dlw_engine_info", engine="trtllm", version="1.3.0rc29") == 1

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from adapters.catalog import Selection
 from worker.disaggregation.seal import SECRET, Seal
-from worker.engines import Engine, KeepKv, ReadKv, TokenDelta
+from worker.engines import KeepKv, ReadKv, ServingEngine, TokenDelta
 from worker.engines.embedded.transfer import params
 from worker.errors import KV_TRANSFER_FIELD, ConfigurationError, InvalidRequest, Overloaded
 from worker.lifecycle.drain import InFlightRequest
@@ -152,7 +152,9 @@ class TransferMetrics:
         registry: Where the metrics go.
     """
 
-    def __init__(self, engine: Engine, disaggregation: DisaggregatedServing, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, engine: ServingEngine, disaggregation: DisaggregatedServing, registry: CollectorRegistry
+    ) -> None:
         self._engine = engine
         self._disaggregation = disaggregation
         registry.register(self)

@@ -1,6 +1,4 @@
-"""The interface that every engine serves: prompt and `SamplingParams` in, a stream of
-`TokenDelta` out.
-"""
+"""The interface of engines: prompt and `SamplingParams` in, a stream of `TokenDelta` out."""
 
 from __future__ import annotations
 
@@ -30,6 +28,9 @@ class EngineInfo:
         max_num_batched_tokens: Tokens computed in one step at most.
         draws_by_seed: Draws cost nothing extra when they are fixed by a seed; else only a client's
             seed is passed on.
+        numerics: ``exact`` if tokens are batch-invariant, bit for bit, else ``fast``.
+        computed_by: What the bits of a logit depend on beside model and tokens: device, data type,
+            numerics, kernels, threads.
     """
 
     name: str
@@ -42,13 +43,13 @@ class EngineInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     draws_by_seed: bool = True
+    numerics: str = "fast"
+    computed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of one token at one position, with its 1-based rank among the
-    vocabulary.
-    """
+    """Natural logarithm of one token's probability, and its rank in the vocabulary from 1."""
 
     token_id: int
     logprob: float
@@ -85,6 +86,8 @@ class TokenDelta:
         stop_reason: The stop token id that ended the choice, if one did.
         error: Why the choice failed, exactly when ``finish_reason`` is ``error``.
         num_cached_tokens: Prompt tokens of the prefix hit.
+        num_preemptions: How often the request has been preempted so far, None where the engine
+            does not say.
         engine_data: Cumulative extra data for the response (the receipt), or None.
         receipt: What the request's logits processors did; on the last delta of a request that has
             any.
@@ -99,6 +102,7 @@ class TokenDelta:
     stop_reason: int | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    num_preemptions: int | None = None
     engine_data: dict[str, object] | None = None
     receipt: Receipt | None = None
     failure: ProcessorFailed | None = None
@@ -132,10 +136,8 @@ class KvEventSink(Protocol):
         """Blocks were evicted."""
 
 
-class Engine(Protocol):
-    """One decoding engine. `start` first, `stop` last; the rest may be called concurrently from
-    one event loop.
-    """
+class ServingEngine(Protocol):
+    """A decoding engine for one event loop; `start` comes first, `stop` last."""
 
     async def start(self) -> EngineInfo:
         """Load the model. Raises `StartupError` with one clear line; `stop` is safe afterwards."""
@@ -164,9 +166,7 @@ class Engine(Protocol):
         """
 
     def abort(self, request_id: str) -> None:
-        """Free everything that the request holds; unknown ids are ignored. Its stream ends as
-        ``cancelled``.
-        """
+        """Free a request's slot and KV; its stream ends as ``cancelled``. Ignores unknown ids."""
 
     def num_unfinished(self) -> int:
         """Requests admitted and not yet finished."""
@@ -187,9 +187,7 @@ class Engine(Protocol):
         """
 
     async def stop(self) -> None:
-        """Stop decoding and release the device. Idempotent, and safe after a failed or missing
-        `start`.
-        """
+        """Stop and release the device. Idempotent, and safe after a failed or missing `start`."""
 
 
 @runtime_checkable
@@ -197,11 +195,7 @@ class SelfReporting(Protocol):
     """An engine that knows its own load and death, because another process does the work."""
 
     def tell_broken(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` with the reason when the engine dies, whether or not a request is
-        waiting.
-        """
+        """Call ``callback`` with the reason when the engine dies, also without a request."""
 
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
-        """Call ``callback`` with used and all KV blocks whenever the engine says how many there
-        are.
-        """
+        """Call ``callback`` with used and total KV blocks whenever the engine reports them."""

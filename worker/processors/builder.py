@@ -165,6 +165,7 @@ class ServedChainBuilder:
         client: str | None = None,
     ) -> ProcessorChain | None:
         """The chain of a request, begun after its prompt; None if there is nothing for one to do.
+        A request that wants a receipt has one, be it empty.
 
         Cancelling it while a grammar compiles ends that at once. ``client`` is whose turn that
         takes.
@@ -176,7 +177,7 @@ class ServedChainBuilder:
             Overloaded: too many grammars wait to be compiled.
             GrammarsUnavailable: there is no process to compile them in.
         """
-        if not selection.processors:
+        if not (selection.processors or selection.receipt):
             return None
         names = [requested.name for requested in selection.processors]
         self.breaker.check(names)
@@ -193,7 +194,7 @@ class ServedChainBuilder:
         except ProcessorFailed as error:
             self.breaker.record(error.processor)
             raise InvalidRequest(CHANNEL, str(error)) from None
-        return chain if chain.members else None
+        return chain if chain.members or selection.receipt else None
 
     async def _compiled(self, selection: Selection, context: Context, client: str | None) -> list[Compiled]:
         """The grammars of a selection, compiled."""

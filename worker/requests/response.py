@@ -6,6 +6,7 @@ from typing import Any
 
 from worker.engines import TokenDelta, TokenLogprob
 from worker.errors import RequestFailed
+from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
 
 
@@ -16,13 +17,20 @@ class ResponseBuilder:
         num_prompt_tokens: Tokens of the prompt.
         num_generated_tokens: Tokens sent so far.
         num_cached_tokens: Prompt tokens whose KV the engine found in its cache.
+        num_preemptions: How often the engine preempted the request, None where it does not say.
     """
 
-    def __init__(self, request: GenerationRequest, hidden: frozenset[int]) -> None:
-        """``hidden`` are the stop tokens that end the answer without being part of it."""
+    def __init__(
+        self, request: GenerationRequest, hidden: frozenset[int], receipt: RequestReceipt | None = None
+    ) -> None:
+        """``hidden`` are the stop tokens that end the answer without being part of it; ``receipt``
+        is the request's, None if it wants none.
+        """
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_generated_tokens = 0
         self.num_cached_tokens = 0
+        self.num_preemptions: int | None = None
+        self._receipt = receipt
         self._logprobs = request.params.logprobs
         self._hidden = hidden
 
@@ -37,11 +45,15 @@ class ResponseBuilder:
         shown = len(delta.token_ids) - self._ends_hidden(delta)
         self.num_generated_tokens += shown
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        if delta.num_preemptions is not None:
+            self.num_preemptions = delta.num_preemptions
+        if self._receipt is not None:
+            self._receipt.take(delta)
         chunk: dict[str, Any] = {"token_ids": delta.token_ids[:shown], "index": delta.index}
         if self._logprobs is not None and delta.logprobs is not None:
             _add_logprobs(chunk, delta.logprobs[:shown], self._logprobs)
         if delta.engine_data is not None:
-            chunk["engine_data"] = delta.engine_data
+            chunk["engine_data"] = self._engine_data(delta.engine_data, ends=delta.finish_reason is not None)
         if delta.finish_reason is not None:
             chunk["finish_reason"] = delta.finish_reason
             chunk["completion_usage"] = self.usage()
@@ -55,6 +67,13 @@ class ResponseBuilder:
             "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+
+    def _engine_data(self, data: dict[str, object], *, ends: bool) -> dict[str, object]:
+        """The engine's data, with what the worker has to say in the receipt."""
+        report = data.get(CHANNEL)
+        if self._receipt is None or not isinstance(report, dict):
+            return data
+        return {**data, CHANNEL: self._receipt.as_json(report, ends=ends)}
 
     def _ends_hidden(self, delta: TokenDelta) -> bool:
         """Whether the last token is a hidden stop token that shown ones brought into the output."""

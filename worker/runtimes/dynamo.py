@@ -1,5 +1,4 @@
-"""The one place that knows how ai-dynamo 1.4.2 and 1.6.1 differ: settings, exceptions, start and
-exit.
+"""What differs between ai-dynamo 1.4.2 and 1.6.1: settings, exceptions, start and exit.
 
 `tests/worker/test_dynamo_contract.py` pins every fact of the SDK that is relied on here.
 """
@@ -56,8 +55,7 @@ def check_installed() -> None:
 
 
 def check_ports(environ: Mapping[str, str]) -> None:
-    """Raises `StartupError` if a port that the runtime is told to open is taken,
-    `ConfigurationError` if malformed.
+    """Raises `StartupError` if a port of the runtime is taken, `ConfigurationError` if malformed.
 
     The runtime itself finds out only after the model is loaded, and says so in several lines.
     """
@@ -91,8 +89,7 @@ def _check_port(host: str, port: int, name: str) -> None:
 
 
 def allow_drain(drain_timeout_s: float, environ: MutableMapping[str, str]) -> None:
-    """Make room for the drain: the runtime ends the process by force 30 s after the grace period,
-    unless told more.
+    """Raise the runtime's shutdown limit to what the drain needs; its default is 30 s.
 
     Raises:
         ConfigurationError: the operator's own limit is malformed, or shorter than the drain.
@@ -183,8 +180,7 @@ def _signed(number: int) -> int:
 
 
 def to_dynamo(error: ServingError) -> Exception:
-    """The exception whose status and message reach the client best; measured on both versions
-    (`docs/failures.md`).
+    """The Dynamo exception for an error; `docs/failures.md` has what clients see of each.
 
     `EngineShutdown` is the one error that 1.4.2 migrates, and it takes the instance out of rotation
     for seconds, so it is only for a worker that leaves. An overloaded worker stays in rotation with
@@ -205,9 +201,7 @@ def to_dynamo(error: ServingError) -> Exception:
 
 
 def shut_down() -> None:
-    """Ask the runtime to shut this process down: unregister, grace period, `cleanup`, return
-    from `run`.
-    """
+    """Make the runtime shut down: unregister, grace period, `cleanup`, return from `run`."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

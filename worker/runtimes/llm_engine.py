@@ -25,8 +25,8 @@ from worker import __version__
 from worker.arguments import Arguments
 from worker.build import Built, build
 from worker.disaggregation.seal import Seal
-from worker.disaggregation.serving import DisaggregatedServing, TransferMetrics
-from worker.engines import Engine, EngineInfo, SelfReporting, TokenDelta
+from worker.disaggregation.serving import DisaggregatedServing, Part, TransferMetrics
+from worker.engines import EngineInfo, ReadKv, SelfReporting, ServingEngine, TokenDelta
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -43,7 +43,9 @@ from worker.lifecycle.faults import FaultWindow
 from worker.metrics import WorkerMetrics
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.processors.smoke import SmokeTest
+from worker.request_log import RequestEntry, RequestLog
 from worker.requests.deadline import until
+from worker.requests.receipts import RequestReceipt, Server
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
 from worker.runtimes import dynamo as runtime
@@ -53,6 +55,11 @@ from worker.sampling.field_processors import for_engine
 logger = logging.getLogger(__name__)
 
 CATALOG_CONTROL = "logits_processors"
+
+SEED_BITS = 53
+"""Bits of the seeds that the worker draws: integers that every JSON library reads exactly, so that
+a client can send the seed of a receipt back.
+"""
 
 _OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
     (InvalidRequest, "refused"),
@@ -74,6 +81,7 @@ class _Serving:
     deltas: AsyncGenerator[TokenDelta, None]
     request: GenerationRequest
     selection: Selection
+    entry: RequestEntry
 
 
 class _Aborted(Exception):
@@ -108,7 +116,7 @@ class WorkerEngine(LLMEngine):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServingEngine,
         arguments: Arguments,
         *,
         seal: Seal | None = None,
@@ -138,6 +146,8 @@ class WorkerEngine(LLMEngine):
         self._smoke_wanted = smoke
         self._smoke: SmokeTest | None = None
         self._faults = FaultWindow()
+        self._log: RequestLog | None = None
+        self._server: Server | None = None
         self._seeds = random.Random(secrets.randbits(128))  # the system's own would let go of the interpreter each time
         self._shut_down = shut_down
         self._info: EngineInfo | None = None
@@ -164,6 +174,7 @@ class WorkerEngine(LLMEngine):
         try:
             info = await self.engine.start()
             self._chains = await asyncio.to_thread(self._make_chains, self.arguments, info, self.metrics.registry)
+            self._server = await asyncio.to_thread(Server.of, info, self.arguments)
             if self._smoke_wanted:
                 eos = info.eos_token_ids[0] if info.eos_token_ids else None
                 self._smoke = await asyncio.to_thread(SmokeTest, self.arguments.model_path, eos)
@@ -174,6 +185,8 @@ class WorkerEngine(LLMEngine):
             raise
         gc.collect()
         gc.freeze()  # model and vocabulary stay; collections that look at them would hold up a step for milliseconds
+        if self.arguments.log_requests:
+            self._log = RequestLog()
         self._info = info
         self.in_flight.block_size = info.kv_block_size
         if isinstance(self.engine, SelfReporting):
@@ -186,57 +199,83 @@ class WorkerEngine(LLMEngine):
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
-        finished = False
+        entry = RequestEntry(request_id=context.id(), model=self.arguments.served_model_name)
         try:
-            serving = await self._admit(context.id(), request, context.metadata or {})
+            serving = await self._admit(entry, request, context.metadata or {})
             try:
                 async with contextlib.aclosing(serving.deltas) as deltas:
                     async for delta in deltas:
                         chunk = self._chunk(serving, delta)
-                        finished = delta.finish_reason is not None
+                        entry.finish_reason = delta.finish_reason
                         if chunk is not None:
                             yield chunk
             finally:
                 self._in_loop(self._release, serving)
         except (GeneratorExit, asyncio.CancelledError):  # the runtime drops a stream that nobody reads any more
-            if not finished:
+            if entry.finish_reason is None:
+                entry.finish_reason = "cancelled"
                 self._in_loop(self.metrics.count_outcome, "cancelled")
             raise
         except ServingError as error:
+            entry.failed(error)
             self._record(context.id(), error)
             raise runtime.to_dynamo(error) from None
         except Exception as error:  # the request boundary: one request's unknown error stays its own
+            entry.failed(error)
             logger.exception("request %s failed", context.id())
             self.metrics.count_outcome("unknown_error")
             if self._faults.record():
                 self._break(f"{self._faults.limit} unknown errors within {self._faults.window_s:g} s")
             raise runtime.to_dynamo(ServingError("internal error")) from error
+        finally:
+            if self._log is not None:
+                self._log.write(entry)
 
-    async def _admit(self, request_id: str, raw: Mapping[str, Any], metadata: Mapping[str, str]) -> _Serving:
+    async def _admit(self, entry: RequestEntry, raw: Mapping[str, Any], metadata: Mapping[str, str]) -> _Serving:
         info, chains = self._ready()
+        entry.numerics = info.numerics
         request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size, info.eos_token_ids))
-        prompt = request.prompt_token_ids
+        entry.is_probe, prompt = request.is_probe, request.prompt_token_ids
+        entry.num_prompt_tokens, request_id = len(prompt), entry.request_id
         selection = chains.select(request, metadata)
+        entry.processors = [one.name for one in selection.processors if one.name in chains.catalog]
         part = self.disaggregation.part_of(request, selection)
         admitted = self.in_flight.admit(request_id, 0)  # in flight while its grammars compile, but without KV
         try:
-            work = self._parameters(request, chains, selection, info)
-            params = await (self._while_in_flight(admitted, work) if selection.processors else work)
-            builder = ResponseBuilder(request, params.end_token_ids - request.shown_stop_token_ids)
+            work = self._parameters(request, chains, selection, info, self._seed(request, part))
+            has_chain = selection.processors or selection.receipt
+            params = await (self._while_in_flight(admitted, work) if has_chain else work)
+            entry.seed = params.seed
+            hidden = params.end_token_ids - request.shown_stop_token_ids
+            builder = entry.builder = ResponseBuilder(request, hidden, self._receipt(request, params, selection))
             builder.num_cached_tokens = part.num_cached_tokens
             deltas = self.engine.generate(request_id, prompt, params, part.kv, request.cache_salt)
             if selection.deadline is not None:
                 deltas = until(selection.deadline, deltas)
             self.disaggregation.check_local_prefills(part)
         except _Aborted:
-            return _Serving(admitted, ResponseBuilder(request, frozenset()), _cancelled(), request, selection)
+            return _Serving(admitted, ResponseBuilder(request, frozenset()), _cancelled(), request, selection, entry)
         except BaseException:
             self._in_loop(self.in_flight.release, admitted)
             raise
         self.in_flight.grow(admitted, len(prompt))
         self.disaggregation.admit(admitted, part)
         self._publish_load()
-        return _Serving(admitted, builder, deltas, request, selection)
+        return _Serving(admitted, builder, deltas, request, selection, entry)
+
+    def _seed(self, request: GenerationRequest, part: Part) -> int:
+        """The client's seed, else the prefill worker's if it came with the KV, else a new one."""
+        if request.params.seed is not None:
+            return request.params.seed
+        handed_over = part.kv.handle.get("seed") if isinstance(part.kv, ReadKv) else None
+        return handed_over if isinstance(handed_over, int) else self._seeds.getrandbits(SEED_BITS)
+
+    def _receipt(
+        self, request: GenerationRequest, params: SamplingParams, selection: Selection
+    ) -> RequestReceipt | None:
+        if not selection.receipt or self._server is None:
+            return None
+        return RequestReceipt(self._server, request.prompt_token_ids, params, selection, smoke=self._smoke is not None)
 
     async def _while_in_flight(
         self, admitted: InFlightRequest, work: Coroutine[Any, Any, SamplingParams]
@@ -261,6 +300,8 @@ class WorkerEngine(LLMEngine):
         self._count_processors(delta)
         self.disaggregation.release(serving.admitted)
         chunk = serving.builder.chunk(delta)
+        if chunk["token_ids"]:
+            serving.entry.token_sent()
         self.in_flight.grow(serving.admitted, len(delta.token_ids))
         self._publish_load()
         if delta.kv is not None:
@@ -280,14 +321,17 @@ class WorkerEngine(LLMEngine):
         return self._info, self._chains
 
     async def _parameters(
-        self, request: GenerationRequest, chains: ServedChainBuilder, selection: Selection, info: EngineInfo
+        self,
+        request: GenerationRequest,
+        chains: ServedChainBuilder,
+        selection: Selection,
+        info: EngineInfo,
+        seed: int,
     ) -> SamplingParams:
-        """What the engine gets: fields, the smoke test's processors, and the chain of everything
-        selected.
-        """
+        """What the engine gets: sampling controls, and the chain of the selected processors."""
         prompt, params = request.prompt_token_ids, request.params
         smoke = self._smoke.processors(len(prompt)) if self._smoke else []
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        fixed = info.draws_by_seed or selection.receipt  # the seed in a receipt is that of its tokens
         budget = params.max_tokens
         if self.arguments.disaggregation_mode == "prefill":  # is asked for one token, whatever decode will be asked for
             budget = info.context_length - len(prompt)
@@ -295,14 +339,12 @@ class WorkerEngine(LLMEngine):
         callables = [] if chain is None else create_trtllm_adapters([chain], end_id=params.end_id)
         return for_engine(
             params,
-            seed=seed if info.draws_by_seed else params.seed,
+            seed=seed if fixed else params.seed,
             logits_processor=[*smoke, *callables] or None,
         )
 
     def _count_processors(self, delta: TokenDelta) -> None:
-        """On the last delta of a request that had processors: metrics, and the breakers of third
-        parties.
-        """
+        """On the last delta of a request with processors: metrics, and circuit breakers."""
         if delta.receipt is None or self._chains is None:
             return
         self._chains.metrics.count(delta.receipt, delta.failure)
@@ -312,9 +354,7 @@ class WorkerEngine(LLMEngine):
             self._chains.breaker.record_success(record.name for record in delta.receipt.records)
 
     def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
-        """A stream that the runtime drops is closed by the garbage collector, and that runs in
-        any thread.
-        """
+        """Call in the event loop; the garbage collector closes dropped streams in any thread."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -393,14 +433,14 @@ class WorkerEngine(LLMEngine):
         if self._chains is not None:
             await self._chains.close()
         await self.engine.stop()
+        if self._log is not None:
+            await asyncio.to_thread(self._log.close)
 
     async def register_prometheus(self, metrics: Any) -> None:
         register_engine_registry(metrics, self.metrics.registry)
 
     async def kv_event_sources(self) -> list[KvEventSource]:
-        """One source of KV events, where they are published: the engine reports its blocks
-        itself.
-        """
+        """The source of KV events, if they are published: the engine reports its blocks itself."""
         if not self.arguments.publishes_kv_events or self._info is None:
             return []
         block_size = self._info.kv_block_size
@@ -425,9 +465,7 @@ class WorkerEngine(LLMEngine):
         self._publish_load()
 
     def _publish_load(self) -> None:
-        """Tell the router how many KV blocks the requests in flight need, whenever that number
-        changes.
-        """
+        """Publish the KV blocks in use for the router, whenever their number changes."""
         if self._publisher is None or self._info is None:
             return
         total = self._info.total_kv_blocks
@@ -438,9 +476,7 @@ class WorkerEngine(LLMEngine):
             self._publisher.publish(0, snapshot)
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        """One greedy token through the real path; any id of the vocabulary will do as the
-        prompt.
-        """
+        """One greedy token through the real path; the prompt is any id of the vocabulary."""
         eos = self._info.eos_token_ids if self._info is not None else ()
         return build_health_check_payload(eos[0] if eos else 0)
 

@@ -82,6 +82,7 @@ class Request:
             ``p % page_size``.
         num_computed: Tokens, from the first on, whose KV is in `pages`.
         num_cached_tokens: Prompt tokens of the prefix hit at its first admission; None before.
+        num_preemptions: How often it has been preempted.
         block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
         cached_blocks: Its prefix hit, as `KvCache.match_prefix` found it last.
     """
@@ -104,6 +105,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached_tokens: int | None = None
+    num_preemptions: int = 0
     block_hashes: list[int] = field(default_factory=list)
     cached_blocks: list[Block] = field(default_factory=list)
 

@@ -113,6 +113,7 @@ class Scheduler:
         """Move a running request to the waiting queue, between steps; its KV is recomputed."""
         self._release([request])
         self.num_preemptions += 1
+        request.num_preemptions += 1
         self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:

@@ -50,7 +50,7 @@ _MIN_DISAGG_ID = 2**42
 
 
 class TrtllmEngine(RuntimeReports):
-    """Implements `worker.engines.Engine` on TensorRT-LLM.
+    """Implements `worker.engines.ServingEngine` on TensorRT-LLM.
 
     Args:
         config: Settings.
@@ -188,6 +188,7 @@ class TrtllmEngine(RuntimeReports):
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=int(getattr(args, "max_num_tokens", None) or length),
             draws_by_seed=False,
+            computed_by="TensorRT-LLM",
         )
 
     async def _kv_capacity(self, args: Any) -> tuple[int, int]:
@@ -229,7 +230,7 @@ class TrtllmEngine(RuntimeReports):
         kv: KeepKv | ReadKv | None = None,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Decode one request; see `worker.engines.Engine.generate`."""
+        """Decode one request; see `worker.engines.ServingEngine.generate`."""
         flight = await self._submit(request_id, list(prompt_token_ids), sampling_params, kv, cache_salt)
         try:
             while True:

@@ -16,7 +16,7 @@ import torch
 
 from worker.engines.embedded.controller.padding import PaddedBatches
 from worker.engines.embedded.controller.sampling import add_top_n, check_sampling, sample_rows
-from worker.engines.embedded.controller.state import Report, Running
+from worker.engines.embedded.controller.state import Running, StepReport
 from worker.engines.embedded.controller.stream import Streaming
 from worker.engines.embedded.controller.text import ControllerTokenizer, HfControllerTokenizer
 from worker.engines.embedded.controller.types import (
@@ -299,7 +299,7 @@ class TextGenerationController(PaddedBatches, Streaming):
 
     def _step(self) -> DynamicStep:
         events = self._session.step()
-        report = Report()
+        report = StepReport()
         touched: dict[str, Running] = {}
         for event in events:
             running = self._running[event.group.id]

@@ -1,4 +1,4 @@
-"""The async edge: requests go to the step thread, outputs come back as streams."""
+"""The asynchronous engine: requests go to the step thread, outputs come back as streams."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
             f"--context-length {context_length} is above the model's own limit of {model.context_length} tokens"
         )
     num_kv_blocks = choose_kv_blocks(config, model, context_length)
+    stepper = make_stepper(config, model, num_kv_blocks)  # with the KV store numerics are chosen
     info = EngineInfo(
         name="embedded",
         version=torch.__version__,
@@ -58,8 +59,9 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         total_kv_blocks=num_kv_blocks,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        numerics=model.numerics,
+        computed_by=_computed_by(model),
     )
-    stepper = make_stepper(config, model, num_kv_blocks)
     if config.role != "aggregated":
         if not isinstance(model, HfModel):
             raise StartupError(f"--disaggregation-mode {config.role}: {type(model).__name__} has no KV to transfer")
@@ -68,8 +70,17 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
     return stepper, info
 
 
+def _computed_by(model: Model) -> str:
+    if not isinstance(model, HfModel):
+        return f"{model.device.type}, {model.numerics}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    number = torch.get_num_threads()
+    threads = f", {number} {'threads' if number > 1 else 'thread'}" if model.device.type == "cpu" else ""
+    return f"{model.device.type}, {dtype}, {model.made_by}{threads}"
+
+
 class EmbeddedEngine:
-    """Implements `worker.engines.Engine` in torch.
+    """Implements `worker.engines.ServingEngine` in torch.
 
     Args:
         config: Settings.
@@ -121,7 +132,7 @@ class EmbeddedEngine:
         kv: KeepKv | ReadKv | None = None,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Decode one request; see `worker.engines.Engine.generate`."""
+        """Decode one request; see `worker.engines.ServingEngine.generate`."""
         stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt)
         try:
             while True:
@@ -196,7 +207,7 @@ class EmbeddedEngine:
                 f"the queue is full: {self.config.max_num_seqs} requests may run and {self.config.max_queue} wait; "
                 "retry later or elsewhere"
             )
-        stream = self._streams[request_id] = Stream(request_id)
+        stream = self._streams[request_id] = Stream(request)
         self._thread.tell(Submit(request, handle))
         return stream
 
@@ -234,9 +245,7 @@ class EmbeddedEngine:
             self._pace()
 
     def _pace(self) -> None:
-        """Hold decoding back while most consumers are behind; a few slow ones do not slow the
-        others.
-        """
+        """Pause decoding while most consumers are behind; a few slow ones do not slow the rest."""
         if self._thread is not None:
             self._thread.hold(2 * len(self._behind) > len(self._streams))
 

@@ -1,6 +1,4 @@
-"""The thread that steps, and its messages: what comes in between steps, and how outputs get to
-the event loop.
-"""
+"""The step thread: messages come in between steps, outputs go to the event loop."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ may wait again.
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To the step thread: a new request, and where its prompt's KV is, if another worker holds
-    it.
-    """
+    """To the step thread: a new request, with the handle of its prompt's KV if that is remote."""
 
     request: Request
     kv: KvHandle | None = None
@@ -138,9 +134,7 @@ class StepThread:
         self._inbox.put(message)
 
     def hold(self, wanted: bool) -> None:
-        """Compute prompts alone while `wanted`; for the loop, whenever it has delivered or a
-        consumer has taken.
-        """
+        """Compute prompts only while `wanted`; called by the event loop."""
         was_held, self._is_held = self._is_held, wanted
         if was_held and not wanted:
             self.tell(Go())
@@ -166,9 +160,7 @@ class StepThread:
             self._call_soon(self._died, f"the step thread died of {reason}{type(error).__name__}: {error}")
 
     def _read_messages(self) -> bool:
-        """Act on all messages, waiting for one while there is nothing else to do; False to
-        leave.
-        """
+        """Handle all messages, waiting for one while there is nothing to compute; False to stop."""
         while (message := self._next_message()) is not None:
             match message:
                 case Submit(request, kv):
@@ -199,9 +191,7 @@ class StepThread:
             return None
 
     def _wait_s(self) -> float | None:
-        """How long to wait for a message before the next step; None if there is nothing to
-        compute.
-        """
+        """Seconds to wait for a message before the next step; None if nothing is to compute."""
         wait_s, scheduler = self._stepper.wait_s, self._stepper.scheduler
         if wait_s != 0:
             return wait_s

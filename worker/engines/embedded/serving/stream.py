@@ -1,23 +1,22 @@
-"""The event loop's end of one request: outputs go in, as many at a time as there are; deltas
-come out.
-"""
+"""One request's output in the event loop: outputs of steps go in, deltas come out."""
 
 from __future__ import annotations
 
 import asyncio
 
 from worker.engines import TokenDelta
-from worker.engines.embedded.plan import Output
+from worker.engines.embedded.plan import Output, Request
 from worker.errors import ServingError
 
 
 class Stream:
     """One request's pending delta. For one event loop and one consumer."""
 
-    __slots__ = ("_failure", "_pending", "_waiter", "finished", "request_id")
+    __slots__ = ("_failure", "_pending", "_request", "_waiter", "finished", "request_id")
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, request: Request) -> None:
+        self.request_id = request.id
+        self._request = request  # the step thread's; only a count of it is read here
         self.finished = False  # whether the last output has come in, or a failure
         self._pending: TokenDelta | None = None
         self._failure: ServingError | None = None
@@ -69,6 +68,7 @@ class Stream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         delta, self._pending = self._pending, None
+        delta.num_preemptions = self._request.num_preemptions
         return delta
 
     def _wake(self) -> None:

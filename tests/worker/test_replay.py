@@ -1,0 +1,317 @@
+"""``python -m worker replay``: from a served answer's receipt to the same tokens, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from adapters.client import processor, selection
+from worker.__main__ import main
+from worker.arguments import parse_arguments
+from worker.build import make_engine
+from worker.requests.receipts import TokenDigest
+from worker.runtimes.llm_engine import WorkerEngine
+from worker.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = [9, 30, 41, 77, 30, 41, 12, 9, 30, 500]
+DRAWN = {"temperature": 0.9}
+KEY = bytes(range(32))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("policy")
+    (directory / "key").write_text(KEY.hex())
+    (directory / "policy.yaml").write_text(
+        f"keys:\n  house: {{file: {directory / 'key'}}}\n"
+        "models:\n  model:\n    mandatory:\n      - {name: watermark, args: {key_id: house}}\n"
+    )
+    return directory / "policy.yaml"
+
+
+class Client:
+    """The runtime's part: contexts with ids of their own, and whole answers."""
+
+    def __init__(self, worker: WorkerEngine) -> None:
+        self.worker = worker
+        self.metadata: dict[str, str] = {}
+        self.num_requests = 0
+
+    def id(self) -> str:
+        self.num_requests += 1
+        return f"request-{self.num_requests}"
+
+    async def ask(self, prompt: list[int], *processors: Any, receipt: Any = True, **request: Any) -> Answer:
+        annotation = "logits_processors:" + selection(*processors, receipt=receipt)
+        raw = {"token_ids": prompt, "annotations": [annotation], **request}
+        return Answer([chunk async for chunk in self.worker.generate(raw, self)])
+
+
+class Answer:
+    def __init__(self, chunks: list[Any]) -> None:
+        self.receipts = [chunk["engine_data"]["logits_processors"] for chunk in chunks]
+        self.receipt = self.receipts[-1]
+        self.token_ids = [token_id for chunk in chunks for token_id in chunk["token_ids"]]
+        self.finish_reason = chunks[-1]["finish_reason"]
+
+
+@asynccontextmanager
+async def serving(model: Path, *argv: str) -> AsyncIterator[Client]:
+    given = ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", "--numerics", "exact", *argv]
+    arguments = parse_arguments(given, {})
+    worker = WorkerEngine(make_engine(arguments), arguments, shut_down=lambda: None)
+    await worker.start(1)
+    try:
+        yield Client(worker)
+    finally:
+        await worker.cleanup()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(model: Path, policy: Path) -> AsyncIterator[Client]:
+    """A worker that computes prompts in chunks, with pages for some of its requests only."""
+    small = ["--context-length", "512", "--kv-blocks", "64", "--max-num-seqs", "6", "--max-num-batched-tokens", "24"]
+    async with serving(model, *small, "--processor-policy", str(policy), "--drain-timeout-s", "0") as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def plain(model: Path) -> AsyncIterator[Client]:
+    """A worker without a policy."""
+    async with serving(model) as client:
+        yield client
+
+
+@pytest.fixture
+def files(tmp_path: Path, model: Path) -> Files:
+    return Files(tmp_path, model)
+
+
+class Files:
+    """A receipt and a prompt in files, and the command on them."""
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        self.receipt = directory / "receipt.json"
+        self.prompt = directory / "prompt.json"
+        self.model = model
+        self.extra: list[str] = []
+
+    async def replay(self, receipt: Any, prompt: Any, *argv: str) -> int:
+        self.receipt.write_text(json.dumps(receipt))
+        self.prompt.write_text(prompt if isinstance(prompt, str) else json.dumps(prompt))
+        fixed = ["--prompt-file", str(self.prompt), "--model-path", str(self.model), "--device", "cpu"]
+        return await asyncio.to_thread(main, ["replay", str(self.receipt), *fixed, *self.extra, *argv])
+
+
+GRAMMAR = processor("regex", pattern="[a-z ]{8,30}\\.")
+ASKED: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "drawn": ([], DRAWN),
+    "greedy": ([], {}),
+    "truncated": ([], {"temperature": 0.699999988079071, "top_k": 40, "top_p": 0.9, "min_p": 0.01}),
+    "penalties": (
+        [processor("no_repeat_ngram", n=2)],
+        {**DRAWN, "frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2},
+    ),
+    "grammar": ([GRAMMAR], DRAWN),
+    "state made of logits": ([processor("mirostat", tau=3.1), processor("xtc", probability=0.5)], DRAWN),
+    "bias and bans": (
+        [processor("logit_bias", bias={"37": 2.3}), processor("banned_tokens", token_ids=[5, 6])],
+        {**DRAWN, "seed": -3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+async def test_the_tokens_are_those_that_were_recorded(
+    name: str, plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processors, options = ASKED[name]
+    asked = {"sampling_options": options, "stop_conditions": {"max_tokens": 40}}
+    answer = await plain.ask(PROMPT, *processors, **asked)
+    assert await files.replay(answer.receipt, PROMPT) == 0, capsys.readouterr()
+    number = answer.receipt["generated_tokens"]
+    assert f"answer: {number} tokens, equal to those recorded" in capsys.readouterr().out
+    if name == "drawn":
+        assert await files.replay({**answer.receipt, "seed": answer.receipt["seed"] ^ 1}, PROMPT) == 1
+
+
+async def test_preempted_and_chunked_in_a_batch_with_an_operator_s_watermark(
+    served: Client, policy: Path, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [[(place * 7 + which) % 900 + 5 for place in range(240)] for which in range(5)]
+    asked = {"sampling_options": DRAWN, "stop_conditions": {"max_tokens": 30, "ignore_eos": True}}
+    chosen = [processor("frequency_penalty", penalty=0.3), processor("no_repeat_ngram", n=3)]
+    answers = await asyncio.gather(*(served.ask(prompt, *chosen, **asked) for prompt in prompts))
+    preempted = [answer.receipt["preemptions"] for answer in answers]
+    assert sum(preempted) > 0
+    place = preempted.index(max(preempted))
+    receipt = answers[place].receipt
+    assert KEY.hex() not in json.dumps(receipt)
+    assert "house" not in json.dumps(receipt)
+    assert await files.replay(receipt, prompts[place]) == 2
+    said = capsys.readouterr().err
+    assert "request.processors[0]: watermark is the operator's (mandatory) and not in the policy of model" in said
+    assert await files.replay(receipt, prompts[place], "--processor-policy", str(policy)) == 0, capsys.readouterr()
+
+
+async def test_an_end_token_that_is_not_shown_is_replayed_too(plain: Client, files: Files) -> None:
+    whole = await plain.ask(PROMPT, stop_conditions={"max_tokens": 12})
+    end = whole.token_ids[7]
+    answer = await plain.ask(PROMPT, stop_conditions={"max_tokens": 12, "stop_token_ids_hidden": [end]})
+    number = whole.token_ids.index(end)
+    assert (answer.finish_reason, len(answer.token_ids)) == ("stop", number)
+    assert answer.receipt["generated_tokens"] == number + 1
+    assert answer.receipt["answer_digest"] == str(TokenDigest([*answer.token_ids, end]))
+    assert await files.replay(answer.receipt, PROMPT) == 0
+
+
+async def test_an_answer_that_was_cut_off_is_replayed_as_far_as_it_went(plain: Client, files: Files) -> None:
+    asked = {"sampling_options": DRAWN, "stop_conditions": {"max_tokens": 500, "ignore_eos": True}}
+    answer = await plain.ask(PROMPT, GRAMMAR, sampling_options=DRAWN, stop_conditions={"max_tokens": 50})
+    raw = {"token_ids": PROMPT, "annotations": ['logits_processors:{"version": 1, "receipt": true}'], **asked}
+    stream = plain.worker.generate(raw, plain)
+    chunks = [await anext(stream) for _ in range(3)]
+    await stream.aclose()
+    cut = chunks[-1]["engine_data"]["logits_processors"]
+    assert 3 <= cut["generated_tokens"] < 500
+    assert await files.replay(cut, PROMPT) == 0
+    for receipt in answer.receipts:
+        assert receipt["seed"] == answer.receipt["seed"] < 2**53
+
+
+async def test_a_position_shows_each_processor_s_effect_and_the_token(
+    plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {**DRAWN, "repetition_penalty": 1.5}
+    chosen = [processor("logit_bias", bias={"37": 100}), processor("banned_tokens", token_ids=[37])]
+    asked = {"sampling_options": options, "stop_conditions": {"max_tokens": 8, "ignore_eos": True}}
+    answer = await plain.ask(PROMPT, *chosen, **asked)
+    position = len(PROMPT) + 4
+    assert await files.replay(answer.receipt, PROMPT, "--position", str(position)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index(f"position {position}, token 5 of the answer")
+    names = [line.split()[0] for line in lines[start + 1 :]]
+    assert names == ["after", "model", "logit_bias", "repetition_penalty", "banned_tokens", "sampler"]
+    model_row, biased, _, banned, last = lines[start + 2 :]
+    assert " 37 'A' " not in model_row
+    assert biased.split(maxsplit=1)[1].startswith("37 'A' 100.0%")
+    assert " 37 'A' " not in banned
+    assert f"temperature 0.9: took {answer.token_ids[4]} " in last
+
+
+async def test_a_position_of_processors_whose_state_is_made_of_logits(
+    plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """mirostat keeps a number of tokens that depends on all earlier rows: at the position it leaves
+    one or a few, and the one that was taken is among them.
+    """
+    asked = {"sampling_options": {"temperature": 1.0}, "stop_conditions": {"max_tokens": 20, "ignore_eos": True}}
+    answer = await plain.ask(PROMPT, processor("mirostat", tau=0.5, eta=1.0), **asked)
+    for place in (3, 19):
+        assert await files.replay(answer.receipt, PROMPT, "--position", str(len(PROMPT) + place)) == 0
+        lines = capsys.readouterr().out.splitlines()
+        left = next(line for line in lines if line.startswith("mirostat"))
+        assert f" {answer.token_ids[place]} " in left
+
+
+async def test_prompts_as_text_and_as_a_request_body(
+    plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(files.model)
+    messages = [{"role": "user", "content": "Hello there"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    answer = await plain.ask(prompt, sampling_options=DRAWN, stop_conditions={"max_tokens": 5})
+    response = {"id": "x", "choices": [], "nvext": {"engine_data": {"logits_processors": answer.receipt}}}
+    assert await files.replay(response, {"model": "tiny", "messages": messages}) == 0
+    assert await files.replay({"logits_processors": answer.receipt}, {"prompt": text}) == 0
+    assert await files.replay(answer.receipt, text) == 0
+    assert await files.replay(answer.receipt, "Hello you") == 2
+    assert "error: prompt_digest: the receipt is of another prompt" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[Any]:
+    return []
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def receipt(plain: Client, recorded: list[Any]) -> dict[str, Any]:
+    if not recorded:
+        answer = await plain.ask(PROMPT, GRAMMAR, sampling_options=DRAWN, stop_conditions={"max_tokens": 6})
+        recorded.append(answer.receipt)
+    return json.loads(json.dumps(recorded[0]))
+
+
+def request_of(receipt: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**receipt, "request": json.dumps({**json.loads(receipt["request"]), **changes})}
+
+
+async def test_bad_receipts_name_the_field(
+    receipt: dict[str, Any], files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_seed = {name: value for name, value in receipt.items() if name != "seed"}
+    without_request = {name: value for name, value in receipt.items() if name != "request"}
+    sampling = json.loads(receipt["request"])["sampling"]
+    other = [{"name": "nobody", "scope": "all", "args": {}}]
+    outside = [{"name": "min_tokens", "scope": "all", "args": {"n": -1}}]
+    engine = {**receipt["engine"], "options": {"dtype": "float7"}}
+    cases: list[tuple[Any, str]] = [
+        ([], "Input should be a valid dictionary"),
+        (without_seed, "seed: Field required"),
+        ({**receipt, "seed": -1}, "seed: Input should be greater than or equal to 0"),
+        ({**receipt, "extra": 1}, "extra: Extra inputs are not permitted"),
+        ({**receipt, "version": 2}, "version: Input should be 1"),
+        (without_request, "request: is not in this chunk's receipt"),
+        ({**receipt, "request": "{"}, "request: is not JSON"),
+        (request_of(receipt, choice=1), "request: choice: Input should be 0"),
+        (request_of(receipt, smoke_test=True), "request: smoke_test: Input should be False"),
+        (request_of(receipt, sampling={**sampling, "top_p": 2}), "request.sampling: top_p must be"),
+        (request_of(receipt, sampling={**sampling, "heat": 2}), "request.sampling: "),
+        (request_of(receipt, processors=other), 'request.processors[0].name: unknown logits processor "nobody"'),
+        (request_of(receipt, processors=outside), "request.processors[0].args.n: "),
+        ({**receipt, "engine": engine}, "engine.options.dtype must be one of"),
+        ({**receipt, "model": {"name": "m", "digest": "0"}}, "model.digest: the receipt is of a checkpoint with 0"),
+    ]
+    for data, message in cases:
+        assert await files.replay(data, PROMPT) == 2, message
+        assert message in capsys.readouterr().err
+
+
+async def test_bad_command_lines(receipt: dict[str, Any], files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await files.replay(receipt, PROMPT, "--position", "3") == 2
+    assert f"--position must be one of the answer's, {len(PROMPT)} to " in capsys.readouterr().err
+    assert await files.replay(receipt, PROMPT, "--max-num-seqs", "0") == 2
+    assert "--max-num-seqs must be an integer of at least 1" in capsys.readouterr().err
+    assert main(["replay"]) == 2
+    assert "the first argument must be the receipt's file" in capsys.readouterr().err
+    assert main(["replay", str(files.receipt.with_name("none")), "--prompt-file", "x", "--model-path", "y"]) == 2
+    assert "none: No such file or directory" in capsys.readouterr().err
+    assert main(["replay", str(files.receipt), "--model-path", "y"]) == 2
+    assert "--prompt-file" in capsys.readouterr().err
+
+
+async def test_another_answer_than_the_recorded_one_is_said_to_be_different(
+    receipt: dict[str, Any], files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await files.replay({**receipt, "answer_digest": "0" * 32}, PROMPT) == 1
+    assert "answer: DIFFERENT: 6 tokens of another digest" in capsys.readouterr().out
+    attributed = [{"position": len(PROMPT), "token_id": 1023, "processor": "regex", "did": "masked"}]
+    assert await files.replay({**receipt, "answer_digest": "0" * 32, "tokens": attributed}, PROMPT) == 1
+    assert f"the first known one at position {len(PROMPT)}" in capsys.readouterr().out

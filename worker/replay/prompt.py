@@ -1,0 +1,68 @@
+"""The prompt of a receipt, from a file of token ids, of a request body or of text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from worker.errors import ConfigurationError
+from worker.replay.recorded import RecordedReceipt
+from worker.requests.receipts import TokenDigest
+
+
+def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any) -> list[int]:
+    """The prompt's token ids, of the digest in the receipt.
+
+    Args:
+        path: A JSON list of token ids; or a JSON object with ``messages`` or ``prompt``, as it was
+            sent; or the text itself.
+        receipt: Of the answer.
+        tokenizer: Of the checkpoint.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is another prompt.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--prompt-file {path}: {error}") from None
+    found = [list(ids) for ids in _encodings(content, tokenizer)]
+    for ids in found:
+        if str(TokenDigest(ids)) == receipt.prompt_digest:
+            return ids
+    numbers = " or ".join(dict.fromkeys(str(len(ids)) for ids in found)) or "no"
+    raise ConfigurationError(
+        f"prompt_digest: the receipt is of another prompt: it had {receipt.prompt_length} tokens of digest "
+        f"{receipt.prompt_digest}, --prompt-file {path} has {numbers} tokens; give the token ids as a JSON list"
+    )
+
+
+def _encodings(content: str, tokenizer: Any) -> list[Sequence[int]]:
+    """The token ids that a prompt file may stand for."""
+    try:
+        data = json.loads(content)
+    except ValueError:
+        data = content
+    if _are_ids(data):
+        return [data]
+    texts = [content, content.removesuffix("\n")]
+    if isinstance(data, dict) and _are_ids(data.get("prompt")):
+        return [data["prompt"]]
+    if isinstance(data, dict) and isinstance(data.get("prompt"), str):
+        texts = [data["prompt"]]
+    elif isinstance(data, dict) and isinstance(data.get("messages"), list):
+        options = {"tools": data.get("tools"), **(data.get("chat_template_args") or {})}
+        try:
+            made = tokenizer.apply_chat_template(
+                data["messages"], add_generation_prompt=True, tokenize=False, **options
+            )
+        except Exception as error:  # the boundary of the checkpoint's chat template
+            raise ConfigurationError(f"--prompt-file: the chat template failed: {error}") from None
+        texts = [made]
+    return [tokenizer.encode(text, add_special_tokens=special) for text in texts for special in (False, True)]
+
+
+def _are_ids(data: object) -> bool:
+    return isinstance(data, list) and bool(data) and all(type(one) is int and 0 <= one < 2**31 for one in data)

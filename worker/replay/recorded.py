@@ -1,0 +1,194 @@
+"""A receipt, read back: its schema, the request in it, and the processors that the request had."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from adapters.catalog import Catalog, Policy, PolicyError, Requested, Selection, SelectionError
+from adapters.catalog.selection import parse_processor
+from worker.arguments import OPTIONS, Arguments
+from worker.errors import ConfigurationError
+from worker.requests.receipts import CHANNEL, OPTIONS_OF_BITS
+from worker.sampling import SamplingParams
+
+STEP_BUDGET_S = 3600.0
+"""For third-party processors: whether one was over its budget was decided with the answer."""
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+class RecordedEngine(BaseModel):
+    """Section ``engine`` of a receipt; see `worker.requests.receipts.Server`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+    version: str
+    computed_by: str
+    options: dict[str, Any]
+
+
+class RecordedModel(BaseModel):
+    """Section ``model`` of a receipt."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+    digest: str | None
+
+
+class RecordedToken(BaseModel):
+    """What one processor did to one token."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    position: int
+    token_id: int
+    processor: str
+    did: str
+
+
+class RecordedReceipt(BaseModel):
+    """A receipt, as `worker.requests.receipts.RequestReceipt.as_json` writes it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: Literal[1]
+    engine: RecordedEngine
+    model: RecordedModel
+    mode: str
+    numerics: str
+    seed: int = Field(ge=0, lt=2**64)
+    prompt_length: int = Field(ge=1)
+    replayed_tokens: int
+    processors: list[dict[str, Any]]
+    tokens: list[RecordedToken] = []
+    tokens_left_out: int = 0
+    preemptions: int | None
+    prompt_digest: str
+    generated_tokens: int = Field(ge=1)
+    answer_digest: str
+    request: str | None = None
+
+
+class RecordedProcessor(BaseModel):
+    """One processor of the request; arguments are recorded where they are the client's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+    scope: str
+    args: dict[str, Any] = {}
+    origin: Literal["client", "default", "mandatory"] = "client"
+
+
+class RecordedRequest(BaseModel):
+    """The text ``request`` of a receipt."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    sampling: dict[str, Any]
+    processors: list[RecordedProcessor]
+    choice: Literal[0]
+    smoke_test: Literal[False]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One answer, as its receipt describes it."""
+
+    receipt: RecordedReceipt
+    request: RecordedRequest
+    params: SamplingParams
+
+
+def read_receipt(path: Path) -> Recorded:
+    """The receipt in a file: by itself, as ``engine_data``, or in the response that it came with.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is malformed; the message names the field.
+    """
+    data = _json(path)
+    for key in ("nvext", "engine_data", CHANNEL):
+        if isinstance(data, dict) and key in data:
+            data = data[key]
+    receipt = _validated(RecordedReceipt, data, str(path))
+    if receipt.request is None:
+        raise ConfigurationError(f"{path}: request: is not in this chunk's receipt; it comes with the finish reason")
+    try:
+        text = json.loads(receipt.request)
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: request: is not JSON: {error}") from None
+    request = _validated(RecordedRequest, text, f"{path}: request")
+    try:
+        params = SamplingParams(**{**request.sampling, "seed": receipt.seed})
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{path}: request.sampling: {error}") from None
+    return Recorded(receipt, request, params)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: is not JSON: {error}") from None
+
+
+def _validated(schema: type[Schema], data: object, where: str) -> Schema:
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ConfigurationError(f"{where}: {field + ': ' if field else ''}{first['msg']}") from None
+
+
+def as_recorded(arguments: Arguments, receipt: RecordedReceipt) -> Arguments:
+    """The options, with the receipt's where bits depend on them and none are given."""
+    values: dict[str, Any] = {"disaggregation_mode": "aggregated"}
+    readers = {option.name: option for option in OPTIONS}
+    for name, value in receipt.engine.options.items():
+        if name not in OPTIONS_OF_BITS:
+            raise ConfigurationError(f"engine.options.{name}: is not known; known are {', '.join(OPTIONS_OF_BITS)}")
+        if value is not None:
+            values[name] = readers[name].read(str(value), f"engine.options.{name}")
+    values |= {"max_num_seqs": 1, "served_model_name": receipt.model.name, "processor_step_budget_s": STEP_BUDGET_S}
+    given = arguments.given - {"disaggregation_mode"}
+    return replace(arguments, **{name: value for name, value in values.items() if name not in given})
+
+
+def selection_of(recorded: Recorded, policy_file: str | None, catalog: Catalog) -> Selection:
+    """The processors of a recorded request; the arguments of the operator's are in the policy.
+
+    Raises:
+        ConfigurationError: one is malformed, or is not in the policy; the message names it.
+    """
+    try:
+        whole = Policy() if policy_file is None else Policy.load(policy_file, catalog)
+    except PolicyError as error:
+        raise ConfigurationError(str(error)) from None
+    policy = whole.for_model(recorded.receipt.model.name)
+    operators = {"mandatory": policy.mandatory, "default": policy.default}
+    found = []
+    for place, entry in enumerate(recorded.request.processors):
+        path = f"request.processors[{place}]"
+        if entry.origin != "client":
+            found.append(_of_operator(entry, operators[entry.origin], path, recorded.receipt.model.name))
+            continue
+        try:
+            found.append(parse_processor({"name": entry.name, "args": {**entry.args, "scope": entry.scope}}, path))
+        except SelectionError as error:
+            raise ConfigurationError(str(error)) from None
+    return Selection(tuple(found), receipt=True)
+
+
+def _of_operator(entry: RecordedProcessor, operators: Sequence[Requested], path: str, model: str) -> Requested:
+    for requested in operators:
+        if requested.name == entry.name and requested.scope == entry.scope:
+            return requested
+    raise ConfigurationError(
+        f"{path}: {entry.name} is the operator's ({entry.origin}) and not in the policy of {model}; "
+        "give the worker's own --processor-policy"
+    )

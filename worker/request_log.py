@@ -1,0 +1,162 @@
+"""``--log-requests``: one line of JSON for each request, when it has ended.
+
+A line has counts, times and names. It never has text of a prompt or an answer, nor an argument of a
+logits processor, nor a value that a client sent: of an error it has the class and the field.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from worker.errors import InvalidRequest
+from worker.requests.fields import FIELDS, SECTIONS
+from worker.requests.response import ResponseBuilder
+
+LOGGER = "worker.request_log"
+"""Name of the logger. Without handlers of the operator's own, its lines go to standard output."""
+
+MAX_PENDING = 10_000
+"""Lines that may wait for a slow reader; more are lost, and the next line says how many."""
+
+FLUSH_S = 5.0
+"""How long `RequestLog.close` waits for a slow reader."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestEntry:
+    """What is known of one request; filled in while it runs.
+
+    Attributes:
+        request_id: Dynamo's.
+        model: Served model name.
+        numerics: Of the engine; None before it has started.
+        is_probe: The runtime's health probe, which is not logged.
+        seed: Of its random numbers, None if it was refused before, or where the engine has random
+            numbers of its own.
+        num_prompt_tokens: None if the request could not be parsed.
+        processors: Names of its logits processors, in order.
+        builder: Counts its tokens, None if it was refused.
+        finish_reason: How its answer ended, ``cancelled`` if it was dropped; None with an error.
+        error: Class of the error that ended it.
+        error_field: Field that was refused.
+        clock: Monotonic, seconds.
+    """
+
+    request_id: str
+    model: str = ""
+    numerics: str | None = None
+    is_probe: bool = False
+    seed: int | None = None
+    num_prompt_tokens: int | None = None
+    processors: Collection[str] = ()
+    builder: ResponseBuilder | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    error_field: str | None = None
+    clock: Callable[[], float] = time.monotonic
+    _began_s: float = field(init=False)
+    _first_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self._began_s = self.clock()
+
+    def token_sent(self) -> None:
+        """A token is on its way to the client."""
+        if self._first_token_s is None:
+            self._first_token_s = self.clock()
+
+    def failed(self, error: BaseException) -> None:
+        """The request ended with an error."""
+        self.finish_reason, self.error = None, type(error).__name__
+        self.error_field = known_field(error.field) if isinstance(error, InvalidRequest) else None
+
+    def as_json(self) -> dict[str, Any]:
+        """The line's data; the key order is stable."""
+        builder = self.builder
+        first_s = None if self._first_token_s is None else round(self._first_token_s - self._began_s, 6)
+        return {
+            "request_id": self.request_id,
+            "model": self.model,
+            "seed": self.seed,
+            "numerics": self.numerics,
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": 0 if builder is None else builder.num_cached_tokens,
+            "generated_tokens": 0 if builder is None else builder.num_generated_tokens,
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+            "error_field": self.error_field,
+            "time_to_first_token_s": first_s,
+            "total_s": round(self.clock() - self._began_s, 6),
+            "preemptions": None if builder is None else builder.num_preemptions,
+            "processors": list(self.processors),
+        }
+
+
+_KNOWN = SECTIONS | {row.path for row in FIELDS} | {"logits_processors", "request", "request_id", "prompt_token_ids"}
+_PROCESSOR = re.compile(r"logits_processors\.processors\[\d+\](\.name|\.args)?")
+_PARAMETER = re.compile(r"sampling_params\.[a-z_]+")
+
+
+def known_field(path: str) -> str:
+    """``path`` as far as its names are this worker's own; keys below them may be a client's."""
+    matched = _PROCESSOR.match(path) or _PARAMETER.match(path)
+    if matched is not None:
+        return matched[0]
+    while path and path not in _KNOWN:
+        path = path.rpartition(".")[0]
+    return path or "other"
+
+
+class RequestLog:
+    """Writes lines in a thread of its own, so that a slow reader holds up no request.
+
+    Attributes:
+        num_lost: Lines that were dropped since the last one that was not.
+    """
+
+    def __init__(self) -> None:
+        self.num_lost = 0
+        self._logger = logging.getLogger(LOGGER)
+        self._handler: logging.Handler | None = None
+        if not self._logger.handlers:
+            self._handler = logging.StreamHandler(sys.stdout)
+            self._logger.addHandler(self._handler)
+            self._logger.propagate = False
+        self._logger.setLevel(logging.INFO)
+        self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+        self._thread.start()
+
+    def write(self, entry: RequestEntry) -> None:
+        """Log a request that has ended. Never blocks; may be called from any thread."""
+        if entry.is_probe:
+            return
+        if self._lines.qsize() >= MAX_PENDING:
+            self.num_lost += 1
+            return
+        data = entry.as_json()
+        if self.num_lost:
+            data["lines_lost_before"], self.num_lost = self.num_lost, 0
+        self._lines.put(data)
+
+    def close(self) -> None:
+        """Write what waits, for `FLUSH_S` at most. Idempotent."""
+        self._lines.put(None)
+        self._thread.join(FLUSH_S)
+        if self._handler is not None:
+            self._logger.removeHandler(self._handler)
+            self._logger.propagate = True
+            self._handler = None
+
+    def _run(self) -> None:
+        while (data := self._lines.get()) is not None:
+            self._logger.info("%s", json.dumps(data))

@@ -1,0 +1,171 @@
+"""The receipt of a request: what its processors did, and all that determines its tokens.
+
+`python -m worker replay` (`worker.replay`) makes the answer again from its receipt and the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from typing import Any
+
+from adapters.catalog import Selection
+from worker.arguments import Arguments
+from worker.engines import EngineInfo, TokenDelta
+from worker.engines.embedded.transfer import fingerprint
+from worker.errors import StartupError
+from worker.sampling import SamplingParams
+
+CHANNEL = "logits_processors"
+"""Key of the receipt in ``engine_data``."""
+
+MAX_REPEATED = 2048
+"""Characters of ``request`` that every chunk may carry; a longer one is in the last chunk alone."""
+
+OPTIONS_OF_BITS = ("dtype", "numerics", "kernels", "kv_block_size", "context_length")
+"""Options of the embedded engine that the bits of a logit depend on; the last two give the size of
+a KV page.
+"""
+
+_UNRECORDED = frozenset({"logits_processor", "pad_id", "best_of", "detokenize"})
+"""Fields of `SamplingParams` that are recorded as processors, or change no token here."""
+
+
+class TokenDigest:
+    """128 bits of a sequence of token ids, as hexadecimal digits; the same on every machine."""
+
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+        self._hash = blake2b(digest_size=16)
+        self.num_tokens = 0
+        self.update(token_ids)
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Append tokens."""
+        self._hash.update(array("q", token_ids).tobytes())
+        self.num_tokens += len(token_ids)
+
+    def __str__(self) -> str:
+        return self._hash.hexdigest()
+
+
+def sampled_ids(delta: TokenDelta) -> list[int]:
+    """The ids that were sampled, with the end token that the answer does not show."""
+    ends = delta.finish_reason == "stop" and delta.stop_reason is not None
+    if ends and delta.stop_reason is not None and delta.token_ids[-1:] != [delta.stop_reason]:
+        return [*delta.token_ids, delta.stop_reason]
+    return delta.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What served a request.
+
+    Attributes:
+        engine: ``embedded`` or ``trtllm``.
+        version: Of the library that decodes.
+        computed_by: What bits depend on; see `EngineInfo.computed_by`.
+        options: The worker's options that bits depend on, by name; of the embedded engine.
+        model: Served model name.
+        model_digest: Of the checkpoint; see `worker.engines.embedded.transfer.fingerprint`. None if
+            it cannot be read.
+    """
+
+    engine: str
+    version: str
+    computed_by: str
+    options: Mapping[str, Any]
+    model: str
+    model_digest: str | None
+
+    @classmethod
+    def of(cls, info: EngineInfo, arguments: Arguments) -> Server:
+        """What an engine that has started tells of itself; reads kilobytes of the checkpoint."""
+        try:
+            digest = fingerprint(arguments.model_path)
+        except StartupError:
+            digest = None
+        names = OPTIONS_OF_BITS if info.name == "embedded" else ()
+        options = {name: getattr(arguments, name) for name in names}
+        return cls(info.name, info.version, info.computed_by, options, arguments.served_model_name, digest)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the receipt."""
+        return {
+            "engine": {
+                "name": self.engine,
+                "version": self.version,
+                "computed_by": self.computed_by,
+                "options": dict(self.options),
+            },
+            "model": {"name": self.model, "digest": self.model_digest},
+        }
+
+
+class RequestReceipt:
+    """The receipt of one request, cumulative over its chunks.
+
+    Args:
+        server: What serves it.
+        prompt_token_ids: Its prompt.
+        params: What its engine was given.
+        selection: Its processors, the operator's among them. Of theirs only the names are recorded:
+            arguments are the operator's own.
+        smoke: Whether the smoke test forces its answer.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        selection: Selection,
+        *,
+        smoke: bool = False,
+    ) -> None:
+        self._server = server.as_json()
+        self._prompt = TokenDigest(prompt_token_ids)
+        self._answer = TokenDigest()
+        self._num_preemptions: int | None = None
+        self._request = _recorded(params, selection, smoke)
+
+    def take(self, delta: TokenDelta) -> None:
+        """Count a delta of the engine's."""
+        self._answer.update(sampled_ids(delta))
+        if delta.num_preemptions is not None:
+            self._num_preemptions = delta.num_preemptions
+
+    def as_json(self, report: Mapping[str, Any], *, ends: bool) -> dict[str, Any]:
+        """JSON data for the chunk of what `take` took last; the key order is stable.
+
+        Args:
+            report: What the processors did; see `adapters.chain.Receipt.as_json`.
+            ends: The chunk has the finish reason.
+        """
+        data = {"version": report["version"], **self._server, **report}
+        data["preemptions"] = self._num_preemptions
+        data["prompt_digest"] = str(self._prompt)
+        data["generated_tokens"] = self._answer.num_tokens
+        data["answer_digest"] = str(self._answer)
+        if ends or len(self._request) <= MAX_REPEATED:
+            data["request"] = self._request
+        return data
+
+
+def _recorded(params: SamplingParams, selection: Selection, smoke: bool) -> str:
+    """The request for `worker.replay`, as JSON text: no JSON library on the way rounds a number."""
+    sampling = {
+        one.name: value
+        for one in fields(params)
+        if one.name not in _UNRECORDED and (value := getattr(params, one.name)) != one.default
+    }
+    processors = [
+        {"name": one.name, "scope": one.scope, "args": one.args}
+        if one.origin == "client"
+        else {"name": one.name, "scope": one.scope, "origin": one.origin}
+        for one in selection.processors
+    ]
+    data = {"sampling": sampling, "processors": processors, "choice": 0, "smoke_test": smoke}
+    return json.dumps(data, separators=(",", ":"))
