@@ -28,7 +28,7 @@ import torch
 from sampler import Case, cases, plan_of
 
 from worker.engines.embedded.plan import Edits
-from worker.engines.embedded.sampling.device_truncation import Select, draw_rows, select_by_sorting
+from worker.engines.embedded.sampling.device_truncation import Select, select_by_sorting, truncate_and_sample_rows
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.engines.embedded.sampling.selection_kernels import choose_select
 
@@ -109,14 +109,14 @@ def flashinfer_work(case: Case, logits: torch.Tensor) -> Work | None:
 
 def works_of(case: Case, batch_size: int, device: torch.device, select: Select) -> dict[str, Work]:
     logits = case.make_logits(batch_size, VOCAB_SIZE).to(device)
-    sampler, plan = Sampler(VOCAB_SIZE, (), device, blind=True), plan_of(case.params, batch_size)
+    sampler, plan = Sampler(VOCAB_SIZE, (), device, sync_free=True), plan_of(case.params, batch_size)
     sampler.sample(logits, Edits(), plan)
     drawn = sampler._table.drawn
     padded = logits if drawn.padded_index is None else logits.index_select(0, drawn.padded_index)
     highest, numbers = padded.amax(-1, keepdim=True), drawn.numbers()
 
     def draw(how: Select) -> Work:
-        return lambda: draw_rows(padded, highest, drawn.columns, numbers, how)
+        return lambda: truncate_and_sample_rows(padded, highest, drawn.columns, numbers, how)
 
     works: dict[str, Work] = {
         "read": lambda: logits.amax(-1),

@@ -42,7 +42,7 @@ from adapters.contract import (
 )
 from adapters.processors import BUILTINS
 from adapters.processors.grammar import GrammarProcessor
-from adapters.third_party import wrap_foreign
+from adapters.third_party import wrap_third_party
 
 GROUP = "logits_processors"
 """Entry-point group of third parties' processors."""
@@ -256,12 +256,14 @@ class Catalog:
         processors: list[Processor] = []
         scopes: list[Scope] = []
         self._check_once(selection)
-        wants_draw = False
+        wants_random_sampling = False
         for requested in selection.processors:
             built = self._built(requested, context)
             processors += built
             scopes += [requested.scope] * len(built)
-            wants_draw = wants_draw or any(_wants_draw(requested, processor) for processor in built)
+            wants_random_sampling = wants_random_sampling or any(
+                _wants_random_sampling(requested, processor) for processor in built
+            )
         chain = ProcessorChain(
             processors,
             context,
@@ -269,7 +271,7 @@ class Catalog:
             step_budget_s=step_budget_s,
             attribution=selection.receipt == "debug",
         )
-        chain.wants_draw = wants_draw
+        chain.wants_random_sampling = wants_random_sampling
         return chain
 
     def _built(self, requested: Requested, context: Context) -> list[Processor]:
@@ -373,7 +375,7 @@ class Catalog:
         return f"unknown logits processor {shown(name)}" + (f"; did you mean {' or '.join(close)}?" if close else "")
 
 
-def _wants_draw(requested: Requested, processor: Processor) -> bool:
+def _wants_random_sampling(requested: Requested, processor: Processor) -> bool:
     """Whether a request that sets no temperature, top-k or top-p is to be drawn because of this
     processor.
 
@@ -423,7 +425,7 @@ def _third_party(name: str, target: str, source: str) -> Entry:
     if issubclass(loaded, Processor):
         return Entry(name, loaded, source)
     try:
-        return Entry(name, wrap_foreign(loaded, name), source)
+        return Entry(name, wrap_third_party(loaded, name), source)
     except (TypeError, ValueError) as error:
         raise CatalogError(f"{source}: {error}") from error
 

@@ -37,7 +37,7 @@ DEFAULT_STEP_BUDGET_S = 0.1
 time.
 """
 
-Mode = Literal["aggregated", "hand-off", "local prefill", "migrated"]
+Mode = Literal["aggregated", "disaggregated", "local prefill", "migrated"]
 
 
 class ProcessorChain:
@@ -56,7 +56,7 @@ class ProcessorChain:
         has_shaping: A member maps the whole row, so that it can leave anything there.
         failure: Why the chain failed, None while it has not.
         wants_receipt: Whether the request asked for its receipt.
-        wants_draw: Whether a request that sets no temperature, top-k or top-p is to be drawn,
+        wants_random_sampling: Whether a request that sets no temperature, top-k or top-p is to be drawn,
             because it names a processor that acts at the temperature stage or later. Who builds a
             chain with an operator's says so here.
 
@@ -83,7 +83,7 @@ class ProcessorChain:
         self.prompt_length = 0
         self.failure: ProcessorFailed | None = None
         self.wants_receipt = False
-        self.wants_draw = self.shapes_late
+        self.wants_random_sampling = self.shapes_late
         self.has_shaping = _any_shapes(self.members)
         self._pending: list[tuple[Member, str, int]] = []
         self._derived: dict[Hashable, Any] = {}
@@ -466,18 +466,18 @@ class ProcessorChain:
     # Two copies of one chain: one acts in the engine's process, the other keeps the receipt in the
     # worker's
 
-    def asked(self) -> list[tuple[int, str, int]]:
+    def last_edits(self) -> list[tuple[int, str, int]]:
         """Who asked for what at the position last planned: index of the member, kind of edit,
         entries masked.
         """
         indices = {id(member): index for index, member in enumerate(self.members)}
         return [(indices[id(member)], kind, masked) for member, kind, masked in self._pending]
 
-    def record(self, token_id: int, asked: Sequence[tuple[int, str, int]]) -> None:
+    def record(self, token_id: int, edits: Sequence[tuple[int, str, int]]) -> None:
         """Take the next token as chosen under what another copy `asked`; no processor of this
         copy is run.
         """
-        for index, kind, masked in asked:
+        for index, kind, masked in edits:
             record = self.members[index].record
             record.add(self.position, kind, masked)
             self.receipt.attribute(self.position, token_id, record, kind)

@@ -101,7 +101,7 @@ class Member:
 
     def __post_init__(self) -> None:
         kind = type(self.processor)
-        self.is_third_party = kind.wraps_foreign or not kind.__module__.startswith("adapters.")
+        self.is_third_party = kind.wraps_third_party or not kind.__module__.startswith("adapters.")
         if isinstance(self.processor, SteeringProcessor):
             self.edit = self.processor.edit  # found once: an abstract class answers isinstance slowly
 

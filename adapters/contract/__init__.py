@@ -7,7 +7,6 @@ random numbers.
 """
 
 from adapters.contract.argument_types import MAX_INT, MAX_LIST, MAX_TEXT, Count, PositiveCount, Text, TokenId, TokenIds
-from adapters.contract.draws import SAMPLE, uniform, uniform_rows, uniforms, uniforms_at
 from adapters.contract.edits import (
     Allow,
     Ban,
@@ -35,6 +34,7 @@ from adapters.contract.processor import (
     SteeringProcessor,
     Unsatisfiable,
 )
+from adapters.contract.random_numbers import SAMPLE, uniform, uniform_rows, uniforms, uniforms_at
 from adapters.contract.scope import Scope, ThinkingTracker, turn_begin
 
 __all__ = [

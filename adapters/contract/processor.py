@@ -112,7 +112,7 @@ class Context:
         vocabulary: Width of a row, the tokenizer's view of the ids.
         end_token_ids: Ids that end this request's answer.
         seed: The request's seed, uint64; also the seed of every coin a processor tosses
-            (`adapters.contract.draws`).
+            (`adapters.contract.random_numbers`).
         choice: Index of the choice, 0 unless n > 1.
         max_tokens: Most tokens the answer may have, None if only the context bounds it.
         watermark_keys: The operator's keys by id.
@@ -156,7 +156,7 @@ class Processor(ABC):
     Class attributes: name: Name in the catalogue. version: Raised when the same arguments give
         other tokens than before. stage: Place in the order law. reads: What it looks at; by default
         everything. Args: Its arguments; by default there are none. observes_logits: State depends
-        on logits (mirostat's mu): it can only be rebuilt by replaying on logits. wraps_foreign:
+        on logits (mirostat's mu): it can only be rebuilt by replaying on logits. wraps_third_party:
         Runs another system's processor (`adapters.third_party.processors`,
         `adapters.trtllm.native_controls`). scopes: The scopes that a request may give it. once: A
         request may name it only once with the same scope.
@@ -167,7 +167,7 @@ class Processor(ABC):
     stage: ClassVar[Stage]
     reads: ClassVar[Reads] = Reads.PROMPT_AND_GENERATED
     observes_logits: ClassVar[bool] = False
-    wraps_foreign: ClassVar[bool] = False
+    wraps_third_party: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "thinking", "answer")
     once: ClassVar[bool] = False
     Args: ClassVar[type[ProcessorArgs]] = ProcessorArgs

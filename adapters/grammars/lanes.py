@@ -39,7 +39,7 @@ def lanes_up_to(timeout_s: float) -> tuple[Lane, ...]:
 
 
 @dataclass(eq=False, slots=True)
-class Turn:
+class QueueEntry:
     """One grammar's place in the lanes.
 
     Attributes:
@@ -53,7 +53,7 @@ class Turn:
     is_running: bool = False
 
 
-T = TypeVar("T", bound=Turn)
+T = TypeVar("T", bound=QueueEntry)
 
 
 class Lanes(Generic[T]):

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from adapters.grammars.lanes import Lanes, Turn, lanes_up_to
+from adapters.grammars.lanes import Lanes, QueueEntry, lanes_up_to
 from adapters.grammars.sandbox_process import Frames, frame
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Verdict:
 
 
 @dataclass(eq=False, slots=True)
-class _Job(Turn):
+class _Job(QueueEntry):
     id: int = 0
     grammar: str = ""
     known: Callable[[], Verdict | None] | None = None

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, uniform
 
 XTC = 1
-"""Purpose of the coin that `Xtc` tosses (`adapters.contract.draws`)."""
+"""Purpose of the coin that `Xtc` tosses (`adapters.contract.random_numbers`)."""
 
 
 class Xtc(ShapingProcessor):

@@ -27,7 +27,7 @@ class Watermark(ShapingProcessor):
 
     Source: S. Aaronson, "My AI Safety Lecture for UT Effective Altruism" (2022), in its Gumbel
     form: the token is argmax of ln p(t) - ln(-ln u(t)), where u(t) in (0, 1) is a keyed hash
-    (BLAKE2b, then `adapters.contract.draws`) of the last ``context`` tokens of prompt + generated,
+    (BLAKE2b, then `adapters.contract.random_numbers`) of the last ``context`` tokens of prompt + generated,
     and of t. All other tokens are masked, so the sampler has no choice left. Over random keys the
     token is distributed as p, the row after temperature and truncation.
 

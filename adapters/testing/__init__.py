@@ -12,9 +12,9 @@ Needs Hypothesis. Everything runs on the CPU, on a small tokenizer of the kit's 
 
 # The order of these imports is the order of the checks.
 from adapters.testing import check_arguments, check_rows, check_history, check_cost  # isort: skip
-from adapters.testing.house import house_context, house_vocabulary
+from adapters.testing.kit_model import kit_context, kit_vocabulary
 from adapters.testing.registry import CHECKS, Check
-from adapters.testing.report import Report, Result, check_processor, run_check
+from adapters.testing.report import CheckResult, ConformanceReport, check_processor, run_check
 from adapters.testing.subject import Case, CheckFailed, Subject
 
 __all__ = [
@@ -22,15 +22,15 @@ __all__ = [
     "Case",
     "Check",
     "CheckFailed",
-    "Report",
-    "Result",
+    "CheckResult",
+    "ConformanceReport",
     "Subject",
     "check_arguments",
     "check_cost",
     "check_history",
     "check_processor",
     "check_rows",
-    "house_context",
-    "house_vocabulary",
+    "kit_context",
+    "kit_vocabulary",
     "run_check",
 ]

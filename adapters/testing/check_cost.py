@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapters.chain import ProcessorChain
+from adapters.testing.reference_runs import chosen, logits_of, prompt_of, step
 from adapters.testing.registry import check
-from adapters.testing.stories import chosen, logits_of, prompt_of, step
 from adapters.testing.subject import Case, CheckFailed, Subject
 
 EARLY, LATE, WINDOW = 96, 512, 96

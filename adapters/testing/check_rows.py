@@ -24,33 +24,33 @@ from adapters.contract import (
     check_edit,
     is_allowed,
 )
-from adapters.testing.registry import check
-from adapters.testing.stories import (
+from adapters.testing.reference_runs import (
     Outcome,
-    Story,
+    ReferenceRun,
     chosen,
     expect,
     observe,
     rebuild,
+    reference_runs,
     rows_differ,
     step,
-    stories,
 )
+from adapters.testing.registry import check
 from adapters.testing.subject import CheckFailed, Subject
 from adapters.trtllm import ChainAdapter
 
 
-@check("runs", "along whole stories nothing is raised, and no NaN, no +inf and no empty row is left")
+@check("runs", "along whole reference_runs nothing is raised, and no NaN, no +inf and no empty row is left")
 def runs(subject: Subject) -> str:
     """See `CHECKS`."""
     num_steps = 0
-    for story in stories(subject):
-        for index, outcome in enumerate(story.outcomes):
+    for reference in reference_runs(subject):
+        for index, outcome in enumerate(reference.outcomes):
             num_steps += 1
-            _check_sane(outcome, story.at(index))
-        if not story.tokens and story.case.is_example:
-            failure = story.outcomes[0].failure
-            raise CheckFailed(f"the example leaves no first token: {failure} ({story})")
+            _check_sane(outcome, reference.at(index))
+        if not reference.tokens and reference.case.is_example:
+            failure = reference.outcomes[0].failure
+            raise CheckFailed(f"the example leaves no first token: {failure} ({reference})")
     return f"{num_steps} steps, {len(subject.cases)} sets of arguments"
 
 
@@ -76,7 +76,7 @@ def _check_sane(outcome: Outcome, where: str) -> None:
 def edits(subject: Subject) -> str | None:
     """See `CHECKS`."""
     num_edits = 0
-    for story, index, chain in _walk(subject):
+    for reference, index, chain in _walk(subject):
         for member in chain.members:
             processor = member.processor
             if not isinstance(processor, SteeringProcessor) or member.scope != "all":
@@ -90,7 +90,7 @@ def edits(subject: Subject) -> str | None:
                 num_edits += 1
                 problem = _edit_problem(edit, processor.stage, subject.context)
                 if problem is not None:
-                    raise CheckFailed(f"{problem} ({story.at(index)})")
+                    raise CheckFailed(f"{problem} ({reference.at(index)})")
     return f"{num_edits} edits" if num_edits else None
 
 
@@ -115,49 +115,49 @@ def _edit_problem(edit: Edit, stage: Stage, context: Context) -> str | None:
 @check("in_place", "a row is edited in place: float32, bfloat16 or float16, and nothing outside it is written")
 def in_place(subject: Subject) -> None:
     """See `CHECKS`."""
-    for story in stories(subject):
+    for reference in reference_runs(subject):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            _run_in_place(subject, story, dtype)
-    for story, index, chain in _walk(subject):
+            _run_in_place(subject, reference, dtype)
+    for reference, index, chain in _walk(subject):
         for member in chain.members:
             processor = member.processor
             if isinstance(processor, ShapingProcessor):
-                _shape_one(processor, story, index)
+                _shape_one(processor, reference, index)
 
 
-def _shape_one(processor: ShapingProcessor, story: Story, index: int) -> None:
-    buffer = torch.full((3, len(story.logits[index])), 7.0)
-    buffer[1] = story.logits[index]
+def _shape_one(processor: ShapingProcessor, reference: ReferenceRun, index: int) -> None:
+    buffer = torch.full((3, len(reference.logits[index])), 7.0)
+    buffer[1] = reference.logits[index]
     result: object = processor.shape(buffer[1])
     if result is not None:
         raise CheckFailed(f"shape() returned {type(result).__name__}; edit the row in place, return None")
     if not bool((buffer[[0, 2]] == 7.0).all()):
-        raise CheckFailed(f"shape() wrote outside its row ({story.at(index)})")
+        raise CheckFailed(f"shape() wrote outside its row ({reference.at(index)})")
 
 
-def _run_in_place(subject: Subject, story: Story, dtype: torch.dtype) -> None:
+def _run_in_place(subject: Subject, reference: ReferenceRun, dtype: torch.dtype) -> None:
     """One run on views of a larger buffer beside one on float32 copies."""
-    chain, reference = subject.chain(story.case), subject.chain(story.case)
-    chain.start(story.prompt)
-    reference.start(story.prompt)
+    chain, reference = subject.chain(reference.case), subject.chain(reference.case)
+    chain.start(reference.prompt)
+    reference.start(reference.prompt)
     size = subject.context.vocabulary.size
-    for index, token_id in enumerate(story.tokens):
+    for index, token_id in enumerate(reference.tokens):
         buffer = torch.full((3, size), 7.0, dtype=dtype)
-        buffer[1] = story.logits[index].to(dtype)
+        buffer[1] = reference.logits[index].to(dtype)
         outcome = step(reference, buffer[1].float())
         try:
             apply_chain(chain, buffer[1])
         except ProcessorFailed as failure:
             if outcome.failure is None:
-                raise CheckFailed(f"{dtype}: {failure} ({story.at(index)})") from failure
+                raise CheckFailed(f"{dtype}: {failure} ({reference.at(index)})") from failure
             return
         if outcome.failure is not None:
             return
         problem = rows_differ(outcome.dense().to(dtype), buffer[1])
         if problem is not None:
-            raise CheckFailed(f"{dtype}: {problem} ({story.at(index)})")
+            raise CheckFailed(f"{dtype}: {problem} ({reference.at(index)})")
         if not bool((buffer[[0, 2]] == 7.0).all()):
-            raise CheckFailed(f"{dtype}: wrote outside its row ({story.at(index)})")
+            raise CheckFailed(f"{dtype}: wrote outside its row ({reference.at(index)})")
         for each_chain in (chain, reference):
             each_chain.accept(token_id, each_chain.position)
 
@@ -165,24 +165,24 @@ def _run_in_place(subject: Subject, story: Story, dtype: torch.dtype) -> None:
 @check("row_isolation", "rows beside it, with or without processors, stay as they are in every bit")
 def row_isolation(subject: Subject) -> None:
     """See `CHECKS`."""
-    told = stories(subject)
-    for story, mate in zip(told, told[1:] + told[:1], strict=True):
-        pair = [story, mate]
+    runs = reference_runs(subject)
+    for reference, mate in zip(runs, runs[1:] + runs[:1], strict=True):
+        pair = [reference, mate]
         chains = [subject.chain(one.case) for one in pair]
         for chain, one in zip(chains, pair, strict=True):
             chain.start(one.prompt)
         for index in range(min(len(one.tokens) for one in pair)):
             logits = (
-                torch.stack([story.logits[index], mate.logits[index]])[[0, 0, 1, 1, 0]] + torch.arange(5.0)[:, None]
+                torch.stack([reference.logits[index], mate.logits[index]])[[0, 0, 1, 1, 0]] + torch.arange(5.0)[:, None]
             )
-            logits[1], logits[3] = story.logits[index], mate.logits[index]
+            logits[1], logits[3] = reference.logits[index], mate.logits[index]
             before = logits.clone()
             for outcome, one in zip(observe(chains, logits, [1, 3]), pair, strict=True):
                 expect(outcome, one, index, "beside another row")
             for row in (0, 2, 4):
                 problem = rows_differ(before[row], logits[row])
                 if problem is not None:
-                    raise CheckFailed(f"changed a row that is not its own: {problem} ({story.at(index)})")
+                    raise CheckFailed(f"changed a row that is not its own: {problem} ({reference.at(index)})")
             for chain, one in zip(chains, pair, strict=True):
                 chain.accept(one.tokens[index], chain.position)
 
@@ -190,24 +190,24 @@ def row_isolation(subject: Subject) -> None:
 @check("batch_invariance", "in a batch that is shuffled, joined and left, each row is what it is alone, in every bit")
 def batch_invariance(subject: Subject) -> None:
     """See `CHECKS`."""
-    told = stories(subject)
+    runs = reference_runs(subject)
     shuffle = random.Random(5)
-    chains = [subject.chain(story.case) for story in told]
-    for chain, story in zip(chains, told, strict=True):
-        chain.start(story.prompt)
-    done = [0] * len(told)
+    chains = [subject.chain(reference.case) for reference in runs]
+    for chain, reference in zip(chains, runs, strict=True):
+        chain.start(reference.prompt)
+    done = [0] * len(runs)
     while True:
-        left = [i for i, story in enumerate(told) if done[i] < len(story.outcomes)]
+        left = [i for i, reference in enumerate(runs) if done[i] < len(reference.outcomes)]
         if not left:
             return
         batch = shuffle.sample(left, shuffle.randint(1, len(left)))
-        logits = torch.stack([told[i].logits[done[i]] for i in batch])
+        logits = torch.stack([runs[i].logits[done[i]] for i in batch])
         outcomes = observe([chains[i] for i in batch], logits)
         for i, outcome in zip(batch, outcomes, strict=True):
-            story, index = told[i], done[i]
-            expect(outcome, story, index, f"in a batch of {len(batch)}")
-            if index < len(story.tokens):
-                chains[i].accept(story.tokens[index], chains[i].position)
+            reference, index = runs[i], done[i]
+            expect(outcome, reference, index, f"in a batch of {len(batch)}")
+            if index < len(reference.tokens):
+                chains[i].accept(reference.tokens[index], chains[i].position)
             done[i] += 1
 
 
@@ -215,24 +215,24 @@ def batch_invariance(subject: Subject) -> None:
 def masked_rows(subject: Subject) -> None:
     """See `CHECKS`."""
     generator = torch.Generator().manual_seed(3)
-    for story, index, chain in _walk(subject):
-        row, size = story.logits[index], subject.context.vocabulary.size
+    for reference, index, chain in _walk(subject):
+        row, size = reference.logits[index], subject.context.vocabulary.size
         for kept in (0.5, 0.05, 0.0):
             hidden = torch.rand(size, generator=generator) >= kept
             hidden[index % size] = False  # a chain ends a row in which nothing is left before anybody sees it
             outcome = step(chain, row.masked_fill(hidden, -torch.inf))
             if outcome.failure is not None and outcome.failure.reason == "nan":
-                raise CheckFailed(f"left NaN in a row with {int(hidden.sum())} masked entries ({story.at(index)})")
+                raise CheckFailed(f"left NaN in a row with {int(hidden.sum())} masked entries ({reference.at(index)})")
             if outcome.row is None or outcome.forced is not None:
                 continue
             if bool(outcome.row.isnan().any()):
-                raise CheckFailed(f"left NaN in a row with {int(hidden.sum())} masked entries ({story.at(index)})")
+                raise CheckFailed(f"left NaN in a row with {int(hidden.sum())} masked entries ({reference.at(index)})")
             back = hidden & (outcome.row != -torch.inf)
             if bool(back.any()):
                 token_id = int(back.int().argmax())
-                raise CheckFailed(f"token {token_id} was masked and came back ({story.at(index)})")
+                raise CheckFailed(f"token {token_id} was masked and came back ({reference.at(index)})")
             if bool((outcome.row == torch.inf).any()):
-                raise CheckFailed(f"left +inf in a row with masked entries ({story.at(index)})")
+                raise CheckFailed(f"left +inf in a row with masked entries ({reference.at(index)})")
 
 
 @check("padding", "ids beyond the tokenizer's are never forced and never allowed")
@@ -240,17 +240,17 @@ def padding(subject: Subject) -> None:
     """See `CHECKS`."""
     vocabulary = subject.context.vocabulary
     beyond = range(vocabulary.num_tokens, vocabulary.size)
-    for story, index, chain in _walk(subject):
+    for reference, index, chain in _walk(subject):
         try:
             plan = chain.plan()
         except ProcessorFailed:
             continue
-        where = f"the tokenizer has {vocabulary.num_tokens} ids, {story.at(index)}"
+        where = f"the tokenizer has {vocabulary.num_tokens} ids, {reference.at(index)}"
         if plan.force is not None and not 0 <= plan.force < vocabulary.num_tokens:
             raise CheckFailed(f"forces token {plan.force} ({where})")
         for bitmask in plan.allows:
             offered = [token_id for token_id in beyond if is_allowed(bitmask, token_id)]
-            if offered and story.case.scope == "all":
+            if offered and reference.case.scope == "all":
                 raise CheckFailed(f"allows token {offered[0]} ({where})")
 
 
@@ -273,16 +273,16 @@ class _OtherMask(SteeringProcessor):
 def banned_tokens(subject: Subject) -> str | None:
     """See `CHECKS`."""
     num_conflicts = 0
-    for story in stories(subject):
-        for index in _some(len(story.outcomes)):
-            outcome = story.outcomes[index]
+    for reference in reference_runs(subject):
+        for index in _some(len(reference.outcomes)):
+            outcome = reference.outcomes[index]
             if outcome.failure is not None:
                 continue
             offered = _offered(outcome, subject.context)
             num_conflicts += 1
             for banned in (offered, list(range(subject.context.vocabulary.size))):
-                _check_conflict(subject, story, index, banned)
-            _check_single(subject, story, index, chosen(outcome, subject.context))
+                _check_conflict(subject, reference, index, banned)
+            _check_single(subject, reference, index, chosen(outcome, subject.context))
     return f"{num_conflicts} conflicts"
 
 
@@ -293,58 +293,60 @@ def _offered(outcome: Outcome, context: Context) -> list[int]:
     return [int(i) for i in (outcome.row > -torch.inf).nonzero().flatten()]
 
 
-def _with_mask(subject: Subject, story: Story, index: int, banned: list[int]) -> tuple[ChainAdapter, torch.Tensor]:
+def _with_mask(
+    subject: Subject, reference: ReferenceRun, index: int, banned: list[int]
+) -> tuple[ChainAdapter, torch.Tensor]:
     """A TensorRT-LLM callable whose chain also bans ``banned`` at one position, and the row
     after calling it there.
     """
-    chain = subject.chain(story.case, _OtherMask(banned, len(story.prompt) + index))
-    rebuild(chain, story, index)
-    logits = story.logits[index].clone().view(1, 1, -1)
+    chain = subject.chain(reference.case, _OtherMask(banned, len(reference.prompt) + index))
+    rebuild(chain, reference, index)
+    logits = reference.logits[index].clone().view(1, 1, -1)
     adapter = ChainAdapter(chain, end_id=min(subject.context.end_token_ids, default=0))
-    adapter("kit", logits, [story.history(index)])
+    adapter("kit", logits, [reference.history(index)])
     return adapter, logits[0, 0]
 
 
-def _check_conflict(subject: Subject, story: Story, index: int, banned: list[int]) -> None:
-    adapter, row = _with_mask(subject, story, index, banned)
+def _check_conflict(subject: Subject, reference: ReferenceRun, index: int, banned: list[int]) -> None:
+    adapter, row = _with_mask(subject, reference, index, banned)
     if bool(row.isnan().any()):
-        raise CheckFailed(f"left NaN with {len(banned)} tokens banned by another processor ({story.at(index)})")
+        raise CheckFailed(f"left NaN with {len(banned)} tokens banned by another processor ({reference.at(index)})")
     if adapter.failure is None:
         left = [int(i) for i in (row > -torch.inf).nonzero().flatten()][:5]
         if set(left) & set(banned) or not left:
-            raise CheckFailed(f"tokens {left} are offered although they are banned ({story.at(index)})")
+            raise CheckFailed(f"tokens {left} are offered although they are banned ({reference.at(index)})")
     elif adapter.failure.reason != "unsatisfiable":
         raise CheckFailed(
-            f"ended as {adapter.failure.reason}, not as unsatisfiable: {adapter.failure} ({story.at(index)})"
+            f"ended as {adapter.failure.reason}, not as unsatisfiable: {adapter.failure} ({reference.at(index)})"
         )
 
 
-def _check_single(subject: Subject, story: Story, index: int, kept: int | None) -> None:
-    """All banned but the token that the story chose: it must still be offered."""
+def _check_single(subject: Subject, reference: ReferenceRun, index: int, kept: int | None) -> None:
+    """All banned but the token that the reference chose: it must still be offered."""
     if kept is None:
         return
     banned = [token_id for token_id in range(subject.context.vocabulary.size) if token_id != kept]
-    adapter, row = _with_mask(subject, story, index, banned)
+    adapter, row = _with_mask(subject, reference, index, banned)
     if bool(row.isnan().any()):
-        raise CheckFailed(f"left NaN where one token was left ({story.at(index)})")
+        raise CheckFailed(f"left NaN where one token was left ({reference.at(index)})")
     left = [int(i) for i in (row > -torch.inf).nonzero().flatten()]
     if adapter.failure is not None or left != [kept]:
         got = f"it offers {left[:5]}" if adapter.failure is None else f"it failed: {adapter.failure}"
-        raise CheckFailed(f"all but token {kept} were banned, {got} ({story.at(index)})")
+        raise CheckFailed(f"all but token {kept} were banned, {got} ({reference.at(index)})")
 
 
-def _walk(subject: Subject) -> Iterator[tuple[Story, int, ProcessorChain]]:
-    """Every position of every story, with a chain at it."""
-    for story in stories(subject):
-        chain = subject.chain(story.case)
-        chain.start(story.prompt)
-        for index in range(len(story.outcomes)):
-            yield story, index, chain
-            if index < len(story.tokens):
-                step(chain, story.logits[index])
-                chain.accept(story.tokens[index], chain.position)
+def _walk(subject: Subject) -> Iterator[tuple[ReferenceRun, int, ProcessorChain]]:
+    """Every position of every reference, with a chain at it."""
+    for reference in reference_runs(subject):
+        chain = subject.chain(reference.case)
+        chain.start(reference.prompt)
+        for index in range(len(reference.outcomes)):
+            yield reference, index, chain
+            if index < len(reference.tokens):
+                step(chain, reference.logits[index])
+                chain.accept(reference.tokens[index], chain.position)
 
 
 def _some(count: int) -> list[int]:
-    """A few positions of a story: the first ones, and every third."""
+    """A few positions of a reference: the first ones, and every third."""
     return [index for index in range(count) if index < 2 or index % 3 == 0]

@@ -12,7 +12,7 @@ from adapters.testing.subject import CheckFailed, Subject
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CheckResult:
     """What one check found.
 
     Attributes:
@@ -27,14 +27,14 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Report:
+class ConformanceReport:
     """What all checks found about one class."""
 
     subject: Subject
-    results: Sequence[Result]
+    results: Sequence[CheckResult]
 
     @property
-    def failures(self) -> list[Result]:
+    def failures(self) -> list[CheckResult]:
         """Of the checks that the processor does not pass."""
         return [result for result in self.results if result.failure is not None]
 
@@ -93,7 +93,7 @@ def check_processor(
     *,
     context: Context | None = None,
     only: Iterable[str] | None = None,
-) -> Report:
+) -> ConformanceReport:
     """Check one processor class.
 
     Args:
@@ -108,17 +108,17 @@ def check_processor(
     """
     checks = checks_named(only)
     subject = Subject(processor, examples, context)
-    return Report(subject, [_result(subject, check) for check in checks])
+    return ConformanceReport(subject, [_result(subject, check) for check in checks])
 
 
-def _result(subject: Subject, check: Check) -> Result:
+def _result(subject: Subject, check: Check) -> CheckResult:
     try:
-        return Result(check, remark=run_check(subject, check))
+        return CheckResult(check, remark=run_check(subject, check))
     except CheckFailed as failure:
-        return Result(check, failure=str(failure))
+        return CheckResult(check, failure=str(failure))
 
 
-def _line(result: Result) -> str:
+def _line(result: CheckResult) -> str:
     if result.failure is not None:
         return f"FAIL  {result.failure}"
     remark = f"  ({result.remark})" if result.remark else ""

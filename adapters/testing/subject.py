@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context, Processor, ProcessorArgs, Scope, Unsatisfiable
 from adapters.testing.generation import each, valid
-from adapters.testing.house import house_context
+from adapters.testing.kit_model import kit_context
 from adapters.testing.schemas import Schema
-from adapters.third_party import ForeignProcessor, wrap_foreign
+from adapters.third_party import ThirdPartyProcessor, wrap_third_party
 
 NUM_GENERATED_CASES = 2
 _TRIES = 60
@@ -71,16 +71,16 @@ class Subject:
             raise ModuleNotFoundError("the conformance kit needs Hypothesis: pip install hypothesis")
         self.original = processor
         self.processor: type[Processor] = (
-            processor if issubclass(processor, Processor) else wrap_foreign(processor, processor.__name__.lower())
+            processor if issubclass(processor, Processor) else wrap_third_party(processor, processor.__name__.lower())
         )
-        self.is_foreign = issubclass(self.processor, ForeignProcessor)
+        self.is_foreign = issubclass(self.processor, ThirdPartyProcessor)
         self._given = [dict(example) for example in examples]
         self._context = context
 
     @cached_property
     def context(self) -> Context:
         """What the processor is built with."""
-        return self._context or house_context()
+        return self._context or kit_context()
 
     @cached_property
     def schema(self) -> Schema:

@@ -7,25 +7,25 @@ arguments of such a class from the signature of its constructor.
 from adapters.third_party.processors import (
     NUM_KEPT_STATES,
     DynamoProcessor,
-    ForeignProcessor,
     HuggingFaceProcessor,
     StateLost,
-    ThirdPartyShape,
+    ThirdPartyProcessor,
+    ThirdPartyShaping,
     ZooProcessor,
-    foreign_processor,
     protocol_of,
-    wrap_foreign,
+    third_party_processor,
+    wrap_third_party,
 )
 
 __all__ = [
     "NUM_KEPT_STATES",
     "DynamoProcessor",
-    "ForeignProcessor",
     "HuggingFaceProcessor",
     "StateLost",
-    "ThirdPartyShape",
+    "ThirdPartyProcessor",
+    "ThirdPartyShaping",
     "ZooProcessor",
-    "foreign_processor",
     "protocol_of",
-    "wrap_foreign",
+    "third_party_processor",
+    "wrap_third_party",
 ]

@@ -45,7 +45,7 @@ def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
 
     Parameters whose annotation, or else default, is JSON data become fields with general bounds;
     the others, those in ``fixed``, and the model's own
-    (`adapters.third_party.processors.wrap_foreign`) are not the request's.
+    (`adapters.third_party.processors.wrap_third_party`) are not the request's.
 
     Raises:
         TypeError: ``fixed`` names a parameter that there is not, or a parameter without default can

@@ -26,7 +26,7 @@ import torch
 from adapters.contract import ArgumentError, Context, Processor, ProcessorArgs, Reads, ShapingProcessor, Stage
 from adapters.third_party.arguments import END_TOKENS, args_model, constructor_parameters, from_context
 
-ForeignProtocol = Literal["dynamo", "huggingface", "trtllm"]
+ThirdPartyProtocol = Literal["dynamo", "huggingface", "trtllm"]
 
 NUM_KEPT_STATES = 32
 """How many positions a stateful foreign processor can be rewound."""
@@ -38,7 +38,7 @@ class StateLost(RuntimeError):
     """A stateful foreign processor was rewound further than its states are kept."""
 
 
-class ThirdPartyShape(ShapingProcessor):
+class ThirdPartyShaping(ShapingProcessor):
     """Shows a third party one list of ids, prompt + generated, the same at every call; it grows and
     shrinks at its end.
 
@@ -47,7 +47,7 @@ class ThirdPartyShape(ShapingProcessor):
     """
 
     reads = Reads.PROMPT_AND_GENERATED
-    wraps_foreign = True
+    wraps_third_party = True
     Args = ProcessorArgs
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class ThirdPartyShape(ShapingProcessor):
         return self._ids
 
 
-class ForeignProcessor(ThirdPartyShape):
+class ThirdPartyProcessor(ThirdPartyShaping):
     """A foreign processor of one choice.
 
     Args:
@@ -162,18 +162,18 @@ class ForeignProcessor(ThirdPartyShape):
             del self._before[self._forgotten]
 
 
-class DynamoProcessor(ForeignProcessor):
+class DynamoProcessor(ThirdPartyProcessor):
     """A Dynamo `BaseLogitsProcessor`, ``(input_ids, logits[V]) -> None``, in place; for one, see
-    `ForeignProcessor`.
+    `ThirdPartyProcessor`.
     """
 
     def call(self, foreign: Any, row: torch.Tensor) -> None:
         _check_in_place(foreign(self._ids, row), row)
 
 
-class ZooProcessor(ForeignProcessor):
+class ZooProcessor(ThirdPartyProcessor):
     """A TensorRT-LLM logits processor such as those of NVIDIA's logits-processor-zoo; see
-    `ForeignProcessor`.
+    `ThirdPartyProcessor`.
 
     It is called with ``(0, logits[1, 1, V], [ids], None, None)``: one beam, so that the layouts
     ``[beam, 1, V]`` and ``[1, beam, V]`` are the same, and the current stream.
@@ -183,9 +183,9 @@ class ZooProcessor(ForeignProcessor):
         _check_in_place(foreign(0, row.view(1, 1, -1), [self._ids], None, None), row)
 
 
-class HuggingFaceProcessor(ForeignProcessor):
+class HuggingFaceProcessor(ThirdPartyProcessor):
     """A transformers `LogitsProcessor`, ``(input_ids [1, n], scores [1, V]) -> scores``; see
-    `ForeignProcessor`.
+    `ThirdPartyProcessor`.
     """
 
     def __init__(self, make: Callable[[], Any], **options: Any) -> None:
@@ -237,23 +237,23 @@ class _IdTensor:
         return self._buffer[:length].unsqueeze(0)
 
 
-_WRAPPERS: dict[str, type[ForeignProcessor]] = {
+_WRAPPERS: dict[str, type[ThirdPartyProcessor]] = {
     "dynamo": DynamoProcessor,
     "huggingface": HuggingFaceProcessor,
     "trtllm": ZooProcessor,
 }
 
 
-def wrap_foreign(
+def wrap_third_party(
     target: Any,
     name: str | None = None,
     *,
     stage: Stage = Stage.SOFT,
     version: int = 1,
     stateful: bool | None = None,
-    protocol: ForeignProtocol | None = None,
+    protocol: ThirdPartyProtocol | None = None,
     arguments: Mapping[str, Any] | None = None,
-) -> type[ForeignProcessor]:
+) -> type[ThirdPartyProcessor]:
     """A class for the catalogue that runs a foreign processor.
 
     Requests may set those arguments of a foreign class's constructor that are JSON data (numbers,
@@ -281,7 +281,7 @@ def wrap_foreign(
     name = name or name_of(target)
     model = args_model(target, fixed) if isinstance(target, type) else ProcessorArgs
 
-    def build(cls: type[ForeignProcessor], args: ProcessorArgs, context: Context) -> list[Processor]:
+    def build(cls: type[ThirdPartyProcessor], args: ProcessorArgs, context: Context) -> list[Processor]:
         given = {field: getattr(args, field) for field in args.model_fields_set}
         given = {field: value for field, value in given.items() if field not in END_TOKENS or value is not None}
         options: dict[str, Any] = {"name": name, "stage": stage, "version": version, "stateful": stateful}
@@ -289,7 +289,9 @@ def wrap_foreign(
         arguments = given | (from_context(target, context, given) if isinstance(target, type) else {})
         tokenizer = context.vocabulary.tokenizer
         try:
-            return [foreign_processor(target, protocol=protocol, arguments=arguments, tokenizer=tokenizer, **options)]
+            return [
+                third_party_processor(target, protocol=protocol, arguments=arguments, tokenizer=tokenizer, **options)
+            ]
         except ValueError as error:
             if not args.model_fields_set:
                 raise
@@ -309,21 +311,21 @@ def wrap_foreign(
         "Args": model,
         "build": classmethod(build),
     }
-    return cast(type[ForeignProcessor], type(wrapper.__name__, (wrapper,), members))
+    return cast(type[ThirdPartyProcessor], type(wrapper.__name__, (wrapper,), members))
 
 
-def foreign_processor(
+def third_party_processor(
     target: Any,
     *,
     name: str | None = None,
     stage: Stage = Stage.SOFT,
     version: int = 1,
     stateful: bool | None = None,
-    protocol: ForeignProtocol | None = None,
+    protocol: ThirdPartyProtocol | None = None,
     arguments: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
-) -> ForeignProcessor:
-    """A foreign processor for one chain. Arguments as of `wrap_foreign`.
+) -> ThirdPartyProcessor:
+    """A foreign processor for one chain. Arguments as of `wrap_third_party`.
 
     Args:
         tokenizer: Given to a constructor that has a parameter of this name.
@@ -341,7 +343,7 @@ def foreign_processor(
     return wrapper(make, name=name, stage=stage, version=version, stateful=stateful, takes_device=makes_on)
 
 
-def protocol_of(target: Any) -> ForeignProtocol:
+def protocol_of(target: Any) -> ThirdPartyProtocol:
     """The protocol that a foreign class, instance or function speaks, by the signature of its call.
 
     Raises:

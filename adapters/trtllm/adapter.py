@@ -81,7 +81,7 @@ class Step:
     """
 
     position: int
-    asked: tuple[tuple[int, str, int], ...] = ()
+    edits: tuple[tuple[int, str, int], ...] = ()
     seconds: tuple[float, ...] = ()
     logprobs: tuple[tuple[int, float, int], ...] | None = None
 
@@ -311,7 +311,7 @@ class ChainAdapter(TrtllmAdapter):
         if self.num_logprobs is not None:
             logprobs = _logprobs(row if before is None else before, int(row.argmax()), self.num_logprobs)
         seconds = tuple(member.record.seconds for member in chain.members)
-        watch(Step(chain.position, tuple(chain.asked()), seconds, logprobs))
+        watch(Step(chain.position, tuple(chain.last_edits()), seconds, logprobs))
 
     def _move_to(self, req_id: int | str, token_ids: Sequence[int]) -> None:
         chain, known = self.chain, self._called_for is not None

@@ -10,7 +10,7 @@ import torch
 
 from adapters.chain import ProcessorFailed
 from adapters.contract import ProcessorArgs, Reads, ShapingProcessor, Stage
-from adapters.third_party import ThirdPartyShape
+from adapters.third_party import ThirdPartyShaping
 from adapters.trtllm.adapter import Failure
 
 
@@ -33,7 +33,7 @@ class EmbeddingBias(ShapingProcessor):
         logits.add_(self._bias)
 
 
-class ForeignCallable(ThirdPartyShape):
+class ThirdPartyCallable(ThirdPartyShaping):
     """A TensorRT-LLM logits-processor callable, called under its contract: ``(req_id, [1, 1, V],
     [ids], None, None)``.
 

@@ -2,7 +2,7 @@
 
 TensorRT-LLM's executor is another process and holds a pickled copy of every callable, so neither a
 failure nor a receipt can be returned. They are sent as JSON messages over a local Unix socket
-(sequenced packets: in order, whole). Sending never raises. It waits at most `PATIENCE_S` for a
+(sequenced packets: in order, whole). Sending never raises. It waits at most `SEND_TIMEOUT_S` for a
 worker that is behind; then the message is dropped and counted, and decoding goes on: the worker
 notices that a step is missing and fails that request alone.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE = 65536
 """Largest message, bytes."""
 
-PATIENCE_S = 0.2
+SEND_TIMEOUT_S = 0.2
 """Longest that one message waits for room. Every request of the batch waits with it."""
 
 
@@ -66,7 +66,7 @@ class Sender:
         try:
             connection.send(data)
         except BlockingIOError:
-            if not select.select([], [connection], [], PATIENCE_S)[1]:
+            if not select.select([], [connection], [], SEND_TIMEOUT_S)[1]:
                 return False
             connection.send(data)
         return True
@@ -242,11 +242,11 @@ def _parse(data: bytes) -> Failure | tuple[str, Step] | None:
 
 def _parse_step(message: dict[str, Any]) -> tuple[str, Step] | None:
     try:
-        asked = tuple((int(index), str(kind), int(masked)) for index, kind, masked in message["asked"])
+        edits = tuple((int(index), str(kind), int(masked)) for index, kind, masked in message["edits"])
         seconds = tuple(float(each) for each in message["seconds"])
         logprobs = message["logprobs"]
         if logprobs is not None:
             logprobs = tuple((int(token), float(value), int(rank)) for token, value, rank in logprobs)
     except (TypeError, ValueError):
         return None
-    return message["request_id"], Step(message["position"], asked, seconds, logprobs)
+    return message["request_id"], Step(message["position"], edits, seconds, logprobs)

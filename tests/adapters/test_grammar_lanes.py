@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.grammars.lanes import Lane, Lanes, Turn, lanes_up_to
+from adapters.grammars.lanes import Lane, Lanes, QueueEntry, lanes_up_to
 
 ONE = (Lane(1.0, 1, 0),)
 
 
-def drained(lanes: Lanes[Turn]) -> list[Any]:
+def drained(lanes: Lanes[QueueEntry]) -> list[Any]:
     """Whose turns run, one after the other, until nobody waits."""
     order = []
     while (turn := lanes.take()) is not None:
@@ -24,15 +24,15 @@ def drained(lanes: Lanes[Turn]) -> list[Any]:
 
 
 def test_clients_take_turns_however_many_each_one_sends() -> None:
-    lanes: Lanes[Turn] = Lanes(ONE, 100)
+    lanes: Lanes[QueueEntry] = Lanes(ONE, 100)
     for client in "aaaaabbc":
-        lanes.add(Turn(client))
+        lanes.add(QueueEntry(client))
     assert "".join(drained(lanes)) == "abcabaaa"
 
 
 def test_the_quick_do_not_wait_for_the_slow() -> None:
-    lanes: Lanes[Turn] = Lanes((Lane(0.1, 1, 0), Lane(2.0, 1, 5)), 100)
-    slow = [Turn(f"bomb {i}") for i in range(20)]
+    lanes: Lanes[QueueEntry] = Lanes((Lane(0.1, 1, 0), Lane(2.0, 1, 5)), 100)
+    slow = [QueueEntry(f"bomb {i}") for i in range(20)]
     for turn in slow:
         lanes.add(turn)
     for turn in slow:  # each has its short try, and is over it
@@ -41,15 +41,15 @@ def test_the_quick_do_not_wait_for_the_slow() -> None:
     running = lanes.take()
     assert running is slow[0]
     assert running.lane == 1
-    newcomer = Turn("newcomer")
+    newcomer = QueueEntry("newcomer")
     lanes.add(newcomer)
     assert lanes.take() is newcomer
     assert lanes.take() is None
 
 
 def test_over_the_last_lanes_time_is_the_end() -> None:
-    lanes: Lanes[Turn] = Lanes((Lane(0.1, 1, 0), Lane(2.0, 1, 5)), 100)
-    turn = Turn("a")
+    lanes: Lanes[QueueEntry] = Lanes((Lane(0.1, 1, 0), Lane(2.0, 1, 5)), 100)
+    turn = QueueEntry("a")
     lanes.add(turn)
     assert lanes.take() is turn
     assert lanes.promote(turn)
@@ -60,29 +60,29 @@ def test_over_the_last_lanes_time_is_the_end() -> None:
 
 
 def test_one_client_never_has_every_slot_of_a_lane() -> None:
-    lanes: Lanes[Turn] = Lanes((Lane(1.0, 3, 0),), 100)
+    lanes: Lanes[QueueEntry] = Lanes((Lane(1.0, 3, 0),), 100)
     for client in "aaab":
-        lanes.add(Turn(client))
+        lanes.add(QueueEntry(client))
     taken = [lanes.take() for _ in range(3)]
     assert sorted(turn.client for turn in taken if turn is not None) == ["a", "a", "b"]
     assert lanes.take() is None
 
 
 def test_a_full_queue_refuses_whoever_waits_with_most() -> None:
-    lanes: Lanes[Turn] = Lanes(ONE, 3)
-    many = [Turn("many") for _ in range(3)]
+    lanes: Lanes[QueueEntry] = Lanes(ONE, 3)
+    many = [QueueEntry("many") for _ in range(3)]
     for turn in many:
         assert lanes.add(turn) is None
-    few = Turn("few")
+    few = QueueEntry("few")
     assert lanes.add(few) is many[-1]
-    again = Turn("many")
+    again = QueueEntry("many")
     assert lanes.add(again) is again
     assert drained(lanes) == ["many", "few", "many"]
 
 
 def test_who_lost_a_slot_is_the_first_of_its_client_to_have_one_again() -> None:
-    lanes: Lanes[Turn] = Lanes(ONE, 10)
-    first, second = Turn("a"), Turn("a")
+    lanes: Lanes[QueueEntry] = Lanes(ONE, 10)
+    first, second = QueueEntry("a"), QueueEntry("a")
     lanes.add(first)
     lanes.add(second)
     assert lanes.take() is first
@@ -106,12 +106,12 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_nothing_is_lost_and_no_bound_is_passed(events: list[tuple[str, Any]]) -> None:
-    lanes: Lanes[Turn] = Lanes(lanes_up_to(2.0), 8)
-    alive: list[Turn] = []
+    lanes: Lanes[QueueEntry] = Lanes(lanes_up_to(2.0), 8)
+    alive: list[QueueEntry] = []
     for event, argument in events:
         running = [turn for turn in alive if turn.is_running]
         if event == "add":
-            turn = Turn(argument)
+            turn = QueueEntry(argument)
             alive.append(turn)
             gone = lanes.add(turn)
             if gone is not None:

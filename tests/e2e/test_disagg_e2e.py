@@ -187,7 +187,7 @@ def test_the_same_tokens_as_one_worker(both: tuple[Stack, Stack], name: str, sam
     assert apart.content == alone.content
     assert apart.finish_reason == alone.finish_reason
     assert apart.logprobs == alone.logprobs
-    assert [mode_of(receipt) for receipt in apart.receipts] == ["hand-off"] * len(apart.receipts)
+    assert [mode_of(receipt) for receipt in apart.receipts] == ["disaggregated"] * len(apart.receipts)
     assert [without_mode(receipt) for receipt in apart.receipts] == [without_mode(one) for one in alone.receipts]
 
 

@@ -143,7 +143,7 @@ def test_a_seed_draws_in_the_chain_with_temperature_and_truncation_before_it(ver
     made, lowered = native(version, params)
     assert lowered.chain is not None
     names = [member.name for member in lowered.chain.members]
-    assert names == ["repetition_penalty", "temperature", "min_p", "top_k", "top_p", "seeded_draw"]
+    assert names == ["repetition_penalty", "temperature", "min_p", "top_k", "top_p", "seeded_sampler"]
     assert made._greedy_decoding
     assert (made.repetition_penalty, made.seed, made.top_k) == (None, None, None)
 

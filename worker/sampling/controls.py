@@ -100,7 +100,7 @@ def is_drawn(params: SamplingParams, chain: ProcessorChain | None) -> bool:
     for to draw.
     """
     says_nothing = all(control.value(params) is None for control in _LATE)
-    return not params.is_greedy or (says_nothing and chain is not None and chain.wants_draw)
+    return not params.is_greedy or (says_nothing and chain is not None and chain.wants_random_sampling)
 
 
 def with_field_processors(

@@ -20,7 +20,7 @@ from adapters.chain import apply_chain
 from adapters.contract import Ban, Edit, Stage, SteeringProcessor, edits
 from adapters.contract import processor as contract
 from adapters.testing import CHECKS, CheckFailed, Subject, check_processor
-from adapters.testing.house import house_context
+from adapters.testing.kit_model import kit_context
 
 pytest_plugins = ["pytester"]
 
@@ -63,7 +63,7 @@ def test_the_wrapped_class_of_the_page_is_taken_by_the_command_line_that_the_pag
     synthid = catalog["house/synthid"].processor
     assert set(synthid.Args.model_fields) == {"skip_first_ngram_calls", "debug_mode"}
     assert synthid.stage is Stage.SAMPLING
-    chain = catalog.build_chain(Selection((Requested("house/synthid"),)), house_context())
+    chain = catalog.build_chain(Selection((Requested("house/synthid"),)), kit_context())
     chain.start([40, 41])
     row = torch.linspace(-1, 1, chain.context.vocabulary.size)
     assert apply_chain(chain, row)
@@ -104,7 +104,7 @@ class Least(SteeringProcessor):
 def test_a_processor_without_arguments_declares_a_name_and_a_stage() -> None:
     report = check_processor(Least, [{}])
     assert report.passed, str(report)
-    chain = Catalog([Entry("least", Least)]).build_chain(Selection((Requested("least"),)), house_context())
+    chain = Catalog([Entry("least", Least)]).build_chain(Selection((Requested("least"),)), kit_context())
     chain.start([40], [41])
     assert chain.plan().bans[0].token_ids.tolist() == [41]
     with pytest.raises(SelectionError, match="unknown argument"):

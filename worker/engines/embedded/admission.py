@@ -13,7 +13,7 @@ import torch
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import Context, Processor
 from adapters.trtllm import ChainAdapter
-from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
+from adapters.trtllm.native_controls import EmbeddingBias, ThirdPartyCallable
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
@@ -97,7 +97,7 @@ def admit(
     try:
         chain = _chain(params, tokens)
         foreign = [
-            ForeignCallable(each, number) for each in params.logits_processors if not isinstance(each, ChainAdapter)
+            ThirdPartyCallable(each, number) for each in params.logits_processors if not isinstance(each, ChainAdapter)
         ]
         sampled, chain = with_field_processors(params, chain, tokens, context, [*dense, *foreign])
     except ProcessorFailed as error:

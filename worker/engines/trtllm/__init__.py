@@ -2,7 +2,7 @@
 
 `settings.py` makes the arguments of ``LLM``; `capabilities.py` looks at the installed package,
 `probes.py` at what the loaded engine does with them; `params.py` turns a request into native
-parameters and one callable; `deltas.py` cuts the cumulative outputs; `handoff.py` is the codec
+parameters and one callable; `deltas.py` cuts the cumulative outputs; `disaggregated_params.py` is the codec
 between prefill and decode; `cache_reports.py` and `health.py` watch the executor; `engine.py` puts
 them together.
 """

@@ -18,8 +18,8 @@ import torch
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import Context, Processor
 from adapters.trtllm import ChainAdapter
-from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
-from adapters.trtllm.seeded_draw import SeededDraw
+from adapters.trtllm.native_controls import EmbeddingBias, ThirdPartyCallable
+from adapters.trtllm.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.errors import InvalidRequest
@@ -106,7 +106,7 @@ def lower(params: SamplingParams, prompt: list[int], number: int, served: Served
         rest, chain = with_field_processors(rest, chain, prompt, context, extra, late=late)
         if draws:
             chain = chain or _empty_chain(context, prompt)
-            chain.add([SeededDraw(seed if random else None)], last=True)
+            chain.add([SeededSampler(seed if random else None)], last=True)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     _check_choices(params, chain)
@@ -197,7 +197,9 @@ def _empty_chain(context: Context, prompt: Sequence[int]) -> ProcessorChain:
 def _extra(params: SamplingParams, number: int, vocab_size: int) -> list[Processor]:
     bias = _bias(params.embedding_bias, vocab_size)
     dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
-    foreign = [ForeignCallable(each, number) for each in params.logits_processors if not isinstance(each, ChainAdapter)]
+    foreign = [
+        ThirdPartyCallable(each, number) for each in params.logits_processors if not isinstance(each, ChainAdapter)
+    ]
     return [*dense, *foreign]
 
 

@@ -89,7 +89,7 @@ def judge_calls(steps: Sequence[Step], tokens: Tokens, token_id: int, prompt_len
         lags = True
     else:
         raise StartupError(f"logits processors were called at positions {positions} for {len(tokens)} tokens")
-    return Calls(steps[0].asked[0][0], lags)
+    return Calls(steps[0].edits[0][0], lags)
 
 
 async def find_honoured(ask: Ask, package: Package, prompt: Tokens, vocab_size: int) -> frozenset[str]:

@@ -39,7 +39,7 @@ STRANGERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ChecklistItem:
     """One line of the report.
 
     Attributes:
@@ -68,9 +68,9 @@ class Checklist:
         self.info = info
         self._num_requests = 0
 
-    async def run(self) -> list[Check]:
+    async def run(self) -> list[ChecklistItem]:
         """Every check, in order. One that raises has failed."""
-        checks: tuple[Callable[[], Awaitable[Check]], ...] = (
+        checks: tuple[Callable[[], Awaitable[ChecklistItem]], ...] = (
             self.repeatable,
             self.forced,
             self.banned,
@@ -87,76 +87,78 @@ class Checklist:
         )
         return [await self._guarded(check) for check in checks]
 
-    async def _guarded(self, check: Callable[[], Awaitable[Check]]) -> Check:
+    async def _guarded(self, check: Callable[[], Awaitable[ChecklistItem]]) -> ChecklistItem:
         try:
             return await asyncio.wait_for(check(), 300)
         except Exception as error:  # the check's boundary: whatever it met belongs into the report
-            return Check(check.__name__, False, f"{type(error).__name__}: {error}")
+            return ChecklistItem(check.__name__, False, f"{type(error).__name__}: {error}")
 
-    async def repeatable(self) -> Check:
+    async def repeatable(self) -> ChecklistItem:
         answers = [await self._tokens() for _ in range(3)]
-        return Check("greedy answers repeat", answers[0] == answers[1] == answers[2], f"{answers[0][:8]} ...")
+        return ChecklistItem("greedy answers repeat", answers[0] == answers[1] == answers[2], f"{answers[0][:8]} ...")
 
-    async def forced(self) -> Check:
+    async def forced(self) -> ChecklistItem:
         wanted = [40, 41, 42, 40, 41]
         found = (await self._tokens(self._chain(ForcedPrefix, token_ids=wanted)))[: len(wanted)]
-        return Check("forced tokens come out", found == wanted, str(found))
+        return ChecklistItem("forced tokens come out", found == wanted, str(found))
 
-    async def banned(self) -> Check:
+    async def banned(self) -> ChecklistItem:
         plain = await self._tokens()
         found = await self._tokens(self._chain(BannedTokens, token_ids=plain[:4]))
-        return Check(
+        return ChecklistItem(
             "banned tokens do not", not set(found) & set(plain[:4]), f"banned {plain[:4]}, got {found[:8]} ..."
         )
 
-    async def penalised(self) -> Check:
+    async def penalised(self) -> ChecklistItem:
         found = await self._tokens(self._chain(RepetitionPenalty, penalty=90.0))
-        return Check(
+        return ChecklistItem(
             "a penalty sees every token", len(set(found)) == len(found), f"{len(set(found))} of {len(found)} differ"
         )
 
-    async def ended_late(self) -> Check:
+    async def ended_late(self) -> ChecklistItem:
         ends = sorted(set(range(0, self.info.vocab_size, 2)))[:1000]
         found = await self._answer(min_tokens=10, stop_token_ids=ends)
         ok = len(found.token_ids) >= 10 and not set(found.token_ids) & set(ends)
-        return Check("no stop token ends an answer before min_tokens", ok, f"{len(found.token_ids)} tokens")
+        return ChecklistItem("no stop token ends an answer before min_tokens", ok, f"{len(found.token_ids)} tokens")
 
-    async def seeded(self) -> Check:
+    async def seeded(self) -> ChecklistItem:
         async def drawn(seed: int) -> list[int]:
             return await self._tokens(temperature=1.0, seed=seed)
 
         alone = await drawn(7)
         _, together = await asyncio.gather(self._strangers(), drawn(7))
         other = await drawn(8)
-        return Check("a seed fixes the draws in any batch", alone == together != other, f"{alone[:8]} ...")
+        return ChecklistItem("a seed fixes the draws in any batch", alone == together != other, f"{alone[:8]} ...")
 
-    async def undisturbed(self) -> Check:
+    async def undisturbed(self) -> ChecklistItem:
         alone = await self._tokens(self._chain(ForcedPrefix, token_ids=[40, 41, 42]))
         strangers, together = await asyncio.gather(
             self._strangers(), self._tokens(self._chain(ForcedPrefix, token_ids=[40, 41, 42]))
         )
         same = sum(a == b for a, b in zip(alone, together, strict=False))
         ok = together[:3] == [40, 41, 42] and len(set(map(tuple, strangers))) == STRANGERS
-        return Check("strangers in a batch keep their own processors", ok, f"{same} of {len(alone)} tokens as alone")
+        return ChecklistItem(
+            "strangers in a batch keep their own processors", ok, f"{same} of {len(alone)} tokens as alone"
+        )
 
-    async def chunked(self) -> Check:
+    async def chunked(self) -> ChecklistItem:
         length = min(self.info.max_num_batched_tokens * 2 + 3, self.info.context_length - NUM_TOKENS - 1)
         prompt = [20 + (7 * place) % 200 for place in range(length)]
         try:
             found = await self._tokens(self._chain(ForcedPrefix, prompt, token_ids=[40, 41, 42]), prompt=prompt)
         except InvalidRequest as error:
             ok = self.engine.config.history == "lagged"
-            return Check("a prompt of several chunks", ok, f"refused: {error}")
-        return Check("a prompt of several chunks", found[:3] == [40, 41, 42], f"{length} tokens, {found[:3]}")
+            return ChecklistItem("a prompt of several chunks", ok, f"refused: {error}")
+        return ChecklistItem("a prompt of several chunks", found[:3] == [40, 41, 42], f"{length} tokens, {found[:3]}")
 
-    async def faulty(self) -> Check:
+    async def faulty(self) -> ChecklistItem:
         broken = create_trtllm_adapters([_Raises()], end_id=0)
         _, failed = await asyncio.gather(self._strangers(), self._answer(broken))
         after = await self._answer()
         ok = failed.finish_reason == "error" and after.finish_reason in ("stop", "length")
-        return Check("a faulty processor fails its request alone", ok, str(failed.error))
+        return ChecklistItem("a faulty processor fails its request alone", ok, str(failed.error))
 
-    async def logprobs(self) -> Check:
+    async def logprobs(self) -> ChecklistItem:
         plain = await self._answer(logprobs=2)
         beside = await self._answer(self._chain(BannedTokens, token_ids=[3]), logprobs=2)
         entries = [*(plain.logprobs or ()), *(beside.logprobs or ())]
@@ -164,11 +166,11 @@ class Checklist:
         off = [
             abs(a[0].logprob - b[0].logprob) for a, b in zip(plain.logprobs or (), beside.logprobs or (), strict=False)
         ]
-        return Check(
+        return ChecklistItem(
             "log probabilities with and without processors", ok, f"they differ by {max(off, default=0):.2g} at most"
         )
 
-    async def several(self) -> Check:
+    async def several(self) -> ChecklistItem:
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=2, temperature=1.0)
         answers: dict[int, TokenDelta] = {}
         async for delta in self.engine.generate("several", PROMPT, params):
@@ -176,16 +178,16 @@ class Checklist:
             whole.token_ids += delta.token_ids
             whole.finish_reason = delta.finish_reason
         found = [(len(each.token_ids), each.finish_reason) for each in answers.values()]
-        return Check("two answers of one prompt both end", found == [(NUM_TOKENS, "length")] * 2, str(found))
+        return ChecklistItem("two answers of one prompt both end", found == [(NUM_TOKENS, "length")] * 2, str(found))
 
-    async def aborted(self) -> Check:
+    async def aborted(self) -> ChecklistItem:
         stream = self.engine.generate("abort", PROMPT, SamplingParams(max_tokens=1000, ignore_eos=True))
         await anext(stream)
         self.engine.abort("abort")
         last = [delta async for delta in stream][-1]
-        return Check("an abort ends a request", last.finish_reason == "cancelled", str(last.finish_reason))
+        return ChecklistItem("an abort ends a request", last.finish_reason == "cancelled", str(last.finish_reason))
 
-    async def speed(self) -> Check:
+    async def speed(self) -> ChecklistItem:
         async def rate(make: Callable[[], Any]) -> float:
             began = time.perf_counter()
             found = await asyncio.gather(
@@ -195,7 +197,7 @@ class Checklist:
 
         plain = await rate(lambda: None)
         masked = await rate(lambda: self._chain(BannedTokens, token_ids=[3]))
-        return Check(
+        return ChecklistItem(
             "speed (no claim)", True, f"{plain:.0f} tokens/s, {masked:.0f} with a processor each, {STRANGERS} requests"
         )
 
@@ -226,7 +228,7 @@ class Checklist:
         return whole
 
 
-def report(engine: TrtllmEngine, info: EngineInfo, checks: Sequence[Check], start_s: float) -> str:
+def report(engine: TrtllmEngine, info: EngineInfo, checks: Sequence[ChecklistItem], start_s: float) -> str:
     """The report in Markdown."""
     package = read_package()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"

@@ -16,7 +16,7 @@ import torch
 
 from worker.engines.embedded.controller.padding import PaddedBatches
 from worker.engines.embedded.controller.sampling import add_top_n, check_sampling, sample_rows
-from worker.engines.embedded.controller.state import Report, Running
+from worker.engines.embedded.controller.state import Running, StepReport
 from worker.engines.embedded.controller.stream import Streaming
 from worker.engines.embedded.controller.text import ControllerTokenizer, HfControllerTokenizer
 from worker.engines.embedded.controller.types import (
@@ -279,7 +279,9 @@ class TextGenerationController(PaddedBatches, Streaming):
         prompts = [self._prompt_tokens(one) for one in requests]
         for place, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             self._check_length(f"prompts[{place}]", request.sampling_params, len(prompt))
-        params = [one.sampling_params.lower(len(prompt)) for one, prompt in zip(requests, prompts, strict=True)]
+        params = [
+            one.sampling_params.to_sampling_params(len(prompt)) for one, prompt in zip(requests, prompts, strict=True)
+        ]
         named = [one.sampling_params.processors for one in requests]
         jobs = self._session.prepare(prompts, params, named)
         for request, prompt, job in zip(requests, prompts, jobs, strict=True):
@@ -297,7 +299,7 @@ class TextGenerationController(PaddedBatches, Streaming):
 
     def _step(self) -> DynamicStep:
         events = self._session.step()
-        report = Report()
+        report = StepReport()
         touched: dict[str, Running] = {}
         for event in events:
             running = self._running[event.job.id]

@@ -90,7 +90,7 @@ def _row_request(row: int, params: InferenceParams, position: int) -> Request:
     controls = SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,
-        top_p=params.lower(1).top_p,
+        top_p=params.to_sampling_params(1).top_p,
         min_p=params.min_p or None,
     )
     return Request(str(row), row, controls, [0] * position, position, position + 1, frozenset(), seed, choice=row)

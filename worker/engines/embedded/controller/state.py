@@ -89,7 +89,7 @@ class Running:
             self.request.prompt_top_n_logprobs = [entry(one) for one in known]
 
 
-class Report:
+class StepReport:
     """What a step has done, while it is put together."""
 
     def __init__(self) -> None:

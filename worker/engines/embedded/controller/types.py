@@ -113,7 +113,7 @@ class InferenceParams:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
         if isinstance(self.stop_words, str):
             raise ValueError(f"stop_words must be a list of texts, got {self.stop_words!r}")
-        self.lower(1)
+        self.to_sampling_params(1)
 
     def max_tokens(self, prompt_length: int) -> int | None:
         """Most tokens of an answer to a prompt of that length, None if only the context bounds
@@ -133,7 +133,7 @@ class InferenceParams:
         """Whether the prompt's are asked for, too."""
         return self.wants_logprobs and not self.skip_prompt_log_probs
 
-    def lower(self, prompt_length: int) -> SamplingParams:
+    def to_sampling_params(self, prompt_length: int) -> SamplingParams:
         """The same in the engine's own names. An answer of no tokens becomes one that is thrown
         away.
 

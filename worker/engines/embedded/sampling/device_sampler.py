@@ -12,7 +12,7 @@ from adapters.chain import Planned
 from adapters.devices import upload_ids
 from worker.engines.embedded.host import HostCopy
 from worker.engines.embedded.plan import Samples
-from worker.engines.embedded.sampling.device_truncation import Select, draw_rows
+from worker.engines.embedded.sampling.device_truncation import Select, truncate_and_sample_rows
 from worker.engines.embedded.sampling.integer_weights import logarithms, weight_bits
 from worker.engines.embedded.sampling.logprobs import Logprobs
 from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
@@ -87,7 +87,7 @@ class DeviceStep:
         for start in range(0, len(logits), _MOST_ROWS):
             part = slice(start, start + _MOST_ROWS)
             columns = drawn.columns.part(part)
-            ids, kept = draw_rows(logits[part], highest[part, None], columns, numbers[part], select)
+            ids, kept = truncate_and_sample_rows(logits[part], highest[part, None], columns, numbers[part], select)
             found.append(ids)
             if drawn.num_processed:
                 weights.append(kept)

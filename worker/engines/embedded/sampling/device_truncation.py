@@ -29,7 +29,7 @@ def padded(count: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawColumns:
+class SamplingColumns:
     """What each of P rows asks for, ``[P, 1]`` on a device; None where no row asks for it.
 
     Attributes:
@@ -45,7 +45,7 @@ class DrawColumns:
     top_p: torch.Tensor | None
 
     @classmethod
-    def of(cls, controls: Sequence[Controls], vocab_size: int, device: torch.device) -> DrawColumns:
+    def of(cls, controls: Sequence[Controls], vocab_size: int, device: torch.device) -> SamplingColumns:
         """The columns of some rows' controls."""
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -59,9 +59,9 @@ class DrawColumns:
             column([one.top_p for one in controls]) if any(one.top_p < 1 for one in controls) else None,
         )
 
-    def part(self, rows: slice) -> DrawColumns:
+    def part(self, rows: slice) -> SamplingColumns:
         """Those of some of the rows."""
-        return DrawColumns(
+        return SamplingColumns(
             self.temperature[rows],
             None if self.depth is None else self.depth[rows],
             None if self.top_k is None else self.top_k[rows],
@@ -69,10 +69,10 @@ class DrawColumns:
         )
 
 
-def draw_rows(
+def truncate_and_sample_rows(
     logits: torch.Tensor,
     highest: torch.Tensor,
-    columns: DrawColumns,
+    columns: SamplingColumns,
     numbers: torch.Tensor,
     select: Select,
 ) -> tuple[torch.Tensor, torch.Tensor]:

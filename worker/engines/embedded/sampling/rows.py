@@ -13,7 +13,7 @@ import torch
 from adapters.contract import SAMPLE, uniform_rows
 from adapters.devices import upload, upload_ids
 from worker.engines.embedded.plan import Request
-from worker.engines.embedded.sampling.device_truncation import DrawColumns, padded
+from worker.engines.embedded.sampling.device_truncation import SamplingColumns, padded
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows
 from worker.sampling import SamplingParams
 
@@ -81,9 +81,9 @@ class RowTable:
         return group_rows(self.controls, self.vocab_size, self.device)
 
     @cached_property
-    def drawn(self) -> DrawnRows:
+    def drawn(self) -> RandomRows:
         """The rows that draw, for a device."""
-        return DrawnRows(self)
+        return RandomRows(self)
 
     def positions(self) -> list[int]:
         """Where the tokens are to be that this step draws."""
@@ -100,7 +100,7 @@ class RowTable:
         return dict(zip(self.random, self.numbers(self.positions()).tolist(), strict=True))
 
 
-class DrawnRows:
+class RandomRows:
     """The rows of a table that draw, on its device, filled up to a number that many batches share.
 
     Args:
@@ -123,7 +123,7 @@ class DrawnRows:
         self.index = upload_ids(table.random, table.device)
         every = not self._extra and len(rows) == len(table.owners)
         self.padded_index = None if every else upload_ids(rows, table.device)
-        self.columns = DrawColumns.of([table.controls[row] for row in rows], table.vocab_size, table.device)
+        self.columns = SamplingColumns.of([table.controls[row] for row in rows], table.vocab_size, table.device)
         place_of = {row: place for place, row in enumerate(table.random)}
         both = [(place, place_of[row]) for place, row in enumerate(table.processed) if row in place_of]
         self.num_processed = len(both)

@@ -21,7 +21,7 @@ from worker.engines.embedded.sampling.logprobs import token_logprobs
 from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.selection_kernels import choose_select
-from worker.engines.embedded.sampling.truncation import draw
+from worker.engines.embedded.sampling.truncation import truncate_and_sample
 
 _NARROW = 8192
 """Up to this width searching all of a row is faster than searching by blocks."""
@@ -52,19 +52,19 @@ class Sampler:
         vocab_size: Width of a row.
         undecodable_ids: Ids that are never sampled.
         device: Where logits are.
-        blind: Never look at a value on the host before the tokens are chosen, so that the host need
+        sync_free: Never look at a value on the host before the tokens are chosen, so that the host need
             not wait for the device. By default so on every device but the CPU; the tokens are the
             same either way.
     """
 
     def __init__(
-        self, vocab_size: int, undecodable_ids: tuple[int, ...], device: torch.device, blind: bool | None = None
+        self, vocab_size: int, undecodable_ids: tuple[int, ...], device: torch.device, sync_free: bool | None = None
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._never = _never(undecodable_ids, vocab_size, device)
         self._table = RowTable((), None, vocab_size, device)
-        self._select = choose_select(device) if (device.type != "cpu" if blind is None else blind) else None
+        self._select = choose_select(device) if (device.type != "cpu" if sync_free is None else sync_free) else None
 
     def sample(
         self,
@@ -168,7 +168,7 @@ class Sampler:
         samples = Samples([0] * len(table.owners), errors)
         if table.greedy:
             _take_highest(samples, logits, maxima, table)
-        drawn, distributions = draw(logits, groups, table.uniforms(), maxima, frozenset(table.processed))
+        drawn, distributions = truncate_and_sample(logits, groups, table.uniforms(), maxima, frozenset(table.processed))
         for row, token_id in drawn.items():
             samples.token_ids[row] = token_id
         forced = self._force(logits, samples, planned)

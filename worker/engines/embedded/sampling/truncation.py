@@ -62,7 +62,7 @@ class Controls:
         return self.temperature * math.log(self.min_p) if self.min_p > 0 else -math.inf
 
 
-def draw(
+def truncate_and_sample(
     logits: torch.Tensor,
     groups: Sequence[Group],
     uniforms: Mapping[int, float],
@@ -172,7 +172,7 @@ class _Candidates:
 
 
 class _Drawing:
-    """One call of `draw`."""
+    """One call of `truncate_and_sample`."""
 
     def __init__(
         self, logits: torch.Tensor, maxima: torch.Tensor, uniforms: Mapping[int, float], wanted: AbstractSet[int]

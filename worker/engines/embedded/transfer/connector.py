@@ -310,7 +310,7 @@ class Exchange:
         if stop - start < self.layout.block_size:  # less than a block: sooner computed than fetched
             self.port.let_go(receipt.handle)
             self.counts["known"] += 1
-            note_mode(request, "hand-off")
+            note_mode(request, "disaggregated")
             self._ready.append(request)
             return
         receipt.read = self.port.read(receipt.handle, request.pages, start, stop)
@@ -337,7 +337,7 @@ class Exchange:
             self.counts["received"] += 1
             self.counts["bytes"] += read.num_bytes
             self.seconds += read.seconds
-            note_mode(request, "hand-off")
+            note_mode(request, "disaggregated")
             self._ready.append(request)
             return
         self.counts[state] += 1

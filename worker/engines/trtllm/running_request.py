@@ -15,7 +15,7 @@ from worker.errors import ServingError
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class RunningRequest:
     """State of one request; one event loop only.
 
     Attributes:
@@ -49,7 +49,7 @@ class Flight:
     number: str = ""
     result: Any = None
     disaggregated_params: Any = None
-    hand_off: dict[str, Any] | None = None
+    passed_on: dict[str, Any] | None = None
     pump: asyncio.Task[None] | None = None
     done: bool = False
     _abort_wanted: bool = False
@@ -123,7 +123,7 @@ class Flight:
             delta = cursor.advance(output, is_last=unsaid)
             if delta is not None and not self.done:
                 if delta.finish_reason == "length":
-                    delta.kv = self.hand_off
+                    delta.kv = self.passed_on
                 delta.num_cached_tokens = int(getattr(self.result, "cached_tokens", 0) or 0)
                 self._put(self._confirmed(delta))
         if self.done and not is_last:
@@ -172,7 +172,7 @@ class Flight:
             return chain.fail(", ".join(dict.fromkeys(member.name for member in chain.members)), "skipped", message)
         step = step or Step(position)
         over = self._over_budget(chain, step)
-        chain.record(token_id, step.asked)
+        chain.record(token_id, step.edits)
         logprobs.append(entries_of(step.logprobs or ()))
         return over
 

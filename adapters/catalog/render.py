@@ -16,14 +16,14 @@ TABLE_END = "<!-- end of the table -->"
 _PLURALS = {"integer": "integers", "number": "numbers", "text": "texts", "list": "lists", "object": "objects"}
 
 
-def list_page(catalog: Catalog) -> str:
+def render_list(catalog: Catalog) -> str:
     """One line for each processor: name, stage, what it reads, summary."""
     rows = [(e.name, e.processor.stage.name.lower(), e.processor.reads.value, e.summary) for e in catalog.entries]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     return "".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]) + "\n" for row in rows)
 
 
-def entry_page(entry: Entry) -> str:
+def render_entry(entry: Entry) -> str:
     """All there is to know about one processor."""
     processor = entry.processor
     facts = {

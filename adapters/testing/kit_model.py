@@ -35,7 +35,7 @@ Grüße, señor, ça va. Привет, как дела? 你好,世界。日本�
 
 
 @cache
-def house_vocabulary() -> Vocabulary:
+def kit_vocabulary() -> Vocabulary:
     """A byte-level vocabulary with merges, special tokens, a thinking tag pair and a padded row;
     kept on disk.
 
@@ -63,9 +63,9 @@ def house_vocabulary() -> Vocabulary:
     return vocabulary_at(directory, len(fast) + NUM_PADDING, (fast.eos_token_id,))
 
 
-def house_context(*, choice: int = 0) -> Context:
+def kit_context(*, choice: int = 0) -> Context:
     """The context of a request for choice number ``choice``."""
-    vocabulary = house_vocabulary()
+    vocabulary = kit_vocabulary()
     return Context(
         vocabulary,
         end_token_ids=vocabulary.eos_token_ids,

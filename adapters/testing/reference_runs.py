@@ -1,6 +1,6 @@
 """Stories: a chain run step by step over made-up logits, and what it did to each row.
 
-A story is the plain run that every other way of running the same chain is compared with.
+A reference is the plain run that every other way of running the same chain is compared with.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Outcome:
 
 
 @dataclass
-class Story:
+class ReferenceRun:
     """One run of a chain.
 
     Attributes:
@@ -65,10 +65,10 @@ class Story:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return f"{self.case}, story {self.seed}"
+        return f"{self.case}, reference {self.seed}"
 
     def at(self, index: int) -> str:
-        """Where in which story, for a failure text."""
+        """Where in which reference, for a failure text."""
         return f"{self}, generated token {index}"
 
     def history(self, index: int) -> list[int]:
@@ -144,70 +144,70 @@ def chosen(outcome: Outcome, context: Context) -> int | None:
     return best if bool(offered[best] > -torch.inf) else None
 
 
-def tell(subject: Subject, case: Case, seed: int, num_steps: int = NUM_STEPS) -> Story:
+def run_reference(subject: Subject, case: Case, seed: int, num_steps: int = NUM_STEPS) -> ReferenceRun:
     """Run a fresh chain step by step."""
     context = subject.context
-    story = Story(case, seed, prompt_of(context, seed), logits_of(context, seed, num_steps))
+    reference = ReferenceRun(case, seed, prompt_of(context, seed), logits_of(context, seed, num_steps))
     chain = subject.chain(case)
-    chain.start(story.prompt)
+    chain.start(reference.prompt)
     for index in range(num_steps):
-        outcome = step(chain, story.logits[index])
-        story.outcomes.append(outcome)
+        outcome = step(chain, reference.logits[index])
+        reference.outcomes.append(outcome)
         token_id = chosen(outcome, context)
         if token_id is None:
             break
         chain.accept(token_id, chain.position)
-        story.tokens.append(token_id)
-    return story
+        reference.tokens.append(token_id)
+    return reference
 
 
-def stories(subject: Subject) -> list[Story]:
-    """A story for each case and seed; told once for each subject."""
-    told: list[Story] | None = vars(subject).get("_stories")
-    if told is None:
-        told = [tell(subject, case, seed) for case in subject.cases for seed in SEEDS]
-        vars(subject)["_stories"] = told
-    return told
+def reference_runs(subject: Subject) -> list[ReferenceRun]:
+    """A reference for each case and seed; runs once for each subject."""
+    runs: list[ReferenceRun] | None = vars(subject).get("_reference_runs")
+    if runs is None:
+        runs = [run_reference(subject, case, seed) for case in subject.cases for seed in SEEDS]
+        vars(subject)["_reference_runs"] = runs
+    return runs
 
 
-def restarted(subject: Subject, story: Story, index: int) -> ProcessorChain:
-    """A fresh chain that continues a story after ``index`` generated tokens, as after a
+def restarted(subject: Subject, reference: ReferenceRun, index: int) -> ProcessorChain:
+    """A fresh chain that continues a reference after ``index`` generated tokens, as after a
     migration.
     """
-    chain = subject.chain(story.case)
-    rebuild(chain, story, index)
+    chain = subject.chain(reference.case)
+    rebuild(chain, reference, index)
     return chain
 
 
-def rebuild(chain: ProcessorChain, story: Story, index: int) -> None:
-    """Start ``chain`` after ``index`` generated tokens of a story."""
+def rebuild(chain: ProcessorChain, reference: ReferenceRun, index: int) -> None:
+    """Start ``chain`` after ``index`` generated tokens of a reference."""
     if chain.observes_logits:
-        replay(chain, story.prompt, story.tokens[:index], story.logits[:index].clone())
+        replay(chain, reference.prompt, reference.tokens[:index], reference.logits[:index].clone())
     else:
-        chain.start(story.prompt, story.tokens[:index])
+        chain.start(reference.prompt, reference.tokens[:index])
 
 
-def expect(outcome: Outcome, story: Story, index: int, what: str) -> None:
-    """Compares an outcome with the story's own.
+def expect(outcome: Outcome, reference: ReferenceRun, index: int, what: str) -> None:
+    """Compares an outcome with the reference's own.
 
     Raises:
         CheckFailed: they differ in a bit.
     """
-    problem = difference(story.outcomes[index], outcome)
+    problem = difference(reference.outcomes[index], outcome)
     if problem is not None:
-        raise CheckFailed(f"{what}: {problem} ({story.at(index)})")
+        raise CheckFailed(f"{what}: {problem} ({reference.at(index)})")
 
 
-def follow(chain: ProcessorChain, story: Story, start: int, stop: int, what: str) -> None:
-    """Steps ``chain`` along a story from generated token ``start`` and compares each outcome.
+def follow(chain: ProcessorChain, reference: ReferenceRun, start: int, stop: int, what: str) -> None:
+    """Steps ``chain`` along a reference from generated token ``start`` and compares each outcome.
 
     Raises:
         CheckFailed: one differs.
     """
-    for index in range(start, min(stop, len(story.outcomes))):
-        expect(step(chain, story.logits[index]), story, index, what)
-        if index < len(story.tokens):
-            chain.accept(story.tokens[index], chain.position)
+    for index in range(start, min(stop, len(reference.outcomes))):
+        expect(step(chain, reference.logits[index]), reference, index, what)
+        if index < len(reference.tokens):
+            chain.accept(reference.tokens[index], chain.position)
 
 
 def difference(expected: Outcome, got: Outcome) -> str | None:

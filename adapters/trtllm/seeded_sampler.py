@@ -9,12 +9,12 @@ import torch
 from adapters.contract import SAMPLE, ProcessorArgs, Reads, ShapingProcessor, Stage, uniform
 
 
-class SeededDraw(ShapingProcessor):
+class SeededSampler(ShapingProcessor):
     """Leaves one token: the likeliest, or the one that this request's draw for this position falls
     on.
 
     The draw inverts the cumulative weights, in the order of the ids, at a number that depends on
-    seed, choice and position alone (`adapters.contract.draws`). Temperature and truncation come
+    seed, choice and position alone (`adapters.contract.random_numbers`). Temperature and truncation come
     before it in the chain. No request can name it.
 
     Args:
@@ -22,7 +22,7 @@ class SeededDraw(ShapingProcessor):
         choice: Index of the choice.
     """
 
-    name = "seeded_draw"
+    name = "seeded_sampler"
     stage = Stage.SAMPLING
     reads = Reads.NOTHING
     Args = ProcessorArgs
