@@ -61,9 +61,7 @@ COMMANDS: tuple[Callable[[Subparsers[argparse.ArgumentParser]], None], ...] = (
     add_check_command,
     add_detect_command,
 )
-"""Each adds one subparser and sets its ``run``: a function of the parsed arguments that returns
-the exit status.
-"""
+"""Each adds one subparser whose ``run`` takes the parsed arguments and returns the exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

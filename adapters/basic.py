@@ -1,5 +1,4 @@
-"""Three Dynamo logits processors: temperature, a forced sequence, and the smoke test that says
-``Hello world!``.
+"""Dynamo logits processors: temperature, forced sequence, and the ``Hello world!`` smoke test.
 
 They are driven by position, never by a call counter: the same history gives the same edit, however
 often and in whatever order the engine calls.
@@ -72,8 +71,9 @@ class ForcedSequenceProcessor:
 
 
 class HelloWorldProcessor(ForcedSequenceProcessor):
-    """The smoke test: every answer is ``Hello world!``. Keeps token ids, not the tokenizer, so it
-    pickles small.
+    """The smoke test: every answer is ``Hello world!``.
+
+    Keeps token ids rather than the tokenizer, so that it pickles small.
 
     Raises:
         ValueError: the tokenizer has no end token, or no tokens for the text.

@@ -41,17 +41,16 @@ def num_blocks(width: int) -> int:
 
 
 def block_maxima(values: torch.Tensor) -> torch.Tensor:
-    """``[R, num_blocks(V)]`` from floating ``[R, V]``; the maximum of a block that holds NaN is
-    NaN.
-    """
+    """Block maxima ``[R, num_blocks(V)]`` of floating ``[R, V]``; NaN where a block holds NaN."""
     maxima = _blocks(values).amax(-1)
     tail = values[:, maxima.shape[1] * BLOCK :]
     return torch.cat((maxima, tail.amax(-1, keepdim=True)), 1) if tail.shape[1] else maxima
 
 
 def highest_ids(values: torch.Tensor, maxima: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """The highest value's id in each row, of equals the lowest; torch's own argmax reads a row ten
-    times as slowly.
+    """Argmax of each row; ties go to the lowest id.
+
+    Ten times as fast as ``torch.argmax`` over whole rows, given the block maxima.
 
     Args:
         values: floating ``[B, V]``.
@@ -105,8 +104,9 @@ def top(
 def top_in_order(
     values: torch.Tensor, count: int, maxima: torch.Tensor | None = None, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `top`, with equal values by rising id; of those that equal the last value, any may be left
-    out.
+    """As `top`, with ties ordered by rising id.
+
+    Of the values that tie with the last one returned, any may be left out.
 
     On the CPU a lower bound of the last value is found first, and what reaches it is sorted, by
     numpy, whose sort is ten times as fast as torch's.
@@ -148,8 +148,9 @@ def _lower_bounds(maxima: torch.Tensor, count: int, strides: int) -> torch.Tenso
 def _reaching(
     values: torch.Tensor, maxima: torch.Tensor, bounds: torch.Tensor, rows: torch.Tensor | None, room: int
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], torch.Tensor]:
-    """Sort keys of the values that reach their row's bound, ``[R, room]``, and the rows that have
-    more than `room`.
+    """Sort keys ``[R, room]`` of the values at or above their row's bound, and the overfull rows.
+
+    Overfull rows have more than `room` such values.
 
     A key rises with the value and, of equal values, falls with the id. Keys without a token are the
     lowest.
@@ -191,9 +192,7 @@ def _order_ties(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _top_of_strides(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `top`, with blocks of eight values that are far apart: their maxima are much cheaper
-    than neighbours'.
-    """
+    """As `top`, by blocks of eight strided values: their maxima vectorise better."""
     width = values.shape[1]
     whole = width // _STRIDES
     maxima = values[:, : whole * _STRIDES].view(len(values), _STRIDES, whole).amax(1)
@@ -227,8 +226,7 @@ def _take_blocks(values: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor 
 def prefix_of_mass(
     keys: torch.Tensor, masses: torch.Tensor, total: int, target: int, zero: int = 0
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The shortest prefix, by falling key and rising id, with a mass of at least `target`. On the
-    CPU.
+    """The nucleus: shortest prefix, by falling key and rising id, of mass >= `target`; CPU only.
 
     A sample says between which keys the prefix surely ends. Only what is between them is sorted.
     The sum of all that is above proves the end; where it does not, the keys are told apart by a
@@ -266,8 +264,10 @@ def _prefix(
     reaching: np.ndarray[Any, np.dtype[np.bool_]] | None,
     high: float,
 ) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-    """`mass`, itself, with 0 for what is not part of the prefix; None if that does not end among
-    what is `reaching` the lower bound (everything, if it is None) and not above `high`."""
+    """`mass`, in place, with 0 outside the prefix; None if the prefix does not end in the bracket.
+
+    The bracket is what is `reaching` its lower bound (everything if None) and not above `high`.
+    """
     above = key > high
     near = np.flatnonzero(~above if reaching is None else reaching & ~above)
     near = near[_LAST_ID - (np.sort(_sort_keys(key.take(near), np.arange(len(near))))[::-1] & _LAST_ID)]
@@ -301,8 +301,9 @@ def _bracket(
     left_out: float,
     errors: float,
 ) -> tuple[float, float]:
-    """Two keys around the one with about `left_out` below it, so many standard errors and a
-    bucket away.
+    """Bracket around the key with mass `left_out` below it, `errors` standard errors to each side.
+
+    One bucket is added on each side, because keys are known to the bucket only.
     """
     places, highest, width = _buckets(key)
     masses = np.bincount(places, mass.astype(np.float64), _BUCKETS)
@@ -316,9 +317,7 @@ def _bracket(
 
 
 def _buckets(key: np.ndarray[Any, np.dtype[np.float32]]) -> tuple[np.ndarray[Any, np.dtype[np.int32]], float, float]:
-    """The bucket of each key, which never rises with the key; the highest key, and the width of
-    a bucket.
-    """
+    """Bucket of each key, falling as the key rises; the highest key; the width of a bucket."""
     highest, lowest = float(key.max(initial=-np.inf)), float(key.min(initial=np.inf))
     if lowest == -np.inf:
         lowest = float(key[key > -np.inf].min(initial=highest))
@@ -333,8 +332,6 @@ def _buckets(key: np.ndarray[Any, np.dtype[np.float32]]) -> tuple[np.ndarray[Any
 def _sort_keys(
     values: np.ndarray[Any, np.dtype[np.float32]], ids: np.ndarray[Any, np.dtype[np.int64]]
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Distinct keys that rise with the value and, of equal values, fall with the id; its last 31
-    bits tell the id.
-    """
+    """Distinct int64 keys that rise with the value and, in ties, fall with the id (low 31 bits)."""
     bits = (values + np.float32(0)).view(np.int32).astype(np.int64)  # -0.0 is 0.0
     return ((bits ^ ((bits >> 63) & _LAST_ID)) << 31) | (_LAST_ID - ids)

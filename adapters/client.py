@@ -24,8 +24,7 @@ def processor(name: str, /, **args: Any) -> dict[str, Any]:
 
 
 def from_openai_logit_bias(logit_bias: Mapping[str, float] | Mapping[int, float]) -> dict[str, Any]:
-    """OpenAI's ``logit_bias`` as a processor; Dynamo's frontend drops the field itself without a
-    word.
+    """OpenAI's ``logit_bias`` as a processor, since Dynamo's frontend silently drops the field.
 
     Raises:
         ValueError: a key is not a token id, or a value is not between -100 and 100.
@@ -43,8 +42,7 @@ def from_openai_logit_bias(logit_bias: Mapping[str, float] | Mapping[int, float]
 def selection(
     *processors: Mapping[str, Any], receipt: bool | Literal["debug"] = False, deadline: float | None = None
 ) -> str:
-    """The selection as JSON text, ASCII only: the value of the annotation or of the header
-    `HEADER`.
+    """The selection as ASCII JSON: the value of the annotation, or of the header `HEADER`.
 
     Arguments are those of `logits_processors`.
 

@@ -8,8 +8,7 @@ import torch
 
 
 def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values``, a tensor on the CPU, on ``device``. The host does not wait for what the device is
-    doing.
+    """A CPU tensor copied to ``device`` without a host synchronisation.
 
     A copy to CUDA out of memory that is not pinned would wait.
     """

@@ -114,9 +114,7 @@ class Entry:
         return " ".join((inspect.getdoc(self.processor) or "").partition("\n\n")[0].split())
 
     def args_schema(self, ref_prefix: str = "") -> dict[str, Any]:
-        """JSON Schema of its arguments, ``scope`` included; ``ref_prefix`` heads the names of
-        its definitions.
-        """
+        """JSON Schema of its arguments and ``scope``; ``ref_prefix`` precedes definition names."""
         schema = self.processor.Args.model_json_schema(ref_template=f"#/$defs/{ref_prefix}{{model}}")
         schema.pop("title", None)
         if "$defs" in schema:
@@ -295,8 +293,9 @@ class Catalog:
         )
 
     def grammars(self, selection: Selection, context: Context) -> list[tuple[str, str]]:
-        """The grammars that `build_chain` compiles, each with the path of its argument: to compile
-        them before.
+        """The grammars that `build_chain` compiles, each with the path of its argument.
+
+        Lets the caller compile them in advance.
 
         A schema may be a megabyte: call it in a thread.
 
@@ -376,8 +375,7 @@ class Catalog:
 
 
 def _wants_random_sampling(requested: Requested, processor: Processor) -> bool:
-    """Whether a request that sets no temperature, top-k or top-p is to be drawn because of this
-    processor.
+    """Whether this processor makes a request without temperature, top-k and top-p sample randomly.
 
     What a client names says so; an operator's default does not, nor does a mandatory truncation,
     which greedy keeps.
@@ -476,9 +474,7 @@ def _selection_error(error: ValidationError, path: str, args: type[ProcessorArgs
 
 
 def _choice_schema(entry: Entry, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of one entry of a selection; the definitions it refers to are added to
-    ``definitions``.
-    """
+    """Schema of one entry of a selection; adds the definitions it refers to to ``definitions``."""
     args = entry.args_schema(entry.name.replace("/", ".") + ".")
     definitions.update(args.pop("$defs", {}))
     return {

@@ -1,5 +1,4 @@
-"""The operator's policy: processors that every request of a served model gets, gets by default, or
-must not use.
+"""The operator's policy: mandatory, default and forbidden processors per served model.
 
 A YAML file::
 
@@ -59,15 +58,12 @@ class PolicyError(ValueError):
 
 
 GRAMMARS = frozenset({"json_schema", "regex", "choice", "grammar"})
-"""Processors that say what the whole answer must match: a default one gives way to any of the
-client's.
-"""
+"""Processors that constrain the whole answer: a default one yields to any of the client's."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldValue:
-    """What a client asks for: by a request field that is a processor by another name, or by that
-    name.
+    """A processor that a client asks for, by its name or by an equivalent request field.
 
     Attributes:
         requested: The processor with its arguments; the path is the field's where it is one.
@@ -94,8 +90,7 @@ class ModelPolicy:
     forbidden: frozenset[str] = frozenset()
 
     def apply(self, selection: Selection, catalog: Catalog, fields: Sequence[FieldValue] = ()) -> Selection:
-        """``selection`` with the operator's processors in it; those of ``fields`` stay outside of
-        it.
+        """``selection`` with the operator's processors added; those of ``fields`` stay outside.
 
         Raises:
             SelectionError: the client asks for a forbidden processor, or for a mandatory one with
@@ -126,9 +121,7 @@ class ModelPolicy:
     def _kept(
         mandatory: Requested, selection: Selection, by_field: Mapping[str, FieldValue], catalog: Catalog
     ) -> Requested | None:
-        """The mandatory processor; the client's own where it is the same; None where a field is
-        the same.
-        """
+        """The mandatory processor, or the client's equal one; None where a field is equal to it."""
         named = [requested for requested in selection.processors if requested.name == mandatory.name]
         in_field = by_field.get(mandatory.name)
         values = [FieldValue(requested) for requested in named] + ([] if in_field is None else [in_field])
@@ -162,9 +155,7 @@ def _same(asked: FieldValue, set_by_operator: Requested, catalog: Catalog) -> bo
 
 
 def _is_as_near_as_32_bits(value: object, other: object) -> bool:
-    """Whether they are one number: Dynamo's frontend keeps 32 bits of a field's, so that 0.7
-    comes as 0.699999988.
-    """
+    """Whether two numbers are equal as float32: Dynamo's frontend sends 0.7 as 0.699999988."""
     return isinstance(value, float) and isinstance(other, float) and math.isclose(value, other, rel_tol=2**-24)
 
 
@@ -201,8 +192,7 @@ class Policy:
         return self.models.get(name) or self.models.get(ANY_MODEL) or ModelPolicy()
 
     def check(self, model: str, catalog: Catalog, context: Context) -> None:
-        """Build every processor of a model's policy once, so that what cannot be honoured stops the
-        start.
+        """Build every processor of a model's policy once, so that a bad policy stops the start.
 
         Args:
             model: Served model name.

@@ -1,6 +1,4 @@
-"""The catalogue as text: one line or one page for each processor, and the table of
-``docs/processors.md``.
-"""
+"""The catalogue as text: a line or a section per processor; the table of ``docs/processors.md``."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ def with_table(page: str, catalog: Catalog) -> str:
 
 
 def arguments(entry: Entry, *, scope: bool = True) -> list[tuple[str, str, str, str]]:
-    """Name, type with its range, default and description of each argument; ``scope`` last, if
-    wanted.
-    """
+    """Name, type with range, default and description of each argument; ``scope`` last."""
     schema = entry.args_schema()
     definitions, required = schema.get("$defs", {}), schema.get("required", ())
     found = []

@@ -35,18 +35,14 @@ MAX_DEADLINE = 2**33
 
 MIN_INT, MAX_INT = -(2**63), 2**64 - 1
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(/[a-z][a-z0-9_]{0,63})?")
-"""A processor's name; third parties put theirs behind a slash if they like:
-``acme/house_style``.
-"""
+"""A processor's name, optionally with a third party's namespace: ``acme/house_style``."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 ReceiptLevel = Literal[False, True, "debug"]
 
 Origin = Literal["client", "default", "mandatory"]
-"""Who asks for a processor: the client, or the operator's policy by default or for every
-request.
-"""
+"""Who asks for a processor: the client, or the operator's policy (as a default or mandatory)."""
 
 _FIELDS = ("version", "processors", "receipt", "deadline")
 _ENTRY_FIELDS = ("name", "args")
@@ -74,8 +70,7 @@ class SelectionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """One processor as it was asked for; neither its name nor its arguments are known to be good
-    yet.
+    """One processor as requested; neither its name nor its arguments have been checked.
 
     Attributes:
         name: Name in the catalogue.
@@ -161,8 +156,7 @@ def _deadline(value: object) -> float | None:
 
 
 def parse_processor(entry: object, path: str) -> Requested:
-    """One entry of a list of processors, ``{"name": ..., "args": {...}}``, from a request or a
-    policy file.
+    """Parse ``{"name": ..., "args": {...}}``, from a request or a policy file.
 
     Raises:
         SelectionError: it is malformed.
@@ -296,8 +290,9 @@ def _constant(name: str) -> NoReturn:
 
 _OPENING = re.compile(r"[ \t\r\n]*\{")
 _LARGE = re.compile(r"[0-9]{19}|[0-9][eE]")
-"""Occurs in every text with a number out of range; without it the hooks, a Python call per
-number, are not needed.
+"""Matches every text with a number out of range.
+
+Without a match the decoder's number hooks, a Python call per number, are not needed.
 """
 
 _PLAIN = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)

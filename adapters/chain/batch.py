@@ -35,8 +35,7 @@ PROBLEMS = {
 
 
 def row_problem(row: torch.Tensor) -> str | None:
-    """``nan``, ``infinite`` or ``empty`` if no token can be drawn from ``row`` (shape ``[V]``),
-    else None.
+    """Why no token can be sampled from ``row`` (``[V]``): ``nan``, ``infinite``, ``empty`` or None.
 
     The maximum tells all three, because it propagates NaN: one pass, and on CUDA one host
         synchronisation.
@@ -50,8 +49,9 @@ def row_problem(row: torch.Tensor) -> str | None:
 
 
 def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planned], dict[int, ProcessorFailed]]:
-    """Plans of ``(row, chain)`` pairs and the failures by row. Needs no logits: call it while
-    the forward runs.
+    """Plans of ``(row, chain)`` pairs, and failures by row.
+
+    Needs no logits: call it while the forward pass runs.
     """
     planned: list[Planned] = []
     failures: dict[int, ProcessorFailed] = {}
@@ -67,8 +67,9 @@ def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planne
 
 
 def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
-    """The order law up to the hard masks, on the rows that are not forced. Forced rows are left
-    untouched.
+    """Apply the order law up to the hard masks to the rows that are not forced.
+
+    Forced rows are left untouched.
 
     Args:
         logits: float32 ``[B, V]``, edited in place.
@@ -86,9 +87,7 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
 
 
 def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
-    """Shaping at the stage of hard masks and after it, on the rows that are not forced. As
-    `apply_edits` otherwise.
-    """
+    """Apply shaping processors from the mask stage on to rows not forced; else as `apply_edits`."""
     failures: dict[int, ProcessorFailed] = {}
     queues = [(row, chain, plan.late) for row, chain, plan in planned if plan.force is None and plan.late]
     for stage in _LATE_STAGES:
@@ -98,8 +97,7 @@ def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, Pr
 
 
 def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
-    """Apply one chain to one row, forcing included, in place; the dense form that TensorRT-LLM
-    needs.
+    """Apply one chain, forcing included, to one row in place: the dense form for TensorRT-LLM.
 
     Args:
         chain: At the position of the row.
@@ -135,8 +133,7 @@ def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
 
 
 def replay(chain: ProcessorChain, prompt: Sequence[int], generated: Sequence[int], logits: torch.Tensor) -> None:
-    """Rebuild a chain whose state depends on logits, by applying it again to the logits of the
-    generated positions.
+    """Rebuild a logits-dependent chain by re-applying it to the logits of the generated positions.
 
     Args:
         chain: The chain to rebuild.
@@ -175,9 +172,7 @@ def _in_waves(
     queues: Sequence[tuple[int, ProcessorChain, Sequence[T]]],
     apply: Callable[[list[tuple[int, ProcessorChain, T]]], None],
 ) -> None:
-    """Hands out the first step of every row, then the second of every row, ..., so that each row
-    keeps its order.
-    """
+    """Yield the first step of every row together, then the second, ...: rows keep their order."""
     depth = max((len(queue) for _, _, queue in queues), default=0)
     for i in range(depth):
         apply([(row, chain, queue[i]) for row, chain, queue in queues if i < len(queue)])
@@ -223,8 +218,9 @@ def _shape_group(
     group: list[tuple[int, ProcessorChain, Member]],
     failures: dict[int, ProcessorFailed],
 ) -> None:
-    """One class on its rows. A row in which no token is left ends here; no processor is shown
-    one.
+    """Run one processor class on its rows, batched.
+
+    A row without a token left fails here, before any processor sees it.
     """
     processors = [member.processor for _, _, member in group if isinstance(member.processor, ShapingProcessor)]
     rows = [row for row, _, _ in group]
@@ -265,9 +261,7 @@ def _shape_group(
 
 
 def _check_shaped(before: torch.Tensor, after: torch.Tensor, chain: ProcessorChain, member: Member) -> None:
-    """Blames a row that nothing can be drawn from on the processor that made it so, and not on
-    the model (NaN).
-    """
+    """Raise for a row that this processor, and not the model, made unusable for sampling."""
     problem = row_problem(after)
     if problem is not None and row_problem(before) is None:
         reason = "unsatisfiable" if problem == "empty" else problem

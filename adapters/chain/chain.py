@@ -1,6 +1,4 @@
-"""`ProcessorChain`: the processors of one choice of one request, in the order of the law, over
-one history.
-"""
+"""`ProcessorChain`: the ordered processors of one choice of one request, over one token history."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ from adapters.contract import (
 from adapters.vocabulary import Vocabulary
 
 DEFAULT_STEP_BUDGET_S = 0.1
-"""Most time that a third party's processor may take for one step, seconds of its thread's CPU
-time.
-"""
+"""CPU time of its thread that a third-party processor may take for one step, seconds."""
 
 Mode = Literal["aggregated", "disaggregated", "local prefill", "migrated"]
 
@@ -97,29 +93,31 @@ class ProcessorChain:
 
     @property
     def observes_logits(self) -> bool:
-        """True if some state can only be rebuilt by replaying on logits
-        (`adapters.chain.batch.replay`).
+        """True if some state can only be rebuilt by replaying on logits.
+
+        See `adapters.chain.batch.replay`.
         """
         return any(member.processor.observes_logits for member in self.members)
 
     @property
     def shapes_late(self) -> bool:
-        """True if a member acts at the temperature stage or later; the request's own truncation
-        then joins it.
+        """True if a member acts at the temperature stage or later.
+
+        The request's own truncation then joins the chain.
         """
         return any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
 
     @property
     def needs_last_token(self) -> bool:
-        """True if the chain needs the last sampled token, which engines that overlap steps do
-        not show in time.
-        """
+        """True if the chain needs the last token, which overlapped scheduling shows late."""
         return bool(self._scoped) or any(m.processor.reads is not Reads.NOTHING for m in self.members)
 
     @property
     def is_too_short(self) -> bool:
-        """True if a minimum length is not reached: that of thinking counts inside it, every
-        other one everywhere.
+        """True while a minimum length is not reached.
+
+        A minimum with scope ``thinking`` counts inside the thinking section only, every other
+        everywhere.
         """
         is_thinking = self._tracker is not None and self._tracker.thinking
         members = (member for member in self.members if member.scope != "thinking" or is_thinking)
@@ -181,8 +179,7 @@ class ProcessorChain:
             raise self.fail_from(member, error) from error
 
     def accept(self, token_id: int, position: int) -> None:
-        """Take the chosen token. Idempotent by absolute position; another token at a known position
-        rewinds first.
+        """Take the sampled token. Idempotent by position; a different token there rewinds first.
 
         Raises:
             ValueError: the position is inside the prompt, or beyond the next one.
@@ -229,8 +226,7 @@ class ProcessorChain:
         self._count_outside()
 
     def sync(self, tokens: Sequence[int], *, unchanged: int = 0) -> None:
-        """Make the history equal to ``tokens`` (prompt + generated), wherever they differ from what
-        was known.
+        """Make the history equal to ``tokens`` (prompt + generated), from the first difference on.
 
         Args:
             tokens: The whole history.
@@ -273,8 +269,7 @@ class ProcessorChain:
     # The step
 
     def plan(self) -> RowPlan:
-        """What the chain asks of the row for the token at `position`. Needs no logits; a second
-        call changes nothing.
+        """The edits for the row of the token at `position`. Needs no logits; idempotent.
 
         Raises:
             ProcessorFailed: a processor raised or was over its budget, or the chain cannot be
@@ -301,8 +296,7 @@ class ProcessorChain:
         return plan
 
     def peek(self, draft: Sequence[int]) -> list[RowPlan]:
-        """Plans for the next position and for the one after each draft token; the history stays as
-        it was.
+        """Plans for the next position and after each draft token; the history is left as it was.
 
         Raises:
             ProcessorFailed: as `plan`, for the next position only. The list is shorter than
@@ -341,9 +335,7 @@ class ProcessorChain:
             raise failure
 
     def over_budget(self, member: Member, seconds: float, budget_s: float) -> ProcessorFailed | None:
-        """The failure of a third party's processor that took more than ``budget_s`` for one
-        step, else None.
-        """
+        """The failure of a third-party processor that took more than ``budget_s``, else None."""
         if not member.is_third_party or seconds <= budget_s:
             return None
         message = f"took {seconds * 1e3:.0f} ms of CPU time for one step, the budget is {budget_s * 1e3:.0f} ms"
@@ -382,8 +374,7 @@ class ProcessorChain:
         plan.forced_by, plan.force = member, token_id
 
     def _beside_the_opening_tag(self, edit: Edit | Member) -> Edit | Member:
-        """What is asked of the answer's first token leaves the model free to open a thinking
-        section with it instead.
+        """``edit`` for the answer's first token, with the opening thinking tag still allowed.
 
         A forced token stands beside the tag, and the model chooses one of the two.
         """
@@ -399,8 +390,9 @@ class ProcessorChain:
         return edit
 
     def _end_outside_thinking(self, plan: RowPlan, member: Member) -> RowPlan:
-        """An end token in a thinking section would end a request whose answer ``member`` binds
-        without an answer.
+        """The plan with end tokens masked inside thinking, where ``member`` constrains the answer.
+
+        An end token there would end the request without an answer.
         """
         if self._tracker is None or not self._tracker.thinking or not len(self._end_ban.token_ids):
             return plan
@@ -409,9 +401,7 @@ class ProcessorChain:
         return plan
 
     def _check(self, plan: RowPlan) -> None:
-        """A forced id that a mask forbids, or masks that leave nothing, are errors, never token
-        0 or NaN.
-        """
+        """Raise if a mask forbids the forced id, or masks leave no token."""
         if plan.forced_by is not None and plan.force is not None:
             if not plan.masks_permit(plan.force):
                 message = f"forces token {plan.force}, which another processor forbids"
@@ -422,8 +412,9 @@ class ProcessorChain:
     def no_token_left(
         self, kinds: Sequence[str] = ("masked", "shaped", "biased"), *, before: Member | None = None
     ) -> ProcessorFailed:
-        """Record that nothing is left to sample at the position last planned; to blame is who did
-        one of ``kinds``.
+        """Record that no token is left at the last planned position.
+
+        The processors that made an edit of one of ``kinds`` are named in the failure.
 
         Args:
             kinds: Of edits.
@@ -434,9 +425,7 @@ class ProcessorChain:
         return self.fail(", ".join(names) or "model", "unsatisfiable", f"no token is left at position {self.position}")
 
     def _acted_before(self, member: Member) -> Iterator[tuple[Member, str, int]]:
-        """What was asked for at the position last planned, and is applied before ``member``'s
-        turn.
-        """
+        """Edits recorded for the last planned position that are applied before ``member``."""
         is_late, is_before = member.processor.stage >= Stage.MASK, True
         for asked in self._pending:  # in the order of the law; but masks come before all that shapes at their stage
             is_before = is_before and asked[0] is not member
@@ -444,9 +433,7 @@ class ProcessorChain:
                 yield asked
 
     def fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
-        """Record that ``member`` raised ``error``; returns the failure for the caller to raise
-        or report.
-        """
+        """Record that ``member`` raised ``error``; returns the failure to raise or report."""
         if isinstance(error, ProcessorFailed):
             return self.fail(error.processor, error.reason, error.message)
         if isinstance(error, MalformedEdit):
@@ -456,9 +443,7 @@ class ProcessorChain:
         return self.fail(member.name, "raised", f"raised {type(error).__name__} at position {self.position}")
 
     def fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
-        """Record that processor ``name`` failed; returns the failure for the caller to raise or
-        report.
-        """
+        """Record that processor ``name`` failed; returns the failure to raise or report."""
         self._pending = []
         self.failure = ProcessorFailed(name, reason, message)
         return self.failure
@@ -467,16 +452,12 @@ class ProcessorChain:
     # worker's
 
     def last_edits(self) -> list[tuple[int, str, int]]:
-        """Who asked for what at the position last planned: index of the member, kind of edit,
-        entries masked.
-        """
+        """Edits of the last planned position: member index, kind, number of masked entries."""
         indices = {id(member): index for index, member in enumerate(self.members)}
         return [(indices[id(member)], kind, masked) for member, kind, masked in self._pending]
 
     def record(self, token_id: int, edits: Sequence[tuple[int, str, int]]) -> None:
-        """Take the next token as chosen under what another copy `asked`; no processor of this
-        copy is run.
-        """
+        """Take the next token with the edits of another copy's `last_edits`; runs no processor."""
         for index, kind, masked in edits:
             record = self.members[index].record
             record.add(self.position, kind, masked)
@@ -484,9 +465,7 @@ class ProcessorChain:
         self.tokens.append(token_id)
 
     def report(self, *, attribution: bool = True) -> dict[str, Any]:
-        """The receipt so far, as JSON data; the ``attribution``, if it is kept, belongs to the
-        last one only.
-        """
+        """The receipt so far as JSON data; ``attribution`` (if kept) in the last one only."""
         return self.receipt.as_json(attribution=attribution)
 
 
@@ -506,9 +485,7 @@ def _tracker(context: Context) -> ThinkingTracker:
 
 
 def _binds_the_answer(member: Member) -> bool:
-    """Whether the answer has to be as the processor says: it masks or forces, there and not in
-    the thinking.
-    """
+    """Whether the member constrains the answer: it masks or forces outside the thinking section."""
     return member.scope == "answer" and member.processor.stage in (Stage.MASK, Stage.FORCE)
 
 

@@ -12,8 +12,7 @@ from adapters.contract import Ban, Edit, Processor, Scope, Stage, SteeringProces
 
 
 class ProcessorFailed(Exception):
-    """A processor of this chain failed; the request ends with an error, its batch-mates are not
-    touched.
+    """A processor of this chain failed: its request ends with an error, batch-mates are unaffected.
 
     Args:
         processor: Name of the processor.
@@ -67,8 +66,9 @@ class RowPlan:
         return self.force == token_id if self.force is not None else self.masks_permit(token_id)
 
     def leaves_a_token(self) -> bool:
-        """Whether any bit survives all masks and bans; most plans have more bits set than there
-        are bans.
+        """Whether a token survives all masks and bans.
+
+        Most plans have more bits set than bans, which decides it without intersecting.
         """
         num_banned = sum(len(ban.token_ids) for ban in self.bans)
         if len(self.allows) == 1 and self.fewest_allowed > num_banned:

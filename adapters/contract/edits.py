@@ -1,5 +1,4 @@
-"""Edits: what steering processors ask of a row of logits, and how many rows are edited in a few
-operations.
+"""Edits: what steering processors return, applied to many rows in a few batched operations.
 
 An edit never holds a vocabulary-sized tensor of floats. The kinds are those of the order law's
 first five stages::
@@ -44,8 +43,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Signed scale: positive logits at ``token_ids`` are divided by their factor, the others
-    multiplied.
+    """Signed scale: positive logits at ``token_ids`` are divided by the factor, others multiplied.
 
     Attributes:
         token_ids: int64 ``[n]``, distinct.
@@ -92,9 +90,7 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Force:
-    """The token is ``token_id``, whatever the logits say: an override of the sampled id, no
-    logit is touched.
-    """
+    """The token is ``token_id``: overrides the sampled id and edits no logit."""
 
     token_id: int
 
@@ -104,9 +100,7 @@ Edit = Sparse | Allow | Force
 
 
 class MalformedEdit(Exception):
-    """A processor returned what is no edit of its row; applied, it would reach its batch-mates,
-    or fail the batch.
-    """
+    """A processor returned an edit that cannot be applied to its row without harming the batch."""
 
 
 def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) -> Edit:
@@ -188,8 +182,7 @@ def count_allowed(bitmask: torch.Tensor, num_tokens: int) -> int:
 
 
 def apply_sparse(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]]) -> None:
-    """Applies one sparse edit to each of some rows: a gather, a formula and a scatter for all of
-    them together.
+    """Apply one sparse edit to each of several rows with one gather and one scatter per kind.
 
     Args:
         logits: float ``[B, V]``, edited in place.
@@ -286,9 +279,7 @@ def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _mask_on_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int], covered: int) -> None:
-    """Bit by bit where few words are clear or few are set (a grammar's usual masks), else a
-    whole row at once.
-    """
+    """Mask bit by bit where few words are clear or set (typical of grammars), else whole rows."""
     allowed = bitmask.cpu().contiguous().numpy()
     masked = ~allowed
     some_clear = masked != 0

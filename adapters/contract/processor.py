@@ -1,5 +1,4 @@
-"""The contract of a logits processor: steering or shaping, its stage in the order law, what it
-reads, its arguments.
+"""The contract of a logits processor: steering or shaping, stage, what it reads, its arguments.
 
 All that an author needs is imported from here: the edits and the bounded types of arguments too.
 
@@ -52,9 +51,7 @@ T = TypeVar("T")
 
 
 class Stage(IntEnum):
-    """The order law, one on every engine. Within a stage processors run in the order the request
-    names them.
-    """
+    """The order law, the same on every engine; within a stage, the order of the request."""
 
     BIAS = 1
     PENALTY = 2
@@ -67,9 +64,7 @@ class Stage(IntEnum):
 
 
 class Reads(Enum):
-    """What a processor looks at. ``NOTHING`` still knows the position, and what its own chain
-    has forced.
-    """
+    """What a processor reads. ``NOTHING`` still knows the position and its own chain's forcing."""
 
     NOTHING = "nothing"
     GENERATED = "generated"
@@ -77,9 +72,7 @@ class Reads(Enum):
 
 
 class ProcessorArgs(BaseModel):
-    """Base of every processor's arguments: JSON types only, strict, unknown names forbidden, no
-    NaN, no infinity.
-    """
+    """Base of every processor's arguments: strict JSON types, no unknown names, NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -99,8 +92,9 @@ class ArgumentError(ValueError):
 
 
 class Unsatisfiable(Exception):
-    """No token can satisfy the chain at this position. The request ends with an error; token 0
-    is never sampled.
+    """No token can satisfy the chain at this position.
+
+    The request ends with an error; token 0 is never sampled instead.
     """
 
 
@@ -131,8 +125,7 @@ class Context:
 
     @property
     def end_token_id(self) -> int | None:
-        """The end token to force: of the model's own the lowest, else of the request's; None if it
-        has none.
+        """The end token to force: the lowest of the model's own, else of the request's, else None.
 
         A request's end tokens include ids that its client stops at, which may be any word.
         """
@@ -173,9 +166,7 @@ class Processor(ABC):
     Args: ClassVar[type[ProcessorArgs]] = ProcessorArgs
 
     num_outside: int
-    """Generated tokens that are not in `generated`, because the processor's scope leaves them
-    out; its chain counts.
-    """
+    """Generated tokens out of the processor's scope, hence not in `generated`; set by the chain."""
 
     _tokens: list[int]
     _prompt_length: int
@@ -191,18 +182,15 @@ class Processor(ABC):
         return self
 
     def __init__(self, args: Any, context: Context) -> None:
-        """Authors take their own ``Args`` and the context, raise `ArgumentError`, and keep ids and
-        tensors only:
+        """Authors take their own ``Args`` and the context, and keep ids and tensors only.
 
-        a processor is pickled into the engine's process, so it must not keep the vocabulary or the
-        tokenizer.
+        Raise `ArgumentError` for arguments that cannot be honoured. A processor is pickled into the
+        engine's process, so it must not keep the vocabulary or the tokenizer.
         """
 
     @classmethod
     def build(cls, args: Any, context: Context) -> list[Processor]:
-        """The processors that this name stands for; more than one where a control acts at two
-        stages.
-        """
+        """The processors that this name stands for; several where a control acts at two stages."""
         return [cls(args, context)]
 
     # What authors write
@@ -211,23 +199,17 @@ class Processor(ABC):
         """Return to the state right after the prompt; ``self.prompt`` is set."""
 
     def advance(self, token_id: int, index: int) -> None:
-        """Take generated token number ``index`` (0 is the first). Called once per token, in
-        order.
-        """
+        """Take generated token number ``index``, from 0; called once per token, in order."""
 
     def retract(self, token_ids: Sequence[int]) -> bool:
-        """Undo `advance` for ``token_ids``, the newest ones, oldest first; False makes the base
-        class replay.
-        """
+        """Undo `advance` for the newest tokens, oldest first; False makes the base class replay."""
         return False
 
     # What chains and engines call
 
     @property
     def position(self) -> int:
-        """Absolute index of the token to be chosen next: length of prompt + generated, in scope
-        and out of it.
-        """
+        """Absolute index of the token to be sampled next: prompt + generated, in scope or not."""
         return len(self._tokens) + self.num_outside
 
     @property
@@ -237,9 +219,7 @@ class Processor(ABC):
 
     @property
     def is_too_short(self) -> bool:
-        """Whether nothing may end the answer here, a stop string neither; for processors with a
-        minimum length.
-        """
+        """Whether the answer must not end here, at a stop string either (minimum lengths)."""
         return False
 
     @property
@@ -258,8 +238,7 @@ class Processor(ABC):
         return self._tokens[-1] if self._tokens else None
 
     def from_prompt(self, key: Hashable, make: Callable[[], T]) -> T:
-        """``make()``, once per prompt and key: what the processors of a chain derive from their
-        prompt and share.
+        """``make()``, once per prompt and key: shared by the processors of a chain.
 
         It must depend on the prompt and the key only, and is not to be changed. Begin the key with
         your class.
@@ -291,8 +270,7 @@ class Processor(ABC):
         self.catch_up()
 
     def accept(self, token_id: int, position: int) -> None:
-        """Take one token by absolute position. Idempotent; a different token at a known position
-        rewinds and replays.
+        """Take one token by absolute position. Idempotent; a different token rewinds and replays.
 
         Raises:
             ValueError: the position is inside the prompt, or beyond the next one.
@@ -318,16 +296,12 @@ class Processor(ABC):
         self.catch_up()
 
     def truncate(self, position: int) -> None:
-        """As `rewind` for a history that is not shared, without bringing the state up to date at
-        once.
-        """
+        """As `rewind` for a history that is not shared; the state catches up later."""
         self.forget_from(position)
         del self._tokens[position:]
 
     def append(self, token_id: int) -> None:
-        """Add one token to a history that is not shared; the state takes it at the next
-        `catch_up`.
-        """
+        """Add one token to a history that is not shared; the state takes it at `catch_up`."""
         self._tokens.append(token_id)
 
     def forget_from(self, position: int) -> None:
@@ -371,8 +345,7 @@ class ShapingProcessor(Processor):
 
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        """Edit ``logits`` (float32 ``[R, V]``), row i by ``processors[i]``; no row depends on
-        another.
+        """Edit ``logits`` (float32 ``[R, V]``) in place, row i by ``processors[i]``, independently.
 
         Override it where the class can be batched.
         """

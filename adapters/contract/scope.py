@@ -41,9 +41,7 @@ class ThinkingTracker:
         self.reset(())
 
     def reset(self, prompt: Sequence[int]) -> None:
-        """Begin after ``prompt``, whose last turn's tags count (chat templates may open a
-        section, or close it).
-        """
+        """Begin after ``prompt``; tags of its last turn count, as templates may open a section."""
         turn = prompt[turn_begin(prompt, self._turn_marks) :]
         opened = _last_index(turn, self._start)
         closed = _last_index(turn, self._end)
@@ -56,15 +54,11 @@ class ThinkingTracker:
 
     @property
     def may_open(self) -> bool:
-        """Whether the next token is the first of the answer, and may open a thinking section
-        instead.
-        """
+        """Whether the next token is the answer's first, and may open a thinking section instead."""
         return self._may_open_first and not self._tokens
 
     def accept(self, token_id: int) -> bool | None:
-        """Take the next token. True: it is thinking; False: it is answer; None: it completes a
-        tag.
-        """
+        """Take the next token: True if it is thinking, False if answer, None if it ends a tag."""
         self._states.append(self.thinking)
         self._tokens.append(token_id)
         self._tail = [*self._tail, token_id][-self._tail_length :]
@@ -85,9 +79,7 @@ class ThinkingTracker:
 
 
 def turn_begin(prompt: Sequence[int], turn_marks: AbstractSet[int]) -> int:
-    """Index behind the last of ``turn_marks`` in ``prompt``: where the turn begins that the
-    answer goes on with.
-    """
+    """Index after the last of ``turn_marks`` in ``prompt``: where the last turn begins."""
     for index in range(len(prompt) - 1, -1, -1):
         if prompt[index] in turn_marks:
             return index + 1

@@ -1,6 +1,4 @@
-"""Compiled grammars of one vocabulary: kept by bytes, compiled once, through the sandbox where
-there is one.
-"""
+"""Compiled grammars of one vocabulary: a cache bounded in bytes, filled through the sandbox."""
 
 from __future__ import annotations
 
@@ -28,27 +26,37 @@ MAX_BAD = 4096
 """Grammars that are remembered as bad, by digest."""
 
 SLOW_FOR_S = 60.0
-"""How long a grammar that ran out of time is refused without another attempt. Processor time
-depends on what else the machine does, by a factor of two or three at worst; what crashes or is
-refused does so always."""
+"""How long a grammar that timed out is refused without another attempt.
+
+Processor time varies with the machine's load by a factor of two or three at worst; a crash or a
+refusal is deterministic.
+"""
 
 STACK_BYTES = 64 * 1024 * 1024
-"""Stack of the threads that compile in this process, taken as it is used; what came through the
-sandbox needs less.
+"""Stack of the threads that compile in this process; allocated as it is used.
+
+What came through the sandbox needs less.
 """
 
 SLOW_S = 0.25
-"""Grammars that took the sandbox longer than this, seconds of processor time, compile one at a time
-in this process, in a thread of their own: others do not wait for them."""
+"""Processor time in the sandbox, seconds, above which a grammar compiles in a thread of its own.
+
+Such grammars compile one at a time in this process, so that others do not wait for them.
+"""
 
 BYTES_PER_CHARACTER = 128
-"""Of a grammar's source: what it takes compiled, where no sandbox has measured it. Rather more than
-schemas take, which take most: with other threads in the process the allocator cannot say."""
+"""Compiled bytes per byte of source, where no sandbox has measured them.
+
+More than JSON Schemas take, which take most: with other threads in the process the allocator's
+counters do not say.
+"""
 
 TRIM_BYTES = 64 * 1024 * 1024
-"""After so many bytes of grammars were compiled, memory that the allocator keeps goes back to the
-system: grammars come and go in pieces of every size, and without this the resident memory grows
-although what is allocated does not."""
+"""Bytes of compiled grammars after which freed memory is returned to the system.
+
+Grammars are freed in pieces of every size: without trimming, resident memory grows although the
+allocated bytes do not.
+"""
 
 NUM_THREADS = 2
 """Threads for all other grammars."""
@@ -119,8 +127,7 @@ class GrammarCache:
         return found if isinstance(found, Compiled) else self.request(grammar).result()
 
     def request(self, grammar: str, client: Hashable | None = None) -> Future[Compiled]:
-        """As `compiled`, without waiting. To cancel the future gives its place in the sandbox up at
-        once.
+        """As `compiled`, without waiting; cancelling the future leaves the sandbox's queue at once.
 
         Args:
             grammar: In llguidance's JSON form.
@@ -258,9 +265,7 @@ def _settle(wanted: Future[Compiled], found: Compiled | Verdict | BaseException)
 
 
 class _StackOfThreads:
-    """While it is entered, new threads of the process get `STACK_BYTES`; others that start just
-    then do too.
-    """
+    """While entered, new threads of this process get a stack of `STACK_BYTES`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

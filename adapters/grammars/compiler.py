@@ -14,17 +14,14 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 PROBE_STEPS = 48
-"""Tokens that a new grammar is walked along: some are cheap to compile and explode only further
-on.
-"""
+"""Tokens that a new grammar is advanced by: some compile cheaply and only explode later."""
 
 _REASON = 160
 _QUOTED = re.compile(r'"([^"]*)"?|\(at .*')
 
 
 def limits_of(vocab_size: int) -> LLParserLimits:
-    """llguidance's limits. Those of a step were chosen by measurement:
-    ``docs/decisions/0009-grammar-sandbox.md``.
+    """llguidance's limits, chosen by measurement: ``docs/decisions/0009-grammar-sandbox.md``.
 
     Args:
         vocab_size: A step tries the tokens of a vocabulary, so the items that good grammars need
@@ -42,9 +39,7 @@ def limits_of(vocab_size: int) -> LLParserLimits:
 
 
 class GrammarRefused(ValueError):
-    """A grammar is malformed, matches nothing, or is beyond a limit; the message is one short
-    line.
-    """
+    """A grammar is malformed, matches nothing or exceeds a limit; the message is one short line."""
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

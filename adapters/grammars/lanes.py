@@ -13,8 +13,7 @@ from typing import Generic, TypeVar
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """How long a grammar may compile before it must go to the next lane, and how many do so at
-    once.
+    """One level of the queue: processor time until a grammar moves to the next, and its slots.
 
     Attributes:
         cpu_s: Processor time, seconds.
@@ -94,8 +93,7 @@ class Lanes(Generic[T]):
                 yield from list(turns)
 
     def add(self, turn: T) -> T | None:
-        """Let ``turn`` wait in the first lane; where all places are taken, returns the turn that
-        has to go.
+        """Queue ``entry`` in the first lane; where the queue is full, returns the entry to evict.
 
         That is the last turn of whoever waits with most, if that is more than the newcomer's own;
         else ``turn``.
@@ -140,9 +138,7 @@ class Lanes(Generic[T]):
         return sum(turn.client == client for turn in running) < max(1, lane.slots - 1)
 
     def promote(self, turn: T) -> bool:
-        """A turn used up its lane's time: let it wait in the next lane. False if there is none;
-        then it is gone.
-        """
+        """Move an entry that used up its lane's time to the next lane; False if there is none."""
         self.remove(turn)
         if turn.lane + 1 >= len(self.lanes):
             return False
@@ -151,9 +147,7 @@ class Lanes(Generic[T]):
         return True
 
     def put_back(self, turn: T) -> None:
-        """A turn lost its slot through no fault of its own: it is the first of its client to
-        wait again.
-        """
+        """Requeue an entry that lost its slot through no fault of its own, first of its client."""
         self.remove(turn)
         turn.is_running = False
         self._waiting[turn.lane].setdefault(turn.client, deque()).appendleft(turn)

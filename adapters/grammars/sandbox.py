@@ -1,5 +1,4 @@
-"""`GrammarSandbox`: compiles a grammar in a process that may die of it, before anybody compiles it
-where it matters.
+"""`GrammarSandbox`: compiles a grammar in a separate process first, where a crash is harmless.
 
 One thread of this process drives the sandbox process (`adapters.grammars.sandbox_process`), which
 forks a child for each grammar. A child has limits of processor time, memory and stack; a grammar
@@ -40,9 +39,7 @@ MEMORY_BYTES = 256 * 1024 * 1024
 """Memory that compiling may take, bytes."""
 
 STACK_BYTES = 2 * 1024 * 1024
-"""Stack that compiling may take, bytes: a quarter of what a thread usually has, and enough for
-200 nested objects.
-"""
+"""Stack for compiling, bytes: a quarter of a thread's default, enough for 200 nested objects."""
 
 MAX_WAITING = 256
 """Grammars that may wait to be compiled."""
@@ -102,8 +99,7 @@ class _Job(QueueEntry):
 
 
 class GrammarSandbox:
-    """Compiles grammars in children of a process of its own. All methods may be called from any
-    thread.
+    """Compiles grammars in children of a separate process. All methods are thread-safe.
 
     Args:
         tables: Makes the tokenizer's tables (`adapters.grammars.compiler.load_tokenizer`); called
@@ -327,9 +323,7 @@ class GrammarSandbox:
                 self._ended_child(message["id"], message["status"], message["result"])
 
     def _lost(self, reason: str) -> None:
-        """There is no process any more: its grammars wait for the next one, or fail if it does
-        not even start.
-        """
+        """The process is gone: its grammars wait for the next one, or fail if it does not start."""
         process, self._process = self._process, None
         was_ready = process is not None and process.is_ready
         if process is not None:

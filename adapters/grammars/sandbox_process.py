@@ -1,5 +1,4 @@
-"""The sandbox process: holds the tokenizer, and forks a child for every grammar, which may die of
-it.
+"""The sandbox process: holds the tokenizer and forks one child per grammar, which may crash.
 
 It is a fresh process with one thread, so that forking it is safe, and it imports nothing but the
 standard library and llguidance, so that forking it takes a millisecond. Started and driven by
@@ -222,9 +221,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Bytes that the allocator has given out to this process; resident bytes where it does not
-    say (no glibc).
-    """
+    """Bytes that the allocator has given out in this process; resident bytes without glibc."""
     try:
         mallinfo2 = _LIBC.mallinfo2
     except AttributeError:

@@ -132,9 +132,7 @@ def compile_processors(
     custom_fusion_rules: Sequence[FusionRule] | None = None,
     custom_validity_checks: Sequence[ValidityCheck] | None = None,
 ) -> list[Op]:
-    """As `compile_pipeline`, with rules for processors as well; see
-    `Compiler.compile_processors`.
-    """
+    """As `compile_pipeline`, with processor rules too; see `Compiler.compile_processors`."""
     compiler = _compiler(custom_fusion_rules, custom_validity_checks)
     return compiler.compile_processors(processors, initial_type, ops)
 

@@ -1,5 +1,4 @@
-"""The same functions as in `adapters.pipe.torch_kernels`, by FlashInfer's CUDA kernels. Imported
-only where used.
+"""The functions of `adapters.pipe.torch_kernels` by FlashInfer's CUDA kernels; imported on use.
 
 The kernels decide equal values their own way: top-k and top-p keep all tokens that tie with the
 last one.

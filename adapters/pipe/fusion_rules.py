@@ -41,9 +41,7 @@ def get_default_fusion_rules() -> list[FusionRule]:
 
 
 def joint_rule() -> FusionRule:
-    """Top-k and top-p on the same distribution. It is part of the meaning of a pipe, compiled or
-    not.
-    """
+    """Joint top-k and top-p on one distribution; part of a pipe's meaning, compiled or not."""
     pattern = (o.ProbsTopKOp, o.TopPOp, o.ProbsSampleOp)
     return _rule(pattern, o.FusedProbsTopKTopPSampleOp, 100, lambda window: _parameters(window)["joint_topk_topp"])
 
@@ -62,9 +60,7 @@ def _rule(
 
 
 def _parameters(window: list[Op]) -> dict[str, Any]:
-    """Every parameter given to the ops of a window; no two built-in ops of one window share a
-    name.
-    """
+    """All parameters given to the ops of a window; no two built-in ops of one share a name."""
     merged: dict[str, Any] = {}
     for op in window:
         if isinstance(op, ParameterizedOp):

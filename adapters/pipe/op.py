@@ -60,8 +60,7 @@ class ParameterizedOp(Op):
         self.default_params = default_params
 
     def _get_param(self, name: str, kwargs: dict[str, Any], required: bool = True) -> Any:
-        """The parameter ``name``, which is taken out of ``kwargs``; None if it is not required and
-        not there.
+        """The parameter ``name``, removed from ``kwargs``; None if it is absent and not required.
 
         Raises:
             ValueError: it is required and neither ``kwargs`` nor the defaults have it.

@@ -1,6 +1,4 @@
-"""The built-in ops. Each checks its rows and its parameters, then calls one kernel
-(`adapters.pipe.kernels`).
-"""
+"""The built-in ops: each checks its rows and parameters, then calls one kernel."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Parameters of a call: one value for all rows or one per row, checked before anything is
-computed.
-"""
+"""Parameters of a call: one value for all rows or one per row, checked before computing."""
 
 from __future__ import annotations
 

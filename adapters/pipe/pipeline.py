@@ -132,9 +132,7 @@ class LogitsPipe:
 
 
 def with_joint_windows(ops: Sequence[Op]) -> list[Op]:
-    """``ops`` with joint top-k and top-p as one op each: no chain of separate ops means the
-    same.
-    """
+    """``ops`` with joint top-k and top-p as one op, which no chain of separate ops equals."""
     rule = joint_rule()
     span = len(rule.pattern)
     joined: list[Op] = []
@@ -147,8 +145,7 @@ def with_joint_windows(ops: Sequence[Op]) -> list[Op]:
 
 
 def with_top_k(ops: Sequence[Op], discrete: Sequence[Op]) -> Sequence[Op]:
-    """``ops`` with a top-k before the sampling, if they sample and none of them takes top-k, top-p
-    or min-p.
+    """``ops`` with a top-k before sampling, if they sample without top-k, top-p or min-p.
 
     FlashInfer's documentation passes ``top_k`` to pipes that only sample, where it goes unheard.
 

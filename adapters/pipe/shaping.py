@@ -123,9 +123,7 @@ class ShapingOp(ParameterizedOp):
 
 
 class _NoHistory(list[int]):
-    """In the place of a history that nobody gave: to look at it is an error, not an empty
-    answer.
-    """
+    """Stands in for a history that was not given: reading it is an error, not an empty list."""
 
     def __init__(self, shaping: type[ShapingProcessor]) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""The mathematics of the ops, in torch, for any device. Rows are ``[B, V]``, checked by
-`adapters.pipe.rows`.
+"""The ops' mathematics in torch, for any device, on checked rows ``[B, V]``.
 
 The cuts are those of `adapters.processors.truncation`: ties with the k-th value stay, except with k
 = 1, where the lowest id stays; top-p keeps the shortest prefix whose mass is at least p, of equals
@@ -32,9 +31,7 @@ def scale(logits: torch.Tensor, temperature: PerRow) -> torch.Tensor:
 
 
 def softmax(logits: torch.Tensor, temperature: PerRow | None, enable_pdl: bool | None) -> torch.Tensor:
-    """Probabilities of ``logits / temperature``; ``enable_pdl`` is about launching kernels and
-    has no effect here.
-    """
+    """Probabilities of ``logits / temperature``; ``enable_pdl``, a launch option, has no effect."""
     return (logits if temperature is None else scale(logits, temperature)).softmax(-1)
 
 
@@ -51,9 +48,7 @@ def top_k_renorm(probs: torch.Tensor, top_k: PerRow) -> torch.Tensor:
 
 
 def top_p_renorm(probs: torch.Tensor, top_p: PerRow, is_deterministic: bool) -> torch.Tensor:
-    """The shortest prefix with a mass of p, renormalised; the mass is relative to the sum of the
-    row.
-    """
+    """The shortest prefix of mass p, renormalised; the mass is relative to the row's sum."""
     return _normalised(_top_p(probs, top_p))
 
 
@@ -115,8 +110,7 @@ def sample_logits(
 def sample_probs(
     probs: torch.Tensor, indices: torch.Tensor | None, deterministic: bool, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """One token for each row, or for each of ``indices``, by the inverse of the distribution
-    function.
+    """One token per row, or per entry of ``indices``, by inverse transform sampling.
 
     Draw i takes the i-th number of the generator, and the mass is summed in integers of 2^-53, so
     that the tokens are reproducible on every device whether ``deterministic`` or not, and a row's

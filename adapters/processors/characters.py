@@ -19,9 +19,7 @@ _MOST_BANS = 512
 
 
 def begun(data: bytes) -> bytes:
-    """The beginning of a character with which ``data`` ends, ``b""`` if it ends with a whole one
-    or an invalid byte.
-    """
+    """The incomplete character at the end of ``data``; ``b""`` if it is complete or invalid."""
     for count in range(1, min(MOST_MISSING, len(data)) + 1):
         lead = data[-count]
         if 0x80 <= lead < 0xC0:
@@ -69,9 +67,7 @@ class SplitCharacters:
         return SplitCharacters, (_sparse(self._fragments),)
 
     def open_after(self, tokens: Sequence[int], begin: int = 0, end: int | None = None) -> bytes:
-        """The beginning of a character with which the text of ``tokens[begin:end]`` ends,
-        ``b""`` if it is whole.
-        """
+        """The incomplete character at the end of ``tokens[begin:end]``, ``b""`` if none."""
         end = len(tokens) if end is None else end
         beginning = b""
         for token_id in tokens[max(begin, end - MOST_MISSING) : end]:
@@ -80,8 +76,7 @@ class SplitCharacters:
         return beginning
 
     def room(self, beginning: bytes, left: int) -> Ban | None:
-        """What to mask so that no character is left open when ``left`` more tokens have been
-        chosen.
+        """The mask that keeps characters completable within the next ``left`` tokens.
 
         Masked are the tokens behind which more bytes of a character would be missing than tokens
         are left: each missing byte can be a token of its own. Behind a beginning that lacks more

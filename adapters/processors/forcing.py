@@ -121,9 +121,7 @@ class ForceLastPhrase(SteeringProcessor):
 
     @classmethod
     def build(cls, args: Args, context: Context) -> list[Processor]:
-        """Two parts: what forces by history, and what puts the first token in the end tokens'
-        place.
-        """
+        """Two parts: one forces by history, one replaces the end tokens by the first token."""
         return [cls(args, context), _PhraseInsteadOfEnd(args, context)]
 
     def reset(self) -> None:
@@ -157,9 +155,7 @@ class ForceLastPhrase(SteeringProcessor):
 
 
 class _PhraseInsteadOfEnd(ShapingProcessor):
-    """Until the phrase begins, its first token takes the place of the end tokens. Later rows are
-    forced, not shaped.
-    """
+    """Until the phrase begins, its first token replaces the end tokens; later rows are forced."""
 
     name = ForceLastPhrase.name
     stage = Stage.FORCE

@@ -143,9 +143,7 @@ class GrammarProcessor(SteeringProcessor):
         self._num_outside += 1
 
     def _takes(self, token_id: int) -> bool:
-        """Feed the matcher; False if the token ends the answer, or is none that the grammar
-        allows.
-        """
+        """Advance the matcher; False if the token ends the answer or the grammar forbids it."""
         if token_id in self._end and self._matcher.is_accepting():
             return False
         if self._matcher.try_consume_tokens([token_id]) == 1:
@@ -200,9 +198,7 @@ class GrammarProcessor(SteeringProcessor):
 
 
 def _end_words(width: int, never: Sequence[int], ends: Sequence[int]) -> tuple[_Words, _Words]:
-    """Words of the mask: to ``&`` with, which clears ``never`` and ``ends``; to ``|`` with,
-    which sets ``ends``.
-    """
+    """Mask words to ``&`` (clears ``never`` and ``ends``) and to ``|`` (sets ``ends``)."""
     cleared, words = _words(width, [*never, *ends])
     return (cleared, ~words), _words(width, ends)
 

@@ -64,8 +64,7 @@ class MinTokens(SteeringProcessor):
 
 
 class GenLength(SteeringProcessor):
-    """Raises the logits of the end tokens as the answer grows; a negative boost makes answers
-    longer.
+    """Raises the logits of the end tokens as the answer grows; negative boosts make it longer.
 
     Source: ``GenLengthLogitsProcessor`` of NVIDIA's logits-processor-zoo: z_e + boost * n^power /
     10^power for every end token e, where n is the number of generated tokens. With
@@ -114,8 +113,7 @@ class _GenLengthByCount(GenLength):
 
 
 class ExponentialDecayLength(ShapingProcessor):
-    """Raises the logits of the end tokens exponentially once the answer is longer than a start
-    length.
+    """Raises the end tokens' logits exponentially once the answer exceeds a start length.
 
     Source: ``ExponentialDecayLengthPenalty`` of transformers: z_e + |z_e| * (factor^(n - start)
     - 1) for every end token e, where n > start is the number of generated tokens. A logit of

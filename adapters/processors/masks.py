@@ -165,9 +165,7 @@ class _Words(Protocol):
 
 
 def _split(words: Iterable[str], context: Context) -> tuple[list[bytes], list[list[int]]]:
-    """Texts of plain words in each of their forms, and the ids of words that name tokens without
-    bytes.
-    """
+    """Plain words as bytes, in each form; and the ids of words that name tokens without bytes."""
     texts: list[bytes] = []
     sequences: list[list[int]] = []
     for word in words:
@@ -183,8 +181,9 @@ def _split(words: Iterable[str], context: Context) -> tuple[list[bytes], list[li
 
 
 class SpelledWords:
-    """Which tokens would complete one of some texts that begins with a token, for every history and
-    spelling.
+    """Which tokens would complete one of some texts, for every history and spelling.
+
+    A text counts where it begins at the beginning of a token.
 
     A state is the beginnings of texts with which the history ends, by number.
 
@@ -241,8 +240,7 @@ class SpelledWords:
 
 
 class WordAutomaton:
-    """Which tokens would complete a word, for every history; a step costs the same however long the
-    history is.
+    """Aho-Corasick automaton: which tokens would complete a word; a step costs O(1).
 
     Source: Aho and Corasick, CACM 1975, over the words without their last tokens. State 0 is the
         empty history.
@@ -273,9 +271,7 @@ class WordAutomaton:
         return child
 
     def _link(self) -> None:
-        """Breadth first: the fall-back of a state is its longest proper suffix that begins a
-        word, too.
-        """
+        """Set fail links breadth first: the longest proper suffix that is a prefix of a word."""
         queue = list(self._next[0].values())
         for state in queue:
             for token_id, child in self._next[state].items():

@@ -1,5 +1,4 @@
-"""Which tokens followed each n-gram of a prompt: an index of two arrays, made in a few passes over
-the prompt.
+"""Index of a prompt's n-grams and the tokens that followed each, built in a few passes.
 
 N-grams are told apart by polynomial hashes modulo 2**64 (Karp and Rabin, 1987) to a base that is
 drawn in each process. What the index says does not depend on it: n-grams of one hash are compared
@@ -30,8 +29,7 @@ _BASE = draw_base()
 
 
 class PromptNgrams:
-    """The n-grams of a prompt by their first ``length`` = n - 1 tokens, with the token that
-    follows. Never changes.
+    """A prompt's n-grams by their first ``length`` = n - 1 tokens, with their followers. Immutable.
 
     Args:
         tokens: int64 ``[L]``, the prompt.
@@ -78,9 +76,7 @@ class PromptNgrams:
         return (behind - before * self._power) % MODULUS
 
     def find(self, window: int) -> tuple[int, list[int]] | None:
-        """Where ``length`` tokens of this hash first stand, and which distinct tokens follow, by
-        first occurrence.
-        """
+        """First position of the n - 1 tokens of this hash, and their followers in order."""
         hashes, tokens, key = self._hashes, self._tokens, np.uint64(window)
         low = int(hashes.searchsorted(key))
         if low == len(hashes) or hashes[low] != key:

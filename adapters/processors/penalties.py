@@ -1,6 +1,4 @@
-"""Penalties on tokens that occurred: repetition, frequency, presence. A step does not rescan the
-history.
-"""
+"""Penalties on tokens that occurred: repetition, frequency, presence; no rescan per step."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from adapters.processors.ngrams import Ids
 
 
 class Occurrences:
-    """Distinct token ids in the order of their first occurrence, with counts; the newest can be
-    taken back.
-    """
+    """Distinct token ids with counts, by first occurrence; the newest can be removed again."""
 
     def __init__(self) -> None:
         self.clear()
@@ -43,9 +39,7 @@ class Occurrences:
         self._counts[slot] += 1
 
     def add_distinct(self, token_ids: Ids) -> None:
-        """Count one occurrence of each of some distinct ids (int64 ``[n]``); nothing has been
-        counted before.
-        """
+        """Count one occurrence of each of some distinct ids (int64 ``[n]``) in an empty counter."""
         self._slots = dict(zip(token_ids.tolist(), range(len(token_ids)), strict=True))
         spare = np.zeros(64, dtype=np.int64)
         self._ids = np.concatenate([token_ids, spare])

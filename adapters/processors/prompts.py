@@ -123,9 +123,7 @@ class TriggerPhrase(SteeringProcessor):
         return self._characters.room(self._open(len(self._tokens)), self._after - phase.waited)
 
     def _open(self, end: int) -> bytes:
-        """The beginning of a character with which the generated tokens before position ``end``
-        end.
-        """
+        """The incomplete character at the end of the generated tokens before position ``end``."""
         return self._characters.open_after(self._tokens, self._prompt_length, end)
 
     def _next(self, phase: _Phase, token_id: int) -> _Phase:
@@ -146,8 +144,7 @@ class TriggerPhrase(SteeringProcessor):
 
 
 class _Trie:
-    """Choices as sequences of ids, sharing their beginnings. Node 0 is the root; a node is a
-    number.
+    """Trie of choices as id sequences. A node is a number, 0 is the root.
 
     Args:
         sequences: Distinct.
@@ -176,9 +173,7 @@ class _Trie:
         return self.ASIDE if node == self.ASIDE else self.children[node].get(token_id, self.ASIDE)
 
     def deciding(self, sequence: Sequence[int]) -> tuple[int, int | None]:
-        """Where a choice parts from all others: the node, and the token; None where that is the
-        end of the answer.
-        """
+        """Node and token at which a choice becomes unique; token None: at the answer's end."""
         node = 0
         for token_id in sequence:
             child = self.children[node][token_id]
@@ -219,8 +214,7 @@ class _Choices:
 
 
 class MultipleChoice(SteeringProcessor):
-    """The answer is one of the choices, then it ends; each choice may be boosted by its words in
-    the prompt.
+    """Restricts the answer to one of the choices, each boosted by its words in the prompt.
 
     Source: MultipleChoice of NVIDIA's logits-processor-zoo, for choices of any number of tokens.
     Each choice is written exactly as it stands, without a space before it, in one sequence of
@@ -336,9 +330,7 @@ class _PromptText:
 
 
 def _first_words(labels: Sequence[bytes], prompt: Sequence[int], known: _PromptText) -> list[int | None]:
-    """For each label the token in which the text behind it begins, None if the prompt does not
-    have it.
-    """
+    """For each label, the first token of the text after it; None if not in the prompt."""
     begins = _behind_labels({label for label in labels if label}, known.text)
     return [prompt[bisect_right(known.ends, begins[label])] if label in begins else None for label in labels]
 
@@ -438,8 +430,6 @@ class _Cited:
         self._places = torch.from_numpy(np.searchsorted(ids, behind[is_first]))
 
     def followers(self, token_id: int) -> torch.Tensor | None:
-        """Places in `token_ids` (int64 ``[m]``, rising) of what follows ``token_id`` in the
-        prompt; None if nothing.
-        """
+        """Indices into `token_ids` (int64 ``[m]``, rising) of the token's followers, or None."""
         low, high = np.searchsorted(self._before, [token_id, token_id + 1]).tolist()
         return self._places[low:high] if low < high else None

@@ -1,6 +1,4 @@
-"""Against repetition: n-grams that may not come again, a penalty that grows with the repeat
-(DRY), an end to loops.
-"""
+"""Against repetition: n-gram bans, a penalty growing with the repeat (DRY), loop detection."""
 
 from __future__ import annotations
 
@@ -129,9 +127,7 @@ class NoRepeatNgram(SteeringProcessor):
         return self._prompt_grams.window(self._heads[begin], self._heads[begin + self._n - 1])
 
     def _find(self, first: int) -> _Gram | None:
-        """What is known of the n - 1 tokens from ``first`` on; equal hashes are not taken for
-        equal tokens.
-        """
+        """What followed the n - 1 tokens from ``first`` on; equal hashes are verified."""
         key = self._hash(first)
         tokens = self._tokens[first : first + self._n - 1]
         for gram in self._grams.get(key, ()):
@@ -149,9 +145,7 @@ class NoRepeatNgram(SteeringProcessor):
 
 
 class _Gram:
-    """The first n - 1 tokens of an n-gram: where they first stand, and the distinct tokens that
-    have followed.
-    """
+    """The first n - 1 tokens of an n-gram: their first position and their distinct followers."""
 
     def __init__(self, first: int, followers: Sequence[int] = ()) -> None:
         self.first = first
@@ -198,16 +192,16 @@ class _ShownIds:
 
 
 MAX_EXPONENT = 512
-"""Largest exponent of DRY's base; longer repeats are penalised like this one. Only bases below
-1.19 ever meet it.
+"""Largest exponent of DRY's base, at which longer repeats are capped.
+
+Only bases below 1.19 reach it.
 """
 
 _Breaker = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class Dry(SteeringProcessor):
-    """Penalises tokens that would go on with a repeat, exponentially in its length (DRY, "don't
-    repeat yourself").
+    """Penalises tokens that would continue a repeat, exponentially in its length (DRY).
 
     Source: p-e-w, text-generation-webui pull request 5677, with llama.cpp's limits. For a token x
     let ``rep`` be the length of the longest suffix of the context that also occurs earlier in it,
@@ -288,9 +282,7 @@ class Dry(SteeringProcessor):
         return Bias.of(list(repeats), [-self._penalty(length) for length in repeats.values()])
 
     def _repeats(self) -> dict[int, int]:
-        """Length of the longest repeat that each token would go on with, where it is to be
-        penalised.
-        """
+        """Length of the longest repeat that each penalised token would continue."""
         limit = self._limit
         if limit < self._shortest or self._multiplier == 0:
             return {}
@@ -337,9 +329,7 @@ class _Breakers:
         self.token_ids = frozenset(whole) | self._special
 
     def take(self, tail: bytes, token_id: int) -> tuple[bool, bytes]:
-        """Whether a breaker ends in this token, and the new tail; ``tail`` is what `take` gave
-        before.
-        """
+        """Whether a breaker ends in this token, and the new tail (``tail`` is the previous one)."""
         piece = self._pieces.get(token_id)
         if piece is None:
             return token_id in self._special, b""
@@ -435,7 +425,5 @@ class LoopStop(SteeringProcessor):
         return self._characters.room(beginning, 0) if beginning else self._end
 
     def _open(self, end: int) -> bytes:
-        """The beginning of a character with which the generated tokens before position ``end``
-        end.
-        """
+        """The incomplete character at the end of the generated tokens before position ``end``."""
         return self._characters.open_after(self._tokens, self._prompt_length, end)

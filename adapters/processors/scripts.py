@@ -106,9 +106,7 @@ def _canonical(name: str) -> str:
 
 @lru_cache(maxsize=512)
 def _code_points(property_: str) -> tuple[tuple[int, int], ...]:
-    """Ranges of the code points with a property, first and one behind the last; surrogates are
-    in none.
-    """
+    """Code point ranges ``[first, end)`` with a property; surrogates are excluded."""
     pattern = regex.compile(rf"\p{{{property_}}}+")
     below, above = _all_characters()
     return tuple(
@@ -172,9 +170,7 @@ class _Judge:
         self._banned, self._others = banned, others
 
     def is_banned(self, data: bytes) -> bool:
-        """Whether ``data``, from the beginning of a character on, holds a banned one or can only
-        become one.
-        """
+        """Whether ``data``, from a character's start, holds a banned one or can only become one."""
         if any(ord(character) in self._banned for character in data.decode(errors="ignore")):
             return True
         beginning = begun(data)
@@ -185,8 +181,7 @@ class _Judge:
 
 
 class _Masks:
-    """The masks of one set of scripts: one for each beginning of a character that the history may
-    end with.
+    """Masks of one set of scripts: one per incomplete character that the history may end with.
 
     Only tokens that begin inside a character depend on it, so the masks but one are made when they
     are needed.
@@ -226,9 +221,7 @@ class _Masks:
 
 
 class _Tables:
-    """The characters of every token, and the masks of the sets of scripts that were asked for
-    lately.
-    """
+    """The characters of every token, and the masks of recently used script sets."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

@@ -17,8 +17,7 @@ XTC = 1
 
 
 class Xtc(ShapingProcessor):
-    """Now and then excludes the top choices: of the tokens at or above a threshold only the least
-    likely stays.
+    """Excludes the top choices at random: of the tokens above a threshold the least likely stays.
 
     Source: "Exclude Top Choices" (p-e-w, text-generation-webui pull request 6335; llama.cpp,
     `xtc`). At each position, with the given probability: if two or more tokens have p >= threshold,

@@ -1,5 +1,4 @@
-"""A suffix automaton over token ids that grows at the end, can be shortened there, and follows the
-newest repeat.
+"""Suffix automaton over token ids: appends, removals at the end, and the newest repeat.
 
 Online construction of Blumer et al., "The smallest automaton recognizing the subwords of a text"
 (1985): a state stands for the substrings that end at the same set of places, its link for the
@@ -73,9 +72,7 @@ class SuffixAutomaton:
             self._find_ends()
 
     def take_back(self, count: int) -> bool:
-        """Remove the newest ``count`` tokens; False, and nothing done, if that many cannot be
-        taken back.
-        """
+        """Remove the newest ``count`` tokens; False, and no change, if they cannot be removed."""
         if count > len(self._undo):
             return False
         for _ in range(count):
@@ -153,9 +150,7 @@ class SuffixAutomaton:
             self._mark_ends(undo)
 
     def _follow(self, token_id: int) -> None:
-        """Move the newest repeat on by one token, in the automaton that does not hold this token
-        yet.
-        """
+        """Extend the newest repeat by one token, before the automaton holds this token."""
         active = self._active
         while active != _ROOT and self._step(active, token_id) == _NONE:
             active = self._link[active]
@@ -182,8 +177,7 @@ class SuffixAutomaton:
         self._link[target] = self._link[new] = clone
 
     def _lead(self, state: int, token_id: int, old: int, new: int, undo: _Undo | None) -> tuple[int, int]:
-        """From ``state`` along the links: the step by the token leads to ``new`` wherever it led to
-        ``old``.
+        """Redirect the token's transitions from ``old`` to ``new``, from ``state`` along the links.
 
         Returns:
             The first state where it leads elsewhere, and where to; (-1, -1) if there is none.
@@ -219,9 +213,7 @@ class SuffixAutomaton:
         return clone
 
     def _mark_ends(self, undo: _Undo | None) -> None:
-        """The newest place of every suffix that occurred before; none longer than depth + 1 is
-        ever asked for.
-        """
+        """Set the latest end of every suffix that occurred before, up to depth + 1 tokens."""
         state = self._active
         while state != _ROOT:
             if undo is not None:
@@ -230,9 +222,7 @@ class SuffixAutomaton:
             state = self._link[state]
 
     def _find_ends(self) -> None:
-        """The newest place of every state at once: its own, or the newest of those whose link it
-        is.
-        """
+        """Compute the latest end of every state at once: its own, or its children's latest."""
         ends, links = self._end, self._link
         lengths = np.frombuffer(self._length, dtype=np.int64)
         for state in np.argsort(-lengths).tolist():

@@ -37,9 +37,7 @@ class TextMatcher:
 
     @classmethod
     def of_tokens(cls, vocabulary: Vocabulary, token_ids: Sequence[int]) -> TextMatcher:
-        """Matches the text of ``token_ids`` however it is split; exactly these tokens if not all
-        of them have bytes.
-        """
+        """Matches the text of ``token_ids`` however it is split, or these ids if bytes lack."""
         if vocabulary.tokenizer is None:
             return cls.of_ids(token_ids)
         pieces = [byte_index(vocabulary)[token_id] for token_id in token_ids]

@@ -114,8 +114,9 @@ class ThinkingBudget(SteeringProcessor):
         return self._characters.room(self._characters.open_after(self._tokens, self._prompt_length), left)
 
     def _after_prompt(self, prompt: Sequence[int]) -> _State:
-        """The last opening tag of the last turn counts: earlier turns, and a section, may have
-        been cut off.
+        """State after the prompt: only the last opening tag of its last turn counts.
+
+        Earlier turns, and a section, may have been cut off.
         """
         tags = self._opening.pieces.keys() | self._closing.pieces.keys()
         opened = -1
@@ -155,9 +156,7 @@ class ThinkingBudget(SteeringProcessor):
         return _State(False, used, False, 0, 0)
 
     def _is_spent(self, used: int, newest: int | None) -> bool:
-        """Whether to close after ``newest``, a token of the section; None where the section has
-        just been opened.
-        """
+        """Whether to close after ``newest``, a thinking token; None right after the opening tag."""
         left = self._tokens_allowed - used
         return left <= 0 and (newest is None or newest in self._newlines or left + self._grace <= 0)
 
@@ -172,9 +171,7 @@ def _tag(argument: str, text: str | None, own: Sequence[int], context: Context) 
 
 
 def _continuations(vocabulary: Vocabulary, tag: Sequence[int], matcher: TextMatcher) -> list[int]:
-    """For each number of symbols that the history ends with, the token that goes on with the
-    tag.
-    """
+    """For each number of matched symbols, the token that continues the tag."""
     begins = dict(zip(accumulate((len(matcher.pieces[token_id]) for token_id in tag), initial=0), tag, strict=False))
     if len(begins) == len(matcher.pattern):
         return [begins[n] for n in range(len(matcher.pattern))]

@@ -23,14 +23,10 @@ from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, S
 from adapters.processors.arguments import MAX_INT
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this one are greedy: the lowest of the most likely ids is the only one
-left.
-"""
+"""Temperatures below this are greedy: only the lowest id of the highest logits is kept."""
 
 MASS_RESOLUTION = 2.0**-22
-"""A prefix whose mass lacks no more than this is long enough: about two units of float32 in a
-sum of probabilities.
-"""
+"""Tolerance of a prefix's mass: about two float32 units in a sum of probabilities."""
 
 _WIDEST_TOPK = 1024
 _PREFIX_WIDTHS = (128, 1024, 8192)
@@ -241,9 +237,7 @@ class EtaCutoff(_RowWise):
 
 
 def keep_most_likely(logits: torch.Tensor, rows: Sequence[int]) -> None:
-    """Masks all but the highest logit in ``rows`` of ``logits`` (float ``[B, V]``); of equals
-    the lowest id stays.
-    """
+    """Mask all but the highest logit in ``rows`` of float ``[B, V]``; ties keep the lowest id."""
     if not rows:
         return
     part = logits[rows]
@@ -253,8 +247,7 @@ def keep_most_likely(logits: torch.Tensor, rows: Sequence[int]) -> None:
 
 
 def keep_top_k(keys: torch.Tensor, ks: Sequence[int]) -> None:
-    """Masks in row i of ``keys`` (float ``[B, V]``) all but the ``ks[i]`` highest and those that
-    tie with the last.
+    """Mask all but the ``ks[i]`` highest of row i of float ``[B, V]`` and ties with the last.
 
     0 and ``k >= V`` keep all; of ``k = 1`` only the lowest of the tied ids stays.
     """
@@ -268,8 +261,7 @@ def keep_top_k(keys: torch.Tensor, ks: Sequence[int]) -> None:
 
 
 def keep_top_p(keys: torch.Tensor, ps: Sequence[float], probabilities: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Masks in row i of ``keys`` (float ``[B, V]``) all but the shortest prefix with a mass of at
-    least ``ps[i]``.
+    """Mask all but the nucleus of mass at least ``ps[i]`` in row i of float ``[B, V]``.
 
     The prefix is of the keys in descending order, of equals the lower ids first. 1 keeps all.
 
@@ -290,8 +282,10 @@ def keep_top_p(keys: torch.Tensor, ps: Sequence[float], probabilities: Callable[
 
 
 def row_sums(values: torch.Tensor) -> torch.Tensor:
-    """``[R, 1]``. One row at a time: a sum over ``[1, V]`` is split among threads, one over
-    ``[R, V]`` is not.
+    """Row sums ``[R, 1]``, one row at a time.
+
+    A sum over ``[1, V]`` is split among threads and one over ``[R, V]`` is not, so a joint sum
+    would not be batch-invariant.
     """
     return _each_sum(values, values.dtype)
 
@@ -376,9 +370,7 @@ def _prefixes(
 def _ends(
     keys: torch.Tensor, probabilities: torch.Tensor, targets: torch.Tensor, num_selected: int
 ) -> tuple[list[int], torch.Tensor]:
-    """Index of the last token of each prefix, ``num_selected`` if it is longer; and the selected
-    keys, descending.
-    """
+    """Index of each prefix's last token (``num_selected`` if beyond), and the keys, descending."""
     if num_selected == keys.shape[1]:
         values, ids = keys.sort(-1, descending=True)
     else:

@@ -120,9 +120,7 @@ def read_key(path: Path) -> bytes:
 
 
 def noise_key(key: bytes, context: Sequence[int]) -> int:
-    """64-bit key of the noise after ``context``: BLAKE2b of its ids as little-endian uint64,
-    keyed by ``key``.
-    """
+    """64-bit noise key: BLAKE2b, keyed by ``key``, of the context's ids as little-endian uint64."""
     data = struct.pack(f"<{len(context)}Q", *context)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=key).digest(), "little")
 
@@ -184,9 +182,7 @@ def _first_contexts(token_ids: Sequence[int], length: int) -> Iterator[tuple[tup
 
 
 def add_detect_command(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add ``detect`` to a program's subcommands; its handler is the namespace's ``run`` and
-    returns the exit status.
-    """
+    """Add ``detect`` to a program's subcommands; its ``run`` returns the exit status."""
     parser = subparsers.add_parser("detect", help="test whether a text carries the watermark of a key")
     parser.add_argument("file", type=Path, metavar="FILE", help="text (with --tokenizer), or a JSON list of token ids")
     parser.add_argument("--key-file", type=Path, required=True, help="the key, in hexadecimal digits")

@@ -1,5 +1,4 @@
-"""The conformance kit: whether a logits processor keeps the contract, on any engine and in any
-batch.
+"""The conformance kit: checks that a logits processor keeps the contract, on any engine.
 
 ``python -m adapters check module:Class``, or in a test::
 

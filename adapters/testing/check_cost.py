@@ -1,6 +1,4 @@
-"""The check that history work per step does not grow with the history. It counts work, so that
-it never flickers.
-"""
+"""The check that a step's work does not grow with the history; counts work, measures no time."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ def cost(subject: Subject) -> str:
 
 
 def _measure(subject: Subject, case: Case) -> tuple[Work, Work | None, float]:
-    """Work of a step early and late, None if the answer ended before; and its CPU time in us,
-    for information.
-    """
+    """Work of an early and a late step (None if the answer ended), and CPU time in us."""
     chain = subject.chain(case)
     chain.start(prompt_of(subject.context, 0))
     history = _CountingHistory(chain.tokens)
@@ -88,9 +84,7 @@ def _measure(subject: Subject, case: Case) -> tuple[Work, Work | None, float]:
 
 
 def _run(subject: Subject, chain: ProcessorChain, logits: torch.Tensor, num_steps: int) -> int:
-    """Steps over a few rows of logits again and again, so that distinct tokens stay few; how
-    many before an end.
-    """
+    """Steps over a few repeated rows, so that distinct tokens stay few; returns their number."""
     for done in range(num_steps):
         index = chain.position
         token_id = chosen(step(chain, logits[(index * index // 3 + index) % len(logits)]), subject.context)

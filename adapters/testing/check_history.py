@@ -1,6 +1,4 @@
-"""Checks that a processor is a function of token history, never of how often or in what order it
-was called.
-"""
+"""Checks that a processor is a function of token history, not of the calls made to it."""
 
 from __future__ import annotations
 
@@ -127,9 +125,7 @@ def rewind(subject: Subject) -> None:
 
 
 def _speculate(subject: Subject, chain: ProcessorChain, reference: ReferenceRun, index: int) -> None:
-    """Peek along the reference, then really go up to three tokens along another branch, and come
-    back.
-    """
+    """Peek along the reference run, then take another branch of up to three tokens and rewind."""
     draft = reference.tokens[index : index + 3]
     if reference.outcomes[index].failure is None:
         _expect_plans(chain, chain.peek(draft), reference, index)
@@ -144,9 +140,7 @@ def _speculate(subject: Subject, chain: ProcessorChain, reference: ReferenceRun,
 
 
 def _expect_plans(chain: ProcessorChain, plans: list[RowPlan], reference: ReferenceRun, index: int) -> None:
-    """Plans made ahead are those made in time; for rows only, since shaping needs the state of
-    its own position.
-    """
+    """Plans made ahead equal those made in time; rows only, as shaping needs its own position."""
     if chain.has_shaping:
         return
     for ahead, plan in enumerate(plans):
@@ -230,9 +224,7 @@ def reads(subject: Subject) -> str | None:
 
 
 def _with_other_history(subject: Subject, reference: ReferenceRun, *, keep_generated: bool) -> None:
-    """The reference again with another prompt, and if nothing is read with other generated tokens
-    that were not forced.
-    """
+    """Repeat the run with another prompt and, if nothing is read, other unforced tokens."""
     num_tokens = subject.context.vocabulary.num_tokens
     chain = subject.chain(reference.case)
     chain.start([(token_id * 31 + 17) % num_tokens for token_id in reference.prompt])

@@ -296,9 +296,7 @@ def _offered(outcome: Outcome, context: Context) -> list[int]:
 def _with_mask(
     subject: Subject, reference: ReferenceRun, index: int, banned: list[int]
 ) -> tuple[ChainAdapter, torch.Tensor]:
-    """A TensorRT-LLM callable whose chain also bans ``banned`` at one position, and the row
-    after calling it there.
-    """
+    """A TensorRT-LLM callable whose chain bans ``banned`` at one position, and its row."""
     chain = subject.chain(reference.case, _OtherMask(banned, len(reference.prompt) + index))
     rebuild(chain, reference, index)
     logits = reference.logits[index].clone().view(1, 1, -1)

@@ -1,6 +1,4 @@
-"""The model that processors are tested against: a small tokenizer with everything real ones
-have, and no weights.
-"""
+"""The kit's model: a small tokenizer with every feature of real ones, and no weights."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ Grüße, señor, ça va. Привет, как дела? 你好,世界。日本�
 
 @cache
 def kit_vocabulary() -> Vocabulary:
-    """A byte-level vocabulary with merges, special tokens, a thinking tag pair and a padded row;
-    kept on disk.
+    """A byte-level vocabulary with merges, special tokens, thinking tags and padding; kept on disk.
 
     Processors that are rebuilt in another process find its tokenizer at its path, as they would a
     checkpoint's.

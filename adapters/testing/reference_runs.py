@@ -36,9 +36,7 @@ class Outcome:
     failure: ProcessorFailed | None = None
 
     def dense(self) -> torch.Tensor:
-        """The row as an engine without forcing needs it: forced rows hold 0 at the token and
-        -inf elsewhere.
-        """
+        """The row for engines without forcing: 0 at the forced token and -inf elsewhere."""
         assert self.row is not None
         if self.forced is None:
             return self.row
@@ -85,8 +83,7 @@ def prompt_of(context: Context, seed: int) -> list[int]:
 
 
 def logits_of(context: Context, seed: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
-    """Logits float32 ``[num_steps, V]`` of a model that repeats itself, thinks now and then, and
-    sometimes ends.
+    """Logits float32 ``[num_steps, V]`` of a model that repeats itself, thinks and ends at times.
 
     Padding is at -inf, as where an engine knows of it.
     """
@@ -171,9 +168,7 @@ def reference_runs(subject: Subject) -> list[ReferenceRun]:
 
 
 def restarted(subject: Subject, reference: ReferenceRun, index: int) -> ProcessorChain:
-    """A fresh chain that continues a reference after ``index`` generated tokens, as after a
-    migration.
-    """
+    """A fresh chain that continues a run after ``index`` generated tokens, as after migration."""
     chain = subject.chain(reference.case)
     rebuild(chain, reference, index)
     return chain
@@ -225,9 +220,7 @@ def difference(expected: Outcome, got: Outcome) -> str | None:
 
 
 def rows_differ(expected: torch.Tensor, got: torch.Tensor) -> str | None:
-    """The first entry in which two rows (``[V]``, same dtype) differ in a bit, None if there is
-    none.
-    """
+    """The first entry in which two rows (``[V]``, same dtype) differ bitwise, None if equal."""
     bits = {4: torch.int32, 2: torch.int16}[expected.element_size()]
     unequal = expected.contiguous().view(bits) != got.contiguous().view(bits)
     if not bool(unequal.any()):

@@ -1,6 +1,4 @@
-"""What a JSON Schema of arguments allows, as far as it can be read from the schema: bounds,
-types, wrong values.
-"""
+"""What a JSON Schema of arguments allows: bounds, types, and values that must be refused."""
 
 from __future__ import annotations
 

@@ -21,9 +21,7 @@ from adapters.third_party import ThirdPartyProcessor, wrap_third_party
 NUM_GENERATED_CASES = 2
 _TRIES = 60
 _PATIENT = 3600.0
-"""Step budget while testing, seconds of CPU time: a slow processor is reported, it does not fail
-for it.
-"""
+"""Step budget while testing, CPU seconds: a slow processor is reported but does not fail."""
 
 
 class CheckFailed(AssertionError):
@@ -89,16 +87,13 @@ class Subject:
 
     @cached_property
     def examples(self) -> list[dict[str, Any]]:
-        """Arguments given by the author, in the call or in the schema; no arguments at all where
-        that is accepted.
-        """
+        """Arguments from the author (call or schema), or none if that is accepted."""
         found = [*self._given, *self.schema.get("examples", ())]
         return found or ([{}] if self._refusal({}) is None else [])
 
     @cached_property
     def cases(self) -> list[Case]:
-        """Every example, the first one in each other scope, and some made-up arguments that the
-        processor accepts.
+        """Every example, the first one in each other scope, and generated arguments.
 
         Raises:
             CheckFailed: an example is refused, or there is no example and nothing made up was

@@ -74,8 +74,7 @@ def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
 
 
 def from_context(target: type, context: Context, given: Collection[str]) -> dict[str, Any]:
-    """What ``target``'s constructor is told of model and request, by names of parameters, but for
-    the ``given`` ones.
+    """Model and request arguments for ``target``'s constructor, by name, except ``given`` ones.
 
     Raises:
         ArgumentError: it needs an end token, and this request has none.

@@ -39,8 +39,7 @@ class StateLost(RuntimeError):
 
 
 class ThirdPartyShaping(ShapingProcessor):
-    """Shows a third party one list of ids, prompt + generated, the same at every call; it grows and
-    shrinks at its end.
+    """Base of third-party processors: shows them one list of ids that grows and shrinks in place.
 
     A copy at every step would cost a step in proportion to the history. The list is the third
     party's alone: whoever keeps it sees it grow, and whoever writes to it misleads nobody else.
@@ -142,9 +141,7 @@ class ThirdPartyProcessor(ThirdPartyShaping):
             raise ValueError("the processor changed its list of input ids")
 
     def _return_to(self, index: int) -> None:
-        """Bring the state to what it was before the first call at ``index`` or later, and keep
-        it.
-        """
+        """Restore the state before the first call at ``index`` or later, and keep it."""
         if index <= self._forgotten:
             raise StateLost(f"the state at generated token {index} is no longer kept")
         undone = [called for called in self._before if called >= index]
@@ -163,17 +160,14 @@ class ThirdPartyProcessor(ThirdPartyShaping):
 
 
 class DynamoProcessor(ThirdPartyProcessor):
-    """A Dynamo `BaseLogitsProcessor`, ``(input_ids, logits[V]) -> None``, in place; for one, see
-    `ThirdPartyProcessor`.
-    """
+    """Runs a Dynamo `BaseLogitsProcessor`: ``(input_ids, logits[V]) -> None``, in place."""
 
     def call(self, foreign: Any, row: torch.Tensor) -> None:
         _check_in_place(foreign(self._ids, row), row)
 
 
 class ZooProcessor(ThirdPartyProcessor):
-    """A TensorRT-LLM logits processor such as those of NVIDIA's logits-processor-zoo; see
-    `ThirdPartyProcessor`.
+    """Runs a TensorRT-LLM logits processor, such as NVIDIA's logits-processor-zoo.
 
     It is called with ``(0, logits[1, 1, V], [ids], None, None)``: one beam, so that the layouts
     ``[beam, 1, V]`` and ``[1, beam, V]`` are the same, and the current stream.
@@ -184,9 +178,7 @@ class ZooProcessor(ThirdPartyProcessor):
 
 
 class HuggingFaceProcessor(ThirdPartyProcessor):
-    """A transformers `LogitsProcessor`, ``(input_ids [1, n], scores [1, V]) -> scores``; see
-    `ThirdPartyProcessor`.
-    """
+    """Runs a transformers `LogitsProcessor`: ``(input_ids [1, n], scores [1, V]) -> scores``."""
 
     def __init__(self, make: Callable[[], Any], **options: Any) -> None:
         super().__init__(make, **options)
@@ -426,8 +418,7 @@ def _checked(foreign: Any, stateful: bool) -> Any:
 
 
 def _copied(foreign: Any, like: Any = None) -> Any:
-    """A copy with a state of its own, which shares the tokenizer: copying one takes longer than a
-    step.
+    """A deep copy that shares the tokenizer, since copying one takes longer than a step.
 
     Args:
         foreign: What to copy.

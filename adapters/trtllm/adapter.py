@@ -33,9 +33,7 @@ else:
 
 @runtime_checkable
 class BaseLogitsProcessor(Protocol):
-    """Dynamo's processor protocol, restated so that this package works where ai-dynamo is not
-    installed.
-    """
+    """Dynamo's processor protocol, restated for use without ai-dynamo installed."""
 
     def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
         """Edit ``logits`` (shape ``[V]``) in place, given prompt + generated ids."""
@@ -69,8 +67,7 @@ Report = Callable[[Failure], None]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a chain asked for at one position, told by the copy that the engine calls to the copy in
-    the worker.
+    """Edits of one position, sent by the engine process's copy of a chain to the worker's copy.
 
     Attributes:
         position: Absolute index of the token that was to be sampled.
@@ -101,8 +98,9 @@ _OURS = ("end_id", "report", "failure", "fails_open", "_known", "_unusable")
 
 
 class TrtllmAdapter(_Base):
-    """Base of the callables: stream, shape check, sticky failure, forced end. Subclasses edit one
-    row.
+    """Base of the callables: CUDA stream, shape check, sticky failure, forced end token.
+
+    Subclasses edit one row.
 
     Attributes:
         failure: The first failure, None while all is well. Once set, every call forces ``end_id``.
@@ -126,9 +124,7 @@ class TrtllmAdapter(_Base):
         self._unusable: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Processors travel packed: one that cannot be loaded over there must not take the
-        engine's process down.
-        """
+        """Pickle processors separately: one that cannot load must not kill the engine process."""
         ours = {name: self.__dict__[name] for name in _OURS if name in self.__dict__}
         rest = {name: value for name, value in self.__dict__.items() if name not in _OURS}
         return {**ours, "_named": self.name, "_packed": pickle.dumps(rest)}
@@ -143,9 +139,7 @@ class TrtllmAdapter(_Base):
 
     @abstractmethod
     def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
-        """Edit ``logits`` (shape ``[1, 1, V]``) in place, or leave them as they were and say why
-        it failed.
-        """
+        """Edit ``logits`` (``[1, 1, V]``) in place, or leave them as they were and return why."""
 
     def __call__(
         self,
@@ -234,8 +228,7 @@ class DynamoAdapter(TrtllmAdapter):
 
 
 class ChainAdapter(TrtllmAdapter):
-    """A whole `ProcessorChain` as one TensorRT-LLM callable; engines that batch take ``chain`` out
-    of it.
+    """A `ProcessorChain` as one TensorRT-LLM callable; batching engines take ``chain`` out of it.
 
     It may be called again for a position it has seen (chunked prefill), or after tokens were
     dropped. A position that it was not called for (an engine that preempted the request) is a
@@ -341,9 +334,7 @@ class ChainAdapter(TrtllmAdapter):
 
 
 def _logprobs(row: torch.Tensor, token_id: int, count: int) -> tuple[tuple[int, float, int], ...]:
-    """Of the sampled token, then of the likeliest ``count``, by falling probability and rising
-    id.
-    """
+    """Log probabilities of the sampled token, then of the top ``count``; ties by rising id."""
     logprobs = row.double().log_softmax(-1)
     values, ids = logprobs.sort(descending=True, stable=True)
     rank = int((ids == token_id).nonzero()[0, 0]) + 1
@@ -353,14 +344,10 @@ def _logprobs(row: torch.Tensor, token_id: int, count: int) -> tuple[tuple[int, 
 
 
 _NEWEST = 32
-"""Known tokens that are compared at a step that goes on by one: what an engine is likeliest to
-have changed.
-"""
+"""Newest known tokens compared at a step that appends one: an engine changes these if any."""
 
 _UNSEEN = -1
-"""Stands for a sampled token that the engine has not shown yet; no processor of a lagged chain
-looks at it.
-"""
+"""Placeholder for a sampled token not shown yet; no processor of a lagged chain reads it."""
 
 
 def create_trtllm_adapters(
@@ -370,8 +357,7 @@ def create_trtllm_adapters(
     report: Report | None = None,
     lagged: bool = False,
 ) -> list[TrtllmAdapter]:
-    """TensorRT-LLM logits-processor callables for Dynamo logits processors or chains, in their
-    order.
+    """TensorRT-LLM logits-processor callables for Dynamo processors or chains, in order.
 
     Args:
         processors: Callables ``(input_ids, logits[V]) -> None`` that edit in place, or

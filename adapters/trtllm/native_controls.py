@@ -1,6 +1,4 @@
-"""Processors that no request can name: what an engine's dense bias and foreign callables become
-in a chain.
-"""
+"""Processors that no request can name: dense biases and third-party callables in a chain."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ class EmbeddingBias(ShapingProcessor):
 
 
 class ThirdPartyCallable(ThirdPartyShaping):
-    """A TensorRT-LLM logits-processor callable, called under its contract: ``(req_id, [1, 1, V],
-    [ids], None, None)``.
+    """A TensorRT-LLM callable: ``(req_id, [1, 1, V], [ids], None, None)``, in place.
 
     It is called once per sampled token. One that carries an attribute ``failure`` reports through
     it. The list of ids is the same one at every call, grown by the new tokens, where TensorRT-LLM

@@ -1,6 +1,4 @@
-"""The sampler's own draw as the last processor of a chain, for engines whose seeds are not
-exact.
-"""
+"""The sampler as the last processor of a chain, for engines whose seeds are not exact."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from adapters.contract import SAMPLE, ProcessorArgs, Reads, ShapingProcessor, St
 
 
 class SeededSampler(ShapingProcessor):
-    """Leaves one token: the likeliest, or the one that this request's draw for this position falls
-    on.
+    """Leaves one token: the argmax, or the one sampled with this request's seed.
 
     The draw inverts the cumulative weights, in the order of the ids, at a number that depends on
     seed, choice and position alone (`adapters.contract.random_numbers`). Temperature and truncation come

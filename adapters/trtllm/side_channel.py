@@ -83,8 +83,7 @@ atexit.register(_SENDER.close)
 
 
 class Reporter:
-    """Sends the failures and steps of one request to the worker; pickles as a socket path and an
-    id.
+    """Sends one request's failures and steps to the worker; pickles as a socket path and an id.
 
     Args:
         path: Socket of a `SideChannel`.
@@ -113,8 +112,7 @@ class Reporter:
 
 
 class SideChannel:
-    """The worker's end: calls back in the event loop, once per message, in the order of each
-    sender.
+    """The worker's end: calls back in the event loop per message, in order for each sender.
 
     The socket lives in a directory of its own that only this user can enter. Messages that are
     neither a failure nor a step are counted and ignored.
@@ -215,9 +213,7 @@ class SideChannel:
 
 
 def _short_directory() -> str:
-    """A new directory that only this user can enter; the path of a Unix socket has 107 bytes at
-    most.
-    """
+    """A new private directory with a path short enough for a Unix socket (107 bytes)."""
     for root in (tempfile.gettempdir(), "/dev/shm", "/tmp"):
         if len(os.fsencode(root)) < 80 and os.access(root, os.W_OK):
             return tempfile.mkdtemp(prefix="dlw-", dir=root)

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from adapters.vocabulary.vocabulary import Tokenizer
 
 _SENTINELS = ("\n", "=", ".", "a", "0")
-"""Texts that a text is encoded behind. One is found behind which the tokenizer cuts; a newline
-nearly always is.
-"""
+"""Texts to encode behind: after one of them, most often a newline, the tokenizer splits."""
 
 _SHOWN = 60
 

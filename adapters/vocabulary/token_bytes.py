@@ -88,9 +88,7 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
 
 
 class _ByteLevel:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and
-    on.
-    """
+    """GPT-2's byte alphabet: printable Latin-1 as itself, the other 68 bytes from U+0100 on."""
 
     def __init__(self) -> None:
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -227,8 +225,7 @@ class ByteIndex:
         return sorted(set(ids[positions + len(text) <= self._starts[ids + 1]].tolist()))
 
     def touching(self, text: bytes) -> dict[int, bytes]:
-        """Every token that can hold a part of ``text`` when ``text`` occurs in the bytes of
-        consecutive tokens.
+        """Every token that can hold a part of an occurrence of ``text`` in consecutive tokens.
 
         They contain it, end with its beginning, begin with its end, or lie within it. Any other
         token breaks an occurrence off.
@@ -250,9 +247,7 @@ class ByteIndex:
         return [length for length in np.unique(np.diff(self._starts))[::-1].tolist() if length]
 
     def spell(self, text: bytes) -> list[int] | None:
-        """The fewest ids whose bytes are exactly ``text``, of equally few the longest token
-        first. None if none are.
-        """
+        """The fewest ids that spell ``text``, in ties the longest token first, or None."""
         first_ids = self.first_ids(text)
         spelled: list[int] = []
         at = 0
@@ -265,9 +260,7 @@ class ByteIndex:
         return spelled
 
     def first_ids(self, text: bytes) -> list[int | None]:
-        """For each place in ``text`` the first id with which `spell` spells what is behind it,
-        None if nothing does.
-        """
+        """For each index into ``text``, the first id of `spell` for the rest, or None."""
         fewest: list[int | None] = [None] * len(text) + [0]
         first_ids: list[int | None] = [None] * len(text)
         for at in range(len(text) - 1, -1, -1):

@@ -19,9 +19,7 @@ from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.step import plan_edits
 
 NO_TOKEN = -1
-"""What stands in place of a token in a row that has none; `FusedSamplingProcessor.errors` says
-why.
-"""
+"""Token id of a row that cannot be sampled; `FusedSamplingProcessor.errors` says why."""
 
 
 class FusedSamplingProcessor:
@@ -152,9 +150,7 @@ class FusedSamplingProcessor:
             request.chain.accept(token_id, len(request.tokens) - 1)
 
     def update_bitmask(self, packed: torch.Tensor | np.ndarray[Any, Any]) -> None:
-        """Take over the bitmask of the next calls, int32 ``[B, ceil(V / 32)]``, bit set:
-        allowed. It is copied.
-        """
+        """Copy the bitmask of the next calls, int32 ``[B, ceil(V / 32)]``; set bits are allowed."""
         self._bitmask = torch.as_tensor(packed).clone()
 
     def start_async_token_copy(self) -> None:
@@ -170,8 +166,7 @@ class FusedSamplingProcessor:
         self._copied.record()
 
     def get_new_tokens_numpy(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """int64 ``[B]``, of the last call; waits for the copy alone, or makes it if none was
-        started.
+        """int64 ``[B]`` of the last call; waits for the copy, and starts it if none was started.
 
         Raises:
             RuntimeError: before the first call.

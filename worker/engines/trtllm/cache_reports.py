@@ -93,9 +93,7 @@ class EventRelay:
 
 
 def _salt_of(data: Mapping[str, Any]) -> str | None:
-    """The salt of the stored blocks, None for blocks that every request may share. Each block
-    says it for itself.
-    """
+    """The salt of the stored blocks, None for unsalted ones; each block carries its own."""
     salts = {block.get("cache_salt") for block in data.get("blocks") or ()}
     if len(salts) > 1:
         raise ValueError("a KV event has blocks of several salts")

@@ -49,9 +49,7 @@ class Cursor:
     finished: bool = field(default=False)
 
     def advance(self, output: Any, *, is_last: bool = False) -> TokenDelta | None:
-        """What is new in a ``CompletionOutput``, None if nothing is. ``is_last``: there will be
-        no further one.
-        """
+        """The new part of a ``CompletionOutput``, None if nothing is; ``is_last``: it is final."""
         if self.finished:
             return None
         tokens = list(output.token_ids or ())
@@ -71,8 +69,9 @@ class Cursor:
         return delta if delta.token_ids or self.finished else None
 
     def _finish_unsaid(self, delta: TokenDelta) -> None:
-        """A sequence that ended without a reason, an end token or its last token: the version
-        hides the end token.
+        """A sequence that ended without a reason, an end token or its last token.
+
+        This version hides the end token.
         """
         if self.default_end is None:
             delta.finish_reason, delta.error = "error", "TensorRT-LLM ended the request without a reason"

@@ -242,8 +242,9 @@ class TrtllmEngine(RuntimeReports):
             self._release(request)
 
     def abort(self, request_id: str) -> None:
-        """Stop decoding a request; its stream ends as ``cancelled``. A decode worker first gets
-        the whole KV.
+        """Abort a request; its stream ends as ``cancelled``.
+
+        On a decode worker only after the KV transfer has completed.
         """
         request = self._requests.get(request_id)
         if request is not None:
@@ -254,9 +255,7 @@ class TrtllmEngine(RuntimeReports):
         return len(self._requests)
 
     def hand_off(self) -> int:
-        """End every unfinished request with `Draining`, and refuse new ones; returns how many
-        were ended.
-        """
+        """End every unfinished request with `Draining`, refuse new ones; returns their number."""
         return self._end_all(Draining("the worker is shutting down"))
 
     async def _submit(
@@ -303,9 +302,7 @@ class TrtllmEngine(RuntimeReports):
         return request
 
     def _running_request(self, request_id: str, lowered: Lowered, params: SamplingParams, room: int) -> RunningRequest:
-        """``room``: tokens that fit into the context after the prompt; TensorRT-LLM ends there
-        too.
-        """
+        """``room``: tokens that fit into the context after the prompt, a limit here as well."""
         assert self._served is not None
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         eos = self._served.eos_token_ids
@@ -342,9 +339,7 @@ class TrtllmEngine(RuntimeReports):
     def _disaggregated(
         self, request: RunningRequest, kv: KeepKv | ReadKv | None, params: SamplingParams
     ) -> dict[str, Any]:
-        """Arguments of ``generate_async`` that say which part of the work this is: both for a
-        health probe.
-        """
+        """Disaggregation arguments of ``generate_async``; none for a health probe."""
         assert self._package is not None
         if kv is None:
             if self.config.role == "decode" and request.chain is not None:  # this executor computes the prompt itself
@@ -392,8 +387,7 @@ class TrtllmEngine(RuntimeReports):
                 request.abandon(str(failure))
 
     async def _blame(self, error: Exception) -> ServingError:
-        """Whose fault an exception is that TensorRT-LLM does not call a request's: the engine's if
-        that is dead.
+        """Classify an exception that is not a request error: fatal if the executor is dead.
 
         A dead executor is reported through whichever request listens first. But most of a request
         runs on the client's side of the library, in this process, and what is raised there (an
@@ -420,9 +414,7 @@ class TrtllmEngine(RuntimeReports):
         request.fail_alone("TensorRT-LLM ended the request without a reason")
 
     async def _finish_prefill(self, request: RunningRequest, output: Any, params: SamplingParams) -> None:
-        """The only delta of a prefill: the first token and the hand-off, or the answer if that
-        token ended it.
-        """
+        """The only delta of a prefill: first token and KV handle, or the complete answer."""
         self._heard()
         self._last_prefill = asyncio.get_running_loop().time()
         (choice,) = output.outputs
@@ -476,9 +468,7 @@ class TrtllmEngine(RuntimeReports):
 
     @property
     def honoured(self) -> list[str]:
-        """Controls that this version honours with the worker's own meaning; the others run as
-        processors.
-        """
+        """Controls that this version honours exactly; the others run as processors."""
         return sorted(self._served.honoured) if self._served is not None else []
 
 

@@ -1,5 +1,4 @@
-"""Whether TensorRT-LLM's executor lives: its own health check, and a canary where nothing else is
-heard of it.
+"""Liveness of TensorRT-LLM's executor: its health check, and a canary when it is silent.
 
 A failed request says nothing: one processor that raises fails every request of its batch with the
 same error. What is not a request's error may come from a dead executor, which may leave requests
@@ -27,8 +26,7 @@ def described(error: Exception) -> str:
 
 
 def submission_error(error: Exception, package: Package, fields: Iterable[str] = ()) -> ServingError | None:
-    """What an exception out of ``SamplingParams`` or ``generate_async`` means; None if it is no
-    refusal.
+    """What an exception of ``SamplingParams`` or ``generate_async`` means; None if no refusal.
 
     Nothing was queued: only this request is concerned.
 
@@ -97,9 +95,7 @@ class Watch:
         self._suspicious.set()
 
     async def verdict(self) -> str | None:
-        """Look now, once for all who ask meanwhile; what is wrong with the executor, None if it
-        lives.
-        """
+        """Check now, once for all concurrent callers; the problem, or None if it is alive."""
         if self._problem is not None:
             return self._problem
         asking: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()

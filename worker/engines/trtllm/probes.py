@@ -1,5 +1,4 @@
-"""What the loaded engine does with a control, found out by asking it: a few short greedy requests
-at start.
+"""Probes which controls the loaded engine honours, by a few short greedy requests at start.
 
 Versions take controls that they do nothing about, in silence. Each probe compares answers that an
 engine which ignores the control cannot give. One that is not sure says no: then the control runs as
@@ -26,9 +25,7 @@ _STRONG = 1000.0
 
 Tokens = list[int]
 Ask = Callable[..., Awaitable[Any]]
-"""Runs the probe's prompt greedily with fields of ``SamplingParams``; the finished
-``RequestOutput``.
-"""
+"""Runs the probe prompt greedily with ``SamplingParams`` fields; the final ``RequestOutput``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,4 @@
-"""What the engine tells the runtime of its own accord: that it broke, how full the KV cache is,
-and what it holds.
-"""
+"""What the engine reports to the runtime: executor failure, KV cache load, KV events."""
 
 from __future__ import annotations
 
@@ -39,15 +37,11 @@ class RuntimeReports:
         self._on_load: Callable[[int, int], None] | None = None
 
     def tell_broken(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` with the reason when the executor dies, whether or not a request is
-        waiting.
-        """
+        """Call ``callback`` with the reason when the executor dies, with or without requests."""
         self._on_broken = callback
 
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
-        """Call ``callback`` with used and all KV blocks whenever the executor says how many
-        there are.
-        """
+        """Call ``callback`` with used and total KV blocks whenever the executor reports them."""
         self._on_load = callback
 
     def num_held(self) -> int:
@@ -59,9 +53,7 @@ class RuntimeReports:
         return {}
 
     def report_blocks(self, sink: KvEventSink) -> None:
-        """Tell `sink` which prefixes the KV cache holds, if the event buffer is on. From any
-        thread.
-        """
+        """Report the cached prefixes to `sink`, if the event buffer is on. Thread-safe."""
         assert self._info is not None
         if not self.has_events:
             return

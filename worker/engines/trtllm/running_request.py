@@ -87,9 +87,7 @@ class RunningRequest:
             self.result.abort()
 
     def abandon(self, message: str) -> None:
-        """End the stream with an error of this request, and the request with it: nobody reads
-        its result any more.
-        """
+        """End the stream with an error of this request, and abort it: nobody reads its result."""
         self.fail_alone(message)
         self.must_not_abort = False
         self.abort()
@@ -136,9 +134,7 @@ class RunningRequest:
         self._queue.put_nowait(delta)
 
     def _confirmed(self, delta: TokenDelta) -> TokenDelta:
-        """The delta with what the chain did to its tokens; an error if it was not asked about
-        one of them.
-        """
+        """The delta with the edits made to its tokens; an error if the chain missed a token."""
         chain = self.chain
         if chain is None:
             return delta

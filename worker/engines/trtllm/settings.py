@@ -1,6 +1,4 @@
-"""The arguments of ``tensorrt_llm.LLM``: from the worker's options, and a YAML file with
-TensorRT-LLM's names.
-"""
+"""Arguments of ``tensorrt_llm.LLM``: from the worker's options and a YAML file."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from worker.errors import ConfigurationError, StartupError
 Role = Literal["aggregated", "prefill", "decode"]
 
 EVENT_BUFFER = 100_000
-"""KV events that TensorRT-LLM keeps until they are taken, as many as for Dynamo's own worker;
-older ones get lost.
-"""
+"""Size of TensorRT-LLM's KV event buffer, as in Dynamo's own worker; older events are lost."""
 
 _PROCESSORS = "logits processors and it do not work together"
 
@@ -164,9 +160,7 @@ class _Options:
         self.optional: set[str] = set()
 
     def flag(self, name: str, arguments: Arguments, option: str, *, always: bool = False) -> None:
-        """Take an option of the worker. One that nobody gave leaves TensorRT-LLM's default,
-        unless ``always``.
-        """
+        """Take an option of the worker if it was given, or ``always``."""
         value = getattr(arguments, option)
         if option in arguments.given:
             self.same(name, value, next(each.flag for each in OPTIONS if each.name == option))
@@ -180,9 +174,7 @@ class _Options:
             raise ConfigurationError(problem)
 
     def default(self, name: str, value: Any, *, needed: bool = False) -> None:
-        """Set a value where the file does not; a version that lacks it does without unless it is
-        ``needed``.
-        """
+        """Set a value that the file lacks; versions without it are refused only if ``needed``."""
         if name not in self.values:
             self.values[name] = value
             if not needed:

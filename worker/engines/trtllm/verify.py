@@ -1,5 +1,4 @@
-"""``python -m worker.engines.trtllm.verify REPORT``: the checklist of `docs/tensorrt-llm.md` on the
-installed version.
+"""``python -m worker.engines.trtllm.verify REPORT``: the checklist of `docs/tensorrt-llm.md`.
 
 Takes a file for the report, in Markdown, and the worker's own options; exits with 1 if a check
 fails. The report is no standard output because TensorRT-LLM, its executor and MPI print there, from

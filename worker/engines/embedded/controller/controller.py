@@ -1,5 +1,4 @@
-"""`TextGenerationController`: prompts to answers in dynamic and in static batches, under
-Megatron-Core's public names.
+"""`TextGenerationController`: dynamic and static batches, under Megatron-Core's public names.
 
 `docs/controller.md` maps each member of Megatron-Core's class to this one. Both kinds of batch run
 through the same step, so that an answer does not depend on the kind. One rank: nothing here is
@@ -33,9 +32,7 @@ from worker.engines.embedded.host import FairLock
 from worker.engines.embedded.offline import Engine
 
 NO_TOKEN = -1
-"""What `TextGenerationController.sample_from_logits` gives for a row that holds no token that
-may be sampled.
-"""
+"""Token id in `TextGenerationController.sample_from_logits` for a row that cannot be sampled."""
 
 StopWordCallback = Callable[[list[RequestId]], Iterable[RequestId]]
 
@@ -143,8 +140,9 @@ class TextGenerationController(PaddedBatches, Streaming):
             self._add([request], {} if stream is None else {request.request_id: stream})
 
     def suspend_request(self, request_id: RequestId) -> None:
-        """Take a request out of the batch; nothing of it is lost. Raises `KeyError` if there is
-        none.
+        """Take a request out of the batch; it can be resumed.
+
+        Raises `KeyError` if there is none of that id.
         """
         with self._lock:
             running = self._find(request_id)
@@ -179,8 +177,7 @@ class TextGenerationController(PaddedBatches, Streaming):
     # Batches
 
     async def async_generate_output_tokens_dynamic_batch(self) -> DynamicStep | None:
-        """One step of the dynamic batch, beside the event loop; None if there is nothing to
-        compute.
+        """One step of the dynamic batch, off the event loop; None if there is nothing to compute.
 
         Raises:
             ValueError: the stop-word callback named a request that is not active; the step has been
@@ -229,9 +226,7 @@ class TextGenerationController(PaddedBatches, Streaming):
         return active_requests
 
     def dummy_forward(self) -> None:
-        """Nothing: an idle rank of several would have to take part in their collectives, and
-        there is one rank.
-        """
+        """Does nothing: takes part in collectives on an idle rank, and there is one rank."""
 
     # The step
 
@@ -247,8 +242,9 @@ class TextGenerationController(PaddedBatches, Streaming):
         self._in_static_batch = True
 
     def _step_static_batch(self) -> bool:
-        """One step; whether there is more to do. Between steps requests may be suspended,
-        resumed and aborted.
+        """One step; returns whether there is more to do.
+
+        Between steps requests may be suspended, resumed and aborted.
         """
         more = False
         try:

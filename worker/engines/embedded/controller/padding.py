@@ -19,8 +19,9 @@ class PaddedBatches(Texts):
     def pad_input_prompt_tokens(
         self, batch_prompt_tokens_list: Sequence[Sequence[int]], padded_batch_size: int, padded_sequence_length: int
     ) -> torch.Tensor:
-        """int64 ``[padded_batch_size, padded_sequence_length]``, filled up with ``eod``. The lists
-        are not changed.
+        """int64 ``[padded_batch_size, padded_sequence_length]``, padded with ``eod``.
+
+        The lists are not changed.
 
         Raises:
             ValueError: there are more prompts, or a prompt has more tokens.
@@ -48,8 +49,7 @@ class PaddedBatches(Texts):
         active_requests: Mapping[_Key, InferenceRequest],
         use_attention_mask: bool = False,
     ) -> dict[str, torch.Tensor | None]:
-        """Input of a model that takes padded batches. The engine's own packs rows and needs none of
-        it.
+        """Input of a model that takes padded batches; this engine's own packs rows instead.
 
         Args:
             prompts_tokens: int64 ``[B, T]``, from `pad_input_prompt_tokens`.
@@ -79,8 +79,7 @@ class PaddedBatches(Texts):
         generated_sequence_lengths: torch.Tensor,
         termination_id: int | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which rows are done, and how many tokens each has generated; the end token is not
-        counted.
+        """Which rows are done, and their generated lengths; the end token is not counted.
 
         Args:
             updated_prompts_tokens: int ``[B, T]``.

@@ -19,9 +19,7 @@ _NEEDS_HISTORY = ("repetition_penalty", "presence_penalty", "frequency_penalty",
 def sample_rows(
     logits: torch.Tensor, params: Sequence[InferenceParams], vocab_size: int | None, positions: Sequence[int] | None
 ) -> Samples:
-    """A token for each row ``[B, V]``, which stays as it is; arguments checked by
-    `check_sampling`.
-    """
+    """Sample a token from each row ``[B, V]``, out of place; `check_sampling` checks arguments."""
     places = positions or [0] * len(params)
     requests = tuple(_row_request(row, one, place) for row, (one, place) in enumerate(zip(params, places, strict=True)))
     never = () if vocab_size is None else tuple(range(vocab_size, logits.shape[1]))
@@ -37,9 +35,7 @@ def check_sampling(
     vocab_size: int | None,
     positions: Sequence[int] | None,
 ) -> None:
-    """Raises `ValueError` if a shape does not fit, or something is asked for that needs a
-    request's history.
-    """
+    """Raise `ValueError` if a shape does not fit, or a control needs a request's history."""
     default = InferenceParams()
     if len(params) != count or (positions is not None and len(positions) != count):
         raise ValueError(f"there are {count} rows, {len(params)} sampling_params and {positions} as positions")
@@ -59,8 +55,7 @@ def add_top_n(
     target: MutableMapping[int, list[TopN]] | None,
     logits: torch.Tensor | None,
 ) -> None:
-    """Add to `target` what is likeliest in each row that asks; see
-    `TextGenerationController.sample_from_logits`.
+    """Add the top-n of each row that asks; see `TextGenerationController.sample_from_logits`.
 
     Raises:
         ValueError: something is missing for it, or the prompt's are both given and to be skipped.

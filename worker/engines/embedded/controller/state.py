@@ -1,6 +1,4 @@
-"""What the `TextGenerationController` keeps of a request while it runs, and of a step while it
-is put together.
-"""
+"""State of a running request, and of a step's report, in the `TextGenerationController`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Text to tokens and back: the tokenizer that Megatron-Core's controller asks for, and what is
-done with it.
-"""
+"""Tokenising and detokenising for the controller, with Megatron-Core's tokenizer interface."""
 
 from __future__ import annotations
 

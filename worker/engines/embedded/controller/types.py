@@ -1,6 +1,4 @@
-"""What goes into the `TextGenerationController` and comes out of it, under Megatron-Core's
-names.
-"""
+"""Inputs and outputs of the `TextGenerationController`, under Megatron-Core's names."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ from worker.sampling import SamplingParams
 
 RequestId = int | str
 TopN = dict[int, float]
-"""Log probability by token id. By id and not by text as in Megatron-Core, where two ids of equal
-text are one entry.
+"""Log probability by token id.
+
+Megatron-Core's is by text, where two ids of equal text are one entry.
 """
 
 MEGATRON_OFF = 0
@@ -116,9 +115,7 @@ class InferenceParams:
         self.to_sampling_params(1)
 
     def max_tokens(self, prompt_length: int) -> int | None:
-        """Most tokens of an answer to a prompt of that length, None if only the context bounds
-        it.
-        """
+        """Most tokens of an answer to such a prompt, None if only the context limits it."""
         if self.num_tokens_total is not None:
             return max(0, self.num_tokens_total - prompt_length)
         return self.num_tokens_to_generate
@@ -134,8 +131,7 @@ class InferenceParams:
         return self.wants_logprobs and not self.skip_prompt_log_probs
 
     def to_sampling_params(self, prompt_length: int) -> SamplingParams:
-        """The same in the engine's own names. An answer of no tokens becomes one that is thrown
-        away.
+        """The same under the engine's names; 0 tokens to generate become one that is dropped.
 
         Raises:
             ValueError: as the class.
@@ -279,9 +275,7 @@ class TokenStream:
                 self._wake()
 
     def finish(self, exception: BaseException | None = None) -> None:
-        """Nothing more will come; the consumer gets `exception` after the last item. Once more
-        changes nothing.
-        """
+        """End the stream; the consumer gets `exception` after the last item. Idempotent."""
         with self._lock:
             if not self._finished:
                 self._finished, self._failure = True, exception

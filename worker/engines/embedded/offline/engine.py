@@ -143,22 +143,16 @@ class Engine:
         return earlier + self._advance()
 
     def abort(self, request_id: str) -> Result | None:
-        """End a prompt's answers where they are; None if it is done already. Suspended ones may
-        be aborted, too.
-        """
+        """End a prompt's answers now, suspended ones too; None if it is already done."""
         job = self.session.abort(request_id)
         return None if job is None else job.result()
 
     def suspend(self, request_id: str) -> None:
-        """Take a prompt out of the engine, so that others have its place. Raises `KeyError` if
-        it is not here.
-        """
+        """Take a prompt out of the engine to make room. Raises `KeyError` if it is not here."""
         self.session.suspend(request_id)
 
     def resume(self, request_id: str) -> None:
-        """Go on with a suspended prompt: its answers are what they would have been. Raises
-        `KeyError` if it is not.
-        """
+        """Continue a suspended prompt with unchanged results. Raises `KeyError` if it is not."""
         self.session.resume(request_id)
 
     @property

@@ -78,9 +78,7 @@ class Result:
 
     @property
     def text(self) -> str | None:
-        """Text of the only answer. This and the next three raise `ValueError` if there are
-        several.
-        """
+        """Text of the only answer; as the next three, raises `ValueError` if there are several."""
         return self._only.text
 
     @property
@@ -146,9 +144,7 @@ class Answer:
         return len(self.token_ids) if self.text is None else min(self.text.num_shown_tokens, len(self.token_ids))
 
     def take(self, output: Output, time_s: float) -> None:
-        """Add what a step says; it is over when `finish_reason` is set, also if `output` has
-        none.
-        """
+        """Add a step's output; the answer has ended when `finish_reason` is set."""
         ended = False
         self.last_logprobs = output.logprobs
         if not self.token_ids:
@@ -232,9 +228,7 @@ class Job:
 
     @property
     def best(self) -> list[Answer]:
-        """The ``n`` answers to return: with a larger ``best_of`` the likeliest first, failed
-        ones last.
-        """
+        """The ``n`` answers to return, of ``best_of`` the most likely first, failed ones last."""
         if len(self.answers) <= self.wanted.n:
             return self.answers
         return sorted(self.answers, key=_rank)[: self.wanted.n]

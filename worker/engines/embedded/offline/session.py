@@ -1,6 +1,4 @@
-"""Prompts to answers without an event loop: what the offline `Engine` and the
-`TextGenerationController` share.
-"""
+"""Prompts to answers without an event loop, for `Engine` and `TextGenerationController`."""
 
 from __future__ import annotations
 
@@ -39,8 +37,7 @@ class Event:
 
 
 class Session:
-    """Drives a `Stepper`. Every method may be called from any thread; they wait for each other, and
-    for the step.
+    """Drives a `Stepper`. Thread-safe: calls wait for each other and for the step.
 
     What a step calls, such as a logits processor, must not call back: that is a `RuntimeError`.
 
@@ -133,15 +130,11 @@ class Session:
             return [self._take(output, time_s) for output in outputs]
 
     def finish(self, job_id: str) -> None:
-        """End every unfinished answer to a prompt as ``stop``, with the tokens that it has; no
-        error if it is done.
-        """
+        """End a prompt's unfinished answers as ``stop`` with their tokens; no error if done."""
         self._end(job_id, "stop")
 
     def abort(self, job_id: str) -> Job | None:
-        """End every unfinished answer to a prompt as ``cancelled``; None if it is not here any
-        more.
-        """
+        """End a prompt's unfinished answers as ``cancelled``; None if it is gone."""
         return self._end(job_id, "cancelled")
 
     def suspend(self, job_id: str) -> None:
@@ -157,8 +150,7 @@ class Session:
                 self._suspended[job_id] = self._withdraw(job)
 
     def resume(self, job_id: str) -> None:
-        """Go on with a suspended prompt, before others that wait; its answers are what they would
-        have been.
+        """Continue a suspended prompt, before waiting ones, with unchanged results.
 
         Raises:
             KeyError: it is not suspended.
@@ -171,9 +163,7 @@ class Session:
             self._changed.set()
 
     def wait(self) -> None:
-        """Return when there may be something to compute, or a prompt has been ended by another
-        thread.
-        """
+        """Wait until there may be something to compute, or another thread ended a prompt."""
         if self.is_idle:
             self._changed.wait(_LONGEST_WAIT_S)
         self._changed.clear()

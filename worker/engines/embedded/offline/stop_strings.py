@@ -1,15 +1,11 @@
-"""The text of an answer while it grows: decoded token by token, and ended by stop strings
-wherever tokens are cut.
-"""
+"""The text of a growing answer: incremental detokenisation, and stop strings across tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
-"""Text of token ids; bytes that are no UTF-8, and an unfinished character at the end, become
-U+FFFD.
-"""
+"""Text of token ids; invalid UTF-8 and an incomplete last character become U+FFFD."""
 
 _UNFINISHED = "\ufffd"
 _CONTEXT = 6
@@ -26,8 +22,7 @@ _STRAY = 4
 
 
 class IncrementalText:
-    """Decodes a growing list of tokens, a few at a time; all of its text is that of all tokens
-    decoded at once.
+    """Incremental detokenisation; all pieces together are the text of all tokens at once.
 
     What has been given out stays. Tokenizers with byte fallback take whole characters back where a
     stray byte follows them without another token in between; here these stay, too.
@@ -81,9 +76,7 @@ class IncrementalText:
             self._cut = len(self._tokens)
 
     def _shorten_window(self) -> str:
-        """Let go of the beginning of a window that never ended in a whole character; returns its
-        text.
-        """
+        """Drop the beginning of a window without a whole character at its end; returns its text."""
         tokens = self._shorter()
         text = self._decode(tokens)
         final = max(0, len(self._text) - len(text))
@@ -166,9 +159,7 @@ class AnswerText:
 
     @property
     def shown(self) -> str:
-        """What of the text will stay, whatever comes next: without an end that may be the start
-        of a stop string.
-        """
+        """The text that is final: without a suffix that may be the start of a stop string."""
         if self.stopped_by is not None:
             return self.text
         for length in range(min(self._longest - 1, len(self.text)), 0, -1):
@@ -195,9 +186,7 @@ class AnswerText:
         return self._stop()
 
     def finish(self) -> bool:
-        """No more tokens come: what was held back becomes text. Whether that completed a stop
-        string.
-        """
+        """Flush the held-back text at the end; returns whether that completed a stop string."""
         if self.stopped_by is None:
             self._decode_later()
             self._add(self._pieces.finish())
@@ -230,9 +219,7 @@ class AnswerText:
         return True
 
     def _first_stop(self) -> tuple[int, int] | None:
-        """Start and end of the stop string that ends first after `_floor`, the longest of those
-        that end there.
-        """
+        """Start and end of the first stop string ending after `_floor`; the longest of several."""
         found: list[tuple[int, int]] = []
         for stop in self._stops:
             start = self._text.find(stop, max(0, self._floor + 1 - len(stop)))

@@ -1,6 +1,4 @@
-"""A step's tokens on a device: what is begun between logits and tokens, and what is read once
-they are on the host.
-"""
+"""Sampling on a device: started between logits and tokens, read when they reach the host."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ class DeviceStep:
     def _draw(
         self, logits: torch.Tensor, highest: torch.Tensor, tokens: torch.Tensor, select: Select
     ) -> torch.Tensor | None:
-        """Draws into `tokens`; returns the weights of ``drawn.processed_rows``, None if there
-        are none.
-        """
+        """Sample into `tokens`; returns the weights of ``processed_rows``, None if none."""
         drawn = self._table.drawn
         if drawn.padded_index is not None:
             logits = logits.index_select(0, drawn.padded_index)
@@ -105,9 +101,7 @@ class DeviceStep:
         return logits.view(-1).index_select(0, rows * width + ids)
 
     def _distributions(self, logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """What the rows ``table.processed`` are drawn from, float64 ``[m, V]``: logarithms, not
-        normalised.
-        """
+        """Unnormalised log weights that ``table.processed`` sample from, float64 ``[m, V]``."""
         final = logits.index_select(0, index).double()
         if weights is not None:
             logarithms_ = logarithms(weights, weight_bits(logits.shape[1]))

@@ -1,5 +1,4 @@
-"""Temperature, min-p, top-k, top-p and the draw on a device, without ever looking at a value from
-the host.
+"""Temperature, min-p, top-k, top-p and sampling on a device, sync-free.
 
 The same tokens, bit for bit, as `truncation` finds on the CPU: the weights are integers, so that it
 does not matter in which order a GPU adds them up. Every row is weighed whole; shapes depend on the

@@ -22,16 +22,13 @@ _NUMPY_IS_FASTER = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def weight_bits(vocab_size: int) -> int:
-    """Binary places of a weight: 44, and one less for each doubling of a vocabulary from 262,144
-    tokens on.
-    """
+    """Fractional bits of a weight: 44, one less per doubling of the vocabulary from 262,144 on."""
     return min(_MOST_BITS, 62 - vocab_size.bit_length())
 
 
 @lru_cache
 def rounding(bits: int) -> tuple[float, int]:
-    """A number that, added to a weight in [0, 1], leaves `bits` binary places of it; and its bits,
-    as an int64.
+    """The float64 that rounds a weight in [0, 1] to `bits` places when added, and its int64 bits.
 
     Between it and the next power of two, float64 numbers are ``2**-bits`` apart. So the bits of a
     sum, less the bits of the number, are the weight in units, rounded to the nearest, of two
@@ -42,9 +39,7 @@ def rounding(bits: int) -> tuple[float, int]:
 
 
 def exponential_(values: torch.Tensor) -> torch.Tensor:
-    """``values.exp_()`` of contiguous float64, by whichever of torch and numpy is the faster on
-    this processor.
-    """
+    """``values.exp_()`` of contiguous float64, by torch or numpy, whichever is faster here."""
     if values.device.type == "cpu" and _NUMPY_IS_FASTER:
         array = values.numpy()
         np.exp(array, out=array)
@@ -64,17 +59,13 @@ def logarithms(units: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def share_of(totals: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """The least integers that are at least `shares` (float64) of `totals` (int64), at most all;
-    a share of 1 is all.
-    """
+    """ceil(`totals` (int64) * `shares` (float64)), at most `totals`; a share of 1 is all."""
     wanted = (totals.double() * shares).ceil_().to(torch.int64)
     return torch.where(shares < 1, torch.minimum(wanted, totals), totals)
 
 
 def points_in(totals: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Where `numbers` (float64, in [0, 1]) fall in ``range(totals)``: the token with this unit
-    of weight is drawn.
-    """
+    """The unit in ``range(totals)`` that each of `uniforms` (float64 in [0, 1]) falls on."""
     return torch.minimum((totals.double() * numbers).to(torch.int64), totals - 1)
 
 

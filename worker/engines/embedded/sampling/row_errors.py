@@ -13,8 +13,7 @@ _NOT_FINITE = "the row of logits holds NaN or +inf"
 
 
 def unfit(highest: list[float], planned: Iterable[Planned], known: dict[int, str]) -> dict[int, str]:
-    """Why nothing can be drawn from a row, for the rows that are not in `known`; their chains hear
-    of it.
+    """Why a row cannot be sampled, for rows not in `known`; reported to their chains too.
 
     Args:
         highest: The highest logit of each row, NaN if it holds NaN.

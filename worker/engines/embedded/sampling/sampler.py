@@ -1,6 +1,4 @@
-"""Logits to tokens, in the order law: the chains' edits, then temperature, truncation and the
-draw.
-"""
+"""Logits to tokens in the order law: the chains' edits, temperature, truncation, sampling."""
 
 from __future__ import annotations
 
@@ -85,8 +83,7 @@ class Sampler:
         offsets: Sequence[int] | None = None,
         bitmask: torch.Tensor | None = None,
     ) -> Launched:
-        """Begin to choose tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it
-        is float32.
+        """Start sampling for ``plan.sampled``; float32 `logits` ``[n, V]`` are edited in place.
 
         The requests' tokens must stay as they are until it returns. On a device it does not wait
         for the logits, but for a request with a shaping processor that is not batched, whose result
@@ -124,9 +121,7 @@ class Sampler:
         return Chosen(samples)
 
     def prepare_next(self) -> None:
-        """Prepare what the next step needs on the device, while it is busy with this one. Only
-        saves time.
-        """
+        """Upload what the next step needs while the device computes this one; only saves time."""
         if self._select is not None and self._table.random:
             self._table.drawn.prepare_next()
 
@@ -184,9 +179,7 @@ class Sampler:
         return samples
 
     def _force(self, logits: torch.Tensor, samples: Samples, planned: list[Planned]) -> dict[int, int]:
-        """Override the sampled ids; returns the forced id by row. One that this engine never
-        samples is an error.
-        """
+        """Override the sampled ids; returns forced ids by row. Ids never sampled are errors."""
         rows = [one for one in forced_rows(planned) if one.row not in samples.errors]
         if not rows:
             return {}
@@ -210,8 +203,7 @@ def _take_highest(samples: Samples, logits: torch.Tensor, maxima: torch.Tensor, 
 
 
 def _choose_plain(logits: torch.Tensor, errors: dict[int, str]) -> Samples:
-    """The same for narrow rows that are all greedy and have no chain: one search, whose ties are
-    the lowest id.
+    """All-greedy narrow rows without chains: one argmax, ties to the lowest id.
 
     By numpy: torch's maximum wakes a second thread for it, which takes longer than the search.
     """

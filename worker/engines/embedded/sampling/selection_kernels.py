@@ -1,6 +1,4 @@
-"""Which function finds the ends of prefixes on a device: our Triton kernel where it runs and
-agrees, else sorting.
-"""
+"""Chooses how prefixes are selected on a device: the Triton kernel if verified, else sorting."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def choose_select(device: torch.device) -> Select:
 
 
 def agree(one: Select, other: Select, device: torch.device) -> bool:
-    """Whether two functions find the same ends, of a few rows with ties, masked tokens and both
-    signs.
-    """
+    """Whether two functions select the same prefixes, on rows with ties, masks and both signs."""
     width = 9008  # divisible by 16, as vocabularies are: kernels are compiled apart for others
     generator = torch.Generator().manual_seed(1)
     keys = (torch.randn(4, width, generator=generator) * 3).to(device)

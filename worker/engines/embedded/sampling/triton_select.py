@@ -1,5 +1,4 @@
-"""Where prefixes end, found digit by digit: a Triton kernel that gives what `select_by_sorting`
-gives, bit for bit.
+"""Radix select in Triton: where prefixes end, bit for bit as `select_by_sorting`.
 
 The bits of a float32 can be read as an integer that rises with it. From its highest digit (of four
 bits) to its lowest one, the masses of the tokens that agree with what is known so far are added up
@@ -49,9 +48,7 @@ def _add_digits(  # type: ignore[no-untyped-def]
     DIGITS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Adds a block's masses to ``sums[row, place]``, by digit number `place` of those that agree
-    in all before it.
-    """
+    """Add a block's masses to ``sums[row, place]``, by digit `place` of keys with the prefix."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -1,5 +1,4 @@
-"""Temperature, min-p, top-k, top-p and the draw on the CPU: a row of logits and a uniform number to
-a token.
+"""Temperature, min-p, top-k, top-p and sampling on the CPU: logits and a uniform to a token.
 
 Order: temperature, then min-p, then top-k, renormalised, then top-p. Weights are those of
 `weights`, whose sums are exact, so that a token depends on its row, its controls and its number
@@ -56,9 +55,7 @@ class Controls:
 
     @property
     def min_p_depth(self) -> float:
-        """How far below the highest logit those are that min-p still keeps: at most 0, -inf if
-        it is off.
-        """
+        """Lowest logit that min-p keeps, relative to the highest: at most 0, -inf if off."""
         return self.temperature * math.log(self.min_p) if self.min_p > 0 else -math.inf
 
 
@@ -226,9 +223,11 @@ class _Drawing:
         return _Candidates(values, ids, weights, complete)
 
     def _settle_incomplete(self, group: Group, found: _Candidates, targets: torch.Tensor | None) -> set[int]:
-        """Rows of which more than the candidates has a weight: `targets` for those whose prefix
-        ends among them all the same, tokens for the others. Returns which places in the group have
-        a token."""
+        """Resolve the rows for which the candidates do not hold all of the weight.
+
+        Sets `targets` for those whose prefix ends among the candidates all the same, samples the
+        others from the whole row. Returns the indices in the group that have a token now.
+        """
         sure = (found.weights * (found.values > found.values[:, -1:])).sum(-1).tolist()
         done: set[int] = set()
         for place, complete in enumerate(found.complete[:, 0].tolist()):
@@ -295,8 +294,7 @@ class _Drawing:
 
 
 class _WholeRow:
-    """Weights of one row after the other, in one place: a fresh one per row would cost more than
-    the weighing.
+    """Weights of one row at a time in one buffer; allocating per row would cost more.
 
     Args:
         vocab_size: Width of a row.
@@ -316,9 +314,7 @@ class _WholeRow:
         self.total = 0
 
     def weigh(self, logits: torch.Tensor, highest: float, controls: Controls, lowest: torch.Tensor | None) -> int:
-        """Weigh `logits` ``[V]``, leaving out what is below `lowest` or left out by min-p;
-        returns the sum.
-        """
+        """Weigh `logits` ``[V]``, dropping those below `lowest` or min-p; returns the sum."""
         floats = self._floats
         floats.copy_(logits).sub_(highest)
         kept = None if lowest is None else logits >= lowest
@@ -340,15 +336,11 @@ class _WholeRow:
         return self._integers - self._zero
 
     def prefix(self, logits: torch.Tensor, target: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The shortest prefix with a weight of at least `target`: ids and weights; see
-        `prefix_of_mass`.
-        """
+        """Ids and weights of the shortest prefix of weight at least `target` (`prefix_of_mass`)."""
         return prefix_of_mass(logits, self._integers, self.total, target, self._zero)
 
     def token_at(self, point: int) -> int:
-        """The token whose units include the place `point`: first of the blocks, then of the
-        tokens of one block.
-        """
+        """The token whose units include `point`: by block sums first, then within one block."""
         cumulative = self._sums.numpy().cumsum()
         block = int(cumulative.searchsorted(point, "right"))
         before = int(cumulative[block - 1]) if block else 0
@@ -357,7 +349,5 @@ class _WholeRow:
 
 
 def _wrapped(value: int) -> int:
-    """What an int64 makes of a value that is too large: the low 64 bits, the highest of them for
-    the sign.
-    """
+    """`value` wrapped to a signed int64."""
     return (value + 2**63) % 2**64 - 2**63
