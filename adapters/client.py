@@ -1,4 +1,4 @@
-"""For clients: selects logits processors in a request to the OpenAI-compatible endpoint.
+"""Client helpers: select logits processors in a request to the OpenAI-compatible endpoint.
 
     client.chat.completions.create(
         model=..., messages=...,
@@ -68,7 +68,7 @@ def logits_processors(
         processors: From `processor` and `from_openai_logit_bias`.
         receipt: Ask for the receipt, in ``nvext.engine_data`` of the reply; "debug" adds, at the
             end of the answer, what was done to each token.
-        deadline: When the answer ends at the latest, wherever it has got to; seconds since 1970.
+        deadline: Latest end of the answer, seconds since 1970.
         nvext: Further fields of ``nvext``; annotations and extra fields are kept.
 
     Raises:

@@ -1,7 +1,8 @@
 """The catalogue: every processor that a request may name, and how a selection becomes a chain.
 
 `catalog` has the entries and builds chains; `selection` reads what a request selects, as bounded
-JSON data; `policy` is the operator's word on it; `page` writes the catalogue as text.
+JSON data; `policy` is what the operator mandates, defaults and forbids; `render` writes the
+catalogue as text.
 """
 
 from adapters.catalog.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError, Entry, RuledOut, load_class

@@ -1,7 +1,7 @@
 """The catalogue: every processor that a request may name, and how a selection becomes a chain.
 
-Built-ins are always there. A third party's processor, from an entry point of the group
-``logits_processors`` or from ``--logits-processor NAME=module:Class``, is there only if the
+Built-ins are always present. A third-party processor, from an entry point of the group
+``logits_processors`` or from ``--logits-processor NAME=module:Class``, is present only if the
 operator allows it, and never replaces a built-in.
 """
 
@@ -45,7 +45,7 @@ from adapters.processors.grammar import GrammarProcessor
 from adapters.third_party import wrap_third_party
 
 GROUP = "logits_processors"
-"""Entry-point group of third parties' processors."""
+"""Entry-point group of third-party processors."""
 
 BUILT_IN = "built-in"
 
@@ -55,10 +55,10 @@ class CatalogError(ValueError):
 
 
 class BuildFailed(SelectionError):
-    """A processor could not be built, and the arguments are not to blame.
+    """A processor could not be built, and not because of its arguments.
 
     Args:
-        path: Where it was asked for.
+        path: Where in the selection.
         problem: One sentence for the caller.
         processor: Its name.
     """
@@ -72,7 +72,7 @@ class BuildFailed(SelectionError):
 
 
 class RuledOut(SelectionError):
-    """A request leaves no way to honour a mandatory processor of the operator's.
+    """A request rules out a mandatory processor of the operator's.
 
     Args:
         requested: The processor.
@@ -105,7 +105,7 @@ class Entry:
 
     @property
     def kind(self) -> Literal["steering", "shaping"]:
-        """Whether it steers by history or shapes logits."""
+        """Steering (by history) or shaping (logits to logits)."""
         return "shaping" if issubclass(self.processor, ShapingProcessor) else "steering"
 
     @property
@@ -123,7 +123,7 @@ class Entry:
             "type": "string",
             "enum": list(self.processor.scopes),
             "default": "all",
-            "description": "Part of the generation in which it lives.",
+            "description": "Part of the generation that it applies to.",
         }
         return {**schema, "properties": {**schema.get("properties", {}), "scope": scope}}
 
@@ -169,12 +169,12 @@ class Catalog:
 
     @classmethod
     def load(cls, *, allow: Sequence[str] = (), options: Sequence[str] = ()) -> Catalog:
-        """The built-ins and what the operator allows of third parties.
+        """The built-ins and the third-party processors that the operator allows.
 
         Args:
             allow: Names to take from the entry points of the group ``logits_processors``; no other
                 is imported.
-            options: ``NAME=module:Class`` each, allowed by being named.
+            options: ``NAME=module:Class`` each; naming one allows it.
 
         Raises:
             CatalogError: a name is malformed, missing, taken or offered twice, or its class is
@@ -211,7 +211,7 @@ class Catalog:
         return name in self._entries
 
     def as_json(self) -> dict[str, Any]:
-        """What the worker serves and ``python -m adapters`` prints."""
+        """The entries as the worker publishes them and ``python -m adapters`` prints them."""
         return {"version": VERSION, "processors": [entry.as_json() for entry in self.entries]}
 
     def selection_schema(self) -> dict[str, Any]:
@@ -236,20 +236,20 @@ class Catalog:
     def build_chain(
         self, selection: Selection, context: Context, *, step_budget_s: float | None = None
     ) -> ProcessorChain:
-        """The chain of one choice. Grammars compile here: call it in a thread, never in the step.
+        """The chain of one choice. Compiles grammars: call it in a thread, never in the step.
 
         An operator's default that this request rules out (``loop_stop`` beside ``ignore_eos``) is
         left out.
 
         Args:
-            selection: Of the request; not checked beyond its form.
+            selection: Of the request; only its form has been checked.
             context: Of the choice.
             step_budget_s: Most CPU time that a third party's processor may take for one step,
                 seconds.
 
         Raises:
             SelectionError: a processor is unknown, or its arguments cannot be honoured.
-            RuledOut: the same of a mandatory one, in this request.
+            RuledOut: a mandatory processor's arguments cannot be honoured in this request.
         """
         processors: list[Processor] = []
         scopes: list[Scope] = []
@@ -377,8 +377,8 @@ class Catalog:
 def _wants_random_sampling(requested: Requested, processor: Processor) -> bool:
     """Whether this processor makes a request without temperature, top-k and top-p sample randomly.
 
-    What a client names says so; an operator's default does not, nor does a mandatory truncation,
-    which greedy keeps.
+    A processor that the client names counts; an operator's default does not, nor does a mandatory
+    truncation, which leaves greedy sampling unchanged.
     """
     if requested.origin == "client":
         return processor.stage >= Stage.TEMPERATURE

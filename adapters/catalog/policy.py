@@ -14,9 +14,8 @@ A YAML file::
       "*":
         forbidden: [watermark]
 
-A request field that is a processor by another name (`FieldValue`) counts as that processor: a
-default gives way to it, a mandatory one cannot be changed by it, and a forbidden one cannot be had
-by it.
+A request field that is equivalent to a processor (`FieldValue`) counts as that processor: it
+overrides a default, cannot change a mandatory one, and is refused for a forbidden one.
 
 Keys are hexadecimal digits, in a file or an environment variable (``env: NAME``). ``"*"`` is for
 models without a section of their own. Whatever is unknown in the file is an error.
@@ -66,8 +65,8 @@ class FieldValue:
     """A processor that a client asks for, by its name or by an equivalent request field.
 
     Attributes:
-        requested: The processor with its arguments; the path is the field's where it is one.
-        is_neutral: The value asks for nothing: the processor would change no token.
+        requested: The processor with its arguments; for a field, the path is the field's.
+        is_neutral: The value changes no token.
     """
 
     requested: Requested
@@ -76,13 +75,13 @@ class FieldValue:
 
 @dataclass(frozen=True, slots=True)
 class ModelPolicy:
-    """What the operator wants of one served model's requests.
+    """The operator's policy for one served model.
 
     Attributes:
         mandatory: In every chain, before the client's.
         default: In every chain whose client neither names that processor nor sets its field, before
             the client's.
-        forbidden: Names of processors that a client can have neither by name nor by a field.
+        forbidden: Names of processors that clients cannot select, by name or by a field.
     """
 
     mandatory: tuple[Requested, ...] = ()
@@ -135,7 +134,7 @@ class ModelPolicy:
 
 
 def _controlled(names: Collection[str]) -> Collection[str]:
-    """``names``, and those of the processors that control the same."""
+    """``names``, and those of the processors that are the same control."""
     return {*names, *GRAMMARS} if GRAMMARS.intersection(names) else names
 
 
@@ -145,7 +144,7 @@ def _same(asked: FieldValue, set_by_operator: Requested, catalog: Catalog) -> bo
     try:
         args = catalog.parse_args(asked.requested)
     except SelectionError:
-        if asked.is_neutral:  # an empty list: it asks for nothing, and the processor itself does not take it
+        if asked.is_neutral:  # an empty list, which the processor itself does not accept
             return False
         raise
     own = catalog.parse_args(set_by_operator)
@@ -166,7 +165,7 @@ class Policy:
     Attributes:
         file: Where it was read from.
         models: By served model name.
-        watermark_keys: By key id; never shown, not in errors either.
+        watermark_keys: By key id; never shown, including in errors.
     """
 
     file: str = ""
@@ -180,7 +179,7 @@ class Policy:
         Args:
             path: Of the file.
             catalog: Every processor that it names must be there.
-            environment: Where keys given by ``env`` are.
+            environment: Variables for keys given by ``env``.
 
         Raises:
             PolicyError: the file, or one of its keys, cannot be honoured.
@@ -211,7 +210,7 @@ class Policy:
 
 
 class _Reader:
-    """Turns one file into a `Policy`; every error names the file and the key."""
+    """Parses one file into a `Policy`; every error names the file and the key."""
 
     def __init__(self, file: str, catalog: Catalog, environment: Mapping[str, str]) -> None:
         self._file = file

@@ -52,7 +52,7 @@ _SCALARS = frozenset((int, float, bool, type(None)))
 
 
 class SelectionError(ValueError):
-    """What the request selects cannot be honoured; the caller's fault.
+    """The request's selection cannot be honoured: a caller error.
 
     Args:
         path: Where in the JSON, ``processors[1].args.tokens``; empty for the whole.
@@ -75,8 +75,8 @@ class Requested:
     Attributes:
         name: Name in the catalogue.
         args: JSON data, without ``scope``.
-        scope: Part of the generation in which it lives.
-        path: Where it was asked for; the head of the path in every error about it.
+        scope: Part of the generation that it applies to.
+        path: Where in the request; prefix of the path in every error about it.
         origin: Who asks for it.
     """
 
@@ -89,12 +89,12 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The processors of a request, in its order, and what else its channel says.
+    """The processors that a request selects, in order, with its receipt level and deadline.
 
     Attributes:
         processors: In the order of the request.
         receipt: Whether it wants a receipt; ``"debug"``: with per-token attribution.
-        deadline: When the answer ends at the latest, in seconds since 1970; a stop criterion.
+        deadline: Latest end of the answer, seconds since 1970; a stop criterion.
     """
 
     processors: tuple[Requested, ...] = ()
@@ -107,10 +107,10 @@ class Selection:
 
 
 def from_channels(annotations: Sequence[str] = (), metadata: Mapping[str, str] | None = None) -> Selection | None:
-    """The selection of a request, None if it makes none.
+    """The selection of a request, None if it has none.
 
     Args:
-        annotations: The request's annotations; those of others are ignored.
+        annotations: The request's annotations; unrelated ones are ignored.
         metadata: The request's metadata.
 
     Raises:
@@ -214,7 +214,7 @@ def _fields(data: object, known: Sequence[str], path: str) -> None:
 
 
 def _check_data(value: object, path: str, depth: int) -> None:
-    """Refuses what JSON allows and nothing behind it can carry: deep nesting, lone surrogates, NUL.
+    """Refuse JSON that later stages cannot carry: deep nesting, lone surrogates, NUL.
 
     Args:
         value: JSON data.
@@ -227,7 +227,7 @@ def _check_data(value: object, path: str, depth: int) -> None:
 
 
 def _flaw(value: object, depth: int) -> tuple[str, str] | None:
-    """Path below ``value`` and problem of the first thing to refuse in it."""
+    """Path below ``value`` and problem of the first element to refuse, None if there is none."""
     if isinstance(value, str):
         problem = _flaw_of_text(value)
         return None if problem is None else ("", problem)

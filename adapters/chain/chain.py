@@ -37,27 +37,27 @@ Mode = Literal["aggregated", "disaggregated", "local prefill", "migrated"]
 
 
 class ProcessorChain:
-    """The ordered processors of one choice. Holds the history once; processors share it.
+    """The ordered processors of one choice, which share one copy of the history.
 
     Args:
         processors: In the order of the request; sorted by stage, ties keep that order.
         context: Of the request.
         scopes: Scope of each processor, ``all`` by default.
-        step_budget_s: Most time that a third party's processor may take for one step, seconds of
-            its thread's CPU time, so that a busy machine is not the processor's fault.
-            `DEFAULT_STEP_BUDGET_S` by default.
+        step_budget_s: CPU time of its thread that a third-party processor may take for one step,
+            seconds; wall time would depend on the machine's load. `DEFAULT_STEP_BUDGET_S` by
+            default.
         attribution: Keep per-token attribution in the receipt.
 
     Attributes:
-        has_shaping: A member maps the whole row, so that it can leave anything there.
+        has_shaping: A member maps the whole row, so that the result must be checked.
         failure: Why the chain failed, None while it has not.
         wants_receipt: Whether the request asked for its receipt.
-        wants_random_sampling: Whether a request that sets no temperature, top-k or top-p is to be drawn,
-            because it names a processor that acts at the temperature stage or later. Who builds a
-            chain with an operator's says so here.
+        wants_random_sampling: Whether a request that sets no temperature, top-k or top-p is sampled
+            randomly instead of greedily, because it names a processor that acts at the temperature
+            stage or later. The catalogue overrides it for processors of the operator's policy.
 
     Raises:
-        ValueError: a scope is asked for and the model has no thinking tags.
+        ValueError: a scope is given and the model has no thinking tags.
     """
 
     def __init__(
@@ -125,15 +125,15 @@ class ProcessorChain:
 
     @property
     def position(self) -> int:
-        """Absolute index of the token to be chosen next."""
+        """Absolute index of the token to be sampled next."""
         return len(self.tokens)
 
     # History
 
     def add(self, processors: Sequence[Processor], *, last: bool = False) -> None:
-        """Put ``processors`` before the chain's own of the same stage, or after them with ``last``.
+        """Add ``processors`` before the chain's own of the same stage, or after them with ``last``.
 
-        They begin after the same history.
+        They start with the same history.
 
         Raises:
             ProcessorFailed: one of them raised on the history.
@@ -197,7 +197,7 @@ class ProcessorChain:
         self._append(token_id)
 
     def replay_token(self, token_id: int) -> None:
-        """Take a token that an earlier run chose: counted as replayed, not as this run's work."""
+        """Take a token that an earlier run sampled; counted as replayed."""
         self._pending = []
         self._append(token_id)
         self.receipt.replayed += 1
@@ -230,14 +230,13 @@ class ProcessorChain:
 
         Args:
             tokens: The whole history.
-            unchanged: So many at its beginning are known to be those of the chain's own history;
-                only what is behind them is looked at. By default all are, which costs a pass over
-                them: for an engine's every step the caller must know better
-                (`adapters.trtllm.adapter.ChainAdapter`).
+            unchanged: Length of the prefix known to equal the chain's own history, which is not
+                compared. By default everything is compared, O(length): too slow for every step of
+                an engine, whose caller knows better (`adapters.trtllm.adapter.ChainAdapter`).
 
         Raises:
-            ValueError: ``tokens`` is shorter than the prompt, or differs from it: this chain is
-                another request's.
+            ValueError: ``tokens`` is shorter than the prompt or differs from it: another request's
+                history.
         """
         if len(tokens) < self.prompt_length:
             raise ValueError(f"history of {len(tokens)} tokens is shorter than the prompt of {self.prompt_length}")
@@ -300,7 +299,8 @@ class ProcessorChain:
 
         Raises:
             ProcessorFailed: as `plan`, for the next position only. The list is shorter than
-                ``len(draft) + 1`` when the chain rules a draft token out, or fails, further on.
+                ``len(draft) + 1`` if the chain rejects a draft token, or fails, at a later
+                position.
         """
         position = self.position
         plans = [self.plan()]
@@ -324,7 +324,7 @@ class ProcessorChain:
         return [member for member in self.members if member.scope in ("all", section)]
 
     def charge(self, member: Member, seconds: float) -> None:
-        """Count CPU time of one step, and hold a third party's processor to the budget.
+        """Record CPU time of one step, and enforce the budget of a third-party processor.
 
         Raises:
             ProcessorFailed: it took longer than the budget.
@@ -376,7 +376,7 @@ class ProcessorChain:
     def _beside_the_opening_tag(self, edit: Edit | Member) -> Edit | Member:
         """``edit`` for the answer's first token, with the opening thinking tag still allowed.
 
-        A forced token stands beside the tag, and the model chooses one of the two.
+        For a forced token, the model chooses between it and the tag.
         """
         tag, size = self.context.think_start, self.context.vocabulary.size
         if len(tag) != 1:
@@ -417,8 +417,9 @@ class ProcessorChain:
         The processors that made an edit of one of ``kinds`` are named in the failure.
 
         Args:
-            kinds: Of edits.
-            before: The member to which the row came empty; what acts after it is not to blame.
+            kinds: Kinds of edits.
+            before: The member that received the row without a token; members after it are not
+                named.
         """
         acted = self._pending if before is None else list(self._acted_before(before))
         names = dict.fromkeys(member.name for member, kind, _ in acted if kind in kinds)
@@ -427,7 +428,7 @@ class ProcessorChain:
     def _acted_before(self, member: Member) -> Iterator[tuple[Member, str, int]]:
         """Edits recorded for the last planned position that are applied before ``member``."""
         is_late, is_before = member.processor.stage >= Stage.MASK, True
-        for asked in self._pending:  # in the order of the law; but masks come before all that shapes at their stage
+        for asked in self._pending:  # in the order law's order; but masks precede all shaping at their stage
             is_before = is_before and asked[0] is not member
             if is_before or (is_late and asked[1] == "masked"):
                 yield asked
@@ -448,8 +449,8 @@ class ProcessorChain:
         self.failure = ProcessorFailed(name, reason, message)
         return self.failure
 
-    # Two copies of one chain: one acts in the engine's process, the other keeps the receipt in the
-    # worker's
+    # Two copies of one chain: one edits in the engine's process, the other keeps the receipt in the
+    # worker's process
 
     def last_edits(self) -> list[tuple[int, str, int]]:
         """Edits of the last planned position: member index, kind, number of masked entries."""
@@ -470,7 +471,7 @@ class ProcessorChain:
 
 
 def _num_equal(tokens: Sequence[int], known: list[int], start: int) -> int:
-    """How many tokens the two begin with in common, at least ``start``."""
+    """Length of the common prefix, at least ``start``."""
     end = min(len(tokens), len(known))
     while start < end:
         stop = min(start + 1024, end)
@@ -492,8 +493,8 @@ def _binds_the_answer(member: Member) -> bool:
 def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Member:
     member = Member(processor, scope, ProcessorRecord(processor.name, processor.version))
     if member.edit is not None and member.is_third_party:
-        # Third parties' edits are looked at before anything is applied; those of the built-ins are,
-        # in tests.
+        # Edits of third-party processors are checked before they are applied; those of built-ins
+        # are checked in tests.
         soft = processor.stage <= Stage.SOFT
         member.edit = partial(_checked_edit, member.edit, soft, vocabulary.size, vocabulary.num_tokens)
     return member

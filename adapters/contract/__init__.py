@@ -2,8 +2,8 @@
 
 `processor` has the classes to derive from, the context they are made with and their stage in the
 order law; `edits` what a steering processor returns; `argument_types` bounded types for arguments;
-`scope` how a processor is limited to the thinking section or to the answer; `draws` counter-based
-random numbers.
+`scope` how a processor is limited to the thinking section or to the answer; `random_numbers`
+counter-based random numbers.
 """
 
 from adapters.contract.argument_types import MAX_INT, MAX_LIST, MAX_TEXT, Count, PositiveCount, Text, TokenId, TokenIds

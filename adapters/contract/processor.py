@@ -1,6 +1,6 @@
 """The contract of a logits processor: steering or shaping, stage, what it reads, its arguments.
 
-All that an author needs is imported from here: the edits and the bounded types of arguments too.
+Authors import everything from `adapters.contract`: edits and bounded argument types too.
 
 One instance serves one choice of one request. It is a function of token history, never of how often
 it was called: the base class feeds it each generated token once, by absolute position, and when the
@@ -100,12 +100,12 @@ class Unsatisfiable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a processor may know about the model and its request when it is built.
+    """What a processor knows about the model and its request when it is built.
 
     Attributes:
-        vocabulary: Width of a row, the tokenizer's view of the ids.
+        vocabulary: Width of a row, token bytes and text.
         end_token_ids: Ids that end this request's answer.
-        seed: The request's seed, uint64; also the seed of every coin a processor tosses
+        seed: The request's seed, uint64, also of processors' random numbers
             (`adapters.contract.random_numbers`).
         choice: Index of the choice, 0 unless n > 1.
         max_tokens: Most tokens the answer may have, None if only the context bounds it.
@@ -127,7 +127,7 @@ class Context:
     def end_token_id(self) -> int | None:
         """The end token to force: the lowest of the model's own, else of the request's, else None.
 
-        A request's end tokens include ids that its client stops at, which may be any word.
+        A request's end tokens include its ``stop_token_ids``, which may be any word.
         """
         return min(self.end_token_ids & self.vocabulary.eos_token_ids or self.end_token_ids, default=None)
 
@@ -142,17 +142,19 @@ class Context:
 class Processor(ABC):
     """One logits processor of one choice.
 
-    Authors write `reset` and `advance`, and `edit` (steering) or `shape` (shaping). In them
-    ``self.prompt`` is the prompt and ``self.generated`` the answer so far; both are read-only views
-    of the history.
+    Authors write `reset` and `advance`, and `edit` (steering) or `shape` (shaping). There
+    ``self.prompt`` is the prompt and ``self.generated`` the answer so far, both read-only.
 
-    Class attributes: name: Name in the catalogue. version: Raised when the same arguments give
-        other tokens than before. stage: Place in the order law. reads: What it looks at; by default
-        everything. Args: Its arguments; by default there are none. observes_logits: State depends
-        on logits (mirostat's mu): it can only be rebuilt by replaying on logits. wraps_third_party:
-        Runs another system's processor (`adapters.third_party.processors`,
-        `adapters.trtllm.native_controls`). scopes: The scopes that a request may give it. once: A
-        request may name it only once with the same scope.
+    Class attributes:
+        name: Name in the catalogue.
+        version: Raised when the same arguments give other tokens than before.
+        stage: Position in the order law.
+        reads: The history that it reads; by default everything.
+        Args: Its arguments; none by default.
+        observes_logits: State depends on logits, as mirostat's mu does: replayed on logits.
+        wraps_third_party: Runs a third-party processor (`adapters.third_party`).
+        scopes: The scopes that a request may give it.
+        once: A request may name it only once with the same scope.
     """
 
     name: ClassVar[str]
@@ -193,7 +195,7 @@ class Processor(ABC):
         """The processors that this name stands for; several where a control acts at two stages."""
         return [cls(args, context)]
 
-    # What authors write
+    # Methods that authors write
 
     def reset(self) -> None:
         """Return to the state right after the prompt; ``self.prompt`` is set."""
@@ -205,7 +207,7 @@ class Processor(ABC):
         """Undo `advance` for the newest tokens, oldest first; False makes the base class replay."""
         return False
 
-    # What chains and engines call
+    # Methods that chains and engines call
 
     @property
     def position(self) -> int:
@@ -229,7 +231,7 @@ class Processor(ABC):
 
     @property
     def generated(self) -> Sequence[int]:
-        """Generated token ids (a copy; do not take it every step)."""
+        """Generated token ids (a copy, O(length): not for every step)."""
         return self._tokens[self._prompt_length :]
 
     @property
@@ -240,7 +242,7 @@ class Processor(ABC):
     def from_prompt(self, key: Hashable, make: Callable[[], T]) -> T:
         """``make()``, once per prompt and key: shared by the processors of a chain.
 
-        It must depend on the prompt and the key only, and is not to be changed. Begin the key with
+        The value must depend on the prompt and the key only, and be immutable. Begin the key with
         your class.
         """
         if key not in self._derived:
@@ -260,7 +262,7 @@ class Processor(ABC):
         Args:
             prompt: Token ids.
             shared: A list that starts with the prompt and that its owner extends.
-            derived: What `from_prompt` has made for others of the same prompt.
+            derived: Values of `from_prompt`, shared by processors of the same prompt.
         """
         self._tokens = list(prompt) if shared is None else shared
         self._derived = {} if derived is None else derived
@@ -305,16 +307,16 @@ class Processor(ABC):
         self._tokens.append(token_id)
 
     def forget_from(self, position: int) -> None:
-        """Bring the state back to ``position``; the owner of a shared history then truncates it."""
+        """Rewind the state to ``position``; the owner of a shared history then truncates it."""
         if self._consumed > position:
             try:
                 undone = self.retract(self._tokens[position : self._consumed])
-            except Exception:  # the processor boundary: a replay, at the next step, will show whether it is broken
+            except Exception:  # the processor boundary: the replay at the next step shows whether it is broken
                 undone = False
             self._consumed = position if undone else -1
 
     def catch_up(self) -> None:
-        """Consume the tokens that the history holds and the state has not seen."""
+        """Consume the tokens of the history that the state has not seen yet."""
         if self._consumed < 0:
             self.reset()
             self._consumed = self._prompt_length

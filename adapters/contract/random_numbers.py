@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 SAMPLE = 0
-"""Purpose of the sampler's own draw. Processors use a positive constant of their own."""
+"""Purpose of the sampler. Processors use a positive constant of their own."""
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15

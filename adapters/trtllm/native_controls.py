@@ -34,10 +34,10 @@ class EmbeddingBias(ShapingProcessor):
 class ThirdPartyCallable(ThirdPartyShaping):
     """A TensorRT-LLM callable: ``(req_id, [1, 1, V], [ids], None, None)``, in place.
 
-    It is called once per sampled token. One that carries an attribute ``failure`` reports through
-    it. The list of ids is the same one at every call, grown by the new tokens, where TensorRT-LLM
-    makes a new one each time: copy what is to be kept. Where the callable has made it longer or
-    shorter, the next call gets a new one.
+    It is called once per sampled token, and reports failures through an attribute ``failure``, if
+    it has one. The list of ids is the same object at every call, grown by the new tokens, where
+    TensorRT-LLM makes a new one each time: a callable must copy what it keeps. If it has changed
+    the list's length, the next call gets a new list.
 
     Args:
         processor: The callable.
@@ -49,7 +49,7 @@ class ThirdPartyCallable(ThirdPartyShaping):
 
     def __init__(self, processor: Callable[..., None], request_number: int) -> None:
         super().__init__()
-        self.name = _name_of(processor)  # type: ignore[misc]  # each instance stands for its own callable
+        self.name = _name_of(processor)  # type: ignore[misc]  # each instance is named after its own callable
         self._processor = processor
         self._request_number = request_number
 
