@@ -111,12 +111,12 @@ def works_of(case: Case, batch_size: int, device: torch.device, select: Select) 
     logits = case.make_logits(batch_size, VOCAB_SIZE).to(device)
     sampler, plan = Sampler(VOCAB_SIZE, (), device, sync_free=True), plan_of(case.params, batch_size)
     sampler.sample(logits, Edits(), plan)
-    drawn = sampler._table.drawn
-    padded = logits if drawn.padded_index is None else logits.index_select(0, drawn.padded_index)
-    highest, numbers = padded.amax(-1, keepdim=True), drawn.numbers()
+    random_rows = sampler._table.random_rows
+    padded = logits if random_rows.padded_index is None else logits.index_select(0, random_rows.padded_index)
+    highest, uniforms = padded.amax(-1, keepdim=True), random_rows.uniforms()
 
     def draw(how: Select) -> Work:
-        return lambda: truncate_and_sample_rows(padded, highest, drawn.columns, numbers, how)
+        return lambda: truncate_and_sample_rows(padded, highest, random_rows.columns, uniforms, how)
 
     works: dict[str, Work] = {
         "read": lambda: logits.amax(-1),

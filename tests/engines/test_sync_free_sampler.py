@@ -319,15 +319,15 @@ def test_the_numbers_of_the_next_step_are_those_that_were_prepared() -> None:
     logits = logits_of(2, 1, 50, 0.0, 1.0)
     sampler.sample(logits.clone(), Edits(), plan)
     sampler.prepare_next()
-    drawn = sampler._table.drawn
-    prepared = drawn._next
+    random_rows = sampler._table.random_rows
+    prepared = random_rows._next
     assert prepared is not None
     one.tokens.append(1)
-    assert drawn.numbers() is prepared[1]
-    assert drawn.numbers().item() == pytest.approx(drawn._table.uniforms()[0], abs=0)
+    assert random_rows.uniforms() is prepared[1]
+    assert random_rows.uniforms().item() == pytest.approx(random_rows._table.uniforms()[0], abs=0)
     one.tokens.append(1)  # two at once: what was prepared does not fit
-    assert drawn.numbers() is not prepared[1]
-    assert drawn.numbers().item() == drawn._table.uniforms()[0]
+    assert random_rows.uniforms() is not prepared[1]
+    assert random_rows.uniforms().item() == random_rows._table.uniforms()[0]
 
 
 def test_the_step_is_settled_and_the_next_prepared_while_the_tokens_are_on_their_way(
@@ -339,7 +339,9 @@ def test_the_step_is_settled_and_the_next_prepared_while_the_tokens_are_on_their
     seen = []
 
     def collect(step: DeviceStep) -> Samples:
-        seen.append((one.num_computed == len(one.tokens), one in driver.scheduler.decoding, step._table.drawn._next))
+        seen.append(
+            (one.num_computed == len(one.tokens), one in driver.scheduler.decoding, step._table.random_rows._next)
+        )
         return own_collect(step)
 
     own_collect = DeviceStep.collect

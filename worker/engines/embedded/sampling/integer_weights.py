@@ -1,10 +1,9 @@
 """Weights of tokens as integers, whose sums do not depend on the order in which they are added.
 
 A token's weight is ``exp((z - max z) / T)``, computed in float64 and rounded to a multiple of
-``2**-weight_bits(V)``; here it is counted in these units. The weights of a row sum to less than
-2**62, so that every sum of them is exact in int64, whoever adds them up and in whatever order: a
-few candidates, a whole row, or the threads of a GPU. A token with a weight below half a unit, 3e-14
-of the likeliest token's, is never drawn.
+``2**-weight_bits(V)``, its unit. The weights of a row sum to less than 2**62, so that every sum of
+them is exact in int64 in any order: over candidates, over a whole row, or by the threads of a GPU.
+A token with a weight below half a unit, 3e-14 of the highest, is never sampled.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ def weight_bits(vocab_size: int) -> int:
 def rounding(bits: int) -> tuple[float, int]:
     """The float64 that rounds a weight in [0, 1] to `bits` places when added, and its int64 bits.
 
-    Between it and the next power of two, float64 numbers are ``2**-bits`` apart. So the bits of a
-    sum, less the bits of the number, are the weight in units, rounded to the nearest, of two
-    equally near ones to the even.
+    Between this offset and the next power of two, float64 numbers are ``2**-bits`` apart. So the
+    int64 bits of a sum, minus the bits of the offset, are the weight in units, rounded to nearest,
+    ties to even: one addition replaces a multiplication, a rounding and a conversion.
     """
     offset = 1.5 * 2.0 ** (52 - bits)
     return offset, int.from_bytes(struct.pack("<d", offset), "little")
@@ -48,13 +47,13 @@ def exponential_(values: torch.Tensor) -> torch.Tensor:
 
 
 def as_units(weights: torch.Tensor, bits: int) -> torch.Tensor:
-    """int64, of weights in [0, 1] in float64, whose memory it takes over. Of NaN any number."""
+    """int64 units of float64 weights in [0, 1], in place in their memory; undefined for NaN."""
     offset, zero = rounding(bits)
     return weights.add_(offset).view(torch.int64).sub_(zero)
 
 
 def logarithms(units: torch.Tensor, bits: int) -> torch.Tensor:
-    """float64: the logarithms of weights, 0 for the likeliest token's, -inf for none."""
+    """float64 logarithms of weights: 0 for the highest logit, -inf for weight 0."""
     return units.double().mul_(2.0**-bits).log_()
 
 
@@ -64,9 +63,9 @@ def share_of(totals: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     return torch.where(shares < 1, torch.minimum(wanted, totals), totals)
 
 
-def points_in(totals: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def points_in(totals: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The unit in ``range(totals)`` that each of `uniforms` (float64 in [0, 1]) falls on."""
-    return torch.minimum((totals.double() * numbers).to(torch.int64), totals - 1)
+    return torch.minimum((totals.double() * uniforms).to(torch.int64), totals - 1)
 
 
 def share_of_one(total: int, share: float) -> int:
@@ -74,6 +73,6 @@ def share_of_one(total: int, share: float) -> int:
     return min(math.ceil(float(total) * share), total) if share < 1 else total
 
 
-def point_in_one(total: int, number: float) -> int:
+def point_in_one(total: int, uniform: float) -> int:
     """`points_in` of one row."""
-    return min(int(float(total) * number), total - 1)
+    return min(int(float(total) * uniform), total - 1)

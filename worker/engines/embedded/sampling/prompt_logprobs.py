@@ -20,7 +20,7 @@ class LogitsCollector:
         prompt: Token ids of the prompt.
         top_n: Alternatives per prompt token, 0 for the tokens themselves alone, None for no log
             probabilities.
-        never: Ids that are never sampled; they take no part in log probabilities, as in those of
+        never: Ids that are never sampled; they are masked in log probabilities, as in those of
             sampled tokens.
         keep_prompt: Keep the logits of the prompt.
         keep_generated: Keep the logits that tokens are sampled from.
