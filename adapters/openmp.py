@@ -22,11 +22,11 @@ each barrier then waits for the scheduler, and a step has hundreds of them. Meas
 def bound_spin(environ: MutableMapping[str, str] = os.environ) -> bool:
     """Set ``GOMP_SPINCOUNT`` to `SPIN_COUNT`, unless the environment already sets the wait policy.
 
-    ``OMP_WAIT_POLICY`` says it too. The torch wheels for Linux come with GNU OpenMP, and the native
-    kernels are linked with it; other OpenMP libraries ignore the variable.
+    ``OMP_WAIT_POLICY`` also counts as set. The torch wheels for Linux come with GNU OpenMP, and the
+    native kernels are linked with it; other OpenMP libraries ignore the variable.
 
     Returns:
-        Whether it holds in this process: not if torch has been imported before, which is logged.
+        Whether it takes effect in this process: not if torch was imported before, which is logged.
     """
     if environ.get("GOMP_SPINCOUNT") or environ.get("OMP_WAIT_POLICY"):
         return True

@@ -20,10 +20,10 @@ from adapters.grammars.compiler import GrammarRefused, compile_grammar, walk
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, Verdict
 
 MAX_BYTES = 256 * 1024 * 1024
-"""Bytes of compiled grammars that are kept."""
+"""Bytes of compiled grammars to keep."""
 
 MAX_BAD = 4096
-"""Grammars that are remembered as bad, by digest."""
+"""Refused grammars to remember, by digest."""
 
 SLOW_FOR_S = 60.0
 """How long a grammar that timed out is refused without another attempt.
@@ -45,7 +45,7 @@ Such grammars compile one at a time in this process, so that others do not wait 
 """
 
 BYTES_PER_CHARACTER = 128
-"""Compiled bytes per byte of source, where no sandbox has measured them.
+"""Compiled bytes per character of source, where no sandbox has measured them.
 
 More than JSON Schemas take, which take most: with other threads in the process the allocator's
 counters do not say.
@@ -59,7 +59,7 @@ allocated bytes do not.
 """
 
 NUM_THREADS = 2
-"""Threads for all other grammars."""
+"""Compile threads for all other grammars."""
 
 
 @dataclass(eq=False)
@@ -67,8 +67,8 @@ class Compiled:
     """A compiled grammar.
 
     Attributes:
-        matcher: At its beginning, to be copied and never to be advanced.
-        num_bytes: What it takes, bytes.
+        matcher: In its initial state; copied, never advanced.
+        num_bytes: Its memory, bytes.
     """
 
     matcher: LLMatcher
@@ -76,19 +76,18 @@ class Compiled:
 
 
 class GrammarCache:
-    """Compiled grammars, the least recently used dropped first. Safe to use from several threads.
+    """LRU cache of compiled grammars. Thread-safe.
 
     Args:
         tokenizer: Of the vocabulary.
-        max_bytes: Bytes of compiled grammars to keep. A grammar in use is found again however
-            little is kept.
+        max_bytes: Bytes of compiled grammars to keep. A grammar in use is always found again.
         clock: Seconds, monotonic.
 
     Attributes:
-        sandbox: Compiles every grammar first, if there is one; else grammars are trusted.
-        num_bytes: Bytes of the grammars that are kept.
-        num_hits: How often a grammar was there already.
-        num_misses: How often it was not.
+        sandbox: Compiles every grammar first; None trusts grammars.
+        num_bytes: Bytes of the cached grammars.
+        num_hits: Look-ups that found the grammar.
+        num_misses: Look-ups that did not.
     """
 
     def __init__(
@@ -114,16 +113,16 @@ class GrammarCache:
         return len(self._kept)
 
     def compiled(self, grammar: str) -> Compiled:
-        """``grammar``, compiled now unless it is known; waits for it.
+        """``grammar``, from the cache or compiled now; waits for it.
 
         Args:
             grammar: In llguidance's JSON form.
 
         Raises:
-            GrammarRefused: it is malformed, matches no text, or went beyond a limit.
-            SandboxBusy, SandboxUnavailable: the sandbox could not try it.
+            GrammarRefused: it is malformed, matches no text, or exceeded a limit.
+            SandboxBusy, SandboxUnavailable: the sandbox could not compile it.
         """
-        found = self._find(_digest(grammar))  # what was asked for just now is no further look-up
+        found = self._find(_digest(grammar))  # not counted: `request` was called for it just before
         return found if isinstance(found, Compiled) else self.request(grammar).result()
 
     def request(self, grammar: str, client: Hashable | None = None) -> Future[Compiled]:
@@ -131,7 +130,7 @@ class GrammarCache:
 
         Args:
             grammar: In llguidance's JSON form.
-            client: Whose it is, for fair turns in the sandbox; None is a client of its own.
+            client: For round robin over clients in the sandbox; None counts as a separate client.
         """
         digest = _digest(grammar)
         wanted: Future[Compiled] = Future()
@@ -161,7 +160,7 @@ class GrammarCache:
             return self._in_use.get(digest)
 
     def _known(self, digest: bytes) -> Verdict | None:
-        """For the sandbox: somebody else asked for the same meanwhile."""
+        """For the sandbox: the verdict, if the same grammar has been compiled meanwhile."""
         found = self._find(digest)
         return Verdict("compiled", num_bytes=found.num_bytes) if isinstance(found, Compiled) else found
 
@@ -177,7 +176,7 @@ class GrammarCache:
             try:
                 self._compile(digest, grammar, verdict, wanted)
             except RuntimeError as error:
-                _settle(wanted, SandboxBusy(f"the system gives no thread to compile it in: {error}"))
+                _settle(wanted, SandboxBusy(f"no thread could be started to compile it: {error}"))
         else:
             self._remember(digest, verdict)
             _settle(wanted, verdict)
@@ -191,7 +190,7 @@ class GrammarCache:
                 self._bad.popitem(last=False)
 
     def _compile(self, digest: bytes, grammar: str, tried: Verdict | None, wanted: Future[Compiled]) -> None:
-        """Compile in this process, once for all who want it now."""
+        """Compile in this process, once for all concurrent requests."""
         with self._lock:
             found = self._in_use.get(digest)
             running = self._compiling.get(digest) if found is None else None
@@ -239,7 +238,7 @@ class GrammarCache:
 
 
 def _trim() -> None:
-    """Give free memory back to the system, where the allocator is glibc's."""
+    """Return free memory to the system, if the allocator is glibc's."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

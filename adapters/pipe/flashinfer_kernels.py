@@ -1,7 +1,6 @@
 """The functions of `adapters.pipe.torch_kernels` by FlashInfer's CUDA kernels; imported on use.
 
-The kernels decide equal values their own way: top-k and top-p keep all tokens that tie with the
-last one.
+Ties differ from the torch kernels: top-k and top-p keep all tokens that tie with the last one.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class BuiltinOp(ParameterizedOp):
 
     @abstractmethod
     def _run(self, rows: torch.Tensor, kernels: Kernels, kwargs: dict[str, Any]) -> torch.Tensor:
-        """The result for checked rows, ``[B, V]``."""
+        """The result for checked rows ``[B, V]``."""
 
     def _temperature(self, rows: torch.Tensor, kwargs: dict[str, Any]) -> PerRow:
         return temperatures(self._get_param("temperature", kwargs), len(rows))
@@ -63,7 +63,7 @@ class BuiltinOp(ParameterizedOp):
         return False if given is None else flag("is_deterministic", given)
 
     def _draw(self, rows: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, bool, Any]:
-        """Rows of the draws, whether the kernel is deterministic, generator."""
+        """Row index of each sample, whether the kernel is deterministic, generator."""
         indices = row_indices(self._get_param("indices", kwargs, required=False), len(rows))
         generator = generator_of(self._get_param("generator", kwargs, required=False))
         return indices, self.default_params.get("deterministic", True), generator

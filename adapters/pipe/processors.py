@@ -16,8 +16,7 @@ class LogitsProcessor(ABC):
     """A transformation of logits or probabilities, kept as parameters until `legalize`.
 
     Args:
-        **params: Parameters of the ops. They may be given in the call of the pipe instead, which
-            wins.
+        **params: Parameters of the ops. Those given in the call of the pipe override them.
     """
 
     def __init__(self, **params: Any) -> None:
@@ -109,8 +108,7 @@ class Sample(BuiltinProcessor):
     A call takes ``generator``, and ``indices``, the row of each sample.
 
     Args:
-        deterministic: Passed on to FlashInfer's kernels; our draws are reproducible with either
-            value.
+        deterministic: For FlashInfer's kernels; torch's are reproducible with either value.
     """
 
     ops = MappingProxyType({TensorType.LOGITS: operators.LogitsSampleOp, TensorType.PROBS: operators.ProbsSampleOp})

@@ -1,8 +1,8 @@
 """The ops' mathematics in torch, for any device, on checked rows ``[B, V]``.
 
-The cuts are those of `adapters.processors.truncation`: ties with the k-th value stay, except with k
-= 1, where the lowest id stays; top-p keeps the shortest prefix whose mass is at least p, of equals
-the lower ids first. A row's result does not depend on the rows beside it, bit for bit.
+Truncation is that of `adapters.processors.truncation`: ties with the k-th value are kept, except
+with k = 1, where the lowest id is kept; top-p keeps the shortest prefix whose mass is at least p,
+ties by rising id. Batch-invariant: a row's result does not depend on the other rows, bit for bit.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def sample_probs(
 ) -> torch.Tensor:
     """One token per row, or per entry of ``indices``, by inverse transform sampling.
 
-    Draw i takes the i-th number of the generator, and the mass is summed in integers of 2^-53, so
-    that the tokens are reproducible on every device whether ``deterministic`` or not, and a row's
-    token depends on its probabilities and its number alone.
+    Sample i takes the i-th number of the generator, and masses are summed as integer multiples of
+    2^-53, so that tokens are reproducible on every device whether ``deterministic`` or not, and a
+    row's token depends on its probabilities and its random number alone.
 
     Returns:
         ``[B]`` int32, or ``[n]`` with the dtype of ``indices``.
@@ -136,7 +136,7 @@ def _one_each(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _from_rows(probs: torch.Tensor, numbers: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Groups the draws by row, so that millions of draws from one row cost no copy of it."""
+    """Group samples by row, so that millions of samples from one row do not copy it."""
     tokens = torch.empty_like(indices)
     for row in torch.unique(indices).tolist():
         mine = indices == row
@@ -146,20 +146,20 @@ def _from_rows(probs: torch.Tensor, numbers: torch.Tensor, indices: torch.Tensor
 
 
 def _bounds(probs: torch.Tensor) -> torch.Tensor:
-    """Distribution functions, int64 ``[R, V]``."""
+    """Cumulative distribution functions, int64 ``[R, V]``."""
     shares = probs.double().div_(row_sums(probs).double()).mul_(_UNIT)
     return shares.long().cumsum(-1)
 
 
 def _search(bounds: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The token that each number in [0, 1) falls on, ``[R, n]``."""
+    """The token of each random number in [0, 1), ``[R, n]``."""
     totals = bounds[:, -1:]
     targets = torch.minimum((numbers * totals).long(), totals - 1)
     return torch.searchsorted(bounds, targets, right=True)
 
 
 def _top_k(probs: torch.Tensor, top_k: PerRow) -> torch.Tensor:
-    """``probs`` with 0 for what is dropped."""
+    """``probs`` with 0 for dropped tokens."""
     return top_k_mask(probs, top_k).clamp_min_(0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a tensor in a pipe means: logits, probabilities or token ids."""
+"""The type of a tensor in a pipe: logits, probabilities or token ids."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class SplitCharacters:
     def room(self, beginning: bytes, left: int) -> Ban | None:
         """The mask that keeps characters completable within the next ``left`` tokens.
 
-        Masked are the tokens behind which more bytes of a character would be missing than tokens
+        Masked are the tokens after which more bytes of a character would be missing than tokens
         are left: each missing byte can be a token of its own. Behind a beginning that lacks more
         bytes than that, and with ``left`` 0, every token must leave fewer missing than there are
         now.

@@ -96,7 +96,7 @@ class ForceLastPhrase(SteeringProcessor):
     phrase is forced when there is room for it and the end token but no more.
 
     The phrase never cuts a character: inside one its first token and the end tokens are masked, and
-    with fewer than four tokens left before the phrase is forced, so are those behind which more
+    with fewer than four tokens left before the phrase is forced, so are those after which more
     bytes of a character are missing than tokens are left.
     """
 

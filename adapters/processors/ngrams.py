@@ -38,7 +38,7 @@ class PromptNgrams:
 
     Attributes:
         heads: Hashes of the prompt's newest beginnings, ``heads[-1]`` of all of it: what hashes of
-            n-grams that begin in the prompt and end behind it are made from. ``length + 1`` of
+            n-grams that begin in the prompt and end after it are made from. ``length + 1`` of
             them, or ``L + 1`` if those are fewer.
     """
 
@@ -71,9 +71,9 @@ class PromptNgrams:
         """Hash of a beginning that is one token longer than the one whose hash is ``before``."""
         return (before * self._base + token_id + 1) % MODULUS
 
-    def window(self, before: int, behind: int) -> int:
+    def window(self, before: int, after: int) -> int:
         """Hash of the ``length`` tokens between two beginnings."""
-        return (behind - before * self._power) % MODULUS
+        return (after - before * self._power) % MODULUS
 
     def find(self, window: int) -> tuple[int, list[int]] | None:
         """First position of the n - 1 tokens of this hash, and their followers in order."""

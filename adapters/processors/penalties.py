@@ -57,7 +57,7 @@ class Occurrences:
         self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
 
     def ids(self) -> torch.Tensor:
-        """int64 ``[n]``, a view: later tokens are added behind it."""
+        """int64 ``[n]``, a view: later tokens are added after it."""
         return torch.from_numpy(self._ids[: len(self._slots)])
 
     def scaled_counts(self, factor: float) -> torch.Tensor:

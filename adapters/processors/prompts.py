@@ -58,14 +58,14 @@ class TriggerPhrase(SteeringProcessor):
     """Writes a phrase whenever a trigger has been generated, or after a number of tokens.
 
     Source: TriggerPhrase of NVIDIA's logits-processor-zoo, with its time counted in tokens. With
-    ``trigger`` the phrase is forced behind the token in which the trigger text is completed,
+    ``trigger`` the phrase is forced after the token in which the trigger text is completed,
     however the answer splits it. With ``after_tokens`` it is forced once that many tokens were
     generated since the beginning or since the last phrase. Both look at the generated tokens only;
     the phrase itself neither triggers nor counts. An answer that ends earlier has no phrase. A
     trigger that names a special token is that token.
 
     The phrase never cuts a character: with fewer than four of ``after_tokens`` left, the tokens
-    behind which more bytes of a character are missing than tokens are left are masked. Where the
+    after which more bytes of a character are missing than tokens are left are masked. Where the
     token that completes a trigger begins another character, the phrase waits for its end, and
     meanwhile every token must leave fewer bytes missing.
     """
@@ -77,7 +77,7 @@ class TriggerPhrase(SteeringProcessor):
 
     class Args(ProcessorArgs):
         text: Annotated[Text, Field(description="The phrase.")]
-        trigger: Annotated[_ShortText | None, Field(description="Text behind which the phrase comes.")] = None
+        trigger: Annotated[_ShortText | None, Field(description="Text after which the phrase comes.")] = None
         after_tokens: Annotated[PositiveCount | None, Field(description="Tokens after which the phrase comes.")] = None
         times: Annotated[int, Field(ge=1, le=4096, description="Most phrases of the answer.")] = 1
 
@@ -169,7 +169,7 @@ class _Trie:
             self.is_choice[node] = True
 
     def step(self, node: int, token_id: int) -> int:
-        """The node behind ``token_id``, `ASIDE` if there is none."""
+        """The node after ``token_id``, `ASIDE` if there is none."""
         return self.ASIDE if node == self.ASIDE else self.children[node].get(token_id, self.ASIDE)
 
     def deciding(self, sequence: Sequence[int]) -> tuple[int, int | None]:
@@ -223,8 +223,8 @@ class MultipleChoice(SteeringProcessor):
     more.
 
     With ``boost`` w, a choice c is looked up in the prompt's text as a label: at the beginning of a
-    line, possibly behind "(" or "[", with one or more of ``. : ) ]`` behind it; the last such place
-    counts. Let t be the token in which the text behind the label begins ("hair" in "A. hair
+    line, possibly after "(" or "[", with one or more of ``. : ) ]`` after it; the last such place
+    counts. Let t be the token in which the text after the label begins ("hair" in "A. hair
     dryer"). Where c parts from all other choices, the logit of its token is changed at the soft
     stage: ``z_c <- z_c + w * z_t``, all from the same row. A choice that is not found is not
     changed, nor one whose ``z_t`` is not finite.
@@ -331,12 +331,12 @@ class _PromptText:
 
 def _first_words(labels: Sequence[bytes], prompt: Sequence[int], known: _PromptText) -> list[int | None]:
     """For each label, the first token of the text after it; None if not in the prompt."""
-    begins = _behind_labels({label for label in labels if label}, known.text)
+    begins = _after_labels({label for label in labels if label}, known.text)
     return [prompt[bisect_right(known.ends, begins[label])] if label in begins else None for label in labels]
 
 
-def _behind_labels(labels: set[bytes], text: bytes) -> dict[bytes, int]:
-    """Where the text behind each label begins, in the last line that begins with it.
+def _after_labels(labels: set[bytes], text: bytes) -> dict[bytes, int]:
+    """Where the text after each label begins, in the last line that begins with it.
 
     A line is looked at once for each length that labels have and the line still holds, so that the
     time is bounded by the size of the text, however many labels there are.
@@ -347,13 +347,13 @@ def _behind_labels(labels: set[bytes], text: bytes) -> dict[bytes, int]:
     for head in re.finditer(_HEAD % first_bytes, text, re.MULTILINE) if labels else ():
         line_end = text.find(b"\n", head.end())
         line_end = len(text) if line_end < 0 else line_end
-        for begin in range(head.start(1), head.end() + 1):  # with the bracket, which may be the label's, and behind it
+        for begin in range(head.start(1), head.end() + 1):  # with the bracket, which may be the label's, and after it
             for length in lengths:
                 if begin + length >= line_end:
                     break
                 label = text[begin : begin + length]
-                if label in labels and (behind := _CLOSING.match(text, begin + length)):
-                    begins[label] = behind.end()
+                if label in labels and (after := _CLOSING.match(text, begin + length)):
+                    begins[label] = after.end()
     return begins
 
 
@@ -421,13 +421,13 @@ class _Cited:
         ids = np.union1d(tokens[tokens < num_tokens], np.array(sorted(ends), dtype=np.int64))
         self.token_ids = torch.from_numpy(ids)
         is_known = tokens[1:] < num_tokens
-        before, behind = tokens[:-1][is_known], tokens[1:][is_known]
-        order = np.lexsort((behind, before))
-        before, behind = before[order], behind[order]
+        before, after = tokens[:-1][is_known], tokens[1:][is_known]
+        order = np.lexsort((after, before))
+        before, after = before[order], after[order]
         is_first = np.ones(len(order), dtype=np.bool_)
-        is_first[1:] = (before[1:] != before[:-1]) | (behind[1:] != behind[:-1])
+        is_first[1:] = (before[1:] != before[:-1]) | (after[1:] != after[:-1])
         self._before = before[is_first]
-        self._places = torch.from_numpy(np.searchsorted(ids, behind[is_first]))
+        self._places = torch.from_numpy(np.searchsorted(ids, after[is_first]))
 
     def followers(self, token_id: int) -> torch.Tensor | None:
         """Indices into `token_ids` (int64 ``[m]``, rising) of the token's followers, or None."""

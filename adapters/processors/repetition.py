@@ -210,7 +210,7 @@ class Dry(SteeringProcessor):
     penalty is at most the largest float32. The context is prompt and generated, its last ``range``
     tokens if ``range`` is not 0; both occurrences lie inside it.
 
-    A breaker is a text. The suffix begins behind the last token that completes a breaker, wherever
+    A breaker is a text. The suffix begins after the last token that completes a breaker, wherever
     token boundaries fall, and a token that holds a whole breaker is never penalised.
 
     Cost: each token O(1) amortised (suffix automaton); each edit visits at most ``max_exponent +
@@ -249,7 +249,7 @@ class Dry(SteeringProcessor):
     def reset(self) -> None:
         depth = self._shortest + self._max_exponent
         self._automaton = SuffixAutomaton(depth, track_ends=self._range > 0)
-        # Tokens behind the last breaker, and what of a breaker may be under way.
+        # Tokens after the last breaker, and what of a breaker may be under way.
         self._limit, self._tail = 0, b""
         self._limits: list[tuple[int, bytes]] = []
         prompt = self.prompt[-self._range :]
@@ -359,7 +359,7 @@ class LoopStop(SteeringProcessor):
     Prompt tokens are not counted. Together with a processor that bans the end (``min_tokens``) a
     loop cannot be stopped, and the request fails as unsatisfiable.
 
-    A loop found inside a character is stopped behind it: until then every token must leave fewer
+    A loop found inside a character is stopped after it: until then every token must leave fewer
         bytes missing.
 
     Cost per token: a few operations on ``max_period`` numbers.

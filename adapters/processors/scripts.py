@@ -42,7 +42,7 @@ class BanScripts(SteeringProcessor):
     ``\\p{Script=Han}``. Characters that scripts share (digits, most punctuation, also that of CJK)
     have the script Common and stay.
 
-    A token is judged by its bytes behind those of a character that the history has begun. It is
+    A token is judged by its bytes after those of a character that the history has begun. It is
     banned if with them it completes a character of a banned script, alone or among others, and if
     it ends in the beginning of a character that can only become one of a banned script; code points
     that Unicode has not assigned do not count as a way out. Special tokens are never banned.
@@ -83,7 +83,7 @@ class BanScripts(SteeringProcessor):
         return True
 
     def edit(self) -> Edit | None:
-        return self._masks.behind(self._begun)
+        return self._masks.after(self._begun)
 
 
 def _canonical(name: str) -> str:
@@ -132,7 +132,7 @@ def _flags(ranges: Sequence[tuple[int, int]]) -> _Flags:
 
 
 def _reach(beginning: bytes) -> tuple[int, int]:
-    """Code points that ``beginning`` can become, the first and one behind the last."""
+    """Code points that ``beginning`` can become, the first and one after the last."""
     missing = num_missing(beginning)
     low, high = b"\x80" * missing, b"\xbf" * missing
     if len(beginning) == 1:
@@ -187,7 +187,7 @@ class _Masks:
     are needed.
 
     Args:
-        allowed: Bit per id, int32, behind whole characters.
+        allowed: Bit per id, int32, after whole characters.
         inner: Tokens that begin with bytes from inside a character.
         fragments: Those, and the tokens that end with the beginning of a character.
         judge: Of the scripts.
@@ -200,12 +200,12 @@ class _Masks:
         self._made: dict[bytes, Allow] = {b"": self._whole}
 
     def begun(self, beginning: bytes, token_id: int) -> bytes:
-        """The beginning of a character behind ``beginning`` and a token."""
+        """The beginning of a character after ``beginning`` and a token."""
         piece = self._fragments.get(token_id)
         return b"" if piece is None else begun(beginning + piece)
 
-    def behind(self, beginning: bytes) -> Allow:
-        """The mask behind the beginning of a character."""
+    def after(self, beginning: bytes) -> Allow:
+        """The mask after the beginning of a character."""
         allow = self._made.get(beginning)
         if allow is None:
             if len(self._made) >= _MOST_MASKS:

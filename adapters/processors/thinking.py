@@ -56,7 +56,7 @@ class ThinkingBudget(SteeringProcessor):
     is. With ``tokens`` 0 every section is closed at once.
 
     When ``tokens`` are used the closing tag is forced, token by token. With ``grace`` the model has
-    that many tokens more to end a line; the tag is forced behind the first token that ends one, or
+    that many tokens more to end a line; the tag is forced after the first token that ends one, or
     when the grace is used up too. A closing tag that the model has begun is continued, not begun
     again, and a tag it has completed is never doubled.
 
@@ -65,7 +65,7 @@ class ThinkingBudget(SteeringProcessor):
     byte where the model stands.
 
     The tag never cuts a character: with fewer than four tokens left of budget and grace, the tokens
-    behind which more bytes of a character are missing than tokens are left are masked.
+    after which more bytes of a character are missing than tokens are left are masked.
     """
 
     name = "thinking_budget"

@@ -58,7 +58,7 @@ def cost(subject: Subject) -> str:
             for field in fields(Work)
             if getattr(late, field.name) > getattr(early, field.name) * _GROWTH + getattr(_SLACK, field.name)
         ]
-        if grown and not subject.is_foreign:
+        if grown and not subject.is_third_party:
             what = f"between {EARLY} and {LATE} generated tokens the work of a step grew: {', '.join(grown)}"
             raise CheckFailed(f"{what}; keep what is needed in advance() ({case})")
         remarks.append(f"{microseconds:.0f} us of CPU time a step" + (f", grows: {', '.join(grown)}" if grown else ""))

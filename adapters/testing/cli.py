@@ -13,7 +13,7 @@ from adapters.catalog import CatalogError, load_class
 def add_check_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """``check``; exit status 0 if every check passed, 1 if one failed, 2 if it could not be run."""
     parser = subparsers.add_parser("check", help="whether a processor class keeps the contract")
-    parser.add_argument("target", metavar="module:Class", help="a processor, or a foreign one that can be wrapped")
+    parser.add_argument("target", metavar="module:Class", help="a processor, or a third-party one that can be wrapped")
     parser.add_argument(
         "--example",
         metavar="JSON",

@@ -103,7 +103,7 @@ def check_processor(
         only: Names of the checks to run, all by default.
 
     Raises:
-        TypeError: the class is neither a processor nor a foreign one.
+        TypeError: the class is neither a processor nor a third-party one.
         KeyError: there is no check of a name in ``only``.
     """
     checks = checks_named(only)

@@ -25,12 +25,12 @@ _PATIENT = 3600.0
 
 
 class CheckFailed(AssertionError):
-    """A processor does not keep the contract; the message says where and with what arguments."""
+    """A processor breaks the contract; the message says where and with what arguments."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments as JSON data, and the scope that a request would give.
+    """Arguments as JSON data, and a scope.
 
     Attributes:
         is_example: True if the author gave the arguments.
@@ -50,15 +50,16 @@ class Subject:
     """A processor class, with arguments to test it.
 
     Args:
-        processor: A `SteeringProcessor` or `ShapingProcessor` class, or a foreign class that
-            `adapters.third_party.processors` can run: a Dynamo `BaseLogitsProcessor`, a Hugging
+        processor: A `SteeringProcessor` or `ShapingProcessor` class, or a third-party class that
+            `adapters.third_party.processors` can wrap: a Dynamo `BaseLogitsProcessor`, a Hugging
             Face `LogitsProcessor`, a TensorRT-LLM logits processor.
         examples: Arguments as JSON data that the processor accepts for the kit's own model. Needed
-            where none can be guessed from the schema; ``examples`` in the schema itself count too.
+            where none can be generated from the schema; ``examples`` in the schema itself count
+            too.
         context: What the processor is built with instead of the kit's own context.
 
     Raises:
-        TypeError: the class is neither a processor nor a foreign one.
+        TypeError: the class is neither a processor nor a third-party one.
         ModuleNotFoundError: Hypothesis is not installed.
     """
 
@@ -71,7 +72,7 @@ class Subject:
         self.processor: type[Processor] = (
             processor if issubclass(processor, Processor) else wrap_third_party(processor, processor.__name__.lower())
         )
-        self.is_foreign = issubclass(self.processor, ThirdPartyProcessor)
+        self.is_third_party = issubclass(self.processor, ThirdPartyProcessor)
         self._given = [dict(example) for example in examples]
         self._context = context
 
@@ -96,7 +97,7 @@ class Subject:
         """Every example, the first one in each other scope, and generated arguments.
 
         Raises:
-            CheckFailed: an example is refused, or there is no example and nothing made up was
+            CheckFailed: an example is refused, or there is none and no generated arguments were
                 accepted.
         """
         for example in self.examples:
@@ -106,7 +107,7 @@ class Subject:
         cases = [Case(example) for example in self.examples]
         cases += [Case(arguments, is_example=False) for arguments in self._made_up()]
         if not cases:
-            problem = "no arguments could be made up from the schema; give examples"
+            problem = "no arguments could be generated from the schema; give examples"
             raise CheckFailed(f"{problem} (examples=[...], --examples, or `examples` in the schema)")
         scopes = [scope for scope in self.processor.scopes if scope != "all"]
         if not (self.context.think_start and self.context.think_end):
@@ -117,7 +118,7 @@ class Subject:
         """Typed arguments, by way of JSON as in a request.
 
         Raises:
-            ValidationError: they are not what the schema asks for.
+            ValidationError: they do not match the schema.
         """
         return self.processor.Args.model_validate_json(json.dumps(dict(arguments)))
 
@@ -134,7 +135,7 @@ class Subject:
         return self.chain_of(self.build(case.arguments), case.scope, *others)
 
     def chain_of(self, processors: Sequence[Processor], scope: Scope = "all", *others: Processor) -> ProcessorChain:
-        """As `chain`, of processors that are built already."""
+        """As `chain`, of processors already built."""
         unscoped: list[Scope] = ["all"] * len(others)
         scopes: list[Scope] = [scope] * len(processors)
         return ProcessorChain([*processors, *others], self.context, scopes=scopes + unscoped, step_budget_s=_PATIENT)
@@ -159,8 +160,8 @@ class Subject:
             if self._refusal(arguments) is None:
                 found.append(arguments)
 
-        # The bounds of a foreign class's arguments are general ones: what is at them need not make
+        # The bounds of a third-party class's arguments are generic, so values near them may make no
         # sense.
-        if self.schema.get("properties") and not (self.is_foreign and self.examples):
+        if self.schema.get("properties") and not (self.is_third_party and self.examples):
             each(valid(self.schema, self.examples), _TRIES, visit)
         return found

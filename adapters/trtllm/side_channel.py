@@ -1,10 +1,10 @@
-"""The side channel: what processors in another process tell the worker.
+"""Side channel: failures and steps reported by processors in another process to the worker.
 
 TensorRT-LLM's executor is another process and holds a pickled copy of every callable, so neither a
 failure nor a receipt can be returned. They are sent as JSON messages over a local Unix socket
 (sequenced packets: in order, whole). Sending never raises. It waits at most `SEND_TIMEOUT_S` for a
-worker that is behind; then the message is dropped and counted, and decoding goes on: the worker
-notices that a step is missing and fails that request alone.
+slow worker; then the message is dropped and counted, and decoding continues: the worker notices the
+missing step and fails that request alone.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ MAX_MESSAGE = 65536
 """Largest message, bytes."""
 
 SEND_TIMEOUT_S = 0.2
-"""Longest that one message waits for room. Every request of the batch waits with it."""
+"""Longest wait for buffer space per message; every request of the batch waits with it."""
 
 
 class Sender:
-    """This process's connections to side channels, by path; made at the first message."""
+    """This process's connections to side channels by path, opened at the first message."""
 
     def __init__(self) -> None:
         self._sockets: dict[str, socket.socket] = {}
         self._lock = threading.Lock()
 
     def send(self, path: str, data: bytes) -> bool:
-        """Whether the message is on its way."""
+        """Send a message; returns whether it was accepted."""
         with self._lock:
             try:
                 return self._send(path, data)
-            except OSError:  # nobody listens (any more)
+            except OSError:  # no listener (any more)
                 gone = self._sockets.pop(path, None)
                 if gone is not None:
                     gone.close()
@@ -102,7 +102,7 @@ class Reporter:
         self._send({**asdict(failure), "request_id": self.request_id})
 
     def step(self, step: Step) -> None:
-        """Tell what was asked for at one position."""
+        """Report the edits of one position."""
         self._send({**asdict(step), "request_id": self.request_id})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ class SideChannel:
         return Reporter(self.path, request_id)
 
     def poll(self) -> None:
-        """Take everything that has been sent by now, without waiting."""
+        """Handle all messages sent so far, without waiting."""
         self._accept()
         for connection in tuple(self._connections):
             self._receive(connection)

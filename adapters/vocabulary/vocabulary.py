@@ -13,7 +13,7 @@ from adapters.vocabulary.token_bytes import added_tokens, byte_index, known_ids,
 T = TypeVar("T")
 
 Address: TypeAlias = tuple[str, int, tuple[int, ...]]
-"""Where a vocabulary can be loaded from again, the arguments of `vocabulary_at`."""
+"""Arguments of `vocabulary_at`, from which a vocabulary can be loaded again."""
 
 
 class Tokenizer(Protocol):
@@ -73,20 +73,20 @@ class Vocabulary:
     def num_tokens(self) -> int:
         """Ids from here on are padding of the row, never sampled.
 
-        It is the tokenizer's highest id and one, not the number of its tokens: ids may have gaps.
+        One more than the tokenizer's highest id, not the number of its tokens: ids may have gaps.
         """
         return self.size if self.tokenizer is None else min(self.size, num_ids(self.tokenizer))
 
     @cached_property
     def gap_ids(self) -> frozenset[int]:
-        """Ids below `num_tokens` that stand for no token either."""
+        """Ids below `num_tokens` without a token."""
         return frozenset() if self.tokenizer is None else frozenset(range(self.num_tokens)) - known_ids(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Token ids that add exactly ``text`` after any history (see `TextEncoder`).
 
         Names of added tokens, special or not, are those tokens. No space is put before the text,
-        whatever the tokenizer does at the beginning of one. For a prompt ask the tokenizer.
+        whatever the tokenizer does at the beginning of one. For prompts use the tokenizer itself.
 
         Raises:
             ValueError: there is no tokenizer, or the text cannot be written in its tokens.
@@ -134,13 +134,13 @@ class Vocabulary:
 
     @cached_property
     def added_token_ids(self) -> frozenset[int]:
-        """Ids of the tokens that stand outside the tokenizer's model, and of all special ones."""
+        """Ids of added tokens (outside the tokenizer's model), and of all special ones."""
         added = () if self.tokenizer is None else added_tokens(self.tokenizer).values()
         return frozenset(added) | self.special_token_ids
 
     def derived(self, key: str, make: Callable[[], T]) -> T:
         """``make()``, once per vocabulary and key: script masks, tries, the grammar cache."""
-        with self._lock:  # chains are built in threads, and the tokenizer's trie of a grammar takes a second to make
+        with self._lock:  # chains are built in threads, and llguidance's tokenizer takes a second to build
             if key not in self._derived:
                 self._derived[key] = make()
             value: T = self._derived[key]
@@ -148,7 +148,7 @@ class Vocabulary:
 
     @property
     def address(self) -> Address | None:
-        """Where it can be loaded from again, None without a path."""
+        """Its address to load it from again, None without a path."""
         return None if self.path is None else (self.path, self.size, tuple(sorted(self.eos_token_ids)))
 
     def __reduce__(self) -> tuple[Callable[..., Vocabulary], tuple[Any, ...]]:
