@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Phrase(ProcessorArgs):
-    """One phrase: ``text``, of which exactly this is written, or ``token_ids``."""
+    """One phrase: ``text``, written exactly, or ``token_ids``."""
 
     text: Text | None = Field(default=None, description="The phrase as text.")
     token_ids: TokenIds | None = Field(default=None, description="The phrase as token ids.")

@@ -1,9 +1,9 @@
 """Index of a prompt's n-grams and the tokens that followed each, built in a few passes.
 
-N-grams are told apart by polynomial hashes modulo 2**64 (Karp and Rabin, 1987) to a base that is
-drawn in each process. What the index says does not depend on it: n-grams of one hash are compared
-token by token while the index is made, and if two differ it is made again with another base;
-whoever looks one up compares it once more.
+N-grams are distinguished by polynomial hashes modulo 2**64 (Karp and Rabin, 1987) with a random
+base per process. The index does not depend on it: n-grams of equal hash are compared token by token
+while the index is built, and if two differ it is rebuilt with another base; look-ups compare once
+more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Ids: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 MODULUS = 2**64
 _COMPARED_TOGETHER = 1 << 18
-"""Tokens of pairs of n-grams that are compared in one piece: 4 MiB of copies."""
+"""Tokens of n-gram pairs compared at a time: 4 MiB of copies."""
 
 
 def draw_base() -> int:
@@ -37,9 +37,9 @@ class PromptNgrams:
         base: Of the hashes.
 
     Attributes:
-        heads: Hashes of the prompt's newest beginnings, ``heads[-1]`` of all of it: what hashes of
-            n-grams that begin in the prompt and end after it are made from. ``length + 1`` of
-            them, or ``L + 1`` if those are fewer.
+        heads: Hashes of the prompt's longest prefixes, ``heads[-1]`` of all of it, for hashing
+            n-grams that begin in the prompt and end after it. ``length + 1`` of them, at most ``L +
+            1``.
     """
 
     def __init__(self, tokens: Ids, length: int, base: int = _BASE) -> None:
@@ -48,7 +48,7 @@ class PromptNgrams:
             base = draw_base()
 
     def _try(self, base: int) -> bool:
-        """Make the index; whether n-grams of one hash are the same."""
+        """Build the index; returns whether n-grams of equal hash are equal."""
         self._base, self._power = base, pow(base, self._length, MODULUS)
         heads = prefix_hashes(self._tokens, base)
         self.heads: list[int] = heads[-(self._length + 1) :].tolist()
@@ -68,11 +68,11 @@ class PromptNgrams:
         )
 
     def head(self, before: int, token_id: int) -> int:
-        """Hash of a beginning that is one token longer than the one whose hash is ``before``."""
+        """Hash of the prefix one token longer than that of hash ``before``."""
         return (before * self._base + token_id + 1) % MODULUS
 
     def window(self, before: int, after: int) -> int:
-        """Hash of the ``length`` tokens between two beginnings."""
+        """Hash of the ``length`` tokens between two prefixes."""
         return (after - before * self._power) % MODULUS
 
     def find(self, window: int) -> tuple[int, list[int]] | None:
@@ -91,8 +91,8 @@ class PromptNgrams:
 def prefix_hashes(tokens: Ids, base: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """uint64 ``[L + 1]``: ``h[0] = 0``, ``h[i + 1] = h[i] * base + tokens[i] + 1`` modulo 2**64.
 
-    Solved for all i at once: ``h[i + 1]`` is the sum of ``(tokens[j] + 1) / base**(j + 1)`` times
-        ``base**(i + 1)``.
+    Closed form for all i: ``h[i + 1]`` is the sum of ``(tokens[j] + 1) / base**(j + 1)`` times
+    ``base**(i + 1)``.
     """
     heads = np.zeros(len(tokens) + 1, dtype=np.uint64)
     powers = np.cumprod(np.full(len(tokens), base, dtype=np.uint64))

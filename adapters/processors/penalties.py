@@ -46,7 +46,7 @@ class Occurrences:
         self._counts = (np.arange(len(self._ids)) < len(token_ids)).astype(np.float32)
 
     def remove(self, token_id: int) -> None:
-        """Take back the newest occurrence, which was of ``token_id``."""
+        """Remove the newest occurrence, which was of ``token_id``."""
         slot = self._slots[token_id]
         self._counts[slot] -= 1
         if self._counts[slot] == 0:
@@ -57,16 +57,16 @@ class Occurrences:
         self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
 
     def ids(self) -> torch.Tensor:
-        """int64 ``[n]``, a view: later tokens are added after it."""
+        """int64 ``[n]``, a view to which later tokens are appended."""
         return torch.from_numpy(self._ids[: len(self._slots)])
 
     def scaled_counts(self, factor: float) -> torch.Tensor:
-        """float32 ``[n]``: count times ``factor``, a copy, as counts of known tokens change."""
+        """float32 ``[n]``: count times ``factor``; a copy, since earlier counts change."""
         return torch.from_numpy(self._counts[: len(self._slots)] * np.float32(factor))
 
 
 class _Counting(SteeringProcessor):
-    """Keeps the occurrences, and the edit made from them until the next token."""
+    """Base of penalties: occurrences, and the edit cached until the next token."""
 
     stage = Stage.PENALTY
     reads = Reads.GENERATED
@@ -157,7 +157,7 @@ class FrequencyPenalty(_Counting):
 
 
 class PresencePenalty(_Counting):
-    """Lowers the logits of generated tokens by a penalty, once however often they occurred.
+    """Lowers the logits of generated tokens by a penalty, once per distinct token.
 
     Source: OpenAI API reference, ``presence_penalty``: z_t - penalty for every t that occurs in the
     answer so far; the prompt does not count. Negative values encourage repetition.

@@ -1,4 +1,4 @@
-"""Prompted answers: a phrase at a trigger, one of several choices, citations of the prompt."""
+"""Prompt-guided answers: a phrase at a trigger, one of several choices, citations of the prompt."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _Boost = Annotated[float, Field(ge=-100, le=100)]
 
 
 class _Phase(NamedTuple):
-    """Where the answer stands.
+    """State of the answer.
 
     Attributes:
-        written: Tokens of the phrase that the answer ends with, while it is due or being written;
-            otherwise -1.
-        matched: Bytes of the trigger that the answer ends with.
+        written: Tokens of the phrase at the end of the answer while it is due or being written,
+            else -1.
+        matched: Bytes of the trigger at the end of the answer.
         waited: Tokens since the beginning or the last phrase.
-        times: Phrases begun.
+        times: Number of phrases begun.
     """
 
     written: int
@@ -57,17 +57,17 @@ class _Phase(NamedTuple):
 class TriggerPhrase(SteeringProcessor):
     """Writes a phrase whenever a trigger has been generated, or after a number of tokens.
 
-    Source: TriggerPhrase of NVIDIA's logits-processor-zoo, with its time counted in tokens. With
-    ``trigger`` the phrase is forced after the token in which the trigger text is completed,
-    however the answer splits it. With ``after_tokens`` it is forced once that many tokens were
-    generated since the beginning or since the last phrase. Both look at the generated tokens only;
-    the phrase itself neither triggers nor counts. An answer that ends earlier has no phrase. A
-    trigger that names a special token is that token.
+    Source: TriggerPhrase of NVIDIA's logits-processor-zoo, with time measured in tokens. With
+    ``trigger`` the phrase is forced after the token in which the trigger text is completed, however
+    the answer splits it. With ``after_tokens`` it is forced once that many tokens were generated
+    since the beginning or since the last phrase. Both look at the generated tokens only; the phrase
+    itself neither triggers nor counts. An answer that ends earlier has no phrase. A trigger that
+    names a special token matches that token.
 
-    The phrase never cuts a character: with fewer than four of ``after_tokens`` left, the tokens
-    after which more bytes of a character are missing than tokens are left are masked. Where the
-    token that completes a trigger begins another character, the phrase waits for its end, and
-    meanwhile every token must leave fewer bytes missing.
+    The phrase never cuts a character: with fewer than four of ``after_tokens`` left, tokens after
+    which a character would lack more bytes than tokens are left are masked. If the token that
+    completes a trigger begins another character, the phrase waits for its end, and until then every
+    token must reduce the number of missing bytes.
     """
 
     name = "trigger_phrase"
@@ -77,9 +77,11 @@ class TriggerPhrase(SteeringProcessor):
 
     class Args(ProcessorArgs):
         text: Annotated[Text, Field(description="The phrase.")]
-        trigger: Annotated[_ShortText | None, Field(description="Text after which the phrase comes.")] = None
-        after_tokens: Annotated[PositiveCount | None, Field(description="Tokens after which the phrase comes.")] = None
-        times: Annotated[int, Field(ge=1, le=4096, description="Most phrases of the answer.")] = 1
+        trigger: Annotated[_ShortText | None, Field(description="Text after which the phrase is written.")] = None
+        after_tokens: Annotated[
+            PositiveCount | None, Field(description="Tokens after which the phrase is written.")
+        ] = None
+        times: Annotated[int, Field(ge=1, le=4096, description="Most phrases in the answer.")] = 1
 
         @model_validator(mode="after")
         def _exactly_one(self) -> Self:
@@ -104,7 +106,7 @@ class TriggerPhrase(SteeringProcessor):
 
     def advance(self, token_id: int, index: int) -> None:
         self._earlier.append(self._phase)
-        if self._phase.written != 0 or not self._open(self._prompt_length + index):  # else it still waits
+        if self._phase.written != 0 or not self._open(self._prompt_length + index):  # else it is still waiting
             self._phase = self._next(self._phase, token_id)
 
     def retract(self, token_ids: Sequence[int]) -> bool:
@@ -169,7 +171,7 @@ class _Trie:
             self.is_choice[node] = True
 
     def step(self, node: int, token_id: int) -> int:
-        """The node after ``token_id``, `ASIDE` if there is none."""
+        """The child by ``token_id``, `ASIDE` if there is none."""
         return self.ASIDE if node == self.ASIDE else self.children[node].get(token_id, self.ASIDE)
 
     def deciding(self, sequence: Sequence[int]) -> tuple[int, int | None]:
@@ -189,7 +191,7 @@ class _ChoiceArgs(ProcessorArgs):
 
 
 class _Choices:
-    """What both stages of the multiple choice know: the trie, and the node of the answer."""
+    """Shared state of both stages of `MultipleChoice`: the trie, and the node of the answer."""
 
     def __init__(self, args: _ChoiceArgs, context: Context) -> None:
         if not context.end_token_ids:
@@ -205,7 +207,7 @@ class _Choices:
         self.path = [0]
 
     def advance(self, token_id: int) -> None:
-        # Behind the end of the answer nothing but the end follows.
+        # Only the end token follows the end of the answer.
         node = self.path[-1]
         if node != _Trie.ASIDE and self.trie.is_choice[node] and token_id in self.ends:
             self.path.append(node)
@@ -217,17 +219,16 @@ class MultipleChoice(SteeringProcessor):
     """Restricts the answer to one of the choices, each boosted by its words in the prompt.
 
     Source: MultipleChoice of NVIDIA's logits-processor-zoo, for choices of any number of tokens.
-    Each choice is written exactly as it stands, without a space before it, in one sequence of
-    tokens; the answer follows one of these sequences to its end, where an end token comes. Any end
-    token of the request may; where one choice begins another the model decides between the end and
-    more.
+    Each choice is written exactly as given, without a leading space, in one sequence of tokens; the
+    answer follows one of these sequences and then ends with any end token of the request. Where one
+    choice is a prefix of another, the model decides between ending and continuing.
 
-    With ``boost`` w, a choice c is looked up in the prompt's text as a label: at the beginning of a
-    line, possibly after "(" or "[", with one or more of ``. : ) ]`` after it; the last such place
-    counts. Let t be the token in which the text after the label begins ("hair" in "A. hair
-    dryer"). Where c parts from all other choices, the logit of its token is changed at the soft
-    stage: ``z_c <- z_c + w * z_t``, all from the same row. A choice that is not found is not
-    changed, nor one whose ``z_t`` is not finite.
+    With ``boost`` w, each choice c is searched in the prompt's text as a label: at the beginning of
+    a line, possibly after "(" or "[", followed by one or more of ``. : ) ]``; the last occurrence
+    counts. Let t be the first token of the text after the label ("hair" in "A. hair dryer"). Where
+    c becomes distinct from all other choices, the logit of its token is changed at the soft stage:
+    ``z_c <- z_c + w * z_t``, both from the same row. Choices that are not found, or whose ``z_t``
+    is not finite, are not changed.
     """
 
     name = "multiple_choice"
@@ -287,7 +288,7 @@ class ChoiceBoost(ShapingProcessor):
         self._boost = args.boost
         self._labels = [choice.strip().encode() for choice in args.choices]
         self._bytes = byte_index(context.vocabulary)
-        # By node: the tokens whose logits are changed, and for each the token of the prompt.
+        # By node: the tokens whose logits are changed, each with its token of the prompt.
         self._boosts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def reset(self) -> None:
@@ -321,10 +322,10 @@ class ChoiceBoost(ShapingProcessor):
 
 
 class _PromptText:
-    """The bytes of a prompt, and where each of its tokens ends in them."""
+    """The bytes of a prompt, and the end offset of each of its tokens."""
 
     def __init__(self, prompt: Sequence[int], pieces: ByteIndex) -> None:
-        # A special token begins a line: it stands between the turns of a conversation.
+        # a special token begins a line, because it separates the turns of a conversation
         parts = [pieces[token_id] or b"\n" for token_id in prompt]
         self.text, self.ends = b"".join(parts), list(accumulate(map(len, parts)))
 
@@ -336,10 +337,10 @@ def _first_words(labels: Sequence[bytes], prompt: Sequence[int], known: _PromptT
 
 
 def _after_labels(labels: set[bytes], text: bytes) -> dict[bytes, int]:
-    """Where the text after each label begins, in the last line that begins with it.
+    """Offset of the text after each label, in the last line that begins with it.
 
-    A line is looked at once for each length that labels have and the line still holds, so that the
-    time is bounded by the size of the text, however many labels there are.
+    Each line is checked once per distinct label length, so that time is bounded by the size of the
+    text, however many labels there are.
     """
     lengths = sorted({len(label) for label in labels})
     first_bytes = b"".join(sorted({re.escape(label[:1]) for label in labels}))
@@ -347,7 +348,9 @@ def _after_labels(labels: set[bytes], text: bytes) -> dict[bytes, int]:
     for head in re.finditer(_HEAD % first_bytes, text, re.MULTILINE) if labels else ():
         line_end = text.find(b"\n", head.end())
         line_end = len(text) if line_end < 0 else line_end
-        for begin in range(head.start(1), head.end() + 1):  # with the bracket, which may be the label's, and after it
+        for begin in range(
+            head.start(1), head.end() + 1
+        ):  # from the bracket, which may belong to the label, and from after it
             for length in lengths:
                 if begin + length >= line_end:
                     break
@@ -393,7 +396,7 @@ class CiteFromPrompt(SteeringProcessor):
         self._base = Bias(ids, torch.full(ids.shape, self._boost, dtype=torch.float32))
 
     def retract(self, token_ids: Sequence[int]) -> bool:
-        return True  # nothing but the newest token is looked at
+        return True  # only the newest token is read
 
     def edit(self) -> Edit | None:
         follows = self.num_generated and self._conditional
@@ -410,7 +413,7 @@ class CiteFromPrompt(SteeringProcessor):
 
 
 class _Cited:
-    """The distinct tokens of a prompt, and which of them follow which. Never changes.
+    """The distinct tokens of a prompt and their successors. Immutable.
 
     Attributes:
         token_ids: int64 ``[n]``, rising: the prompt's, below ``num_tokens``, and the end tokens.

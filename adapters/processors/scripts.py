@@ -42,10 +42,10 @@ class BanScripts(SteeringProcessor):
     ``\\p{Script=Han}``. Characters that scripts share (digits, most punctuation, also that of CJK)
     have the script Common and stay.
 
-    A token is judged by its bytes after those of a character that the history has begun. It is
-    banned if with them it completes a character of a banned script, alone or among others, and if
-    it ends in the beginning of a character that can only become one of a banned script; code points
-    that Unicode has not assigned do not count as a way out. Special tokens are never banned.
+    A token is judged by its bytes, appended to those of an incomplete character at the end of the
+    history. It is banned if it completes any character of a banned script, or ends with an
+    incomplete character that can only become one of a banned script; unassigned code points do not
+    count as alternatives. Special tokens are never banned.
     """
 
     name = "ban_scripts"
@@ -90,11 +90,11 @@ def _canonical(name: str) -> str:
     """The name as Unicode compares it, lower case without separators.
 
     Raises:
-        ArgumentError: there is no such script, or it is not one of its own.
+        ArgumentError: there is no such script, or its characters belong to all scripts.
     """
     plain = re.sub("[^a-z]", "", name.lower())
     if plain in _SHARED:
-        raise ArgumentError("scripts", f"{name!r} is no script of its own: its characters belong to all scripts")
+        raise ArgumentError("scripts", f"{name!r} is not a script: its characters belong to all scripts")
     try:
         characters = _code_points(f"Script={plain}")
     except regex.error as error:
@@ -132,7 +132,7 @@ def _flags(ranges: Sequence[tuple[int, int]]) -> _Flags:
 
 
 def _reach(beginning: bytes) -> tuple[int, int]:
-    """Code points that ``beginning`` can become, the first and one after the last."""
+    """Range ``[first, end)`` of the code points that ``beginning`` can become."""
     missing = num_missing(beginning)
     low, high = b"\x80" * missing, b"\xbf" * missing
     if len(beginning) == 1:
@@ -145,7 +145,7 @@ def _reach(beginning: bytes) -> tuple[int, int]:
 
 
 class _Ranges:
-    """A set of code points that is quick to ask and small to pickle."""
+    """A set of code points with fast membership tests that pickles small."""
 
     def __init__(self, flags: _Flags) -> None:
         self._bounds: list[int] = np.flatnonzero(np.diff(flags, prepend=False, append=False)).tolist()
@@ -183,13 +183,12 @@ class _Judge:
 class _Masks:
     """Masks of one set of scripts: one per incomplete character that the history may end with.
 
-    Only tokens that begin inside a character depend on it, so the masks but one are made when they
-    are needed.
+    Only tokens that begin inside a character depend on it, so all masks but one are made on demand.
 
     Args:
-        allowed: Bit per id, int32, after whole characters.
+        allowed: Bitmask int32 after whole characters.
         inner: Tokens that begin with bytes from inside a character.
-        fragments: Those, and the tokens that end with the beginning of a character.
+        fragments: Those, and the tokens that end with an incomplete character.
         judge: Of the scripts.
     """
 
@@ -200,12 +199,12 @@ class _Masks:
         self._made: dict[bytes, Allow] = {b"": self._whole}
 
     def begun(self, beginning: bytes, token_id: int) -> bytes:
-        """The beginning of a character after ``beginning`` and a token."""
+        """The incomplete character after ``beginning`` and a token."""
         piece = self._fragments.get(token_id)
         return b"" if piece is None else begun(beginning + piece)
 
     def after(self, beginning: bytes) -> Allow:
-        """The mask after the beginning of a character."""
+        """The mask after an incomplete character."""
         allow = self._made.get(beginning)
         if allow is None:
             if len(self._made) >= _MOST_MASKS:

@@ -1,4 +1,4 @@
-"""Truncations with a coin or a memory: XTC and mirostat."""
+"""Stochastic and stateful truncation: XTC and mirostat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing_extensions import Self
 from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, uniform
 
 XTC = 1
-"""Purpose of the coin that `Xtc` tosses (`adapters.contract.random_numbers`)."""
+"""Purpose of `Xtc`'s random numbers (`adapters.contract.random_numbers`)."""
 
 
 class Xtc(ShapingProcessor):
@@ -21,9 +21,9 @@ class Xtc(ShapingProcessor):
 
     Source: "Exclude Top Choices" (p-e-w, text-generation-webui pull request 6335; llama.cpp,
     `xtc`). At each position, with the given probability: if two or more tokens have p >= threshold,
-    all of them but the least likely are dropped. Tokens that tie for the least likely all stay. No
-    token is protected, end tokens included. The coin depends on the request's seed, the choice and
-    the absolute position only. Above 0.5 a threshold never drops any.
+    all of them but the least likely are dropped. Tokens that tie for the least likely are all kept.
+    No token is protected, end tokens included. The random number depends on the request's seed, the
+    choice and the absolute position only. A threshold above 0.5 never drops any.
     """
 
     name = "xtc"
@@ -41,7 +41,7 @@ class Xtc(ShapingProcessor):
 
     @property
     def excludes(self) -> bool:
-        """Whether the coin at `position` excludes the top choices."""
+        """Whether the random number at `position` excludes the top choices."""
         return uniform(self.seed, self.choice, self.position, XTC) < self.probability
 
     def shape(self, logits: torch.Tensor) -> None:
@@ -68,9 +68,9 @@ class Mirostat(ShapingProcessor):
     after a token with surprisal s among what was kept, renormalised, mu becomes mu - eta * (s -
     tau). mu begins at 2 * tau.
 
-    A forced token, and one that this processor had dropped, is no observation and leaves mu as it
-    is. What later processors of the request drop is not renormalised away from s. The state depends
-    on logits: a continuation rebuilds it by replaying on them (`adapters.chain.batch.replay`).
+    Forced tokens, and tokens that this processor had dropped, leave mu unchanged. s is not
+    renormalised for tokens that later processors drop. The state depends on logits: a continuation
+    replays on them (`adapters.chain.batch.replay`).
     """
 
     name = "mirostat"
@@ -107,7 +107,7 @@ class Mirostat(ShapingProcessor):
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         del self._mus[len(self._mus) - len(token_ids) :]
-        if self._index >= len(self._mus):  # it followed a history that is gone
+        if self._index >= len(self._mus):  # it belonged to a discarded history
             self._surprisals = None
         return True
 
@@ -124,7 +124,7 @@ class Mirostat(ShapingProcessor):
             processor._index, processor._surprisals = processor.num_generated, row
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state with the observed row alone, not the batch it is a row of."""
+        """The state with a copy of the observed row instead of a view of its batch."""
         state = dict(vars(self))
         if self._surprisals is not None:
             state["_surprisals"] = self._surprisals.clone()

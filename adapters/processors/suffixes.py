@@ -1,7 +1,7 @@
 """Suffix automaton over token ids: appends, removals at the end, and the newest repeat.
 
 Online construction of Blumer et al., "The smallest automaton recognizing the subwords of a text"
-(1985): a state stands for the substrings that end at the same set of places, its link for the
+(1985): a state stands for the substrings with the same set of end positions, its link for the
 longest of their suffixes that also ends elsewhere. Appending costs O(1) amortised, in time and in
 memory.
 """
@@ -31,20 +31,20 @@ class _Undo:
 
 
 class SuffixAutomaton:
-    """Which tokens followed the earlier occurrences of the newest tokens.
+    """Finds which tokens followed earlier occurrences of the newest tokens.
 
     Args:
-        depth: Longest repeat that is told apart, in tokens; longer ones count as this long.
-        track_ends: Keep the latest place of every repeat, which a window needs.
-        num_undoable: Appends that can be taken back.
+        depth: Longest repeat that is distinguished, in tokens; longer ones count as this long.
+        track_ends: Keep the latest end of every repeat, as a window requires.
+        num_undoable: Appends that can be undone.
     """
 
     def __init__(self, depth: int, *, track_ends: bool = False, num_undoable: int = 256) -> None:
         self.size = 0
         self._depth = depth
         self._track_ends = self._marks_ends = track_ends
-        # State i: its longest substring, its link, its first transition; further transitions lie in
-        # `_more`.
+        # State i: length of its longest substring, its link, its first transition; the others are
+        # in `_more`.
         self._length, self._link = array("q", [0]), array("q", [_NONE])
         self._token, self._target = array("q", [_NONE]), array("q", [_NONE])
         self._more: dict[int, dict[int, int]] = {}
@@ -62,9 +62,9 @@ class SuffixAutomaton:
         self._undo.append(undo)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Add many tokens, which cannot be taken back."""
+        """Add many tokens, which cannot be undone."""
         self._undo.clear()
-        self._marks_ends = False  # it is done for all of them at once: a token may have many repeats to mark
+        self._marks_ends = False  # ends are marked once for all tokens, since a token may have many repeats
         for token_id in token_ids:
             self._append(token_id, None)
         self._marks_ends = self._track_ends
@@ -84,11 +84,11 @@ class SuffixAutomaton:
 
         Yields:
             ``(token_id, length, end)``: an occurrence of ``length`` tokens (at most ``depth``) that
-            ended before index ``end``, the latest such place, where the token stands; ``end`` is 0
-            unless ends are tracked. Longest first. Without ends each token comes once; with them it
-            comes again for each shorter length whose latest place differs.
+            ended before index ``end``, the latest such position of the token; ``end`` is 0 unless
+            ends are tracked. Longest first. Without ends each token is yielded once; with them
+            again for each shorter length with another latest end.
 
-        At most ``depth`` lengths are visited, whatever the size of the text.
+        Iterates over at most ``depth`` lengths, whatever the size of the text.
         """
         state, matched = self._active, min(self._matched, self._depth)
         if matched < shortest:
@@ -180,7 +180,7 @@ class SuffixAutomaton:
         """Redirect the token's transitions from ``old`` to ``new``, from ``state`` along the links.
 
         Returns:
-            The first state where it leads elsewhere, and where to; (-1, -1) if there is none.
+            The first state with another transition, and its target; (-1, -1) if there is none.
         """
         tokens, targets, links, branches = self._token, self._target, self._link, self._more
         while state != _NONE:
@@ -229,7 +229,7 @@ class SuffixAutomaton:
             if links[state] > _ROOT and ends[links[state]] < ends[state]:
                 ends[links[state]] = ends[state]
 
-    # Taking back
+    # Undoing
 
     def _revert(self, undo: _Undo) -> None:
         self.size -= 1

@@ -1,4 +1,5 @@
-"""The conformance kit: checks that a logits processor keeps the contract, on any engine.
+"""Conformance kit: checks that a logits processor keeps the contract, on any engine and in any
+batch.
 
 ``python -m adapters check module:Class``, or in a test::
 

@@ -19,7 +19,7 @@ from adapters.testing.registry import check
 from adapters.testing.subject import Case, CheckFailed, Subject
 
 EARLY, LATE, WINDOW = 96, 512, 96
-"""Lengths of the history at which work is counted, and over how many steps."""
+"""History lengths at which work is counted, and the number of steps counted."""
 
 _GROWTH = 1.25
 _NUM_CASES = 2
@@ -27,7 +27,7 @@ _NUM_CASES = 2
 
 @dataclass
 class Work:
-    """Average work of one step.
+    """Average work per step.
 
     Attributes:
         lines: Lines of Python run.
@@ -41,7 +41,7 @@ class Work:
 
 
 _SLACK = Work(lines=30.0, history=24.0, elements=128.0)
-"""Growth that is no growth: amortised doubling, sets of distinct tokens that fill up."""
+"""Tolerated growth: amortised doubling, sets of distinct tokens that fill up."""
 
 
 @check("cost", "the work of a step does not grow with the length of the history")

@@ -28,7 +28,7 @@ from adapters.testing.subject import CheckFailed, Subject
 from adapters.trtllm import ChainAdapter
 
 
-@check("double_call", "asking again at the same position, or telling the same token again, changes nothing")
+@check("double_call", "a repeated plan at a position, or the same token accepted again, changes nothing")
 def double_call(subject: Subject) -> None:
     """See `CHECKS`."""
     for reference in reference_runs(subject):
@@ -58,13 +58,13 @@ def chunked_prefill(subject: Subject) -> None:
             _expect_dense(adapter, reference, index, reference.history(index), "called again for the same ids")
 
 
-@check("lag", "what reads no history gives the same edits where the newest token is shown late; the rest is refused")
+@check("lag", "processors that read no history give the same edits under overlapped scheduling; others are refused")
 def lag(subject: Subject) -> str:
     """See `CHECKS`."""
     refused = False
     for reference in reference_runs(subject):
         if reference.case.scope != "all":
-            continue  # where a thinking section ends is history too
+            continue  # the end of a thinking section is history too
         try:
             adapter = _adapter(subject, reference, lagged=True)
         except ValueError:
@@ -97,7 +97,7 @@ def _expect_dense(adapter: ChainAdapter, reference: ReferenceRun, index: int, sh
         raise CheckFailed(f"{what}: {problem} ({reference.at(index)})")
 
 
-@check("replay", "started again after k generated tokens, for every k, it does what it did step by step")
+@check("replay", "restarted after k generated tokens, for every k, it gives the same edits as step by step")
 def replay(subject: Subject) -> None:
     """See `CHECKS`."""
     for reference in reference_runs(subject):
@@ -105,7 +105,7 @@ def replay(subject: Subject) -> None:
             follow(restarted(subject, reference, index), reference, index, index + 2, f"continued after {index} tokens")
 
 
-@check("rewind", "after rejected draft tokens, for every k, it is as if they had never been; peeking leaves no trace")
+@check("rewind", "rejected draft tokens, at every position, leave no trace, nor does peeking at them")
 def rewind(subject: Subject) -> None:
     """See `CHECKS`."""
     for reference in reference_runs(subject):
@@ -152,7 +152,7 @@ def _expect_plans(chain: ProcessorChain, plans: list[RowPlan], reference: Refere
         expect(Outcome(plan.force, row[0]), reference, index + ahead, "peeked")
 
 
-@check("pickling", "a chain pickled in mid-stream goes on in the copy as it would have gone on itself")
+@check("pickling", "the copy of a chain pickled in mid-stream continues as the original does")
 def pickling(subject: Subject) -> str:
     """See `CHECKS`."""
     largest = 0
@@ -209,7 +209,7 @@ def _generators() -> tuple[bytes, object, str]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())
 
 
-@check("reads", "what it declares not to read makes no difference")
+@check("reads", "history that it declares not to read makes no difference")
 def reads(subject: Subject) -> str | None:
     """See `CHECKS`."""
     for reference in reference_runs(subject):
@@ -240,7 +240,7 @@ def _with_other_history(subject: Subject, reference: ReferenceRun, *, keep_gener
 
 
 def _second_best(outcome: Outcome, subject: Subject) -> int | None:
-    """A token that the engine might have taken instead: the second best where there is one."""
+    """A token that the engine might have sampled instead: the second best if there is one."""
     best = chosen(outcome, subject.context)
     if best is None or outcome.forced is not None:
         return best

@@ -1,4 +1,4 @@
-"""Checks of what happens to rows of logits: edits, dtypes, batch-mates, masks, padding."""
+"""Checks of rows of logits: edits, dtypes, batch invariance, masks, padding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from adapters.testing.subject import CheckFailed, Subject
 from adapters.trtllm import ChainAdapter
 
 
-@check("runs", "along whole reference_runs nothing is raised, and no NaN, no +inf and no empty row is left")
+@check("runs", "over whole runs nothing is raised, and no NaN, no +inf and no row without a token is left")
 def runs(subject: Subject) -> str:
     """See `CHECKS`."""
     num_steps = 0
@@ -81,7 +81,7 @@ def edits(subject: Subject) -> str | None:
             processor = member.processor
             if not isinstance(processor, SteeringProcessor) or member.scope != "all":
                 continue
-            processor.catch_up()  # as a chain does before it asks
+            processor.catch_up()  # as a chain does before it calls `edit`
             try:
                 edit = processor.edit()
             except Unsatisfiable:
@@ -136,7 +136,7 @@ def _shape_one(processor: ShapingProcessor, reference: ReferenceRun, index: int)
 
 
 def _run_in_place(subject: Subject, reference: ReferenceRun, dtype: torch.dtype) -> None:
-    """One run on views of a larger buffer beside one on float32 copies."""
+    """Compare a run on views of a larger buffer with one on float32 copies."""
     chain, reference = subject.chain(reference.case), subject.chain(reference.case)
     chain.start(reference.prompt)
     reference.start(reference.prompt)
@@ -162,7 +162,7 @@ def _run_in_place(subject: Subject, reference: ReferenceRun, dtype: torch.dtype)
             each_chain.accept(token_id, each_chain.position)
 
 
-@check("row_isolation", "rows beside it, with or without processors, stay as they are in every bit")
+@check("row_isolation", "other rows, with or without processors, are unchanged bit for bit")
 def row_isolation(subject: Subject) -> None:
     """See `CHECKS`."""
     runs = reference_runs(subject)
@@ -187,7 +187,7 @@ def row_isolation(subject: Subject) -> None:
                 chain.accept(one.tokens[index], chain.position)
 
 
-@check("batch_invariance", "in a batch that is shuffled, joined and left, each row is what it is alone, in every bit")
+@check("batch_invariance", "in a shuffled batch that requests join and leave, each row is bit for bit what it is alone")
 def batch_invariance(subject: Subject) -> None:
     """See `CHECKS`."""
     runs = reference_runs(subject)
@@ -211,7 +211,7 @@ def batch_invariance(subject: Subject) -> None:
             done[i] += 1
 
 
-@check("masked_rows", "entries that are masked already never come back, and never turn into NaN")
+@check("masked_rows", "masked entries stay masked, and never turn into NaN")
 def masked_rows(subject: Subject) -> None:
     """See `CHECKS`."""
     generator = torch.Generator().manual_seed(3)
@@ -219,7 +219,7 @@ def masked_rows(subject: Subject) -> None:
         row, size = reference.logits[index], subject.context.vocabulary.size
         for kept in (0.5, 0.05, 0.0):
             hidden = torch.rand(size, generator=generator) >= kept
-            hidden[index % size] = False  # a chain ends a row in which nothing is left before anybody sees it
+            hidden[index % size] = False  # a chain fails a row without a token before any processor sees it
             outcome = step(chain, row.masked_fill(hidden, -torch.inf))
             if outcome.failure is not None and outcome.failure.reason == "nan":
                 raise CheckFailed(f"left NaN in a row with {int(hidden.sum())} masked entries ({reference.at(index)})")
@@ -255,7 +255,7 @@ def padding(subject: Subject) -> None:
 
 
 class _OtherMask(SteeringProcessor):
-    """Stands for another processor of the request: masks a fixed set at one position."""
+    """Another processor of the request: masks a fixed set at one position."""
 
     name = "other_mask"
     stage = Stage.MASK
@@ -269,7 +269,9 @@ class _OtherMask(SteeringProcessor):
         return self._edit if self.position == self._at else None
 
 
-@check("banned_tokens", "where another processor bans what it needs, the request ends as unsatisfiable, never with NaN")
+@check(
+    "banned_tokens", "if another processor bans the tokens it needs, the request ends as unsatisfiable, never with NaN"
+)
 def banned_tokens(subject: Subject) -> str | None:
     """See `CHECKS`."""
     num_conflicts = 0
@@ -320,7 +322,7 @@ def _check_conflict(subject: Subject, reference: ReferenceRun, index: int, banne
 
 
 def _check_single(subject: Subject, reference: ReferenceRun, index: int, kept: int | None) -> None:
-    """All banned but the token that the reference chose: it must still be offered."""
+    """With all tokens banned except the run's own, that token must still be allowed."""
     if kept is None:
         return
     banned = [token_id for token_id in range(subject.context.vocabulary.size) if token_id != kept]
@@ -334,7 +336,7 @@ def _check_single(subject: Subject, reference: ReferenceRun, index: int, kept: i
 
 
 def _walk(subject: Subject) -> Iterator[tuple[ReferenceRun, int, ProcessorChain]]:
-    """Every position of every reference, with a chain at it."""
+    """Every position of every run, with a chain at it."""
     for reference in reference_runs(subject):
         chain = subject.chain(reference.case)
         chain.start(reference.prompt)
@@ -346,5 +348,5 @@ def _walk(subject: Subject) -> Iterator[tuple[ReferenceRun, int, ProcessorChain]
 
 
 def _some(count: int) -> list[int]:
-    """A few positions of a reference: the first ones, and every third."""
+    """Some positions of a run: the first ones, and every third."""
     return [index for index in range(count) if index < 2 or index % 3 == 0]

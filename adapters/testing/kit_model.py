@@ -14,10 +14,10 @@ from adapters.vocabulary import Vocabulary, vocabulary_at
 END, THINK, THINK_END = "<|end|>", "<think>", "</think>"
 
 KEY_ID = "kit"
-"""The one operator's key that the kit's context holds, for watermarks."""
+"""Id of the operator's watermark key in the kit's context."""
 
 NUM_PADDING = 13
-"""Ids of the row beyond the tokenizer, so that its width is not a multiple of 32 either."""
+"""Padding of the row, which also makes its width no multiple of 32."""
 
 _PIECES = 380
 
@@ -36,8 +36,7 @@ Grüße, señor, ça va. Привет, как дела? 你好,世界。日本�
 def kit_vocabulary() -> Vocabulary:
     """A byte-level vocabulary with merges, special tokens, thinking tags and padding; kept on disk.
 
-    Processors that are rebuilt in another process find its tokenizer at its path, as they would a
-    checkpoint's.
+    Processors rebuilt in another process load its tokenizer from its path, like a checkpoint's.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

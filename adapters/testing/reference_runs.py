@@ -1,6 +1,6 @@
-"""Stories: a chain run step by step over made-up logits, and what it did to each row.
+"""Reference runs: a chain run step by step over generated logits, with its outcome for each row.
 
-A reference is the plain run that every other way of running the same chain is compared with.
+Every other way of running the same chain is compared with its reference run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROMPTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a chain did to one row: the token it forced, or the row it left, or why it failed.
+    """The effect of a chain on one row: the forced token, the edited row, or the failure.
 
     Attributes:
         row: float32 ``[V]``.
@@ -47,12 +47,11 @@ class Outcome:
 
 @dataclass
 class ReferenceRun:
-    """One run of a chain.
+    """One step-by-step run of a chain.
 
     Attributes:
-        logits: float32 ``[n, V]``, the model's own, one row for each outcome.
-        tokens: Generated tokens; one fewer than the outcomes if the last one left no token to
-            choose.
+        logits: float32 ``[n, V]``, the model's own, one row per outcome.
+        tokens: Generated tokens; one fewer than the outcomes if the last one left no token.
     """
 
     case: Case
@@ -63,10 +62,10 @@ class ReferenceRun:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return f"{self.case}, reference {self.seed}"
+        return f"{self.case}, run {self.seed}"
 
     def at(self, index: int) -> str:
-        """Where in which reference, for a failure text."""
+        """The run and position, for failure messages."""
         return f"{self}, generated token {index}"
 
     def history(self, index: int) -> list[int]:
@@ -85,7 +84,7 @@ def prompt_of(context: Context, seed: int) -> list[int]:
 def logits_of(context: Context, seed: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
     """Logits float32 ``[num_steps, V]`` of a model that repeats itself, thinks and ends at times.
 
-    Padding is at -inf, as where an engine knows of it.
+    Padding is at -inf, as an engine has it.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = context.vocabulary
@@ -106,7 +105,7 @@ def logits_of(context: Context, seed: int, num_steps: int = NUM_STEPS) -> torch.
 
 
 def observe(chains: Sequence[ProcessorChain], logits: torch.Tensor, rows: Sequence[int] | None = None) -> list[Outcome]:
-    """One step of some chains as an engine makes it: planned, merged, applied.
+    """One step of several chains as an engine makes it: planned, merged, applied.
 
     Args:
         chains: One for each of ``rows``.
@@ -130,7 +129,7 @@ def step(chain: ProcessorChain, row: torch.Tensor) -> Outcome:
 
 
 def chosen(outcome: Outcome, context: Context) -> int | None:
-    """The token an engine would take, None if there is none."""
+    """The token an engine would sample greedily, None if there is none."""
     if outcome.failure is not None:
         return None
     if outcome.forced is not None:
@@ -159,7 +158,7 @@ def run_reference(subject: Subject, case: Case, seed: int, num_steps: int = NUM_
 
 
 def reference_runs(subject: Subject) -> list[ReferenceRun]:
-    """A reference for each case and seed; runs once for each subject."""
+    """A reference run for each case and seed, made once per subject."""
     runs: list[ReferenceRun] | None = vars(subject).get("_reference_runs")
     if runs is None:
         runs = [run_reference(subject, case, seed) for case in subject.cases for seed in SEEDS]
@@ -175,7 +174,7 @@ def restarted(subject: Subject, reference: ReferenceRun, index: int) -> Processo
 
 
 def rebuild(chain: ProcessorChain, reference: ReferenceRun, index: int) -> None:
-    """Start ``chain`` after ``index`` generated tokens of a reference."""
+    """Start ``chain`` after ``index`` generated tokens of a run."""
     if chain.observes_logits:
         replay(chain, reference.prompt, reference.tokens[:index], reference.logits[:index].clone())
     else:
@@ -183,7 +182,7 @@ def rebuild(chain: ProcessorChain, reference: ReferenceRun, index: int) -> None:
 
 
 def expect(outcome: Outcome, reference: ReferenceRun, index: int, what: str) -> None:
-    """Compares an outcome with the reference's own.
+    """Compare an outcome with the reference run's.
 
     Raises:
         CheckFailed: they differ in a bit.
@@ -194,7 +193,7 @@ def expect(outcome: Outcome, reference: ReferenceRun, index: int, what: str) -> 
 
 
 def follow(chain: ProcessorChain, reference: ReferenceRun, start: int, stop: int, what: str) -> None:
-    """Steps ``chain`` along a reference from generated token ``start`` and compares each outcome.
+    """Step ``chain`` along a run from generated token ``start`` and compare each outcome.
 
     Raises:
         CheckFailed: one differs.

@@ -1,4 +1,4 @@
-"""Runs the checks and says what they found."""
+"""Runs the checks and reports their results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from adapters.testing.subject import CheckFailed, Subject
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What one check found.
+    """Result of one check.
 
     Attributes:
         check: The check.
         failure: Why the processor does not pass, None if it does.
-        remark: Something for the author to know.
+        remark: Information for the author.
     """
 
     check: Check
@@ -28,19 +28,19 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """What all checks found about one class."""
+    """Results of all checks of one class."""
 
     subject: Subject
     results: Sequence[CheckResult]
 
     @property
     def failures(self) -> list[CheckResult]:
-        """Of the checks that the processor does not pass."""
+        """Results of the failed checks."""
         return [result for result in self.results if result.failure is not None]
 
     @property
     def passed(self) -> bool:
-        """True if there are none."""
+        """True if no check failed."""
         return not self.failures
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ def check_processor(
 
     Raises:
         TypeError: the class is neither a processor nor a third-party one.
-        KeyError: there is no check of a name in ``only``.
+        KeyError: ``only`` holds an unknown name.
     """
     checks = checks_named(only)
     subject = Subject(processor, examples, context)

@@ -1,4 +1,4 @@
-"""Padded batches, for models that take them; the engine's own packs rows and needs none of it."""
+"""Padded batches, for models that take them; this engine's own packs rows instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Key = TypeVar("_Key", bound=RequestId)
 
 
 class PaddedBatches(Texts):
-    """The part of `TextGenerationController` that is about rows filled up to one length."""
+    """The part of `TextGenerationController` about rows padded to one length."""
 
     def pad_input_prompt_tokens(
         self, batch_prompt_tokens_list: Sequence[Sequence[int]], padded_batch_size: int, padded_sequence_length: int
@@ -54,11 +54,11 @@ class PaddedBatches(Texts):
         Args:
             prompts_tokens: int64 ``[B, T]``, from `pad_input_prompt_tokens`.
             active_requests: Of the first rows, in their order; with prompt tokens.
-            use_attention_mask: For a forward over whole prompts of several lengths.
+            use_attention_mask: For a forward pass over whole prompts of different lengths.
 
         Returns:
             ``tokens`` as given, ``position_ids`` int64 ``[B, T]``, and ``attention_mask``: None, or
-            bool ``[B, 1, T, T]``, true where a token must not look: ahead, and at padding.
+            bool ``[B, 1, T, T]``, true where attention is masked: later tokens, and padding.
         """
         count, length = prompts_tokens.shape
         positions = torch.arange(length).expand(count, length)

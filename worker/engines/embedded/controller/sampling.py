@@ -1,4 +1,4 @@
-"""Sampling from rows of logits that belong to no request of the engine."""
+"""Sampling from given logits, independent of the engine's requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def add_top_n(
     """Add the top-n of each row that asks; see `TextGenerationController.sample_from_logits`.
 
     Raises:
-        ValueError: something is missing for it, or the prompt's are both given and to be skipped.
+        ValueError: an argument is missing, or the prompt's logits are given and to be skipped.
     """
     if target is None or started is None:
         raise ValueError("top_n_logprobs needs generation_started and top_n_logprobs_dict")
@@ -74,13 +74,13 @@ def add_top_n(
 
 
 def _top_n(rows: torch.Tensor, count: int) -> list[TopN]:
-    """The likeliest of each row of ``[S, V]``."""
+    """The top-n of each row of ``[S, V]``."""
     tokens = rows.nan_to_num(-torch.inf).argmax(-1).tolist()
     return [entry(one) for one in token_logprobs(rows, tokens, [count] * len(tokens))]
 
 
 def _row_request(row: int, params: InferenceParams, position: int) -> Request:
-    """What the sampler needs to know of a row."""
+    """A request of the engine with the controls of one row."""
     seed = secrets.randbits(64) if params.seed is None else params.seed
     controls = SamplingParams(
         temperature=params.temperature,

@@ -1,4 +1,4 @@
-"""Copies of requests as far as they are, for their streams."""
+"""Streaming: copies of unfinished requests."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Streaming(Texts):
     ) -> None:
         """Give each stream a request with what has been generated so far.
 
-        A stream that is finished, whose request has not started, or which would get no token is
-        passed over; it ends when the generation is done or has its full length.
+        Skips streams that are finished, whose request has not started, or without a new token; a
+        stream ends when its generation is done or has its full length.
 
         Args:
-            sampling_params: Of all of them.
-            request_ids: One per stream, as is everything that follows.
-            requests: What the copies are made of.
-            streams: Where they go.
-            generation_started: Whether the prompt is over.
-            is_generation_done: Whether no more will come.
+            sampling_params: Of all requests.
+            request_ids: One per stream, as all following arguments.
+            requests: The requests to copy.
+            streams: Their streams.
+            generation_started: Whether the prompt is done.
+            is_generation_done: Whether the generation is done.
             tokens: Ids, prompt and answer.
             prompt_lengths: Tokens of the prompt.
             generated_lengths: Tokens of the answer.
-            output_log_probs: Of all tokens but the first; None: of none.
+            output_log_probs: Of all tokens but the first, or None.
             texts: The answers' texts, made from the tokens by default.
         """
         for place, (request_id, request, stream) in enumerate(zip(request_ids, requests, streams, strict=True)):
@@ -69,7 +69,7 @@ class Streaming(Texts):
         running.num_streamed = count
         log_probs = None
         if request.sampling_params.return_log_probs:
-            padding = [0.0] * (len(running.job.prompt_token_ids) - 1)  # places of the prompt's, which are not streamed
+            padding = [0.0] * (len(running.job.prompt_token_ids) - 1)  # for the prompt's, which are not streamed
             log_probs = padding + [one[0].logprob for one in answer.token_logprobs]
         self.stream_tokens(
             request.sampling_params,

@@ -14,10 +14,10 @@ from worker.engines.embedded.offline import IncrementalText
 
 
 class ControllerTokenizer(Protocol):
-    """What the controller needs of a tokenizer.
+    """The controller's tokenizer interface.
 
     Attributes:
-        bos: Id that a prompt may begin with, None if there is none.
+        bos: Id that begins a prompt, None if there is none.
         eod: Id that ends a text.
     """
 
@@ -26,7 +26,7 @@ class ControllerTokenizer(Protocol):
     @property
     def eod(self) -> int: ...
     @property
-    def detokenize(self) -> Any: ...  # its signature is looked at: not each one takes skip_special_tokens
+    def detokenize(self) -> Any: ...  # its signature is inspected: skip_special_tokens is optional
     def tokenize(self, text: str) -> list[int]: ...
     def offsets(self, ids: list[int], text: str) -> list[int]: ...
 
@@ -37,7 +37,7 @@ class HfControllerTokenizer:
     Args:
         tokenizer: Hugging Face fast tokenizer.
         eod: Id that ends a text.
-        bos: Id that a prompt may begin with; the tokenizer's own by default.
+        bos: Id that begins a prompt; the tokenizer's own by default.
     """
 
     def __init__(self, tokenizer: Any, eod: int, bos: int | None = None) -> None:
@@ -57,9 +57,9 @@ class HfControllerTokenizer:
         return text
 
     def offsets(self, ids: list[int], text: str) -> list[int]:
-        """Where in `text`, the text of `ids` with or without special tokens, each token begins.
+        """Offset of each token in `text`, the text of `ids` with or without special tokens.
 
-        A character that several tokens make up belongs to the last of them.
+        A character of several tokens belongs to the last of them.
         """
         skips = self.detokenize(ids) == text
         pieces = IncrementalText(partial(self.detokenize, skip_special_tokens=skips))
@@ -71,10 +71,10 @@ class HfControllerTokenizer:
 
 
 class Texts:
-    """The part of `TextGenerationController` that is about text.
+    """The part of `TextGenerationController` about text.
 
     Args:
-        tokenizer: In use.
+        tokenizer: The tokenizer.
     """
 
     def __init__(self, tokenizer: ControllerTokenizer) -> None:
@@ -82,10 +82,10 @@ class Texts:
 
     @staticmethod
     def tokenize_prompt(tokenizer: ControllerTokenizer, prompt: str, add_BOS: bool = False) -> list[int]:  # noqa: N803
-        """Ids of `prompt`: every ``bos`` at its head is dropped, and one put there if asked for.
+        """Ids of `prompt`: every leading ``bos`` is dropped, and one added with `add_BOS`.
 
         Raises:
-            ValueError: one is asked for, and the tokenizer has none.
+            ValueError: `add_BOS`, and the tokenizer has no ``bos``.
         """
         ids = list(tokenizer.tokenize(prompt))
         bos = tokenizer.bos
@@ -104,10 +104,9 @@ class Texts:
         """Text of `tokens`.
 
         Args:
-            tokenizer: Its ``detokenize`` is given `skip_special_tokens` only if it takes it.
+            tokenizer: Its ``detokenize`` gets `skip_special_tokens` only if it takes it.
             tokens: Ids.
-            remove_EOD: Drop every ``eod`` at the end.
-            skip_special_tokens: Leave special tokens out.
+            remove_EOD: Drop every ``eod`` at the end. skip_special_tokens: Omit special tokens.
         """
         ids = list(tokens)
         while remove_EOD and ids and ids[-1] == tokenizer.eod:

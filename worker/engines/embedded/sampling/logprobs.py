@@ -14,7 +14,7 @@ from worker.engines.embedded.host import HostCopy
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[list[TokenLogprob]]:
     """The sampled token, then the top-n, for each row.
 
-    Ranks are 1-based, by falling probability, ties by rising id. Masked tokens are not in the top-n.
+    Ranks are 1-based, by falling probability, ties by rising id. The top-n excludes masked tokens.
 
     Args:
         logits: floating ``[m, V]``, not normalised.

@@ -107,7 +107,7 @@ class RandomRows:
 
     Attributes:
         index: Their rows, int64 ``[R]``.
-        padded_index: `index` padded with its first entry, int64 ``[padded(R)]``; None if it would be
+        padded_index: `index` padded with its first entry, int64 ``[padded(R)]``; None if that is
             all rows in order.
         columns: Their controls.
         num_processed: Number of rows in ``table.processed`` that are randomly sampled.

@@ -217,7 +217,7 @@ def _choose_plain(logits: torch.Tensor, errors: dict[int, str]) -> Samples:
 
 
 def _never(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> slice | torch.Tensor | None:
-    """Ids as an index: a slice where they are a tail, as padding is, since filling it is cheaper."""
+    """Ids as an index: a slice, which is cheaper to fill, where they are a tail as padding is."""
     if not ids:
         return None
     if ids == tuple(range(ids[0], vocab_size)):

@@ -48,7 +48,7 @@ def _add_digits(  # type: ignore[no-untyped-def]
     DIGITS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Add a block's masses to ``sums[row, digit_index]``, by digit `digit_index` of keys with the prefix."""
+    """Add a block's masses to ``sums[row, digit_index]``, by that digit of keys with the prefix."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
