@@ -1,8 +1,9 @@
 """`FusedSamplingProcessor`: the sampler behind the surface of MAX's class of that name.
 
-One object serves one batch for as many steps as it is called. In contrast to MAX's: the draws move
-on from step to step, no row's top-k depends on another's, min-p holds on every device, a bitmask of
-another width is an error rather than ignored, and a row without a token says why.
+One object serves one batch for as many steps as it is called. In contrast to MAX's: random numbers
+advance from step to step, no row's top-k depends on another's, min-p is applied on every device, a
+bitmask of the wrong width is an error rather than ignored, and rows that cannot be sampled report
+why.
 """
 
 from __future__ import annotations
@@ -30,15 +31,14 @@ class FusedSamplingProcessor:
         requests: The batch. Their token lists are copied, so that the caller may extend its own;
             their chains of processors are shared, which is safe, because a chain accepts a position
             once.
-        device: Where the tokens are to be.
+        device: Device of the tokens.
         bitmask: First bitmask; see `update_bitmask`.
-        identity_logit_offsets: From `allocate_identity_logit_offsets`; may be longer than the batch
-            needs.
+        identity_logit_offsets: From `allocate_identity_logit_offsets`; may exceed the batch.
 
     Attributes:
         generated_tokens: int64 ``[B, number of calls]``.
         new_tokens: int64 ``[B]``, of the last call; None before the first.
-        errors: Why a row of the last call has no token.
+        errors: Why rows of the last call could not be sampled.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class FusedSamplingProcessor:
         self._bitmask = torch.as_tensor(packed).clone()
 
     def start_async_token_copy(self) -> None:
-        """Start to copy `new_tokens` to the host; nothing to do before the first call."""
+        """Start copying `new_tokens` to the host; a no-op before the first call."""
         if self.new_tokens is None:
             return
         if self.new_tokens.device.type != "cuda":

@@ -43,10 +43,10 @@ PROBE_PROMPT = [5, 6]
 PROBE_TOKEN = 7
 
 SHUTDOWN_S = 30.0
-"""How long the executor may take to end."""
+"""Time for the executor to shut down."""
 
 _MIN_DISAGG_ID = 2**42
-"""Ids below are TensorRT-LLM's own."""
+"""Lower ids are TensorRT-LLM's own."""
 
 
 class TrtllmEngine(RuntimeReports):
@@ -64,7 +64,7 @@ class TrtllmEngine(RuntimeReports):
         self._requests: dict[str, RunningRequest] = {}
         self._by_number: dict[
             str, RunningRequest
-        ] = {}  # ids are used again; a late report must not meet the next request
+        ] = {}  # request ids are reused; a late report must not reach the next request
         self._probe_steps: list[Step] = []
         self._numbers = count()
         self._refusal: ServingError | None = None
@@ -78,10 +78,10 @@ class TrtllmEngine(RuntimeReports):
     # Start and stop
 
     async def start(self) -> EngineInfo:
-        """Load the model and find out what this version does.
+        """Load the model and probe this version's behaviour.
 
         Raises:
-            StartupError: with one clear line.
+            StartupError: in one line.
         """
         if self._info is not None:
             raise StartupError("the TensorRT-LLM engine was started twice")
@@ -90,8 +90,8 @@ class TrtllmEngine(RuntimeReports):
         context_length, eos_token_ids = checkpoint_facts(self.config.model_path)
         arguments = self.config.llm_arguments(package.llm_fields, package.version)
         try:
-            # in the event loop, as Dynamo's own worker does: the executor's queues belong to the
-            # loop of this thread
+            # in the event loop, as in Dynamo's own worker: the executor's queues belong to this
+            # thread's loop
             self._llm = package.llm(model=self.config.model_path, **arguments)
         except Exception as error:  # the start-up boundary
             raise StartupError(f"TensorRT-LLM {package.version}: {' '.join(str(error).split())}") from error
@@ -123,24 +123,24 @@ class TrtllmEngine(RuntimeReports):
         if llm is not None:
             try:
                 await asyncio.wait_for(asyncio.to_thread(llm.shutdown), SHUTDOWN_S)
-            except asyncio.TimeoutError:  # a dead executor may keep it waiting for ever
+            except asyncio.TimeoutError:  # a dead executor may block it forever
                 logger.warning("TensorRT-LLM did not shut down within %g s", SHUTDOWN_S)
         self._channel.close()
 
     async def _drain_prefill(self) -> None:
-        """KV that decode workers have not fetched is lost with the executor."""
+        """Wait for KV transfers: unfetched KV is lost with the executor."""
         if self.config.role == "prefill" and not isinstance(self._refusal, EngineBroken):
             wait = self._last_prefill + self.config.kv_hold_s - asyncio.get_running_loop().time()
             if wait > 0:
                 await asyncio.sleep(wait)
 
     async def _probe_calls(self, package: Package, eos_token_ids: tuple[int, ...]) -> Calls:
-        """How logits processors are called, and the tokenizer made ready where they will run."""
+        """Probe how logits processors are called, and load the tokenizer in their process."""
         calls = await self._probe_once(None)
         if calls.lags and self.config.history == "exact":
             raise StartupError(
                 f"TensorRT-LLM {package.version} shows logits processors a history that lacks the newest token, "
-                "although overlapped steps are off; --history lagged accepts that"
+                "although overlapped scheduling is off; --history lagged accepts that"
             )
         vocabulary = Vocabulary(calls.vocab_size, eos_token_ids=eos_token_ids, path=self.config.model_path)
         await self._probe_once(vocabulary)
@@ -158,7 +158,7 @@ class TrtllmEngine(RuntimeReports):
         return judge_calls(self._probe_steps, tokens, PROBE_TOKEN, len(PROBE_PROMPT))
 
     async def _ask(self, **fields: Any) -> Any:
-        """One short request of the probes. Raises `ProbeRefused` or `StartupError`."""
+        """Run one short probe request. Raises `ProbeRefused` or `StartupError`."""
         assert self._package is not None
         unknown = set(fields) - self._package.sampling_fields
         if unknown:
@@ -177,7 +177,7 @@ class TrtllmEngine(RuntimeReports):
         args = getattr(self._llm, "args", None)
         length = getattr(args, "max_seq_len", None) or context_length
         if length is None:
-            raise StartupError("the checkpoint does not say how long a context may be; give --context-length")
+            raise StartupError("the checkpoint does not say the context length; give --context-length")
         block, total = await self._kv_capacity(args)
         return EngineInfo(
             name="trtllm",
@@ -193,10 +193,10 @@ class TrtllmEngine(RuntimeReports):
         )
 
     async def _kv_capacity(self, args: Any) -> tuple[int, int]:
-        """Tokens per KV block, and blocks; (…, 0) where the version does not tell."""
+        """Tokens per KV block, and number of blocks; (…, 0) if the version does not report it."""
         if hasattr(self._llm, "get_kv_cache_capacity"):
             capacity = self._llm.get_kv_cache_capacity()
-            if capacity:  # empty where the version finds no KV cache, or no count of its blocks
+            if capacity:  # empty if the version reports no KV cache, or no number of blocks
                 return int(capacity["tokensPerBlock"]), int(capacity["maxNumBlocks"])
         cache = getattr(args, "kv_cache_config", None)
         block = int(getattr(cache, "tokens_per_block", 32))
@@ -274,7 +274,7 @@ class TrtllmEngine(RuntimeReports):
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
         _check_prompt(prompt, self._info)
         if cache_salt is not None and "cache_salt" not in self._package.generate_arguments:
-            raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not keep salts apart")
+            raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
         number = next(self._numbers)
         lowered = lower(params, prompt, number, self._served)
         places = self.config.max_num_seqs + self.config.max_queue
@@ -294,7 +294,7 @@ class TrtllmEngine(RuntimeReports):
             if adapter is not None:
                 native.logits_processor = [adapter]
             request.result = self._llm.generate_async(prompt, native, streaming=streaming, **arguments)
-        except Exception as error:  # the engine's boundary: classified, never the worker's end by itself
+        except Exception as error:  # the engine boundary: classified; not fatal to the worker by itself
             refusal = submission_error(error, self._package, lowered.fields)
             raise refusal or await self._blame(error) from error
         self._requests[request_id] = self._by_number[request.number] = request
@@ -331,7 +331,7 @@ class TrtllmEngine(RuntimeReports):
         adapter.report, adapter.watch = reporter, reporter.step
         adapter.fails_open = self.config.fails_open
         if int(self.config.options.get("tensor_parallel_size", 1)) > 1:
-            # Ranks must agree on every token, and a clock differs between them: the worker keeps
+            # Ranks must agree on every token, and clocks differ between them: the worker enforces
             # the budget instead.
             request.step_budget_s, adapter.chain.step_budget_s = adapter.chain.step_budget_s, math.inf
         return adapter
@@ -354,7 +354,9 @@ class TrtllmEngine(RuntimeReports):
         return {"disaggregated_params": given}
 
     def _handed_over(self, request: RunningRequest, hand_off: Mapping[str, Any]) -> Any:
-        """The ``DisaggregatedParams`` of a hand-off, and a request that knows of its token."""
+        """The ``DisaggregatedParams`` of a finished prefill; also records its first token in the
+        request.
+        """
         assert self._package is not None
         from tensorrt_llm.executor.result import Logprob
 
@@ -367,7 +369,7 @@ class TrtllmEngine(RuntimeReports):
         return given
 
     async def _pump(self, request: RunningRequest, params: SamplingParams, kv: KeepKv | ReadKv | None) -> None:
-        """Turn the engine's outputs into the request's deltas until it ends."""
+        """Convert the engine's outputs to the request's deltas until it ends."""
         assert self._package is not None
         try:
             if isinstance(kv, KeepKv):
@@ -375,24 +377,24 @@ class TrtllmEngine(RuntimeReports):
             else:
                 await self._follow(request)
         except self._package.request_error as error:
-            self._channel.poll()  # a processor that failed is the better reason
+            self._channel.poll()  # a processor failure is the better reason
             request.fail_alone(" ".join(str(error).split()))
             if self._watch is not None:
                 self._watch.suspect()
         except RequestFailed as error:
             request.fail_alone(str(error))
-        except Exception as error:  # the engine's boundary: not what it calls a request's error
+        except Exception as error:  # the engine boundary: not a request error
             failure = await self._blame(error)
-            if isinstance(failure, RequestFailed):  # the others have ended every stream
+            if isinstance(failure, RequestFailed):  # otherwise every stream has ended
                 request.abandon(str(failure))
 
     async def _blame(self, error: Exception) -> ServingError:
         """Classify an exception that is not a request error: fatal if the executor is dead.
 
-        A dead executor is reported through whichever request listens first. But most of a request
-        runs on the client's side of the library, in this process, and what is raised there (an
-        assertion on the length of the log probabilities, an unknown finish reason) says nothing of
-        the executor.
+        A dead executor is reported through the first request that waits. But most of a request runs
+        on the client side of the library, in this process, and exceptions from there (an assertion
+        on the length of the log probabilities, an unknown finish reason) say nothing about the
+        executor.
         """
         assert self._watch is not None
         logger.error("TensorRT-LLM raised %s", type(error).__name__, exc_info=error)
@@ -425,7 +427,7 @@ class TrtllmEngine(RuntimeReports):
         request.advance(output.outputs)
 
     def _heard(self) -> None:
-        self._channel.poll()  # what processors said of these tokens was sent before them
+        self._channel.poll()  # reports on these tokens were sent before them
         if self._watch is not None:
             self._watch.heard()
 
@@ -440,7 +442,7 @@ class TrtllmEngine(RuntimeReports):
             request.pump.cancel()
 
     def _end_all(self, failure: ServingError) -> int:
-        """Fail every stream and refuse new requests, for the first reason ever given."""
+        """Fail every stream and refuse new requests, with the first reason given."""
         self._refusal = self._refusal or failure
         requests, self._requests = self._requests, {}
         for request in requests.values():

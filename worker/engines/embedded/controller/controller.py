@@ -88,8 +88,8 @@ class TextGenerationController(PaddedBatches, Streaming):
         """Sample a token for each row, and collect its top-n.
 
         A token is a function of the row's seed, index, position and logits; without a seed, each
-        call uses a new one. A row that cannot be sampled (NaN, +inf, all -inf) gets `NO_TOKEN` and an
-        entry in `sampling_errors`; other rows are unaffected. The logits are not changed.
+        call uses a new one. A row that cannot be sampled (NaN, +inf, all -inf) gets `NO_TOKEN` and
+        an entry in `sampling_errors`; other rows are unaffected. The logits are not changed.
 
         Args:
             last_token_logits: floating ``[B, V]``.

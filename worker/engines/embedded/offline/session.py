@@ -22,13 +22,12 @@ _LONGEST_WAIT_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one step has done to one answer.
+    """Result of one step for one answer.
 
     Attributes:
         job: Its prompt.
-        answer: The answer; it is over if its ``finish_reason`` is set.
-        token_id: The sampled token, also where the answer does not show it; None if none was
-            sampled.
+        answer: The answer; finished if its ``finish_reason`` is set.
+        token_id: The sampled token, even if the answer does not show it; None if none was sampled.
     """
 
     job: Job
@@ -39,14 +38,14 @@ class Event:
 class Session:
     """Drives a `Stepper`. Thread-safe: calls wait for each other and for the step.
 
-    What a step calls, such as a logits processor, must not call back: that is a `RuntimeError`.
+    Callees of a step, such as logits processors, must not call back: that is a `RuntimeError`.
 
-    The answers to one prompt wait for the first of them, whose prompt they share.
+    The answers to one prompt wait for the first one, whose prompt KV they share.
 
     Args:
-        stepper: Used by this session alone.
+        stepper: For this session's exclusive use.
         info: Of the engine.
-        desk: Checks prompts and makes requests of them.
+        desk: Checks prompts and builds requests from them.
     """
 
     def __init__(self, stepper: Stepper, info: EngineInfo, desk: Desk) -> None:
@@ -65,7 +64,7 @@ class Session:
 
     @property
     def job_ids(self) -> list[str]:
-        """Prompts that are not done, suspended ones too, oldest first."""
+        """Unfinished prompts, including suspended ones, oldest first."""
         return list(self._jobs)
 
     @property
@@ -79,7 +78,7 @@ class Session:
         return not (self._live or self._waiting)
 
     def job(self, job_id: str) -> Job:
-        """A prompt that is not done. Raises `KeyError` if there is none of that id."""
+        """An unfinished prompt. Raises `KeyError` if there is none of that id."""
         return self._jobs[job_id]
 
     def prepare(
@@ -88,7 +87,7 @@ class Session:
         """Check prompts and make jobs of them; nothing is queued yet.
 
         Raises:
-            InvalidRequest: one of them cannot be served; the field starts with its place.
+            InvalidRequest: one of them cannot be served; the field starts with its index.
         """
         uses: Counter[int] = Counter()
         for one in params:
@@ -138,7 +137,7 @@ class Session:
         return self._end(job_id, "cancelled")
 
     def suspend(self, job_id: str) -> None:
-        """Take a prompt out of the engine; its tokens stay, its KV need not. Once more is no error.
+        """Take a prompt out of the engine; it keeps its tokens, and may lose its KV. Idempotent.
 
         Raises:
             KeyError: it is not here.
@@ -184,7 +183,7 @@ class Session:
 
     def _check_not_stepping(self) -> None:
         if self._is_stepping:
-            raise RuntimeError("a step is under way, and what it calls must not call back")
+            raise RuntimeError("a step is in progress, and its callees must not call back")
 
     def _fill(self) -> None:
         while self._waiting and len(self._live) < self.info.max_num_seqs:
@@ -199,7 +198,7 @@ class Session:
         answer.take(output, time_s - job.started_s)
         if answer.finish_reason is not None:
             if output.finish_reason is None:
-                self._end_live(answer)  # a stop string, of which the engine knows nothing
+                self._end_live(answer)  # a stop string, which the engine does not see
             else:
                 del self._live[output.request_id]
             self._close(job)
@@ -211,7 +210,7 @@ class Session:
         del self._live[answer.request.id]
 
     def _withdraw(self, job: Job) -> list[Answer]:
-        """Take the unfinished answers of `job` out of wherever they are."""
+        """Remove the unfinished answers of `job` from the stepper or the queue."""
         mine = [answer for answer in job.answers if answer.finish_reason is None]
         for answer in mine:
             if answer.request.id in self._live:

@@ -232,8 +232,8 @@ class _Sampling:
         Sets `targets` for those whose prefix ends among the candidates all the same, samples the
         others from the whole row. Returns the indices in the group that have a token now.
         """
-        # Weight of the candidates that do not tie with the last one: they precede every token that is
-        # not a candidate, so a prefix of this weight is among the candidates.
+        # Weight of the candidates that do not tie with the last one: they precede every token
+        # that is not a candidate, so a prefix of this weight is among the candidates.
         sure = (found.weights * (found.values > found.values[:, -1:])).sum(-1).tolist()
         done: set[int] = set()
         for index, complete in enumerate(found.complete[:, 0].tolist()):
