@@ -120,8 +120,8 @@ def sample_probs(
         ``[B]`` int32, or ``[n]`` with the dtype of ``indices``.
     """
     num_draws = len(probs) if indices is None else len(indices)
-    place = probs.device if generator is None else generator.device
-    numbers = torch.rand(num_draws, dtype=torch.float64, device=place, generator=generator).to(probs.device)
+    source = probs.device if generator is None else generator.device
+    numbers = torch.rand(num_draws, dtype=torch.float64, device=source, generator=generator).to(probs.device)
     if indices is None:
         return _one_each(probs, numbers)
     return _from_rows(probs, numbers, indices.to(probs.device))

@@ -55,16 +55,16 @@ class PromptNgrams:
         count = max(0, len(self._tokens) - self._length)
         hashes = heads[self._length : self._length + count] - heads[:count] * np.uint64(self._power)
         order = np.argsort(hashes)
-        self._hashes, self._places = hashes[order], order.astype(np.int32)
+        self._hashes, self._positions = hashes[order], order.astype(np.int32)
         twins = np.flatnonzero(self._hashes[1:] == self._hashes[:-1])
-        return not self._length or not len(twins) or self._are_same(self._places[twins], self._places[twins + 1])
+        return not self._length or not len(twins) or self._are_same(self._positions[twins], self._positions[twins + 1])
 
-    def _are_same(self, places: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> bool:
+    def _are_same(self, positions: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> bool:
         windows = np.lib.stride_tricks.sliding_window_view(self._tokens, self._length)
         step = max(1, _COMPARED_TOGETHER // self._length)
         return all(
-            np.array_equal(windows[places[i : i + step]], windows[others[i : i + step]])
-            for i in range(0, len(places), step)
+            np.array_equal(windows[positions[i : i + step]], windows[others[i : i + step]])
+            for i in range(0, len(positions), step)
         )
 
     def head(self, before: int, token_id: int) -> int:
@@ -82,10 +82,10 @@ class PromptNgrams:
         if low == len(hashes) or hashes[low] != key:
             return None
         if low + 1 == len(hashes) or hashes[low + 1] != key:
-            place = int(self._places[low])
-            return place, [int(tokens[place + self._length])]
-        places = np.sort(self._places[low : hashes.searchsorted(key, side="right")])
-        return int(places[0]), list(dict.fromkeys(tokens[places + self._length].tolist()))
+            position = int(self._positions[low])
+            return position, [int(tokens[position + self._length])]
+        positions = np.sort(self._positions[low : hashes.searchsorted(key, side="right")])
+        return int(positions[0]), list(dict.fromkeys(tokens[positions + self._length].tolist()))
 
 
 def prefix_hashes(tokens: Ids, base: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

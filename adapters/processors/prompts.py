@@ -400,15 +400,15 @@ class CiteFromPrompt(SteeringProcessor):
 
     def edit(self) -> Edit | None:
         follows = self.num_generated and self._conditional
-        places = self._prompt_tokens.followers(self._tokens[-1]) if follows else None
+        follower_indices = self._prompt_tokens.followers(self._tokens[-1]) if follows else None
         if self._boost == 0:
-            if places is None:
+            if follower_indices is None:
                 return None
-            return Bias(self._base.token_ids[places], torch.full((len(places),), self._conditional))
-        if places is None:
+            return Bias(self._base.token_ids[follower_indices], torch.full((len(follower_indices),), self._conditional))
+        if follower_indices is None:
             return self._base
         values = self._base.values.clone()
-        values[places] += self._conditional
+        values[follower_indices] += self._conditional
         return Bias(self._base.token_ids, values)
 
 
@@ -430,9 +430,9 @@ class _Cited:
         is_first = np.ones(len(order), dtype=np.bool_)
         is_first[1:] = (before[1:] != before[:-1]) | (after[1:] != after[:-1])
         self._before = before[is_first]
-        self._places = torch.from_numpy(np.searchsorted(ids, after[is_first]))
+        self._follower_indices = torch.from_numpy(np.searchsorted(ids, after[is_first]))
 
     def followers(self, token_id: int) -> torch.Tensor | None:
         """Indices into `token_ids` (int64 ``[m]``, rising) of the token's followers, or None."""
         low, high = np.searchsorted(self._before, [token_id, token_id + 1]).tolist()
-        return self._places[low:high] if low < high else None
+        return self._follower_indices[low:high] if low < high else None

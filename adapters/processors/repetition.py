@@ -135,10 +135,10 @@ class NoRepeatNgram(SteeringProcessor):
         found = self._prompt_grams.find(key)
         if found is None:
             return None
-        place = self._begin + found[0]
-        if self._tokens[place : place + self._n - 1] != tokens:
+        position = self._begin + found[0]
+        if self._tokens[position : position + self._n - 1] != tokens:
             return None
-        gram = _Gram(place, [token_id for token_id in found[1] if 0 <= token_id < self._size])
+        gram = _Gram(position, [token_id for token_id in found[1] if 0 <= token_id < self._size])
         self._grams.setdefault(key, []).append(gram)
         return gram
 

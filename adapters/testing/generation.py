@@ -44,8 +44,8 @@ def junk(root: Schema) -> Strategy:
     return st.fixed_dictionaries({}, optional=dict.fromkeys([*names, "no_such_argument"], data))
 
 
-def each(strategy: Strategy, count: int, visit: Callable[[Any], object]) -> None:
-    """Call ``visit`` with ``count`` values, the same every time; the smallest failing one last."""
+def each(strategy: Strategy, count: int, take: Callable[[Any], object]) -> None:
+    """Call ``take`` with ``count`` values, the same every time; the smallest failing one last."""
     from hypothesis import HealthCheck, Phase, given, settings
 
     phases = (Phase.explicit, Phase.generate, Phase.shrink)
@@ -63,7 +63,7 @@ def each(strategy: Strategy, count: int, visit: Callable[[Any], object]) -> None
     )
     @given(strategy)
     def run(value: Any) -> None:
-        visit(value)
+        take(value)
 
     run()
 

@@ -153,7 +153,7 @@ class Subject:
         found: list[dict[str, Any]] = []
         tried: list[dict[str, Any]] = list(self.examples)
 
-        def visit(arguments: dict[str, Any]) -> None:
+        def take(arguments: dict[str, Any]) -> None:
             if len(found) >= NUM_GENERATED_CASES or arguments in tried:
                 return
             tried.append(arguments)
@@ -163,5 +163,5 @@ class Subject:
         # The bounds of a third-party class's arguments are generic, so values near them may make no
         # sense.
         if self.schema.get("properties") and not (self.is_third_party and self.examples):
-            each(valid(self.schema, self.examples), _TRIES, visit)
+            each(valid(self.schema, self.examples), _TRIES, take)
         return found

@@ -76,7 +76,7 @@ class ThirdPartyProcessor(ThirdPartyShaping):
         make: Factory of instances in the state before the first token. Called at least twice;
             pickled.
         name: Name in receipts and errors; that of the third-party class by default.
-        stage: Place in the order law.
+        stage: Position in the order law.
         version: Of the third-party processor.
         stateful: False promises that a call depends on its arguments only: no state is saved or
             replayed.
@@ -256,7 +256,7 @@ def wrap_third_party(
     Args:
         target: A third-party class, an instance (each choice gets a copy of it), or a function.
         name: Name in the catalogue; the target's own by default.
-        stage: Place in the order law.
+        stage: Position in the order law.
         version: Of the third-party processor.
         stateful: Whether calls depend on earlier calls; by default all but plain functions are
             taken to be stateful.

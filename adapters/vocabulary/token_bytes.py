@@ -277,12 +277,12 @@ class ByteIndex:
         self, text: bytes
     ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
         """Offsets of ``text`` in the block, and the token at each of them."""
-        places = []
+        offsets = []
         at = self._block.find(text)
         while at >= 0:
-            places.append(at)
+            offsets.append(at)
             at = self._block.find(text, at + 1)
-        positions = np.array(places, dtype=np.int64)
+        positions = np.array(offsets, dtype=np.int64)
         return positions, np.searchsorted(self._starts, positions, side="right") - 1
 
 

@@ -85,9 +85,9 @@ class Cursor:
 
     def _end_at_first(self, delta: TokenDelta) -> None:
         """The first end token ends the answer, whether TensorRT-LLM stops there or not."""
-        for place, token_id in enumerate(delta.token_ids):
+        for index, token_id in enumerate(delta.token_ids):
             if token_id in self.end_token_ids:
-                del delta.token_ids[place + 1 :]
+                del delta.token_ids[index + 1 :]
                 delta.finish_reason, delta.stop_reason = "stop", token_id
                 return
 

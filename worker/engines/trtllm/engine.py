@@ -277,9 +277,9 @@ class TrtllmEngine(RuntimeReports):
             raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
         number = next(self._numbers)
         lowered = lower(params, prompt, number, self._served)
-        places = self.config.max_num_seqs + self.config.max_queue
-        if len(self._requests) >= places:
-            raise Overloaded(f"all {places} places are taken; retry later or elsewhere")
+        most = self.config.max_num_seqs + self.config.max_queue
+        if len(self._requests) >= most:
+            raise Overloaded(f"the queue is full: {most} requests are running or waiting; retry later or elsewhere")
         request = self._running_request(request_id, lowered, params, self._info.context_length - len(prompt))
         request.number = str(number)
         adapter = self._adapter(request, lowered, params)
@@ -480,9 +480,9 @@ def _check_prompt(prompt: list[int], info: EngineInfo) -> None:
     if len(prompt) >= info.context_length:
         problem = f"must be shorter than the context of {info.context_length} tokens, got {len(prompt)}"
         raise InvalidRequest("prompt_token_ids", problem)
-    for place, token_id in enumerate(prompt):
+    for index, token_id in enumerate(prompt):
         if type(token_id) is not int or not 0 <= token_id < info.vocab_size:
-            problem = f"must be token ids from 0 to {info.vocab_size - 1}, got {token_id!r} at index {place}"
+            problem = f"must be token ids from 0 to {info.vocab_size - 1}, got {token_id!r} at index {index}"
             raise InvalidRequest("prompt_token_ids", problem)
 
 

@@ -46,8 +46,8 @@ def submission_error(error: Exception, package: Package, fields: Iterable[str] =
 def _named_in(text: str, fields: Iterable[str]) -> str:
     """The field that a refusal's text names, if any."""
     words = re.findall(r"\w+", text)
-    places = {field: words.index(field) for field in fields if field in words}
-    return f"sampling_params.{min(places, key=places.__getitem__)}" if places else "request"
+    offsets = {field: words.index(field) for field in fields if field in words}
+    return f"sampling_params.{min(offsets, key=offsets.__getitem__)}" if offsets else "request"
 
 
 def _text(error: Exception) -> str:

@@ -142,7 +142,7 @@ class Checklist:
 
     async def chunked(self) -> ChecklistItem:
         length = min(self.info.max_num_batched_tokens * 2 + 3, self.info.context_length - NUM_TOKENS - 1)
-        prompt = [20 + (7 * place) % 200 for place in range(length)]
+        prompt = [20 + (7 * index) % 200 for index in range(length)]
         try:
             found = await self._tokens(self._chain(ForcedPrefix, prompt, token_ids=[40, 41, 42]), prompt=prompt)
         except InvalidRequest as error:

@@ -270,8 +270,8 @@ class TextGenerationController(PaddedBatches, Streaming):
             if taken.count(request_id) > 1:
                 raise ValueError(f"request id {request_id!r} is taken")
         prompts = [self._prompt_tokens(one) for one in requests]
-        for place, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
-            self._check_length(f"prompts[{place}]", request.sampling_params, len(prompt))
+        for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+            self._check_length(f"prompts[{index}]", request.sampling_params, len(prompt))
         params = [
             one.sampling_params.to_sampling_params(len(prompt)) for one, prompt in zip(requests, prompts, strict=True)
         ]

@@ -20,8 +20,10 @@ def sample_rows(
     logits: torch.Tensor, params: Sequence[InferenceParams], vocab_size: int | None, positions: Sequence[int] | None
 ) -> Samples:
     """Sample a token from each row ``[B, V]``, out of place; `check_sampling` checks arguments."""
-    places = positions or [0] * len(params)
-    requests = tuple(_row_request(row, one, place) for row, (one, place) in enumerate(zip(params, places, strict=True)))
+    wanted = positions or [0] * len(params)
+    requests = tuple(
+        _row_request(row, one, position) for row, (one, position) in enumerate(zip(params, wanted, strict=True))
+    )
     never = () if vocab_size is None else tuple(range(vocab_size, logits.shape[1]))
     sampler = Sampler(logits.shape[1], never, logits.device)
     with torch.inference_mode():

@@ -102,14 +102,14 @@ class StepReport:
         """Add one answer's token."""
         if event.token_id is None:
             return
-        params, place = running.request.sampling_params, len(self._ids)
+        params, index = running.request.sampling_params, len(self._ids)
         self._ids.append(running.request.request_id)
         self._choices.append(event.answer.request.choice)
         self._tokens.append(event.token_id)
         entries = self._entries(running, event.answer)
         self._log_probs.append([one[0].logprob for one in entries] if params.return_log_probs else None)
         if params.top_n_logprobs:
-            self._top_n[place] = [entry(one) for one in entries]
+            self._top_n[index] = [entry(one) for one in entries]
 
     @staticmethod
     def _entries(running: Running, answer: Answer) -> list[list[TokenLogprob]]:

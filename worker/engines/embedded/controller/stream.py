@@ -47,16 +47,16 @@ class Streaming(Texts):
             output_log_probs: Of all tokens but the first, or None.
             texts: The answers' texts, made from the tokens by default.
         """
-        for place, (request_id, request, stream) in enumerate(zip(request_ids, requests, streams, strict=True)):
-            start, count = int(prompt_lengths[place]), int(generated_lengths[place])
+        for index, (request_id, request, stream) in enumerate(zip(request_ids, requests, streams, strict=True)):
+            start, count = int(prompt_lengths[index]), int(generated_lengths[index])
             most = sampling_params.max_tokens(start)
-            if bool(generation_started[place]) and not stream.finished and most != 0:
-                ids = [int(one) for one in tokens[place][start : start + count]]
-                log_probs = None if output_log_probs is None else output_log_probs[place]
-                text = None if texts is None else texts[place]
+            if bool(generation_started[index]) and not stream.finished and most != 0:
+                ids = [int(one) for one in tokens[index][start : start + count]]
+                log_probs = None if output_log_probs is None else output_log_probs[index]
+                text = None if texts is None else texts[index]
                 with_segments = sampling_params.return_segments
                 stream.put(self._partial(request_id, request, ids, start, log_probs, text, with_segments))
-                if bool(is_generation_done[place]) or count == most:
+                if bool(is_generation_done[index]) or count == most:
                     stream.finish()
 
     def _stream(self, running: Running) -> None:

@@ -63,11 +63,11 @@ class HfControllerTokenizer:
         """
         skips = self.detokenize(ids) == text
         pieces = IncrementalText(partial(self.detokenize, skip_special_tokens=skips))
-        places, place = [], 0
+        offsets, offset = [], 0
         for token_id in ids:
-            places.append(place)
-            place = min(len(text), place + len(pieces.append(token_id)))
-        return places
+            offsets.append(offset)
+            offset = min(len(text), offset + len(pieces.append(token_id)))
+        return offsets
 
 
 class Texts:
@@ -91,7 +91,7 @@ class Texts:
         bos = tokenizer.bos
         if add_BOS and bos is None:
             raise ValueError("add_BOS: the tokenizer has no bos")
-        first = next((place for place, token_id in enumerate(ids) if token_id != bos), len(ids))
+        first = next((index for index, token_id in enumerate(ids) if token_id != bos), len(ids))
         return [bos, *ids[first:]] if add_BOS and bos is not None else ids[first:]
 
     @staticmethod
@@ -141,9 +141,9 @@ class Texts:
         text = self.detokenize(self.tokenizer, ids, skip_special_tokens=skip_special_tokens)
         if not detokenize_segments:
             return text, None
-        places = [min(place, len(text)) for place in self.tokenizer.offsets(ids, text)]
-        ends = [*places[1:], len(text)]
-        return text, [[text[start:end] for start, end in zip(places, ends, strict=True)] if ids else []]
+        offsets = [min(offset, len(text)) for offset in self.tokenizer.offsets(ids, text)]
+        ends = [*offsets[1:], len(text)]
+        return text, [[text[start:end] for start, end in zip(offsets, ends, strict=True)] if ids else []]
 
     def _prompt_tokens(self, request: InferenceRequest) -> list[int]:
         if request.prompt_tokens is not None:

@@ -173,9 +173,9 @@ def _vocabulary(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabu
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (len(prompts) and all(type(one) is int for one in prompts)):
         return [prompts]  # type: ignore[list-item]  # mypy does not see that all of them are integers
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         if not isinstance(prompt, (str, list, tuple)):
-            raise InvalidRequest(f"prompts[{place}]", f"must be a text or a list of token ids, got {prompt!r}")
+            raise InvalidRequest(f"prompts[{index}]", f"must be a text or a list of token ids, got {prompt!r}")
     return list(prompts)  # type: ignore[arg-type]  # as above
 
 

@@ -95,10 +95,10 @@ class Session:
                 uses[id(processor)] += one.best_of or 1
         shared = frozenset(key for key, number in uses.items() if number > 1)
         jobs = []
-        for place, (prompt, wanted, processors) in enumerate(zip(prompts, params, named, strict=True)):
+        for index, (prompt, wanted, processors) in enumerate(zip(prompts, params, named, strict=True)):
             with self.lock:
                 number = next(self._numbers)
-            jobs.append(self.desk.job(number, prompt, wanted, processors, shared, f"prompts[{place}]"))
+            jobs.append(self.desk.job(number, prompt, wanted, processors, shared, f"prompts[{index}]"))
         return jobs
 
     def add(self, job: Job) -> None:

@@ -27,7 +27,7 @@ def weight_bits(vocab_size: int) -> int:
 
 @lru_cache
 def rounding(bits: int) -> tuple[float, int]:
-    """The float64 that rounds a weight in [0, 1] to `bits` places when added, and its int64 bits.
+    """The float64 that rounds a weight in [0, 1] to `bits` bits when added; and its own bits.
 
     Between this offset and the next power of two, float64 numbers are ``2**-bits`` apart. So the
     int64 bits of a sum, minus the bits of the offset, are the weight in units, rounded to nearest,
