@@ -1,4 +1,4 @@
-"""`LogitsPipe`: typed, legalised and fused chains of processors, under FlashInfer's names."""
+"""`LogitsPipe`: typed, legalized and fused chains of processors, under FlashInfer's names."""
 
 from adapters.pipe.compiler import Compiler, compile_pipeline
 from adapters.pipe.fusion_rules import FusionRule

@@ -143,18 +143,18 @@ def chosen(outcome: Outcome, context: Context) -> int | None:
 def run_reference(subject: Subject, case: Case, seed: int, num_steps: int = NUM_STEPS) -> ReferenceRun:
     """Run a fresh chain step by step."""
     context = subject.context
-    reference = ReferenceRun(case, seed, prompt_of(context, seed), logits_of(context, seed, num_steps))
+    run = ReferenceRun(case, seed, prompt_of(context, seed), logits_of(context, seed, num_steps))
     chain = subject.chain(case)
-    chain.start(reference.prompt)
+    chain.start(run.prompt)
     for index in range(num_steps):
-        outcome = step(chain, reference.logits[index])
-        reference.outcomes.append(outcome)
+        outcome = step(chain, run.logits[index])
+        run.outcomes.append(outcome)
         token_id = chosen(outcome, context)
         if token_id is None:
             break
         chain.accept(token_id, chain.position)
-        reference.tokens.append(token_id)
-    return reference
+        run.tokens.append(token_id)
+    return run
 
 
 def reference_runs(subject: Subject) -> list[ReferenceRun]:
@@ -166,42 +166,42 @@ def reference_runs(subject: Subject) -> list[ReferenceRun]:
     return runs
 
 
-def restarted(subject: Subject, reference: ReferenceRun, index: int) -> ProcessorChain:
+def restarted(subject: Subject, run: ReferenceRun, index: int) -> ProcessorChain:
     """A fresh chain that continues a run after ``index`` generated tokens, as after migration."""
-    chain = subject.chain(reference.case)
-    rebuild(chain, reference, index)
+    chain = subject.chain(run.case)
+    rebuild(chain, run, index)
     return chain
 
 
-def rebuild(chain: ProcessorChain, reference: ReferenceRun, index: int) -> None:
+def rebuild(chain: ProcessorChain, run: ReferenceRun, index: int) -> None:
     """Start ``chain`` after ``index`` generated tokens of a run."""
     if chain.observes_logits:
-        replay(chain, reference.prompt, reference.tokens[:index], reference.logits[:index].clone())
+        replay(chain, run.prompt, run.tokens[:index], run.logits[:index].clone())
     else:
-        chain.start(reference.prompt, reference.tokens[:index])
+        chain.start(run.prompt, run.tokens[:index])
 
 
-def expect(outcome: Outcome, reference: ReferenceRun, index: int, what: str) -> None:
+def expect(outcome: Outcome, run: ReferenceRun, index: int, what: str) -> None:
     """Compare an outcome with the reference run's.
 
     Raises:
         CheckFailed: they differ in a bit.
     """
-    problem = difference(reference.outcomes[index], outcome)
+    problem = difference(run.outcomes[index], outcome)
     if problem is not None:
-        raise CheckFailed(f"{what}: {problem} ({reference.at(index)})")
+        raise CheckFailed(f"{what}: {problem} ({run.at(index)})")
 
 
-def follow(chain: ProcessorChain, reference: ReferenceRun, start: int, stop: int, what: str) -> None:
+def follow(chain: ProcessorChain, run: ReferenceRun, start: int, stop: int, what: str) -> None:
     """Step ``chain`` along a run from generated token ``start`` and compare each outcome.
 
     Raises:
         CheckFailed: one differs.
     """
-    for index in range(start, min(stop, len(reference.outcomes))):
-        expect(step(chain, reference.logits[index]), reference, index, what)
-        if index < len(reference.tokens):
-            chain.accept(reference.tokens[index], chain.position)
+    for index in range(start, min(stop, len(run.outcomes))):
+        expect(step(chain, run.logits[index]), run, index, what)
+        if index < len(run.tokens):
+            chain.accept(run.tokens[index], chain.position)
 
 
 def difference(expected: Outcome, got: Outcome) -> str | None:

@@ -425,7 +425,7 @@ async def test_kv_events_go_on_after_an_error(
     assert [hashes for _, _, hashes, _, _ in calls] == [[1], [3]]
     told = [record.getMessage() for record in caplog.records]
     assert sum(f"KV events: {type(error).__name__}: " in line for line in told) == 1
-    assert sum("a record was left out: KeyError: 'tokens'" in line for line in told) == 1
+    assert sum("a record was skipped: KeyError: 'tokens'" in line for line in told) == 1
 
 
 async def test_statistics_go_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,7 +553,7 @@ async def test_a_verdict_does_not_outlive_the_watch() -> None:
     asking.append(asyncio.create_task(watch.verdict()))
     await asyncio.sleep(0)
     task.cancel()
-    assert await asyncio.gather(*asking) == ["nobody looks after TensorRT-LLM any more"] * 3
+    assert await asyncio.gather(*asking) == ["TensorRT-LLM is no longer monitored"] * 3
     assert executor.reasons == []
 
 

@@ -43,10 +43,10 @@ def test_every_builtin_goes_on_in_another_process() -> None:
     jobs = []
     for builtin in BUILTINS:
         subject = Subject(builtin, EXAMPLES[builtin.name])
-        reference, index = reference_runs(subject)[0], 4
-        blob = pickle.dumps(ChainAdapter(restarted(subject, reference, index)))
-        logits = reference.logits[index].clone().view(1, 1, -1)
-        jobs.append((builtin.name, blob, reference.history(index), logits, reference.outcomes[index].dense()))
+        run, index = reference_runs(subject)[0], 4
+        blob = pickle.dumps(ChainAdapter(restarted(subject, run, index)))
+        logits = run.logits[index].clone().view(1, 1, -1)
+        jobs.append((builtin.name, blob, run.history(index), logits, run.outcomes[index].dense()))
     root = str(Path(__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "-c", _OTHER_PROCESS],

@@ -127,7 +127,9 @@ class Checklist:
         alone = await drawn(7)
         _, together = await asyncio.gather(self._others(), drawn(7))
         other = await drawn(8)
-        return ChecklistItem("a seed fixes the draws in any batch", alone == together != other, f"{alone[:8]} ...")
+        return ChecklistItem(
+            "a seed fixes the sampled tokens in any batch", alone == together != other, f"{alone[:8]} ..."
+        )
 
     async def undisturbed(self) -> ChecklistItem:
         alone = await self._tokens(self._chain(ForcedPrefix, token_ids=[40, 41, 42]))
