@@ -14,7 +14,7 @@ Needs Hypothesis. Everything runs on the CPU, on a small tokenizer of the kit's 
 from adapters.testing import check_arguments, check_rows, check_history, check_cost  # isort: skip
 from adapters.testing.kit_model import kit_context, kit_vocabulary
 from adapters.testing.registry import CHECKS, Check
-from adapters.testing.report import CheckResult, ConformanceReport, check_processor, run_check
+from adapters.testing.report import CheckResult, Report, check_processor, run_check
 from adapters.testing.subject import Case, CheckFailed, Subject
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "Check",
     "CheckFailed",
     "CheckResult",
-    "ConformanceReport",
+    "Report",
     "Subject",
     "check_arguments",
     "check_cost",

@@ -27,7 +27,7 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
-class ConformanceReport:
+class Report:
     """Results of all checks of one class."""
 
     subject: Subject
@@ -93,7 +93,7 @@ def check_processor(
     *,
     context: Context | None = None,
     only: Iterable[str] | None = None,
-) -> ConformanceReport:
+) -> Report:
     """Check one processor class.
 
     Args:
@@ -108,7 +108,7 @@ def check_processor(
     """
     checks = checks_named(only)
     subject = Subject(processor, examples, context)
-    return ConformanceReport(subject, [_result(subject, check) for check in checks])
+    return Report(subject, [_result(subject, check) for check in checks])
 
 
 def _result(subject: Subject, check: Check) -> CheckResult:

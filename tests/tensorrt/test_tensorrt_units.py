@@ -562,7 +562,7 @@ async def test_a_verdict_does_not_outlive_the_watch() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), IndexError("x"), RequestFailed("x")])
 async def test_a_check_that_raises_has_failed_and_the_report_goes_on(error: Exception) -> None:
-    async def broken() -> verify.ChecklistItem:
+    async def broken() -> verify.Finding:
         raise error
 
     unused: Any = None

@@ -38,7 +38,7 @@ NUM_OTHERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class ChecklistItem:
+class Finding:
     """One line of the report.
 
     Attributes:
@@ -67,9 +67,9 @@ class Checklist:
         self.info = info
         self._num_requests = 0
 
-    async def run(self) -> list[ChecklistItem]:
+    async def run(self) -> list[Finding]:
         """Every check, in order. One that raises has failed."""
-        checks: tuple[Callable[[], Awaitable[ChecklistItem]], ...] = (
+        checks: tuple[Callable[[], Awaitable[Finding]], ...] = (
             self.repeatable,
             self.forced,
             self.banned,
@@ -86,80 +86,78 @@ class Checklist:
         )
         return [await self._guarded(check) for check in checks]
 
-    async def _guarded(self, check: Callable[[], Awaitable[ChecklistItem]]) -> ChecklistItem:
+    async def _guarded(self, check: Callable[[], Awaitable[Finding]]) -> Finding:
         try:
             return await asyncio.wait_for(check(), 300)
         except Exception as error:  # the check boundary: any error goes into the report
-            return ChecklistItem(check.__name__, False, f"{type(error).__name__}: {error}")
+            return Finding(check.__name__, False, f"{type(error).__name__}: {error}")
 
-    async def repeatable(self) -> ChecklistItem:
+    async def repeatable(self) -> Finding:
         answers = [await self._tokens() for _ in range(3)]
-        return ChecklistItem("greedy answers repeat", answers[0] == answers[1] == answers[2], f"{answers[0][:8]} ...")
+        return Finding("greedy answers repeat", answers[0] == answers[1] == answers[2], f"{answers[0][:8]} ...")
 
-    async def forced(self) -> ChecklistItem:
+    async def forced(self) -> Finding:
         wanted = [40, 41, 42, 40, 41]
         found = (await self._tokens(self._chain(ForcedPrefix, token_ids=wanted)))[: len(wanted)]
-        return ChecklistItem("forced tokens come out", found == wanted, str(found))
+        return Finding("forced tokens come out", found == wanted, str(found))
 
-    async def banned(self) -> ChecklistItem:
+    async def banned(self) -> Finding:
         plain = await self._tokens()
         found = await self._tokens(self._chain(BannedTokens, token_ids=plain[:4]))
-        return ChecklistItem(
+        return Finding(
             "banned tokens do not", not set(found) & set(plain[:4]), f"banned {plain[:4]}, got {found[:8]} ..."
         )
 
-    async def penalised(self) -> ChecklistItem:
+    async def penalised(self) -> Finding:
         found = await self._tokens(self._chain(RepetitionPenalty, penalty=90.0))
-        return ChecklistItem(
+        return Finding(
             "a penalty sees every token", len(set(found)) == len(found), f"{len(set(found))} of {len(found)} differ"
         )
 
-    async def ended_late(self) -> ChecklistItem:
+    async def ended_late(self) -> Finding:
         ends = sorted(set(range(0, self.info.vocab_size, 2)))[:1000]
         found = await self._answer(min_tokens=10, stop_token_ids=ends)
         ok = len(found.token_ids) >= 10 and not set(found.token_ids) & set(ends)
-        return ChecklistItem("no stop token ends an answer before min_tokens", ok, f"{len(found.token_ids)} tokens")
+        return Finding("no stop token ends an answer before min_tokens", ok, f"{len(found.token_ids)} tokens")
 
-    async def seeded(self) -> ChecklistItem:
+    async def seeded(self) -> Finding:
         async def drawn(seed: int) -> list[int]:
             return await self._tokens(temperature=1.0, seed=seed)
 
         alone = await drawn(7)
         _, together = await asyncio.gather(self._others(), drawn(7))
         other = await drawn(8)
-        return ChecklistItem(
-            "a seed fixes the sampled tokens in any batch", alone == together != other, f"{alone[:8]} ..."
-        )
+        return Finding("a seed fixes the sampled tokens in any batch", alone == together != other, f"{alone[:8]} ...")
 
-    async def undisturbed(self) -> ChecklistItem:
+    async def undisturbed(self) -> Finding:
         alone = await self._tokens(self._chain(ForcedPrefix, token_ids=[40, 41, 42]))
         others, together = await asyncio.gather(
             self._others(), self._tokens(self._chain(ForcedPrefix, token_ids=[40, 41, 42]))
         )
         same = sum(a == b for a, b in zip(alone, together, strict=False))
         ok = together[:3] == [40, 41, 42] and len(set(map(tuple, others))) == NUM_OTHERS
-        return ChecklistItem(
+        return Finding(
             "other requests in a batch keep their own processors", ok, f"{same} of {len(alone)} tokens as alone"
         )
 
-    async def chunked(self) -> ChecklistItem:
+    async def chunked(self) -> Finding:
         length = min(self.info.max_num_batched_tokens * 2 + 3, self.info.context_length - NUM_TOKENS - 1)
         prompt = [20 + (7 * index) % 200 for index in range(length)]
         try:
             found = await self._tokens(self._chain(ForcedPrefix, prompt, token_ids=[40, 41, 42]), prompt=prompt)
         except InvalidRequest as error:
             ok = self.engine.config.history == "lagged"
-            return ChecklistItem("a prompt of several chunks", ok, f"refused: {error}")
-        return ChecklistItem("a prompt of several chunks", found[:3] == [40, 41, 42], f"{length} tokens, {found[:3]}")
+            return Finding("a prompt of several chunks", ok, f"refused: {error}")
+        return Finding("a prompt of several chunks", found[:3] == [40, 41, 42], f"{length} tokens, {found[:3]}")
 
-    async def faulty(self) -> ChecklistItem:
+    async def faulty(self) -> Finding:
         broken = create_trtllm_adapters([_Raises()], end_id=0)
         _, failed = await asyncio.gather(self._others(), self._answer(broken))
         after = await self._answer()
         ok = failed.finish_reason == "error" and after.finish_reason in ("stop", "length")
-        return ChecklistItem("a faulty processor fails its request alone", ok, str(failed.error))
+        return Finding("a faulty processor fails its request alone", ok, str(failed.error))
 
-    async def logprobs(self) -> ChecklistItem:
+    async def logprobs(self) -> Finding:
         plain = await self._answer(logprobs=2)
         beside = await self._answer(self._chain(BannedTokens, token_ids=[3]), logprobs=2)
         entries = [*(plain.logprobs or ()), *(beside.logprobs or ())]
@@ -167,11 +165,11 @@ class Checklist:
         off = [
             abs(a[0].logprob - b[0].logprob) for a, b in zip(plain.logprobs or (), beside.logprobs or (), strict=False)
         ]
-        return ChecklistItem(
+        return Finding(
             "log probabilities with and without processors", ok, f"they differ by {max(off, default=0):.2g} at most"
         )
 
-    async def several(self) -> ChecklistItem:
+    async def several(self) -> Finding:
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=2, temperature=1.0)
         answers: dict[int, TokenDelta] = {}
         async for delta in self.engine.generate("several", PROMPT, params):
@@ -179,16 +177,16 @@ class Checklist:
             whole.token_ids += delta.token_ids
             whole.finish_reason = delta.finish_reason
         found = [(len(each.token_ids), each.finish_reason) for each in answers.values()]
-        return ChecklistItem("two answers of one prompt both end", found == [(NUM_TOKENS, "length")] * 2, str(found))
+        return Finding("two answers of one prompt both end", found == [(NUM_TOKENS, "length")] * 2, str(found))
 
-    async def aborted(self) -> ChecklistItem:
+    async def aborted(self) -> Finding:
         stream = self.engine.generate("abort", PROMPT, SamplingParams(max_tokens=1000, ignore_eos=True))
         await anext(stream)
         self.engine.abort("abort")
         last = [delta async for delta in stream][-1]
-        return ChecklistItem("an abort ends a request", last.finish_reason == "cancelled", str(last.finish_reason))
+        return Finding("an abort ends a request", last.finish_reason == "cancelled", str(last.finish_reason))
 
-    async def speed(self) -> ChecklistItem:
+    async def speed(self) -> Finding:
         async def rate(make: Callable[[], Any]) -> float:
             began = time.perf_counter()
             found = await asyncio.gather(
@@ -198,7 +196,7 @@ class Checklist:
 
         plain = await rate(lambda: None)
         masked = await rate(lambda: self._chain(BannedTokens, token_ids=[3]))
-        return ChecklistItem(
+        return Finding(
             "speed (no claim)", True, f"{plain:.0f} tokens/s, {masked:.0f} with a processor each, {NUM_OTHERS} requests"
         )
 
@@ -229,7 +227,7 @@ class Checklist:
         return whole
 
 
-def report(engine: TrtllmEngine, info: EngineInfo, checks: Sequence[ChecklistItem], start_s: float) -> str:
+def report(engine: TrtllmEngine, info: EngineInfo, checks: Sequence[Finding], start_s: float) -> str:
     """The report in Markdown."""
     package = read_package()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
