@@ -418,10 +418,10 @@ def test_a_forced_position_is_not_a_call():
         apply_chain(chain, row)
         chain.accept(int(row.argmax()), chain.position)
     assert chain.tokens[4] == 7
-    assert processor._foreign.calls == 3
+    assert processor._wrapped.calls == 3
     chain.rewind(5)
     apply_chain(chain, rows_of(1)[0])
-    assert processor._foreign.calls == 2
+    assert processor._wrapped.calls == 2
 
 
 def test_choices_do_not_share_an_instance():
@@ -515,9 +515,9 @@ def test_a_wrapped_class_has_typed_arguments_and_takes_the_models_tokenizer():
     processor = build(kind, boost_factor=0.5, boost_token_str="a")
     assert type(processor) is ZooProcessor
     assert processor.name == "acme/length"
-    assert processor._foreign.tokenizer is TOKENIZER
-    assert processor._foreign.boost_token == 3 + ord("a") % 8
-    assert pickle.loads(pickle.dumps(build(wrap_third_party(CountingBoost, "b"), step=1.0)))._foreign.step == 1.0
+    assert processor._wrapped.tokenizer is TOKENIZER
+    assert processor._wrapped.boost_token == 3 + ord("a") % 8
+    assert pickle.loads(pickle.dumps(build(wrap_third_party(CountingBoost, "b"), step=1.0)))._wrapped.step == 1.0
 
 
 @pytest.mark.parametrize(
@@ -536,7 +536,7 @@ def test_arguments_out_of_bounds(arguments):
 def test_what_the_operator_fixes_the_request_cannot_set():
     kind = wrap_third_party(ZooLength, "x", arguments={"p": 3})
     assert "p" not in kind.Args.model_fields
-    assert build(kind, boost_factor=1.0)._foreign.p == 3
+    assert build(kind, boost_factor=1.0)._wrapped.p == 3
     with pytest.raises(TypeError, match="no parameter q"):
         wrap_third_party(ZooLength, "x", arguments={"q": 3})
 

@@ -160,7 +160,7 @@ def test_tables_are_kept_once_and_not_for_every_position() -> None:
     tables = {state.fixed_table.data_ptr() for state in processor._before.values()}
     assert len(processor._before) == 20
     assert len(tables) == 1
-    assert processor._foreign.fixed_table.data_ptr() not in tables
+    assert processor._wrapped.fixed_table.data_ptr() not in tables
 
 
 class Tabulates(LogitsProcessor):
@@ -205,11 +205,11 @@ def test_the_models_own_are_given_by_name_and_never_by_the_request() -> None:
     assert list(kind.Args.model_fields) == ["eos_token_id", "eos_token_ids"]
     (processor,) = kind.build(kind.Args(), CONTEXT)
     assert isinstance(processor, ThirdPartyProcessor)
-    assert processor._foreign.given == (V, 9, [2, 9])  # of the end tokens the model's own, not the client's
-    assert processor._foreign.device == torch.device("cpu")
+    assert processor._wrapped.given == (V, 9, [2, 9])  # of the end tokens the model's own, not the client's
+    assert processor._wrapped.device == torch.device("cpu")
     (processor,) = kind.build(kind.Args(eos_token_id=5, eos_token_ids=None), CONTEXT)
     assert isinstance(processor, ThirdPartyProcessor)
-    assert processor._foreign.given == (V, 5, [2, 9])
+    assert processor._wrapped.given == (V, 5, [2, 9])
 
 
 def test_a_request_without_end_tokens_is_refused_where_one_is_needed() -> None:
@@ -219,7 +219,7 @@ def test_a_request_without_end_tokens_is_refused_where_one_is_needed() -> None:
     kind = wrap_third_party(Takes, "takes", arguments={"eos_token_id": 3})
     (processor,) = kind.build(kind.Args(), Context(Vocabulary(V)))
     assert isinstance(processor, ThirdPartyProcessor)
-    assert processor._foreign.given == (V, 3, [])
+    assert processor._wrapped.given == (V, 3, [])
 
 
 def test_it_is_made_on_the_device_of_the_logits() -> None:
@@ -228,7 +228,7 @@ def test_it_is_made_on_the_device_of_the_logits() -> None:
     assert isinstance(processor, ThirdPartyProcessor)
     processor.start(PROMPT)
     processor.shape(torch.zeros(V, device="meta"))
-    assert processor._foreign.device == torch.device("meta")
+    assert processor._wrapped.device == torch.device("meta")
 
 
 def test_what_transformers_refuses_is_the_callers_fault() -> None:

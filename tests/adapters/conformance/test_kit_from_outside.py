@@ -1,5 +1,5 @@
 """The kit as authors use it: the page about writing processors, the pytest plugin, the command,
-foreign classes.
+third-party classes.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_command_reports_and_sets_the_status(capsys: pytest.CaptureFixture[str])
     assert main(["check", "broken_processors:CountsCalls", "--example", '{"n": 4}', "--only", "double_call"]) == 1
     out = capsys.readouterr().out
     assert out.startswith("FAIL  double_call: ")
-    assert 'arguments {"n": 4}, story 0, generated token' in out
+    assert 'arguments {"n": 4}, run 0, generated token' in out
 
 
 @pytest.mark.parametrize(
@@ -204,13 +204,13 @@ def test_command_lists_the_checks(capsys: pytest.CaptureFixture[str]) -> None:
         ("broken_processors:ZooBoost", {"boost": 2.0}),
     ],
 )
-def test_foreign_classes_conform(target: str, example: dict[str, float]) -> None:
+def test_third_party_classes_conform(target: str, example: dict[str, float]) -> None:
     module, _, name = target.partition(":")
     report = check_processor(getattr(importlib.import_module(module), name), [example])
     assert report.passed, str(report)
 
 
-def test_foreign_forcing_that_leaves_nan_is_caught() -> None:
+def test_third_party_forcing_that_leaves_nan_is_caught() -> None:
     report = check_processor(broken_processors.ZooEnforce, [{"token_id": 40}], only=["masked_rows", "banned_tokens"])
     assert "masked_rows" in {result.check.name for result in report.failures}
 
