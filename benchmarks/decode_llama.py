@@ -1,9 +1,8 @@
-"""llama.cpp's side of `decode.py`, in an environment of its own: ``python decode_llama.py
-CHECKPOINT``.
+"""llama.cpp in `decode.py`, in its own environment: ``python decode_llama.py CHECKPOINT``.
 
 Converts the checkpoint to GGUF, with the same bfloat16 matrices and no vocabulary, and drives
-`llama_decode` itself: every row is a sequence, the prompts go in one after another in batches of up
-to 1024 tokens, then every step is one batch.
+`llama_decode` itself: every row is a sequence, the prompts are prefilled one after another in
+batches of up to 1024 tokens, then every step is one batch.
 """
 
 from __future__ import annotations

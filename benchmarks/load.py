@@ -1,4 +1,4 @@
-"""The embedded engine under load that comes and goes, on the model of `decode.py`, as it is served.
+"""The embedded engine under changing load, as it is served, with the model of `decode.py`.
 
     .venv/bin/python benchmarks/load.py
     .venv/bin/python benchmarks/load.py --parts prefix gap8
@@ -7,10 +7,10 @@ Prints, and writes `results/load.md` from what this and earlier runs kept in `re
 run replaces the parts that it measures.
 
 - ``arrivals``: requests of mixed lengths arrive at random (Poisson), somewhat faster than they can
-  be answered. Their throughput, from the time when all slots are taken until the last one arrives,
-  against that of batches of as many equally long requests that start together, before and after:
-  what this engine does at best. Both count the tokens that were computed, prompt and answer, of
-  which the load has as many. The round with the median ratio counts.
+  be answered. Their throughput, from the time when the batch is full until the last one arrives,
+  against that of static batches of as many equally long requests, before and after: the engine's
+  best case. Both count the tokens that were computed, prompt and answer, of which the load has as
+  many. The round with the median ratio counts.
 - ``gap8``, ``gap31``: while 8 or 31 rows decode, a prompt of 2048 tokens comes. The times between
   two tokens of a row until that prompt's first token, against the median time after it, which is a
   step. The median round counts here, too.

@@ -1,17 +1,17 @@
-"""What processors cost, as ratios within one run.
+"""Cost of logits processors, as ratios within one run.
 
     .venv/bin/python benchmarks/processors.py
 
 
 The figures (32 rows, V = 151,936, float32, CPU) and what each is compared with:
 
-* forcing every row, against filling every row densely, as a processor that writes logits has to;
+* forcing every row, against filling every row densely, as a processor that writes logits must;
 * 200 biases a row, against a Python loop over them;
 * a typical chain (bias, penalties, minimum length, thinking budget, JSON Schema) on every row, in
   passes over the logits: one pass is ``logits.copy_(other)``. Planning is shown apart, because it
   needs no logits;
 * an idle TensorRT-LLM callable, against a bare Python call of the same shape;
-* the work that history makes per step, at 128 to 32,768 tokens;
+* the history's cost per step, at 128 to 32,768 tokens;
 * admitting a prompt of 32,768 tokens: time, and memory at its peak, of the processors that look at
   it, for a prompt of text-like frequencies and for one that repeats itself, whichever is slower.
 

@@ -1,16 +1,16 @@
 """The sampler on a GPU: `benchmarks/sampler.py --device cuda`.
 
-Times are the device's own, between two events, the fastest of some rounds. What is compared is run
-in turn, round by round, on the same logits.
+Times are the device's own, between two events, the fastest of some rounds. Rounds are interleaved,
+on the same logits.
 
-- read: the maximum of each row, the cheapest thing that looks at every logit.
+- read: the maximum of each row, the cheapest operation that reads every logit.
 - launch: `Sampler.launch`, from logits to the copy of the tokens. It is run once with PyTorch's
   check for synchronisation set to fail.
-- graph: the draw alone, held in a CUDA graph.
-- sorting: the draw with prefixes found by sorting instead of the Triton kernel.
-- flashinfer: `flashinfer.sampling`, where it is installed and has the same controls. Its draws are
-  by rejection, with the running state of a generator, and its sums are in float32; ours are exact
-  and depend on seed and position alone.
+- graph: truncation and sampling alone, captured in a CUDA graph.
+- sorting: the same with prefixes found by sorting instead of the Triton kernel.
+- flashinfer: `flashinfer.sampling`, where it is installed and has the same controls. It uses
+  rejection sampling, a stateful generator and float32 sums; ours is exact, with counter-based
+  random numbers.
 """
 
 from __future__ import annotations

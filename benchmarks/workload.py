@@ -1,6 +1,6 @@
-"""What the decoding benchmark asks of everybody, and how a peer in another process is asked.
+"""Tasks of the decoding benchmark, and the protocol of peers in other processes.
 
-Nothing but the standard library: peers import this in environments of their own.
+Standard library only: peers import this in their own environments.
 
 A peer is a process that reads one `Task` per line and answers each with one `Reply` per line; when
 it is ready it writes an empty `Reply`.
