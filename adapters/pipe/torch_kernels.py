@@ -119,28 +119,28 @@ def sample_probs(
     Returns:
         ``[B]`` int32, or ``[n]`` with the dtype of ``indices``.
     """
-    num_draws = len(probs) if indices is None else len(indices)
+    num_samples = len(probs) if indices is None else len(indices)
     source = probs.device if generator is None else generator.device
-    numbers = torch.rand(num_draws, dtype=torch.float64, device=source, generator=generator).to(probs.device)
+    uniforms = torch.rand(num_samples, dtype=torch.float64, device=source, generator=generator).to(probs.device)
     if indices is None:
-        return _one_each(probs, numbers)
-    return _from_rows(probs, numbers, indices.to(probs.device))
+        return _one_each(probs, uniforms)
+    return _from_rows(probs, uniforms, indices.to(probs.device))
 
 
-def _one_each(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def _one_each(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     tokens = torch.empty(len(probs), dtype=torch.int32, device=probs.device)
     for start in range(0, len(probs), _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)
-        tokens[part] = _search(_bounds(probs[part]), numbers[part].unsqueeze(1)).squeeze(1)
+        tokens[part] = _search(_bounds(probs[part]), uniforms[part].unsqueeze(1)).squeeze(1)
     return tokens
 
 
-def _from_rows(probs: torch.Tensor, numbers: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def _from_rows(probs: torch.Tensor, uniforms: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Group samples by row, so that millions of samples from one row do not copy it."""
     tokens = torch.empty_like(indices)
     for row in torch.unique(indices).tolist():
         mine = indices == row
-        found = _search(_bounds(probs[row : row + 1]), numbers[mine].unsqueeze(0))
+        found = _search(_bounds(probs[row : row + 1]), uniforms[mine].unsqueeze(0))
         tokens[mine] = found.squeeze(0).to(tokens.dtype)
     return tokens
 
@@ -151,10 +151,10 @@ def _bounds(probs: torch.Tensor) -> torch.Tensor:
     return shares.long().cumsum(-1)
 
 
-def _search(bounds: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def _search(bounds: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The token of each random number in [0, 1), ``[R, n]``."""
     totals = bounds[:, -1:]
-    targets = torch.minimum((numbers * totals).long(), totals - 1)
+    targets = torch.minimum((uniforms * totals).long(), totals - 1)
     return torch.searchsorted(bounds, targets, right=True)
 
 

@@ -195,7 +195,7 @@ def determinism(subject: Subject) -> None:
         before = _generators()
         again = run_reference(subject, run.case, run.seed)
         if _generators() != before:
-            raise CheckFailed(f"draws from a global random generator; use adapters.contract.random_numbers ({run})")
+            raise CheckFailed(f"uses a global random generator; use adapters.contract.random_numbers ({run})")
         for index, outcome in enumerate(again.outcomes[: len(run.outcomes)]):
             expect(outcome, run, index, "run again")
 

@@ -121,12 +121,12 @@ class Checklist:
         return Finding("no stop token ends an answer before min_tokens", ok, f"{len(found.token_ids)} tokens")
 
     async def seeded(self) -> Finding:
-        async def drawn(seed: int) -> list[int]:
+        async def sampled(seed: int) -> list[int]:
             return await self._tokens(temperature=1.0, seed=seed)
 
-        alone = await drawn(7)
-        _, together = await asyncio.gather(self._others(), drawn(7))
-        other = await drawn(8)
+        alone = await sampled(7)
+        _, together = await asyncio.gather(self._others(), sampled(7))
+        other = await sampled(8)
         return Finding("a seed fixes the sampled tokens in any batch", alone == together != other, f"{alone[:8]} ...")
 
     async def undisturbed(self) -> Finding:

@@ -29,10 +29,10 @@ class Completion:
             string is among them, unless ``include_stop_str_in_output`` is set.
         logprobs: Of each of `token_ids` itself first, then the top-n; with
             ``logprobs_simple_format`` its own alone.
-        cumulative_logprob: Sum over `token_ids`; None if no log probabilities were asked for.
+        cumulative_logprob: Sum over `token_ids`; None if no log probabilities were requested.
         finish_reason: ``stop``, ``length``, ``cancelled`` or ``error``.
         stop_reason: The stop token or the stop string that ended the answer, if one did.
-        generation_logits: float32 ``[len(token_ids), V]``, the model's own, if asked for.
+        generation_logits: float32 ``[len(token_ids), V]``, the model's own, if requested.
         error: Why it failed, exactly when `finish_reason` is ``error``.
         receipt: What its logits processors did, if it had any.
         token_times_s: Time of each of `token_ids`, seconds since the request was added.
@@ -65,7 +65,7 @@ class Result:
         prompt_logprobs: Of each prompt token; None for the first, which has no context. With
             ``prompt_logprobs_simple_format`` one number each. Shorter if the first answer was
             cancelled, or failed, before the prompt had been computed.
-        context_logits: float32 ``[len(prompt_token_ids), V]``, the model's own, if asked for;
+        context_logits: float32 ``[len(prompt_token_ids), V]``, the model's own, if requested;
             shorter likewise.
     """
 

@@ -84,7 +84,7 @@ class LogitsCollector:
 
     @property
     def prompt_logits(self) -> torch.Tensor | None:
-        """float32 ``[prompt tokens, V]`` on the CPU, None if they were not asked for."""
+        """float32 ``[prompt tokens, V]`` on the CPU, None if they were not requested."""
         return torch.cat(self._prompt_logits) if self._keep_prompt and self._prompt_logits else None
 
     def generated_logits(self, count: int) -> torch.Tensor | None:
