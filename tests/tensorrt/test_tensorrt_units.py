@@ -212,7 +212,7 @@ def test_how_processors_are_called() -> None:
     assert judge_calls(called(2, 2, 3), [7, 7, 7], 7, 2) == Calls(1024, lags=True)
     for steps, tokens, problem in (
         ([], [7, 7], "not called"),
-        (called(2, 3), [7, 8], "does not reach"),
+        (called(2, 3), [7, 8], "do not reach"),
         (called(2, 2, 2), [7, 7, 7, 7], "at positions"),
     ):
         with pytest.raises(StartupError, match=problem):
