@@ -63,7 +63,7 @@ class MinTokens(SteeringProcessor):
 
 
 class GenLength(SteeringProcessor):
-    """Raises the logits of the end tokens as the answer grows; negative boosts make it longer.
+    """Raises the logits of the end tokens as the answer grows; negative boosts lengthen answers.
 
     Source: ``GenLengthLogitsProcessor`` of NVIDIA's logits-processor-zoo: z_e + boost * n^power /
     10^power for every end token e, where n is the number of generated tokens. With

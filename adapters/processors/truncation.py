@@ -88,7 +88,7 @@ class TopK(_RowWise):
 
 
 class TopP(_RowWise):
-    """Keeps the shortest prefix of the most likely tokens whose probabilities sum to at least p.
+    """Keeps the nucleus: the most likely tokens, as few as have a probability mass of at least p.
 
     Source: nucleus sampling (Holtzman et al., arXiv 1904.09751). The token that reaches p is kept.
     Ties are ordered by rising id. 1 is off, 0 is greedy.
