@@ -141,9 +141,7 @@ def ours(path: Path, **settings: str) -> tuple[Answer, str]:
 def peer(
     python: Path, checkpoint: Path, threads: int, script: str, *arguments: str, **environ: str
 ) -> Iterator[Answer]:
-    """A peer in a process of its own; see `workload`. Its OpenMP waits as it comes, unless
-    `environ` says otherwise.
-    """
+    """A peer in its own process; see `workload`. OpenMP waits as by default, or by `environ`."""
     command = [str(python), str(HERE / script), str(checkpoint), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
     environment.pop("GOMP_SPINCOUNT", None)  # which is what this process set for itself

@@ -65,9 +65,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(matrix: Matrix, heads: int) -> Matrix:
-    """Rows of a head from the order (first halves, second halves) to pairs, which GGUF's
-    rotation expects.
-    """
+    """Rows of a head reordered from halves to pairs, as GGUF's RoPE expects."""
     rows, columns = matrix.shape
     return matrix.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -149,9 +147,7 @@ class Llama:
         return found
 
     def _decode(self, entries: list[tuple[int, int, int, bool]]) -> list[int]:
-        """The highest id after each of the entries (token, position, row, wanted) that is
-        wanted.
-        """
+        """The argmax after each wanted entry of (token, position, row, wanted)."""
         batch = self._batch
         batch.n_tokens = len(entries)
         for place, (token, position, row, wanted) in enumerate(entries):

@@ -51,9 +51,7 @@ def generate(network: Any, task: Task) -> Reply:
 
 
 class Continuous:
-    """One manager at a time, for greedy tasks or for others: per-request controls are settled
-    when it is made.
-    """
+    """One manager at a time: per-request controls are fixed when it is made."""
 
     def __init__(self, network: Any) -> None:
         self._network = network

@@ -70,8 +70,7 @@ class Client:
     async def ask(
         self, prompt: Sequence[int], new: int, started: asyncio.Semaphore | None = None
     ) -> list[tuple[float, int]]:
-        """Times and numbers of tokens of the deltas; the first is the time of the question, with
-        none.
+        """Times and token counts of the deltas; the first is the request's time, with none.
 
         `started` is released at the first token.
         """
@@ -88,9 +87,7 @@ class Client:
 
 
 async def static_speed(client: Client) -> float:
-    """Requests per second of a full batch of equally long requests; prompt and answer have the
-    mean length.
-    """
+    """Requests per second of a full static batch of requests of the mean length."""
     prompts = [client.prompt(MEAN_LENGTH) for _ in range(SLOTS)]
     started = time.perf_counter()
     await asyncio.gather(*(client.ask(prompt, MEAN_LENGTH) for prompt in prompts))
@@ -98,9 +95,7 @@ async def static_speed(client: Client) -> float:
 
 
 async def measure_arrivals(client: Client, rounds: int, seconds: float) -> dict[str, float]:
-    """The round with the median ratio: each load is compared with the batches just before and
-    after it.
-    """
+    """The round with the median ratio of the load to the batches just before and after it."""
     found = []
     before = await static_speed(client)
     for _ in range(rounds):
@@ -141,9 +136,7 @@ async def measure_load(client: Client, rate: float, seconds: float) -> dict[str,
 
 
 def _share(answer: list[tuple[float, int]], prompt: int, new: int, begin_s: float, end_s: float) -> float:
-    """Tokens of one request that were computed in a window: all of its prompt, if its first
-    token came in it.
-    """
+    """Computed tokens of a request in a window; all of its prompt if its first token is in it."""
     generated = sum(count for at, count in answer[1:] if begin_s <= at < end_s)
     return generated + (prompt if begin_s <= answer[1][0] < end_s else 0)
 

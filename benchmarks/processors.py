@@ -83,9 +83,7 @@ ADMITTED = (
 
 
 def vocabulary() -> Vocabulary:
-    """A byte-level vocabulary as wide as Qwen's: the bytes, then words of letters and digits,
-    then the tags.
-    """
+    """A byte-level vocabulary as wide as Qwen's: bytes, words of letters and digits, tags."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<end>", *alphabet]
     letters = "etaoinshrdlucmfwypvbgkjqxz0123456789"
@@ -200,9 +198,7 @@ def typical(context: Context, logits: torch.Tensor) -> tuple[float, float, float
 
 
 def idle_call(context: Context) -> tuple[float, float]:
-    """(a call of a chain's callable that asks for nothing, a bare Python call of the same
-    shape), microseconds.
-    """
+    """Microseconds of an idle chain's callable, and of a bare Python call of the same shape."""
     chain = chain_of(context, [Requested("forced_prefix", {"token_ids": [300]})], [5, 6, 7])
     (adapter,) = create_trtllm_adapters([chain])
     logits = torch.zeros(1, 1, 64)
@@ -224,9 +220,7 @@ def idle_call(context: Context) -> tuple[float, float]:
 
 
 def history(context: Context, lengths: Sequence[int]) -> list[tuple[int, float]]:
-    """Time to accept a token and plan, by tokens of history (of 1,000 distinct ids),
-    microseconds.
-    """
+    """Microseconds to accept a token and plan, by tokens of history (1,000 distinct ids)."""
     found = []
     for length in lengths:
         prompt = [300 + (i * 7919) % 1000 for i in range(length)]
@@ -242,9 +236,7 @@ def history(context: Context, lengths: Sequence[int]) -> list[tuple[int, float]]
 
 
 def admission(context: Context, chosen: Sequence[Requested], length: int) -> tuple[float, float]:
-    """(milliseconds, MB at the peak) of building and starting a chain, for the prompt that takes
-    longer.
-    """
+    """Milliseconds and peak MB of building and starting a chain, for the slower prompt."""
     random_numbers = random.Random(1)
     prompts = (
         [300 + int(random_numbers.paretovariate(0.8)) % 100_000 for _ in range(length)],

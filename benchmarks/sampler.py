@@ -53,9 +53,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One set of controls, for us and for transformers, and the least ratio that is aimed at for
-    the largest batch.
-    """
+    """Controls for ours and transformers, and the target ratio for the largest batch."""
 
     name: str
     params: SamplingParams

@@ -47,9 +47,7 @@ HEADER = (
 
 
 def seconds_of(work: Work, device: torch.device) -> float:
-    """How long one call takes on the device; on the CPU, where this is only tried out, on the
-    clock.
-    """
+    """Seconds of one call on the device; on the CPU, for trying it out, wall time."""
     if device.type == "cpu":
         start = time.perf_counter()
         work()
@@ -75,9 +73,7 @@ def fastest(works: dict[str, Work], device: torch.device, num_rounds: int) -> di
 
 
 def graphed(work: Work) -> Work:
-    """`work` as the replay of a CUDA graph; capturing fails if it synchronises or if its shapes
-    need a value.
-    """
+    """`work` as a CUDA graph's replay; capturing fails on a synchronisation."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -90,9 +86,7 @@ def graphed(work: Work) -> Work:
 
 
 def flashinfer_work(case: Case, logits: torch.Tensor) -> Work | None:
-    """The same controls by `flashinfer.sampling`, as far as it has them in one call; min-p goes
-    without.
-    """
+    """The same controls by `flashinfer.sampling`, as far as one call has them (no min-p)."""
     if importlib.util.find_spec("flashinfer") is None or logits.device.type != "cuda":
         return None
     from flashinfer import sampling

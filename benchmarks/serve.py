@@ -49,9 +49,7 @@ TARGET = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One round: tokens per second over all streams, and the time to first token of each request
-    in seconds.
-    """
+    """One round: tokens per second over all streams, and seconds to first token per request."""
 
     tokens_per_s: float
     ttfts_s: list[float]
@@ -118,9 +116,7 @@ async def drive(port: int, model: str, num_streams: int, num_tokens: int) -> Sam
 
 @dataclass(frozen=True, slots=True)
 class Medians:
-    """Tokens per second, over rounds, and time to first token in seconds, over the requests of
-    all rounds.
-    """
+    """Tokens per second over rounds, and seconds to first token over all requests."""
 
     tokens_per_s: float
     ttft_s: float

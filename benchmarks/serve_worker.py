@@ -35,9 +35,7 @@ def constant_token(model_path: str) -> tuple[int, int]:
 
 
 class NullModel:
-    """Implements `worker.engines.embedded.Model`: rows of logits that are ready before they are
-    asked for.
-    """
+    """Implements `worker.engines.embedded.Model` with precomputed rows of logits."""
 
     def __init__(self, model_path: str, max_num_seqs: int) -> None:
         token, self.vocab_size = constant_token(model_path)

@@ -75,9 +75,7 @@ class Reply:
 
 
 def serve(start: Callable[[], Callable[[Task], Reply]]) -> None:
-    """Answer tasks until standard input ends, with what `start` makes. What is printed goes to
-    standard error.
-    """
+    """Answer tasks until standard input ends, by `start`; prints go to standard error."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     answer = start()

@@ -36,9 +36,7 @@ def num_missing(beginning: bytes) -> int:
 
 
 def length(lead: int) -> int:
-    """Length in bytes of a character with the lead byte ``lead``; 1 if it is no lead byte of
-    several.
-    """
+    """Length in bytes of a character with lead byte ``lead``, else 1."""
     return 1 + (0xC2 <= lead <= 0xF4) + (0xE0 <= lead <= 0xF4) + (0xF0 <= lead <= 0xF4)
 
 

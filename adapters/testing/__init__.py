@@ -1,5 +1,4 @@
-"""Conformance kit: checks that a logits processor keeps the contract, on any engine and in any
-batch.
+"""Conformance kit: checks that a processor keeps the contract, on any engine and in any batch.
 
 ``python -m adapters check module:Class``, or in a test::
 

@@ -62,9 +62,8 @@ class TrtllmEngine(RuntimeReports):
         self._served: Served | None = None
         self._channel = SideChannel(self._on_failure, self._on_step)
         self._requests: dict[str, RunningRequest] = {}
-        self._by_number: dict[
-            str, RunningRequest
-        ] = {}  # request ids are reused; a late report must not reach the next request
+        # by number, since request ids are reused and a late report must not reach the next request
+        self._by_number: dict[str, RunningRequest] = {}
         self._probe_steps: list[Step] = []
         self._numbers = count()
         self._refusal: ServingError | None = None
@@ -354,9 +353,7 @@ class TrtllmEngine(RuntimeReports):
         return {"disaggregated_params": given}
 
     def _handed_over(self, request: RunningRequest, hand_off: Mapping[str, Any]) -> Any:
-        """The ``DisaggregatedParams`` of a finished prefill; also records its first token in the
-        request.
-        """
+        """The ``DisaggregatedParams`` of a prefill; records its first token in the request."""
         assert self._package is not None
         from tensorrt_llm.executor.result import Logprob
 
