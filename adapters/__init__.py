@@ -1,4 +1,4 @@
-"""How logits change: processors, edits, chains, the catalogue, and the TensorRT-LLM adapter.
+"""Logits processors: contract, edits, chains, catalogue, and the TensorRT-LLM adapter.
 
 Needs torch, pydantic and llguidance only; neither ai-dynamo nor TensorRT-LLM has to be installed.
 """

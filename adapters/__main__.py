@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from adapters.catalog import Catalog, CatalogError, entry_page, list_page, table, with_table
+from adapters.catalog import Catalog, CatalogError, render_entry, render_list, table, with_table
 from adapters.processors.watermark import add_detect_command
 from adapters.testing.cli import add_check_command
 
@@ -27,7 +27,7 @@ def add_list_command(commands: Subparsers[argparse.ArgumentParser]) -> None:
     """``list``."""
     parser = commands.add_parser("list", help="one line for each processor")
     _add_catalog_options(parser)
-    parser.set_defaults(run=lambda arguments: _write(list_page(_catalog(arguments))))
+    parser.set_defaults(run=lambda arguments: _write(render_list(_catalog(arguments))))
 
 
 def add_show_command(commands: Subparsers[argparse.ArgumentParser]) -> None:
@@ -35,7 +35,7 @@ def add_show_command(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("show", help="one processor, its arguments and their ranges")
     parser.add_argument("name", metavar="NAME")
     _add_catalog_options(parser)
-    parser.set_defaults(run=lambda arguments: _write(entry_page(_catalog(arguments)[arguments.name])))
+    parser.set_defaults(run=lambda arguments: _write(render_entry(_catalog(arguments)[arguments.name])))
 
 
 def add_schema_command(commands: Subparsers[argparse.ArgumentParser]) -> None:
@@ -61,9 +61,7 @@ COMMANDS: tuple[Callable[[Subparsers[argparse.ArgumentParser]], None], ...] = (
     add_check_command,
     add_detect_command,
 )
-"""Each adds one subparser and sets its ``run``: a function of the parsed arguments that returns
-the exit status.
-"""
+"""Each adds one subparser whose ``run`` takes the parsed arguments and returns the exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

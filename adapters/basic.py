@@ -1,7 +1,6 @@
-"""Three Dynamo logits processors: temperature, a forced sequence, and the smoke test that says
-``Hello world!``.
+"""Dynamo logits processors: temperature, forced sequence, and the ``Hello world!`` smoke test.
 
-They are driven by position, never by a call counter: the same history gives the same edit, however
+They depend on the position, never on a call counter: the same history gives the same edit, however
 often and in whatever order the engine calls.
 """
 
@@ -17,8 +16,8 @@ from adapters import vocabulary
 from adapters.vocabulary import num_ids
 
 
-class Tokenizer(vocabulary.Tokenizer, Protocol):
-    """What the smoke test needs of a Hugging Face tokenizer."""
+class HelloWorldTokenizer(vocabulary.Tokenizer, Protocol):
+    """The part of a Hugging Face tokenizer that the smoke test needs."""
 
     eos_token_id: int | None
 
@@ -72,8 +71,9 @@ class ForcedSequenceProcessor:
 
 
 class HelloWorldProcessor(ForcedSequenceProcessor):
-    """The smoke test: every answer is ``Hello world!``. Keeps token ids, not the tokenizer, so it
-    pickles small.
+    """The smoke test: every answer is ``Hello world!``.
+
+    Keeps token ids rather than the tokenizer, so that it pickles small.
 
     Raises:
         ValueError: the tokenizer has no end token, or no tokens for the text.
@@ -81,7 +81,9 @@ class HelloWorldProcessor(ForcedSequenceProcessor):
 
     text = "Hello world!"
 
-    def __init__(self, tokenizer: Tokenizer, *, eos_id: int | None = None, prompt_length: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: HelloWorldTokenizer, *, eos_id: int | None = None, prompt_length: int | None = None
+    ) -> None:
         end = tokenizer.eos_token_id if eos_id is None else eos_id
         if end is None:
             raise ValueError("the tokenizer has no eos_token_id, so the answer could not end")

@@ -1,4 +1,4 @@
-"""For clients: selects logits processors in a request to the OpenAI-compatible endpoint.
+"""Client helpers: select logits processors in a request to the OpenAI-compatible endpoint.
 
     client.chat.completions.create(
         model=..., messages=...,
@@ -24,8 +24,7 @@ def processor(name: str, /, **args: Any) -> dict[str, Any]:
 
 
 def from_openai_logit_bias(logit_bias: Mapping[str, float] | Mapping[int, float]) -> dict[str, Any]:
-    """OpenAI's ``logit_bias`` as a processor; Dynamo's frontend drops the field itself without a
-    word.
+    """OpenAI's ``logit_bias`` as a processor, since Dynamo's frontend silently drops the field.
 
     Raises:
         ValueError: a key is not a token id, or a value is not between -100 and 100.
@@ -43,8 +42,7 @@ def from_openai_logit_bias(logit_bias: Mapping[str, float] | Mapping[int, float]
 def selection(
     *processors: Mapping[str, Any], receipt: bool | Literal["debug"] = False, deadline: float | None = None
 ) -> str:
-    """The selection as JSON text, ASCII only: the value of the annotation or of the header
-    `HEADER`.
+    """The selection as ASCII JSON: the value of the annotation, or of the header `HEADER`.
 
     Arguments are those of `logits_processors`.
 
@@ -70,7 +68,7 @@ def logits_processors(
         processors: From `processor` and `from_openai_logit_bias`.
         receipt: Ask for the receipt, in ``nvext.engine_data`` of the reply; "debug" adds, at the
             end of the answer, what was done to each token.
-        deadline: When the answer ends at the latest, wherever it has got to; seconds since 1970.
+        deadline: Latest end of the answer, seconds since 1970.
         nvext: Further fields of ``nvext``; annotations and extra fields are kept.
 
     Raises:

@@ -1,4 +1,4 @@
-"""From the host to a device."""
+"""Uploads from the host to a device without synchronisation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 
 
 def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values``, a tensor on the CPU, on ``device``. The host does not wait for what the device is
-    doing.
+    """A CPU tensor copied to ``device`` without a host synchronisation.
 
-    A copy to CUDA out of memory that is not pinned would wait.
+    A copy to CUDA from pageable memory would wait, so the source is pinned.
     """
     if device.type != "cuda":
         return values.to(device)
@@ -21,5 +20,5 @@ def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def upload_ids(ids: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 ``[n]`` on ``device``, likewise."""
+    """int64 ``[n]`` on ``device``, without a host synchronisation."""
     return upload(torch.tensor(ids, dtype=torch.int64), device)

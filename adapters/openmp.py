@@ -1,6 +1,4 @@
-"""How long OpenMP's threads spin at a barrier. Imported before torch: the OpenMP library reads
-it when it is loaded.
-"""
+"""How long OpenMP's threads spin at a barrier; set before torch, hence OpenMP, is loaded."""
 
 from __future__ import annotations
 
@@ -12,22 +10,23 @@ from collections.abc import MutableMapping
 log = logging.getLogger(__name__)
 
 SPIN_COUNT = 5000
-"""Iterations for which a thread of GNU OpenMP polls at a barrier before it sleeps: about 0.1 ms.
+"""Iterations that a GNU OpenMP thread spins at a barrier before it sleeps: about 0.1 ms.
+
 That covers the gaps between the parallel regions of a decoding step. The library's own default,
 300,000, is several milliseconds, the length of a time slice: where another process needs the core,
 each barrier then waits for the scheduler, and a step has hundreds of them. Measured by
-``benchmarks/neighbours.py``."""
+``benchmarks/neighbours.py``.
+"""
 
 
 def bound_spin(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Set ``GOMP_SPINCOUNT`` to `SPIN_COUNT`, unless the environment says how OpenMP's threads
-    wait.
+    """Set ``GOMP_SPINCOUNT`` to `SPIN_COUNT`, unless the environment already sets the wait policy.
 
-    ``OMP_WAIT_POLICY`` says it too. The torch wheels for Linux come with GNU OpenMP, and the native
-    kernels are linked with it; other OpenMP libraries ignore the variable.
+    ``OMP_WAIT_POLICY`` also counts as set. The torch wheels for Linux come with GNU OpenMP, and the
+    native kernels are linked with it; other OpenMP libraries ignore the variable.
 
     Returns:
-        Whether it holds in this process: not if torch has been imported before, which is logged.
+        Whether it takes effect in this process: not if torch was imported before, which is logged.
     """
     if environ.get("GOMP_SPINCOUNT") or environ.get("OMP_WAIT_POLICY"):
         return True

@@ -1,30 +1,28 @@
-"""Tokens per second of the embedded engine and its peers, on one random Llama of about 125 M
-parameters in bfloat16.
+"""Decoding throughput of the embedded engine and its peers, on a random Llama of 125 M parameters.
 
     benchmarks/peers.sh                                  # once: environments for vLLM and llama.cpp
     .venv/bin/python benchmarks/decode.py                # everything; half an hour
     .venv/bin/python benchmarks/decode.py --cases 1 8 --peers vllm --rounds 2
 
 Prints each round, and writes `results/decode.md` from what this and earlier runs kept in
-`results/decode.json`: a run replaces the cases that it measures. Everybody is asked for the same
-tokens, on 2 threads, and takes turns with the others of a case, in another order in each round,
-with prompts that are new; the fastest round of each counts, since other work on the machine can
-only make a round slower. Read the ratios, not the figures.
+`results/decode.json`: a run replaces the cases that it measures. The weights are bfloat16. All
+peers generate the same number of tokens on 2 threads; rounds of a case are interleaved, in another
+order and with new prompts each time; the fastest round of each counts, since other work on the
+machine can only make a round slower. Read the ratios, not the figures.
 
 Cases:
 
-- ``1``, ``8``, ``32``: as many prompts of 128 tokens, 128 new tokens each, greedy. The time is that
-  of the whole answer, prompt included, as it is in the following cases.
+- ``1``, ``8``, ``32``: as many prompts of 128 tokens, 128 new tokens each, greedy. The time
+  includes prefill, as in the following cases.
 - ``sampled``: 32 of them, with temperature, top-k, top-p and min-p.
-- ``each8``, ``each32``: 8 and 32 of them, every request with a temperature, top-k and top-p of its
-  own.
+- ``each8``, ``each32``: 8 and 32 of them, every request with its own temperature, top-k and top-p.
 - ``context``: 32 prompts of 1024 tokens, 64 new tokens each, greedy; the time in which all of them
   decode.
 
-Who answers:
+Peers:
 
-- ours: `worker.engines.embedded.Engine` as it comes, and with torch's kernels and fast numerics,
-  which is what exact ones are not to cost more than a tenth against.
+- ours: `worker.engines.embedded.Engine` with default settings, and with torch's kernels and fast
+  numerics, against which exact numerics must not cost more than a tenth.
 - transformers: `generate` on static batches; and its continuous batching.
 - vLLM: its CPU build, compiled.
 - llama.cpp: its Python package.
@@ -143,9 +141,7 @@ def ours(path: Path, **settings: str) -> tuple[Answer, str]:
 def peer(
     python: Path, checkpoint: Path, threads: int, script: str, *arguments: str, **environ: str
 ) -> Iterator[Answer]:
-    """A peer in a process of its own; see `workload`. Its OpenMP waits as it comes, unless
-    `environ` says otherwise.
-    """
+    """A peer in its own process; see `workload`. OpenMP waits as by default, or by `environ`."""
     command = [str(python), str(HERE / script), str(checkpoint), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
     environment.pop("GOMP_SPINCOUNT", None)  # which is what this process set for itself

@@ -1,9 +1,8 @@
-"""llama.cpp's side of `decode.py`, in an environment of its own: ``python decode_llama.py
-CHECKPOINT``.
+"""llama.cpp in `decode.py`, in its own environment: ``python decode_llama.py CHECKPOINT``.
 
 Converts the checkpoint to GGUF, with the same bfloat16 matrices and no vocabulary, and drives
-`llama_decode` itself: every row is a sequence, the prompts go in one after another in batches of up
-to 1024 tokens, then every step is one batch.
+`llama_decode` itself: every row is a sequence, the prompts are prefilled one after another in
+batches of up to 1024 tokens, then every step is one batch.
 """
 
 from __future__ import annotations
@@ -66,9 +65,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(matrix: Matrix, heads: int) -> Matrix:
-    """Rows of a head from the order (first halves, second halves) to pairs, which GGUF's
-    rotation expects.
-    """
+    """Rows of a head reordered from halves to pairs, as GGUF's RoPE expects."""
     rows, columns = matrix.shape
     return matrix.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -150,9 +147,7 @@ class Llama:
         return found
 
     def _decode(self, entries: list[tuple[int, int, int, bool]]) -> list[int]:
-        """The highest id after each of the entries (token, position, row, wanted) that is
-        wanted.
-        """
+        """The argmax after each wanted entry of (token, position, row, wanted)."""
         batch = self._batch
         batch.n_tokens = len(entries)
         for place, (token, position, row, wanted) in enumerate(entries):

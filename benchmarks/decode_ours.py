@@ -1,6 +1,6 @@
-"""The embedded engine's side of `neighbours.py`: ``python decode_ours.py CHECKPOINT DTYPE``.
+"""The embedded engine in `neighbours.py`: ``python decode_ours.py CHECKPOINT DTYPE``.
 
-A process of its own, since how OpenMP's threads wait is settled when torch is loaded.
+A separate process, since OpenMP reads how its threads wait when torch is loaded.
 """
 
 from __future__ import annotations

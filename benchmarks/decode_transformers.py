@@ -1,9 +1,9 @@
-"""transformers' side of `decode.py`.
+"""transformers in `decode.py`.
 
 ``python decode_transformers.py CHECKPOINT static|continuous [DTYPE]``
 
-``static`` is `generate` on one padded batch; ``continuous`` is its continuous batching, which knows
-temperature, top-k and top-p of each request, but no min-p.
+``static`` is `generate` on one padded batch; ``continuous`` is its continuous batching, which has
+temperature, top-k and top-p per request, but no min-p.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ def generate(network: Any, task: Task) -> Reply:
 
 
 class Continuous:
-    """One manager at a time, for greedy tasks or for others: per-request controls are settled
-    when it is made.
-    """
+    """One manager at a time: per-request controls are fixed when it is made."""
 
     def __init__(self, network: Any) -> None:
         self._network = network

@@ -1,6 +1,4 @@
-"""vLLM's side of `decode.py`, in an environment of its own: ``python decode_vllm.py
-CHECKPOINT``.
-"""
+"""vLLM in `decode.py`, in its own environment: ``python decode_vllm.py CHECKPOINT``."""
 
 from __future__ import annotations
 

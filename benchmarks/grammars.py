@@ -1,4 +1,4 @@
-"""What the sandbox for grammars costs, and what bombs cost those beside them.
+"""Cost of the grammar sandbox, and effect of hostile grammars ("bombs") on other requests.
 
     .venv/bin/python benchmarks/grammars.py
     .venv/bin/python benchmarks/grammars.py --seconds 20 --parts beside
@@ -11,11 +11,10 @@ Prints, and writes `results/grammars.md`.
 - ``compile``: grammars in use, each compiled for the first time: in this process alone, and through
   the sandbox.
 - ``beside``: clients of a real stack (frontend, worker, tiny model): a plain chat of 32 tokens, and
-  one with a choice that nobody asked for before. They are alone, beside ``--bombs`` clients that
-  send harmless chats, and beside as many that send bombs, from the generator of the tests'
-  campaign, in turn. Bombs and harmless chats ask for 2 tokens each, one after the other, and say
-  how many were answered: what is harmless is answered sooner, and so is sent more often. The ratios
-  are those of medians.
+  one with a new choice. They run alone, with ``--bombs`` clients that send harmless chats, and with
+  as many that send bombs, from the generator of the tests' campaign, in turn. Bombs and harmless
+  chats request 2 tokens each, one after the other, and report how many were answered: harmless ones
+  are answered sooner, and so are sent more often. The ratios are those of medians.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The embedded engine under load that comes and goes, on the model of `decode.py`, as it is served.
+"""The embedded engine under changing load, as it is served, with the model of `decode.py`.
 
     .venv/bin/python benchmarks/load.py
     .venv/bin/python benchmarks/load.py --parts prefix gap8
@@ -7,10 +7,10 @@ Prints, and writes `results/load.md` from what this and earlier runs kept in `re
 run replaces the parts that it measures.
 
 - ``arrivals``: requests of mixed lengths arrive at random (Poisson), somewhat faster than they can
-  be answered. Their throughput, from the time when all slots are taken until the last one arrives,
-  against that of batches of as many equally long requests that start together, before and after:
-  what this engine does at best. Both count the tokens that were computed, prompt and answer, of
-  which the load has as many. The round with the median ratio counts.
+  be answered. Their throughput, from the time when the batch is full until the last one arrives,
+  against that of static batches of as many equally long requests, before and after: the engine's
+  best case. Both count the tokens that were computed, prompt and answer, of which the load has as
+  many. The round with the median ratio counts.
 - ``gap8``, ``gap31``: while 8 or 31 rows decode, a prompt of 2048 tokens comes. The times between
   two tokens of a row until that prompt's first token, against the median time after it, which is a
   step. The median round counts here, too.
@@ -70,8 +70,7 @@ class Client:
     async def ask(
         self, prompt: Sequence[int], new: int, started: asyncio.Semaphore | None = None
     ) -> list[tuple[float, int]]:
-        """Times and numbers of tokens of the deltas; the first is the time of the question, with
-        none.
+        """Times and token counts of the deltas; the first is the request's time, with none.
 
         `started` is released at the first token.
         """
@@ -88,9 +87,7 @@ class Client:
 
 
 async def static_speed(client: Client) -> float:
-    """Requests per second of a full batch of equally long requests; prompt and answer have the
-    mean length.
-    """
+    """Requests per second of a full static batch of requests of the mean length."""
     prompts = [client.prompt(MEAN_LENGTH) for _ in range(SLOTS)]
     started = time.perf_counter()
     await asyncio.gather(*(client.ask(prompt, MEAN_LENGTH) for prompt in prompts))
@@ -98,9 +95,7 @@ async def static_speed(client: Client) -> float:
 
 
 async def measure_arrivals(client: Client, rounds: int, seconds: float) -> dict[str, float]:
-    """The round with the median ratio: each load is compared with the batches just before and
-    after it.
-    """
+    """The round with the median ratio of the load to the batches just before and after it."""
     found = []
     before = await static_speed(client)
     for _ in range(rounds):
@@ -141,9 +136,7 @@ async def measure_load(client: Client, rate: float, seconds: float) -> dict[str,
 
 
 def _share(answer: list[tuple[float, int]], prompt: int, new: int, begin_s: float, end_s: float) -> float:
-    """Tokens of one request that were computed in a window: all of its prompt, if its first
-    token came in it.
-    """
+    """Computed tokens of a request in a window; all of its prompt if its first token is in it."""
     generated = sum(count for at, count in answer[1:] if begin_s <= at < end_s)
     return generated + (prompt if begin_s <= answer[1][0] < end_s else 0)
 

@@ -1,17 +1,17 @@
-"""Tokens per second of the embedded engine and its peers while other processes want the same cores.
+"""Decoding throughput of the engine and its peers while other processes use the same cores.
 
     benchmarks/peers.sh llama                            # once: the environment for llama.cpp
     .venv/bin/python benchmarks/neighbours.py            # a quarter of an hour
 
 A frontend, a client or another worker always shares a machine somewhere. A neighbour here is a
-process that computes without end. Everybody decodes the same random Llama of about 125 M parameters
-on as many threads as there are cores, with no neighbour, with one, and with one for each core;
-peers take turns, and only the one that is measured runs. The median of the rounds counts. Prints
-each round and writes `results/neighbours.md`.
+process in a busy loop. All peers decode the same random Llama of about 125 M parameters on as many
+threads as there are cores, with no neighbour, with one, and with one for each core; peers take
+turns, and only the one that is measured runs. The median of the rounds counts. Prints each round
+and writes `results/neighbours.md`.
 
-Who answers: our engine as it comes; our engine with GNU OpenMP's own spin count, which was ours
-before; transformers' `generate`; llama.cpp, whose matrices stay in bfloat16 and whose threads are
-its own.
+Peers: our engine with default settings; our engine with GNU OpenMP's own spin count, the former
+default; transformers' `generate`; llama.cpp, whose matrices stay in bfloat16 and which has its own
+threads.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What processors cost, as ratios within one run.
+"""Cost of logits processors, as ratios within one run.
 
     .venv/bin/python benchmarks/processors.py
 
 
 The figures (32 rows, V = 151,936, float32, CPU) and what each is compared with:
 
-* forcing every row, against filling every row densely, as a processor that writes logits has to;
+* forcing every row, against filling every row densely, as a processor that writes logits must;
 * 200 biases a row, against a Python loop over them;
 * a typical chain (bias, penalties, minimum length, thinking budget, JSON Schema) on every row, in
   passes over the logits: one pass is ``logits.copy_(other)``. Planning is shown apart, because it
   needs no logits;
 * an idle TensorRT-LLM callable, against a bare Python call of the same shape;
-* the work that history makes per step, at 128 to 32,768 tokens;
+* the history's cost per step, at 128 to 32,768 tokens;
 * admitting a prompt of 32,768 tokens: time, and memory at its peak, of the processors that look at
   it, for a prompt of text-like frequencies and for one that repeats itself, whichever is slower.
 
@@ -83,9 +83,7 @@ ADMITTED = (
 
 
 def vocabulary() -> Vocabulary:
-    """A byte-level vocabulary as wide as Qwen's: the bytes, then words of letters and digits,
-    then the tags.
-    """
+    """A byte-level vocabulary as wide as Qwen's: bytes, words of letters and digits, tags."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<end>", *alphabet]
     letters = "etaoinshrdlucmfwypvbgkjqxz0123456789"
@@ -200,9 +198,7 @@ def typical(context: Context, logits: torch.Tensor) -> tuple[float, float, float
 
 
 def idle_call(context: Context) -> tuple[float, float]:
-    """(a call of a chain's callable that asks for nothing, a bare Python call of the same
-    shape), microseconds.
-    """
+    """Microseconds of an idle chain's callable, and of a bare Python call of the same shape."""
     chain = chain_of(context, [Requested("forced_prefix", {"token_ids": [300]})], [5, 6, 7])
     (adapter,) = create_trtllm_adapters([chain])
     logits = torch.zeros(1, 1, 64)
@@ -224,9 +220,7 @@ def idle_call(context: Context) -> tuple[float, float]:
 
 
 def history(context: Context, lengths: Sequence[int]) -> list[tuple[int, float]]:
-    """Time to accept a token and plan, by tokens of history (of 1,000 distinct ids),
-    microseconds.
-    """
+    """Microseconds to accept a token and plan, by tokens of history (1,000 distinct ids)."""
     found = []
     for length in lengths:
         prompt = [300 + (i * 7919) % 1000 for i in range(length)]
@@ -242,9 +236,7 @@ def history(context: Context, lengths: Sequence[int]) -> list[tuple[int, float]]
 
 
 def admission(context: Context, chosen: Sequence[Requested], length: int) -> tuple[float, float]:
-    """(milliseconds, MB at the peak) of building and starting a chain, for the prompt that takes
-    longer.
-    """
+    """Milliseconds and peak MB of building and starting a chain, for the slower prompt."""
     random_numbers = random.Random(1)
     prompts = (
         [300 + int(random_numbers.paretovariate(0.8)) % 100_000 for _ in range(length)],

@@ -2,19 +2,19 @@
 
     .venv/bin/python benchmarks/sampler.py [--device cuda]
 
-Prints a table and writes it to `results/sampler.md`, with a plot in `results/sampler.svg`. What is
-compared is run in turn, round by round, and the fastest round of each counts: other work on the
-machine can only make a round slower.
+Prints a table and writes it to `results/sampler.md`, with a plot in `results/sampler.svg`. Rounds
+are interleaved, and the fastest round of each counts: other work on the machine can only make a
+round slower.
 
-- read: the maximum of each row, which is the cheapest thing that looks at every logit.
+- read: the maximum of each row, the cheapest operation that reads every logit.
 - ours: `Sampler.sample`, from logits to token ids, with its checks and its own random numbers.
 - transformers: a `LogitsProcessorList` of the same controls, softmax and `torch.multinomial`.
 
 Even logits are normal with a deviation of 3: thousands of tokens are in the nucleus, and a row with
-top-p alone has to be weighed whole. Peaked logits fall with the logarithm of a token's rank, as a
-language model's do (Zipf).
+top-p alone needs the weights of the whole row. Peaked logits fall with the logarithm of a token's
+rank, as a language model's do (Zipf).
 
-This is the CPU; what `--device cuda` measures, and against what, is said in `sampler_cuda.py`.
+This is the CPU; see `sampler_cuda.py` for `--device cuda`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One set of controls, for us and for transformers, and the least ratio that is aimed at for
-    the largest batch.
-    """
+    """Controls for ours and transformers, and the target ratio for the largest batch."""
 
     name: str
     params: SamplingParams

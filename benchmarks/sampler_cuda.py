@@ -1,16 +1,16 @@
 """The sampler on a GPU: `benchmarks/sampler.py --device cuda`.
 
-Times are the device's own, between two events, the fastest of some rounds. What is compared is run
-in turn, round by round, on the same logits.
+Times are the device's own, between two events, the fastest of some rounds. Rounds are interleaved,
+on the same logits.
 
-- read: the maximum of each row, the cheapest thing that looks at every logit.
+- read: the maximum of each row, the cheapest operation that reads every logit.
 - launch: `Sampler.launch`, from logits to the copy of the tokens. It is run once with PyTorch's
   check for synchronisation set to fail.
-- graph: the draw alone, held in a CUDA graph.
-- sorting: the draw with prefixes found by sorting instead of the Triton kernel.
-- flashinfer: `flashinfer.sampling`, where it is installed and has the same controls. Its draws are
-  by rejection, with the running state of a generator, and its sums are in float32; ours are exact
-  and depend on seed and position alone.
+- graph: truncation and sampling alone, captured in a CUDA graph.
+- sorting: the same with prefixes found by sorting instead of the Triton kernel.
+- flashinfer: `flashinfer.sampling`, where it is installed and has the same controls. It uses
+  rejection sampling, a stateful generator and float32 sums; ours is exact, with counter-based
+  random numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from sampler import Case, cases, plan_of
 
 from worker.engines.embedded.plan import Edits
-from worker.engines.embedded.sampling.device_truncation import Select, draw_rows, select_by_sorting
+from worker.engines.embedded.sampling.device_truncation import Select, select_by_sorting, truncate_and_sample_rows
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.engines.embedded.sampling.selection_kernels import choose_select
 
@@ -47,9 +47,7 @@ HEADER = (
 
 
 def seconds_of(work: Work, device: torch.device) -> float:
-    """How long one call takes on the device; on the CPU, where this is only tried out, on the
-    clock.
-    """
+    """Seconds of one call on the device; on the CPU, for trying it out, wall time."""
     if device.type == "cpu":
         start = time.perf_counter()
         work()
@@ -75,9 +73,7 @@ def fastest(works: dict[str, Work], device: torch.device, num_rounds: int) -> di
 
 
 def graphed(work: Work) -> Work:
-    """`work` as the replay of a CUDA graph; capturing fails if it synchronises or if its shapes
-    need a value.
-    """
+    """`work` as a CUDA graph's replay; capturing fails on a synchronisation."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -90,9 +86,7 @@ def graphed(work: Work) -> Work:
 
 
 def flashinfer_work(case: Case, logits: torch.Tensor) -> Work | None:
-    """The same controls by `flashinfer.sampling`, as far as it has them in one call; min-p goes
-    without.
-    """
+    """The same controls by `flashinfer.sampling`, as far as one call has them (no min-p)."""
     if importlib.util.find_spec("flashinfer") is None or logits.device.type != "cuda":
         return None
     from flashinfer import sampling
@@ -109,14 +103,14 @@ def flashinfer_work(case: Case, logits: torch.Tensor) -> Work | None:
 
 def works_of(case: Case, batch_size: int, device: torch.device, select: Select) -> dict[str, Work]:
     logits = case.make_logits(batch_size, VOCAB_SIZE).to(device)
-    sampler, plan = Sampler(VOCAB_SIZE, (), device, blind=True), plan_of(case.params, batch_size)
+    sampler, plan = Sampler(VOCAB_SIZE, (), device, sync_free=True), plan_of(case.params, batch_size)
     sampler.sample(logits, Edits(), plan)
-    drawn = sampler._table.drawn
-    padded = logits if drawn.padded_index is None else logits.index_select(0, drawn.padded_index)
-    highest, numbers = padded.amax(-1, keepdim=True), drawn.numbers()
+    random_rows = sampler._table.random_rows
+    padded = logits if random_rows.padded_index is None else logits.index_select(0, random_rows.padded_index)
+    highest, uniforms = padded.amax(-1, keepdim=True), random_rows.uniforms()
 
     def draw(how: Select) -> Work:
-        return lambda: draw_rows(padded, highest, drawn.columns, numbers, how)
+        return lambda: truncate_and_sample_rows(padded, highest, random_rows.columns, uniforms, how)
 
     works: dict[str, Work] = {
         "read": lambda: logits.amax(-1),

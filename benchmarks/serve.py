@@ -1,5 +1,4 @@
-"""What serving costs besides the model: our worker with a free model against the least engine that
-Dynamo accepts.
+"""Serving overhead: the worker with a free model against the smallest engine that Dynamo accepts.
 
     .venv/bin/python benchmarks/serve.py
 
@@ -9,11 +8,11 @@ above 1 is better for ours: tokens per second as ours / constant, time to first 
 ours. The target is at least 0.8 for each.
 
 The client, the frontend and the workers share the machine, so read the ratios, not the figures.
-With either engine, Dynamo's own connections hold back the first event of some requests for about 40
-ms; how many, differs from round to round. The time to first token is therefore the median over the
-requests of all rounds. All streams begin at once, each sends its second request when its first has
-ended, and ours makes several times the tokens meanwhile, for which the same frontend and client
-work: its first tokens have more beside them.
+With either engine, Dynamo's own connections delay the first event of some requests by about 40 ms;
+their number varies by round. The time to first token is therefore the median over the requests of
+all rounds. All streams start together, and each sends its second request when its first has ended.
+Ours generates several times the tokens meanwhile, on the same frontend and client, so that its
+first tokens compete with more.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ TARGET = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One round: tokens per second over all streams, and the time to first token of each request
-    in seconds.
-    """
+    """One round: tokens per second over all streams, and seconds to first token per request."""
 
     tokens_per_s: float
     ttfts_s: list[float]
@@ -119,9 +116,7 @@ async def drive(port: int, model: str, num_streams: int, num_tokens: int) -> Sam
 
 @dataclass(frozen=True, slots=True)
 class Medians:
-    """Tokens per second, over rounds, and time to first token in seconds, over the requests of
-    all rounds.
-    """
+    """Tokens per second over rounds, and seconds to first token over all requests."""
 
     tokens_per_s: float
     ttft_s: float

@@ -1,8 +1,8 @@
 """Workers for `serve.py`: ``python serve_worker.py {ours|constant} <worker arguments>``.
 
-``ours`` is the worker as it is, with the embedded engine, but for a model whose forward pass costs
-nothing. ``constant`` is the least that Dynamo's unified backend asks of an engine: constant ids,
-one per chunk, as fast as the event loop allows.
+``ours`` is the worker with the embedded engine and a model whose forward pass costs nothing.
+``constant`` is the smallest engine for Dynamo's unified backend: constant ids, one per chunk, as
+fast as the event loop allows.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def constant_token(model_path: str) -> tuple[int, int]:
 
 
 class NullModel:
-    """Implements `worker.engines.embedded.Model`: rows of logits that are ready before they are
-    asked for.
-    """
+    """Implements `worker.engines.embedded.Model` with precomputed rows of logits."""
 
     def __init__(self, model_path: str, max_num_seqs: int) -> None:
         token, self.vocab_size = constant_token(model_path)

@@ -1,6 +1,6 @@
-"""What the decoding benchmark asks of everybody, and how a peer in another process is asked.
+"""Tasks of the decoding benchmark, and the protocol of peers in other processes.
 
-Nothing but the standard library: peers import this in environments of their own.
+Standard library only: peers import this in their own environments.
 
 A peer is a process that reads one `Task` per line and answers each with one `Reply` per line; when
 it is ready it writes an empty `Reply`.
@@ -75,9 +75,7 @@ class Reply:
 
 
 def serve(start: Callable[[], Callable[[Task], Reply]]) -> None:
-    """Answer tasks until standard input ends, with what `start` makes. What is printed goes to
-    standard error.
-    """
+    """Answer tasks until standard input ends, by `start`; prints go to standard error."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     answer = start()

@@ -1,10 +1,9 @@
-"""Asks a served model the same question with and without logits processors, and prints what they
-did.
+"""Sends the same question with and without logits processors, and prints their receipts.
 
     python examples/logits_processors_client.py --url http://localhost:8000/v1 --model MODEL
 
-Needs the openai package. `adapters.client` needs nothing: copy the file if you do not install this
-project.
+Needs the openai package. `adapters.client` needs only the standard library: copy the file if you do
+not install this project.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Answers prompts with the embedded engine alone: no server, no network, no other process.
+"""Offline inference with the embedded engine: no server, no network, no other process.
 
-python examples/offline.py                # a tiny model with random weights, written on the spot
+python examples/offline.py                # a tiny model with random weights, made on first use
 python examples/offline.py /models/my-model "Once upon a time" --temperature 0.8 --seed 7 --n 2
 """
 

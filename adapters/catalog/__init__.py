@@ -1,12 +1,13 @@
 """The catalogue: every processor that a request may name, and how a selection becomes a chain.
 
 `catalog` has the entries and builds chains; `selection` reads what a request selects, as bounded
-JSON data; `policy` is the operator's word on it; `page` writes the catalogue as text.
+JSON data; `policy` is what the operator mandates, defaults and forbids; `render` writes the
+catalogue as text.
 """
 
 from adapters.catalog.catalog import BUILT_IN, BuildFailed, Catalog, CatalogError, Entry, RuledOut, load_class
-from adapters.catalog.page import TABLE_BEGIN, TABLE_END, describe, entry_page, list_page, table, with_table
 from adapters.catalog.policy import FieldValue, ModelPolicy, Policy, PolicyError
+from adapters.catalog.render import TABLE_BEGIN, TABLE_END, describe, render_entry, render_list, table, with_table
 from adapters.catalog.selection import (
     ANNOTATION,
     MAX_BYTES,
@@ -47,11 +48,11 @@ __all__ = [
     "Selection",
     "SelectionError",
     "describe",
-    "entry_page",
     "from_channels",
-    "list_page",
     "load_class",
     "parse_selection",
+    "render_entry",
+    "render_list",
     "shown",
     "table",
     "with_table",

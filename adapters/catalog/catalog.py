@@ -1,7 +1,7 @@
 """The catalogue: every processor that a request may name, and how a selection becomes a chain.
 
-Built-ins are always there. A third party's processor, from an entry point of the group
-``logits_processors`` or from ``--logits-processor NAME=module:Class``, is there only if the
+Built-ins are always present. A third-party processor, from an entry point of the group
+``logits_processors`` or from ``--logits-processor NAME=module:Class``, is present only if the
 operator allows it, and never replaces a built-in.
 """
 
@@ -42,10 +42,10 @@ from adapters.contract import (
 )
 from adapters.processors import BUILTINS
 from adapters.processors.grammar import GrammarProcessor
-from adapters.third_party import wrap_foreign
+from adapters.third_party import wrap_third_party
 
 GROUP = "logits_processors"
-"""Entry-point group of third parties' processors."""
+"""Entry-point group of third-party processors."""
 
 BUILT_IN = "built-in"
 
@@ -55,10 +55,10 @@ class CatalogError(ValueError):
 
 
 class BuildFailed(SelectionError):
-    """A processor could not be built, and the arguments are not to blame.
+    """A processor could not be built, and not because of its arguments.
 
     Args:
-        path: Where it was asked for.
+        path: Where in the selection.
         problem: One sentence for the caller.
         processor: Its name.
     """
@@ -72,7 +72,7 @@ class BuildFailed(SelectionError):
 
 
 class RuledOut(SelectionError):
-    """A request leaves no way to honour a mandatory processor of the operator's.
+    """A request rules out a mandatory processor of the operator's.
 
     Args:
         requested: The processor.
@@ -105,7 +105,7 @@ class Entry:
 
     @property
     def kind(self) -> Literal["steering", "shaping"]:
-        """Whether it steers by history or shapes logits."""
+        """Steering (by history) or shaping (logits to logits)."""
         return "shaping" if issubclass(self.processor, ShapingProcessor) else "steering"
 
     @property
@@ -114,9 +114,7 @@ class Entry:
         return " ".join((inspect.getdoc(self.processor) or "").partition("\n\n")[0].split())
 
     def args_schema(self, ref_prefix: str = "") -> dict[str, Any]:
-        """JSON Schema of its arguments, ``scope`` included; ``ref_prefix`` heads the names of
-        its definitions.
-        """
+        """JSON Schema of its arguments and ``scope``; ``ref_prefix`` precedes definition names."""
         schema = self.processor.Args.model_json_schema(ref_template=f"#/$defs/{ref_prefix}{{model}}")
         schema.pop("title", None)
         if "$defs" in schema:
@@ -125,7 +123,7 @@ class Entry:
             "type": "string",
             "enum": list(self.processor.scopes),
             "default": "all",
-            "description": "Part of the generation in which it lives.",
+            "description": "Part of the generation that it applies to.",
         }
         return {**schema, "properties": {**schema.get("properties", {}), "scope": scope}}
 
@@ -171,12 +169,12 @@ class Catalog:
 
     @classmethod
     def load(cls, *, allow: Sequence[str] = (), options: Sequence[str] = ()) -> Catalog:
-        """The built-ins and what the operator allows of third parties.
+        """The built-ins and the third-party processors that the operator allows.
 
         Args:
             allow: Names to take from the entry points of the group ``logits_processors``; no other
                 is imported.
-            options: ``NAME=module:Class`` each, allowed by being named.
+            options: ``NAME=module:Class`` each; naming one allows it.
 
         Raises:
             CatalogError: a name is malformed, missing, taken or offered twice, or its class is
@@ -213,7 +211,7 @@ class Catalog:
         return name in self._entries
 
     def as_json(self) -> dict[str, Any]:
-        """What the worker serves and ``python -m adapters`` prints."""
+        """The entries as the worker publishes them and ``python -m adapters`` prints them."""
         return {"version": VERSION, "processors": [entry.as_json() for entry in self.entries]}
 
     def selection_schema(self) -> dict[str, Any]:
@@ -238,30 +236,32 @@ class Catalog:
     def build_chain(
         self, selection: Selection, context: Context, *, step_budget_s: float | None = None
     ) -> ProcessorChain:
-        """The chain of one choice. Grammars compile here: call it in a thread, never in the step.
+        """The chain of one choice. Compiles grammars: call it in a thread, never in the step.
 
         An operator's default that this request rules out (``loop_stop`` beside ``ignore_eos``) is
         left out.
 
         Args:
-            selection: Of the request; not checked beyond its form.
+            selection: Of the request; only its form has been checked.
             context: Of the choice.
             step_budget_s: Most CPU time that a third party's processor may take for one step,
                 seconds.
 
         Raises:
             SelectionError: a processor is unknown, or its arguments cannot be honoured.
-            RuledOut: the same of a mandatory one, in this request.
+            RuledOut: a mandatory processor's arguments cannot be honoured in this request.
         """
         processors: list[Processor] = []
         scopes: list[Scope] = []
         self._check_once(selection)
-        wants_draw = False
+        wants_random_sampling = False
         for requested in selection.processors:
             built = self._built(requested, context)
             processors += built
             scopes += [requested.scope] * len(built)
-            wants_draw = wants_draw or any(_wants_draw(requested, processor) for processor in built)
+            wants_random_sampling = wants_random_sampling or any(
+                _wants_random_sampling(requested, processor) for processor in built
+            )
         chain = ProcessorChain(
             processors,
             context,
@@ -269,7 +269,7 @@ class Catalog:
             step_budget_s=step_budget_s,
             attribution=selection.receipt == "debug",
         )
-        chain.wants_draw = wants_draw
+        chain.wants_random_sampling = wants_random_sampling
         return chain
 
     def _built(self, requested: Requested, context: Context) -> list[Processor]:
@@ -293,8 +293,9 @@ class Catalog:
         )
 
     def grammars(self, selection: Selection, context: Context) -> list[tuple[str, str]]:
-        """The grammars that `build_chain` compiles, each with the path of its argument: to compile
-        them before.
+        """The grammars that `build_chain` compiles, each with the path of its argument.
+
+        Lets the caller compile them in advance.
 
         A schema may be a megabyte: call it in a thread.
 
@@ -373,12 +374,11 @@ class Catalog:
         return f"unknown logits processor {shown(name)}" + (f"; did you mean {' or '.join(close)}?" if close else "")
 
 
-def _wants_draw(requested: Requested, processor: Processor) -> bool:
-    """Whether a request that sets no temperature, top-k or top-p is to be drawn because of this
-    processor.
+def _wants_random_sampling(requested: Requested, processor: Processor) -> bool:
+    """Whether this processor makes a request without temperature, top-k and top-p sample randomly.
 
-    What a client names says so; an operator's default does not, nor does a mandatory truncation,
-    which greedy keeps.
+    A processor that the client names counts; an operator's default does not, nor does a mandatory
+    truncation, which leaves greedy sampling unchanged.
     """
     if requested.origin == "client":
         return processor.stage >= Stage.TEMPERATURE
@@ -423,7 +423,7 @@ def _third_party(name: str, target: str, source: str) -> Entry:
     if issubclass(loaded, Processor):
         return Entry(name, loaded, source)
     try:
-        return Entry(name, wrap_foreign(loaded, name), source)
+        return Entry(name, wrap_third_party(loaded, name), source)
     except (TypeError, ValueError) as error:
         raise CatalogError(f"{source}: {error}") from error
 
@@ -474,9 +474,7 @@ def _selection_error(error: ValidationError, path: str, args: type[ProcessorArgs
 
 
 def _choice_schema(entry: Entry, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of one entry of a selection; the definitions it refers to are added to
-    ``definitions``.
-    """
+    """Schema of one entry of a selection; adds the definitions it refers to to ``definitions``."""
     args = entry.args_schema(entry.name.replace("/", ".") + ".")
     definitions.update(args.pop("$defs", {}))
     return {

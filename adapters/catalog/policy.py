@@ -1,5 +1,4 @@
-"""The operator's policy: processors that every request of a served model gets, gets by default, or
-must not use.
+"""The operator's policy: mandatory, default and forbidden processors per served model.
 
 A YAML file::
 
@@ -15,9 +14,8 @@ A YAML file::
       "*":
         forbidden: [watermark]
 
-A request field that is a processor by another name (`FieldValue`) counts as that processor: a
-default gives way to it, a mandatory one cannot be changed by it, and a forbidden one cannot be had
-by it.
+A request field that is equivalent to a processor (`FieldValue`) counts as that processor: it
+overrides a default, cannot change a mandatory one, and is refused for a forbidden one.
 
 Keys are hexadecimal digits, in a file or an environment variable (``env: NAME``). ``"*"`` is for
 models without a section of their own. Whatever is unknown in the file is an error.
@@ -59,19 +57,16 @@ class PolicyError(ValueError):
 
 
 GRAMMARS = frozenset({"json_schema", "regex", "choice", "grammar"})
-"""Processors that say what the whole answer must match: a default one gives way to any of the
-client's.
-"""
+"""Processors that constrain the whole answer: a default one yields to any of the client's."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldValue:
-    """What a client asks for: by a request field that is a processor by another name, or by that
-    name.
+    """A processor that a client asks for, by its name or by an equivalent request field.
 
     Attributes:
-        requested: The processor with its arguments; the path is the field's where it is one.
-        is_neutral: The value asks for nothing: the processor would change no token.
+        requested: The processor with its arguments; for a field, the path is the field's.
+        is_neutral: The value changes no token.
     """
 
     requested: Requested
@@ -80,13 +75,13 @@ class FieldValue:
 
 @dataclass(frozen=True, slots=True)
 class ModelPolicy:
-    """What the operator wants of one served model's requests.
+    """The operator's policy for one served model.
 
     Attributes:
         mandatory: In every chain, before the client's.
         default: In every chain whose client neither names that processor nor sets its field, before
             the client's.
-        forbidden: Names of processors that a client can have neither by name nor by a field.
+        forbidden: Names of processors that clients cannot select, by name or by a field.
     """
 
     mandatory: tuple[Requested, ...] = ()
@@ -94,8 +89,7 @@ class ModelPolicy:
     forbidden: frozenset[str] = frozenset()
 
     def apply(self, selection: Selection, catalog: Catalog, fields: Sequence[FieldValue] = ()) -> Selection:
-        """``selection`` with the operator's processors in it; those of ``fields`` stay outside of
-        it.
+        """``selection`` with the operator's processors added; those of ``fields`` stay outside.
 
         Raises:
             SelectionError: the client asks for a forbidden processor, or for a mandatory one with
@@ -126,9 +120,7 @@ class ModelPolicy:
     def _kept(
         mandatory: Requested, selection: Selection, by_field: Mapping[str, FieldValue], catalog: Catalog
     ) -> Requested | None:
-        """The mandatory processor; the client's own where it is the same; None where a field is
-        the same.
-        """
+        """The mandatory processor, or the client's equal one; None where a field is equal to it."""
         named = [requested for requested in selection.processors if requested.name == mandatory.name]
         in_field = by_field.get(mandatory.name)
         values = [FieldValue(requested) for requested in named] + ([] if in_field is None else [in_field])
@@ -142,7 +134,7 @@ class ModelPolicy:
 
 
 def _controlled(names: Collection[str]) -> Collection[str]:
-    """``names``, and those of the processors that control the same."""
+    """``names``, and those of the processors that are the same control."""
     return {*names, *GRAMMARS} if GRAMMARS.intersection(names) else names
 
 
@@ -152,7 +144,7 @@ def _same(asked: FieldValue, set_by_operator: Requested, catalog: Catalog) -> bo
     try:
         args = catalog.parse_args(asked.requested)
     except SelectionError:
-        if asked.is_neutral:  # an empty list: it asks for nothing, and the processor itself does not take it
+        if asked.is_neutral:  # an empty list, which the processor itself does not accept
             return False
         raise
     own = catalog.parse_args(set_by_operator)
@@ -162,9 +154,7 @@ def _same(asked: FieldValue, set_by_operator: Requested, catalog: Catalog) -> bo
 
 
 def _is_as_near_as_32_bits(value: object, other: object) -> bool:
-    """Whether they are one number: Dynamo's frontend keeps 32 bits of a field's, so that 0.7
-    comes as 0.699999988.
-    """
+    """Whether two numbers are equal as float32: Dynamo's frontend sends 0.7 as 0.699999988."""
     return isinstance(value, float) and isinstance(other, float) and math.isclose(value, other, rel_tol=2**-24)
 
 
@@ -175,7 +165,7 @@ class Policy:
     Attributes:
         file: Where it was read from.
         models: By served model name.
-        watermark_keys: By key id; never shown, not in errors either.
+        watermark_keys: By key id; never shown, including in errors.
     """
 
     file: str = ""
@@ -189,7 +179,7 @@ class Policy:
         Args:
             path: Of the file.
             catalog: Every processor that it names must be there.
-            environment: Where keys given by ``env`` are.
+            environment: Variables for keys given by ``env``.
 
         Raises:
             PolicyError: the file, or one of its keys, cannot be honoured.
@@ -201,8 +191,7 @@ class Policy:
         return self.models.get(name) or self.models.get(ANY_MODEL) or ModelPolicy()
 
     def check(self, model: str, catalog: Catalog, context: Context) -> None:
-        """Build every processor of a model's policy once, so that what cannot be honoured stops the
-        start.
+        """Build every processor of a model's policy once, so that a bad policy stops the start.
 
         Args:
             model: Served model name.
@@ -221,7 +210,7 @@ class Policy:
 
 
 class _Reader:
-    """Turns one file into a `Policy`; every error names the file and the key."""
+    """Parses one file into a `Policy`; every error names the file and the key."""
 
     def __init__(self, file: str, catalog: Catalog, environment: Mapping[str, str]) -> None:
         self._file = file

@@ -35,18 +35,14 @@ MAX_DEADLINE = 2**33
 
 MIN_INT, MAX_INT = -(2**63), 2**64 - 1
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(/[a-z][a-z0-9_]{0,63})?")
-"""A processor's name; third parties put theirs behind a slash if they like:
-``acme/house_style``.
-"""
+"""A processor's name, optionally with a third party's namespace: ``acme/house_style``."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 ReceiptLevel = Literal[False, True, "debug"]
 
 Origin = Literal["client", "default", "mandatory"]
-"""Who asks for a processor: the client, or the operator's policy by default or for every
-request.
-"""
+"""Who asks for a processor: the client, or the operator's policy (as a default or mandatory)."""
 
 _FIELDS = ("version", "processors", "receipt", "deadline")
 _ENTRY_FIELDS = ("name", "args")
@@ -56,7 +52,7 @@ _SCALARS = frozenset((int, float, bool, type(None)))
 
 
 class SelectionError(ValueError):
-    """What the request selects cannot be honoured; the caller's fault.
+    """The request's selection cannot be honoured: a caller error.
 
     Args:
         path: Where in the JSON, ``processors[1].args.tokens``; empty for the whole.
@@ -74,14 +70,13 @@ class SelectionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """One processor as it was asked for; neither its name nor its arguments are known to be good
-    yet.
+    """One processor as requested; neither its name nor its arguments have been checked.
 
     Attributes:
         name: Name in the catalogue.
         args: JSON data, without ``scope``.
-        scope: Part of the generation in which it lives.
-        path: Where it was asked for; the head of the path in every error about it.
+        scope: Part of the generation that it applies to.
+        path: Where in the request; prefix of the path in every error about it.
         origin: Who asks for it.
     """
 
@@ -94,12 +89,12 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The processors of a request, in its order, and what else its channel says.
+    """The processors that a request selects, in order, with its receipt level and deadline.
 
     Attributes:
         processors: In the order of the request.
         receipt: Whether it wants a receipt; ``"debug"``: with per-token attribution.
-        deadline: When the answer ends at the latest, in seconds since 1970; a stop criterion.
+        deadline: Latest end of the answer, seconds since 1970; a stop criterion.
     """
 
     processors: tuple[Requested, ...] = ()
@@ -112,10 +107,10 @@ class Selection:
 
 
 def from_channels(annotations: Sequence[str] = (), metadata: Mapping[str, str] | None = None) -> Selection | None:
-    """The selection of a request, None if it makes none.
+    """The selection of a request, None if it has none.
 
     Args:
-        annotations: The request's annotations; those of others are ignored.
+        annotations: The request's annotations; unrelated ones are ignored.
         metadata: The request's metadata.
 
     Raises:
@@ -161,8 +156,7 @@ def _deadline(value: object) -> float | None:
 
 
 def parse_processor(entry: object, path: str) -> Requested:
-    """One entry of a list of processors, ``{"name": ..., "args": {...}}``, from a request or a
-    policy file.
+    """Parse ``{"name": ..., "args": {...}}``, from a request or a policy file.
 
     Raises:
         SelectionError: it is malformed.
@@ -220,7 +214,7 @@ def _fields(data: object, known: Sequence[str], path: str) -> None:
 
 
 def _check_data(value: object, path: str, depth: int) -> None:
-    """Refuses what JSON allows and nothing behind it can carry: deep nesting, lone surrogates, NUL.
+    """Refuse JSON that later stages cannot carry: deep nesting, lone surrogates, NUL.
 
     Args:
         value: JSON data.
@@ -233,7 +227,7 @@ def _check_data(value: object, path: str, depth: int) -> None:
 
 
 def _flaw(value: object, depth: int) -> tuple[str, str] | None:
-    """Path below ``value`` and problem of the first thing to refuse in it."""
+    """Path below ``value`` and problem of the first element to refuse, None if there is none."""
     if isinstance(value, str):
         problem = _flaw_of_text(value)
         return None if problem is None else ("", problem)
@@ -296,8 +290,9 @@ def _constant(name: str) -> NoReturn:
 
 _OPENING = re.compile(r"[ \t\r\n]*\{")
 _LARGE = re.compile(r"[0-9]{19}|[0-9][eE]")
-"""Occurs in every text with a number out of range; without it the hooks, a Python call per
-number, are not needed.
+"""Matches every text with a number out of range.
+
+Without a match the decoder's number hooks, a Python call per number, are not needed.
 """
 
 _PLAIN = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)

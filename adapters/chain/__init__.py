@@ -1,8 +1,7 @@
-"""`ProcessorChain`: the processors of one choice of one request, in the order of the law, over one
-history.
+"""Chains: the ordered processors of one choice of one request, over one token history.
 
-`chain` is the chain; `plan` what it asks of one row at one step; `batch` merges the plans of all
-rows and applies them to logits in a handful of operations; `receipts` is the proof of what each
+`chain` is the chain; `plan` its edits of one row at one step; `batch` merges the plans of all rows
+and applies them to logits in a handful of batched operations; `receipts` records what each
 processor did.
 """
 

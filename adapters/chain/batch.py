@@ -1,7 +1,7 @@
-"""Chains over rows: all rows' edits merged and applied in a handful of batched operations.
+"""Chains over a batch: all rows' edits merged and applied in a handful of operations.
 
 Used by the embedded engine (many rows) and by the TensorRT-LLM adapter (one row), so that a chain
-does the same on both. What happens to a row never depends on the rows beside it.
+does the same on both. Batch-invariant: a row's result never depends on the other rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from adapters.devices import upload_ids
 T = TypeVar("T")
 
 Planned = tuple[int, ProcessorChain, RowPlan]
-"""Row of the logits, its chain, and what the chain asks of it."""
+"""Row of the logits, its chain, and the chain's plan for it."""
 
 _SOFT_STAGES = (Stage.BIAS, Stage.PENALTY, Stage.SOFT)
 _LATE_STAGES = (Stage.MASK, Stage.FORCE, Stage.TEMPERATURE, Stage.TRUNCATION, Stage.SAMPLING)
@@ -31,15 +31,14 @@ PROBLEMS = {
     "infinite": "left +inf in the logits",
     "empty": "left no token that can be sampled",
 }
-"""What `row_problem` finds, in words."""
+"""Message for each result of `row_problem`."""
 
 
 def row_problem(row: torch.Tensor) -> str | None:
-    """``nan``, ``infinite`` or ``empty`` if no token can be drawn from ``row`` (shape ``[V]``),
-    else None.
+    """Why no token can be sampled from ``row`` (``[V]``): ``nan``, ``infinite``, ``empty`` or None.
 
-    The maximum tells all three, because it propagates NaN: one pass, and on CUDA one host
-        synchronisation.
+    The maximum decides all three, because it propagates NaN: one pass, and on CUDA one host
+    synchronisation.
     """
     highest = float(row.max())
     if highest != highest:
@@ -50,8 +49,9 @@ def row_problem(row: torch.Tensor) -> str | None:
 
 
 def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planned], dict[int, ProcessorFailed]]:
-    """Plans of ``(row, chain)`` pairs and the failures by row. Needs no logits: call it while
-    the forward runs.
+    """Plans of ``(row, chain)`` pairs, and failures by row.
+
+    Needs no logits: call it while the forward pass runs.
     """
     planned: list[Planned] = []
     failures: dict[int, ProcessorFailed] = {}
@@ -67,8 +67,9 @@ def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planne
 
 
 def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
-    """The order law up to the hard masks, on the rows that are not forced. Forced rows are left
-    untouched.
+    """Apply the order law up to the hard masks to the rows that are not forced.
+
+    Forced rows are left untouched.
 
     Args:
         logits: float32 ``[B, V]``, edited in place.
@@ -86,9 +87,7 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
 
 
 def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
-    """Shaping at the stage of hard masks and after it, on the rows that are not forced. As
-    `apply_edits` otherwise.
-    """
+    """Apply shaping processors from the mask stage on to rows not forced; else as `apply_edits`."""
     failures: dict[int, ProcessorFailed] = {}
     queues = [(row, chain, plan.late) for row, chain, plan in planned if plan.force is None and plan.late]
     for stage in _LATE_STAGES:
@@ -98,8 +97,7 @@ def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, Pr
 
 
 def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
-    """Apply one chain to one row, forcing included, in place; the dense form that TensorRT-LLM
-    needs.
+    """Apply one chain, forcing included, to one row in place: the dense form for TensorRT-LLM.
 
     Args:
         chain: At the position of the row.
@@ -115,7 +113,7 @@ def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
 
 
 def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
-    """As `apply_chain`, with a plan that has been made."""
+    """As `apply_chain`, with a plan made before."""
     if plan.is_empty:
         return False
     if plan.force is not None:
@@ -135,8 +133,7 @@ def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
 
 
 def replay(chain: ProcessorChain, prompt: Sequence[int], generated: Sequence[int], logits: torch.Tensor) -> None:
-    """Rebuild a chain whose state depends on logits, by applying it again to the logits of the
-    generated positions.
+    """Rebuild a logits-dependent chain by re-applying it to the logits of the generated positions.
 
     Args:
         chain: The chain to rebuild.
@@ -175,9 +172,7 @@ def _in_waves(
     queues: Sequence[tuple[int, ProcessorChain, Sequence[T]]],
     apply: Callable[[list[tuple[int, ProcessorChain, T]]], None],
 ) -> None:
-    """Hands out the first step of every row, then the second of every row, ..., so that each row
-    keeps its order.
-    """
+    """Apply the first step of every row together, then the second, ...: rows keep their order."""
     depth = max((len(queue) for _, _, queue in queues), default=0)
     for i in range(depth):
         apply([(row, chain, queue[i]) for row, chain, queue in queues if i < len(queue)])
@@ -207,8 +202,8 @@ def _shape(
         if row not in failures and isinstance(member.processor, ShapingProcessor):
             groups.setdefault(type(member.processor), []).append((row, chain, member))
     for kind, group in groups.items():
-        # a class that is not batched goes row by row, so that nobody is called twice when a
-        # batch-mate raises
+        # a class that is not batched runs row by row, so that no processor is called twice when
+        # another one of the batch raises
         for part in [group] if _is_batched(kind) else [[single] for single in group]:
             _shape_group(kind, logits, part, failures)
 
@@ -223,13 +218,14 @@ def _shape_group(
     group: list[tuple[int, ProcessorChain, Member]],
     failures: dict[int, ProcessorFailed],
 ) -> None:
-    """One class on its rows. A row in which no token is left ends here; no processor is shown
-    one.
+    """Run one processor class on its rows, batched.
+
+    A row without a token left fails here, before any processor sees it.
     """
     processors = [member.processor for _, _, member in group if isinstance(member.processor, ShapingProcessor)]
     rows = [row for row, _, _ in group]
     index = upload_ids(rows, logits.device)
-    values = logits.index_select(0, index)  # a copy: if one of them raises, the batch is as it was
+    values = logits.index_select(0, index)  # a copy: if one of them raises, the batch is unchanged
     is_empty = values.amax(-1, keepdim=True) == -torch.inf
     if logits.device.type == "cpu" or not _is_batched(kind):
         empty = [one for one, is_so in zip(group, is_empty[:, 0].tolist(), strict=True) if is_so]
@@ -239,7 +235,7 @@ def _shape_group(
             if alive:
                 _shape_group(kind, logits, alive, failures)
             return
-    else:  # nothing is read from a device here: such a row is shown as another, and stays for the sampler to see
+    else:  # sync-free: an empty row is computed as zeros and restored, and the sampler reports it
         values.masked_fill_(is_empty, 0.0)
     began = thread_time()
     try:
@@ -250,7 +246,7 @@ def _shape_group(
         if len(group) == 1:
             failures[rows[0]] = group[0][1].fail_from(group[0][2], error)
             return
-        for single in group:  # one of them is to blame; its batch-mates must not notice
+        for single in group:  # find the failing one; the others must be unaffected
             _shape_group(kind, logits, [single], failures)
         return
     if logits.device.type != "cpu":
@@ -265,9 +261,7 @@ def _shape_group(
 
 
 def _check_shaped(before: torch.Tensor, after: torch.Tensor, chain: ProcessorChain, member: Member) -> None:
-    """Blames a row that nothing can be drawn from on the processor that made it so, and not on
-    the model (NaN).
-    """
+    """Raise for a row that this processor, and not the model, made unusable for sampling."""
     problem = row_problem(after)
     if problem is not None and row_problem(before) is None:
         reason = "unsatisfiable" if problem == "empty" else problem

@@ -1,6 +1,4 @@
-"""`ProcessorChain`: the processors of one choice of one request, in the order of the law, over
-one history.
-"""
+"""`ProcessorChain`: the ordered processors of one choice of one request, over one token history."""
 
 from __future__ import annotations
 
@@ -33,35 +31,33 @@ from adapters.contract import (
 from adapters.vocabulary import Vocabulary
 
 DEFAULT_STEP_BUDGET_S = 0.1
-"""Most time that a third party's processor may take for one step, seconds of its thread's CPU
-time.
-"""
+"""CPU time of its thread that a third-party processor may take for one step, seconds."""
 
 Mode = Literal["aggregated", "disaggregated", "local prefill", "migrated"]
 
 
 class ProcessorChain:
-    """The ordered processors of one choice. Holds the history once; processors share it.
+    """The ordered processors of one choice, which share one copy of the history.
 
     Args:
         processors: In the order of the request; sorted by stage, ties keep that order.
         context: Of the request.
         scopes: Scope of each processor, ``all`` by default.
-        step_budget_s: Most time that a third party's processor may take for one step, seconds of
-            its thread's CPU time, so that a busy machine is not the processor's fault.
-            `DEFAULT_STEP_BUDGET_S` by default.
+        step_budget_s: CPU time of its thread that a third-party processor may take for one step,
+            seconds; wall time would depend on the machine's load. `DEFAULT_STEP_BUDGET_S` by
+            default.
         attribution: Keep per-token attribution in the receipt.
 
     Attributes:
-        has_shaping: A member maps the whole row, so that it can leave anything there.
+        has_shaping: A member maps the whole row, so that the result must be checked.
         failure: Why the chain failed, None while it has not.
         wants_receipt: Whether the request asked for its receipt.
-        wants_draw: Whether a request that sets no temperature, top-k or top-p is to be drawn,
-            because it names a processor that acts at the temperature stage or later. Who builds a
-            chain with an operator's says so here.
+        wants_random_sampling: Whether a request that sets no temperature, top-k or top-p is sampled
+            randomly instead of greedily, because it names a processor that acts at the temperature
+            stage or later. The catalogue overrides it for processors of the operator's policy.
 
     Raises:
-        ValueError: a scope is asked for and the model has no thinking tags.
+        ValueError: a scope is given and the model has no thinking tags.
     """
 
     def __init__(
@@ -83,7 +79,7 @@ class ProcessorChain:
         self.prompt_length = 0
         self.failure: ProcessorFailed | None = None
         self.wants_receipt = False
-        self.wants_draw = self.shapes_late
+        self.wants_random_sampling = self.shapes_late
         self.has_shaping = _any_shapes(self.members)
         self._pending: list[tuple[Member, str, int]] = []
         self._derived: dict[Hashable, Any] = {}
@@ -97,29 +93,31 @@ class ProcessorChain:
 
     @property
     def observes_logits(self) -> bool:
-        """True if some state can only be rebuilt by replaying on logits
-        (`adapters.chain.batch.replay`).
+        """True if some state can only be rebuilt by replaying on logits.
+
+        See `adapters.chain.batch.replay`.
         """
         return any(member.processor.observes_logits for member in self.members)
 
     @property
     def shapes_late(self) -> bool:
-        """True if a member acts at the temperature stage or later; the request's own truncation
-        then joins it.
+        """True if a member acts at the temperature stage or later.
+
+        The request's own truncation then joins the chain.
         """
         return any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
 
     @property
     def needs_last_token(self) -> bool:
-        """True if the chain needs the last sampled token, which engines that overlap steps do
-        not show in time.
-        """
+        """True if the chain needs the last token, which overlapped scheduling shows late."""
         return bool(self._scoped) or any(m.processor.reads is not Reads.NOTHING for m in self.members)
 
     @property
     def is_too_short(self) -> bool:
-        """True if a minimum length is not reached: that of thinking counts inside it, every
-        other one everywhere.
+        """True while a minimum length is not reached.
+
+        A minimum with scope ``thinking`` counts inside the thinking section only, every other
+        everywhere.
         """
         is_thinking = self._tracker is not None and self._tracker.thinking
         members = (member for member in self.members if member.scope != "thinking" or is_thinking)
@@ -127,15 +125,15 @@ class ProcessorChain:
 
     @property
     def position(self) -> int:
-        """Absolute index of the token to be chosen next."""
+        """Absolute index of the token to be sampled next."""
         return len(self.tokens)
 
     # History
 
     def add(self, processors: Sequence[Processor], *, last: bool = False) -> None:
-        """Put ``processors`` before the chain's own of the same stage, or after them with ``last``.
+        """Add ``processors`` before the chain's own of the same stage, or after them with ``last``.
 
-        They begin after the same history.
+        They start with the same history.
 
         Raises:
             ProcessorFailed: one of them raised on the history.
@@ -181,8 +179,7 @@ class ProcessorChain:
             raise self.fail_from(member, error) from error
 
     def accept(self, token_id: int, position: int) -> None:
-        """Take the chosen token. Idempotent by absolute position; another token at a known position
-        rewinds first.
+        """Take the sampled token. Idempotent by position; a different token there rewinds first.
 
         Raises:
             ValueError: the position is inside the prompt, or beyond the next one.
@@ -200,7 +197,7 @@ class ProcessorChain:
         self._append(token_id)
 
     def replay_token(self, token_id: int) -> None:
-        """Take a token that an earlier run chose: counted as replayed, not as this run's work."""
+        """Take a token that an earlier run sampled; counted as replayed."""
         self._pending = []
         self._append(token_id)
         self.receipt.replayed += 1
@@ -229,19 +226,17 @@ class ProcessorChain:
         self._count_outside()
 
     def sync(self, tokens: Sequence[int], *, unchanged: int = 0) -> None:
-        """Make the history equal to ``tokens`` (prompt + generated), wherever they differ from what
-        was known.
+        """Make the history equal to ``tokens`` (prompt + generated), from the first difference on.
 
         Args:
             tokens: The whole history.
-            unchanged: So many at its beginning are known to be those of the chain's own history;
-                only what is behind them is looked at. By default all are, which costs a pass over
-                them: for an engine's every step the caller must know better
-                (`adapters.trtllm.adapter.ChainAdapter`).
+            unchanged: Length of the prefix known to equal the chain's own history, which is not
+                compared. By default everything is compared, O(length): too slow for every step of
+                an engine, whose caller knows better (`adapters.trtllm.adapter.ChainAdapter`).
 
         Raises:
-            ValueError: ``tokens`` is shorter than the prompt, or differs from it: this chain is
-                another request's.
+            ValueError: ``tokens`` is shorter than the prompt or differs from it: another request's
+                history.
         """
         if len(tokens) < self.prompt_length:
             raise ValueError(f"history of {len(tokens)} tokens is shorter than the prompt of {self.prompt_length}")
@@ -273,8 +268,7 @@ class ProcessorChain:
     # The step
 
     def plan(self) -> RowPlan:
-        """What the chain asks of the row for the token at `position`. Needs no logits; a second
-        call changes nothing.
+        """The edits for the row of the token at `position`. Needs no logits; idempotent.
 
         Raises:
             ProcessorFailed: a processor raised or was over its budget, or the chain cannot be
@@ -325,12 +319,12 @@ class ProcessorChain:
         return sorted(acting, key=lambda each: bool(each[1].late))  # masks before shaping of their stage
 
     def peek(self, draft: Sequence[int]) -> list[RowPlan]:
-        """Plans for the next position and for the one after each draft token; the history stays as
-        it was.
+        """Plans for the next position and after each draft token; the history is left as it was.
 
         Raises:
             ProcessorFailed: as `plan`, for the next position only. The list is shorter than
-                ``len(draft) + 1`` when the chain rules a draft token out, or fails, further on.
+                ``len(draft) + 1`` if the chain rejects a draft token, or fails, at a later
+                position.
         """
         position = self.position
         plans = [self.plan()]
@@ -354,7 +348,7 @@ class ProcessorChain:
         return [member for member in self.members if member.scope in ("all", section)]
 
     def charge(self, member: Member, seconds: float) -> None:
-        """Count CPU time of one step, and hold a third party's processor to the budget.
+        """Record CPU time of one step, and enforce the budget of a third-party processor.
 
         Raises:
             ProcessorFailed: it took longer than the budget.
@@ -365,9 +359,7 @@ class ProcessorChain:
             raise failure
 
     def over_budget(self, member: Member, seconds: float, budget_s: float) -> ProcessorFailed | None:
-        """The failure of a third party's processor that took more than ``budget_s`` for one
-        step, else None.
-        """
+        """The failure of a third-party processor that took more than ``budget_s``, else None."""
         if not member.is_third_party or seconds <= budget_s:
             return None
         message = f"took {seconds * 1e3:.0f} ms of CPU time for one step, the budget is {budget_s * 1e3:.0f} ms"
@@ -406,10 +398,9 @@ class ProcessorChain:
         plan.forced_by, plan.force = member, token_id
 
     def _beside_the_opening_tag(self, edit: Edit | Member) -> Edit | Member:
-        """What is asked of the answer's first token leaves the model free to open a thinking
-        section with it instead.
+        """``edit`` for the answer's first token, with the opening thinking tag still allowed.
 
-        A forced token stands beside the tag, and the model chooses one of the two.
+        For a forced token, the model chooses between it and the tag.
         """
         tag, size = self.context.think_start, self.context.vocabulary.size
         if len(tag) != 1:
@@ -423,8 +414,9 @@ class ProcessorChain:
         return edit
 
     def _end_outside_thinking(self, plan: RowPlan, member: Member) -> RowPlan:
-        """An end token in a thinking section would end a request whose answer ``member`` binds
-        without an answer.
+        """The plan with end tokens masked inside thinking, where ``member`` constrains the answer.
+
+        An end token there would end the request without an answer.
         """
         if self._tracker is None or not self._tracker.thinking or not len(self._end_ban.token_ids):
             return plan
@@ -433,9 +425,7 @@ class ProcessorChain:
         return plan
 
     def _check(self, plan: RowPlan) -> None:
-        """A forced id that a mask forbids, or masks that leave nothing, are errors, never token
-        0 or NaN.
-        """
+        """Raise if a mask forbids the forced id, or masks leave no token."""
         if plan.forced_by is not None and plan.force is not None:
             if not plan.masks_permit(plan.force):
                 message = f"forces token {plan.force}, which another processor forbids"
@@ -446,31 +436,29 @@ class ProcessorChain:
     def no_token_left(
         self, kinds: Sequence[str] = ("masked", "shaped", "biased"), *, before: Member | None = None
     ) -> ProcessorFailed:
-        """Record that nothing is left to sample at the position last planned; to blame is who did
-        one of ``kinds``.
+        """Record that no token is left at the last planned position.
+
+        The processors that made an edit of one of ``kinds`` are named in the failure.
 
         Args:
-            kinds: Of edits.
-            before: The member to which the row came empty; what acts after it is not to blame.
+            kinds: Kinds of edits.
+            before: The member that received the row without a token; members after it are not
+                named.
         """
         acted = self._pending if before is None else list(self._acted_before(before))
         names = dict.fromkeys(member.name for member, kind, _ in acted if kind in kinds)
         return self.fail(", ".join(names) or "model", "unsatisfiable", f"no token is left at position {self.position}")
 
     def _acted_before(self, member: Member) -> Iterator[tuple[Member, str, int]]:
-        """What was asked for at the position last planned, and is applied before ``member``'s
-        turn.
-        """
+        """Edits recorded for the last planned position that are applied before ``member``."""
         is_late, is_before = member.processor.stage >= Stage.MASK, True
-        for asked in self._pending:  # in the order of the law; but masks come before all that shapes at their stage
+        for asked in self._pending:  # in the order law's order; but masks precede all shaping at their stage
             is_before = is_before and asked[0] is not member
             if is_before or (is_late and asked[1] == "masked"):
                 yield asked
 
     def fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
-        """Record that ``member`` raised ``error``; returns the failure for the caller to raise
-        or report.
-        """
+        """Record that ``member`` raised ``error``; returns the failure to raise or report."""
         if isinstance(error, ProcessorFailed):
             return self.fail(error.processor, error.reason, error.message)
         if isinstance(error, MalformedEdit):
@@ -480,42 +468,34 @@ class ProcessorChain:
         return self.fail(member.name, "raised", f"raised {type(error).__name__} at position {self.position}")
 
     def fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
-        """Record that processor ``name`` failed; returns the failure for the caller to raise or
-        report.
-        """
+        """Record that processor ``name`` failed; returns the failure to raise or report."""
         self._pending = []
         self.failure = ProcessorFailed(name, reason, message)
         return self.failure
 
-    # Two copies of one chain: one acts in the engine's process, the other keeps the receipt in the
-    # worker's
+    # Two copies of one chain: one edits in the engine's process, the other keeps the receipt in the
+    # worker's process
 
-    def asked(self) -> list[tuple[int, str, int]]:
-        """Who asked for what at the position last planned: index of the member, kind of edit,
-        entries masked.
-        """
+    def last_edits(self) -> list[tuple[int, str, int]]:
+        """Edits of the last planned position: member index, kind, number of masked entries."""
         indices = {id(member): index for index, member in enumerate(self.members)}
         return [(indices[id(member)], kind, masked) for member, kind, masked in self._pending]
 
-    def record(self, token_id: int, asked: Sequence[tuple[int, str, int]]) -> None:
-        """Take the next token as chosen under what another copy `asked`; no processor of this
-        copy is run.
-        """
-        for index, kind, masked in asked:
+    def record(self, token_id: int, edits: Sequence[tuple[int, str, int]]) -> None:
+        """Take the next token with the edits of another copy's `last_edits`; runs no processor."""
+        for index, kind, masked in edits:
             record = self.members[index].record
             record.add(self.position, kind, masked)
             self.receipt.attribute(self.position, token_id, record, kind)
         self.tokens.append(token_id)
 
     def report(self, *, attribution: bool = True) -> dict[str, Any]:
-        """The receipt so far, as JSON data; the ``attribution``, if it is kept, belongs to the
-        last one only.
-        """
+        """The receipt so far as JSON data; ``attribution`` (if kept) in the last one only."""
         return self.receipt.as_json(attribution=attribution)
 
 
 def _num_equal(tokens: Sequence[int], known: list[int], start: int) -> int:
-    """How many tokens the two begin with in common, at least ``start``."""
+    """Length of the common prefix, at least ``start``."""
     end = min(len(tokens), len(known))
     while start < end:
         stop = min(start + 1024, end)
@@ -530,17 +510,15 @@ def _tracker(context: Context) -> ThinkingTracker:
 
 
 def _binds_the_answer(member: Member) -> bool:
-    """Whether the answer has to be as the processor says: it masks or forces, there and not in
-    the thinking.
-    """
+    """Whether the member constrains the answer: it masks or forces outside the thinking section."""
     return member.scope == "answer" and member.processor.stage in (Stage.MASK, Stage.FORCE)
 
 
 def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Member:
     member = Member(processor, scope, ProcessorRecord(processor.name, processor.version))
     if member.edit is not None and member.is_third_party:
-        # Third parties' edits are looked at before anything is applied; those of the built-ins are,
-        # in tests.
+        # Edits of third-party processors are checked before they are applied; those of built-ins
+        # are checked in tests.
         soft = processor.stage <= Stage.SOFT
         member.edit = partial(_checked_edit, member.edit, soft, vocabulary.size, vocabulary.num_tokens)
     return member

@@ -1,4 +1,4 @@
-"""What a chain asks of one row at one step, who asks, and whether it can be satisfied."""
+"""The edits that a chain makes to one row at one step, and whether they leave a token."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from adapters.contract import Ban, Edit, Processor, Scope, Stage, SteeringProces
 
 
 class ProcessorFailed(Exception):
-    """A processor of this chain failed; the request ends with an error, its batch-mates are not
-    touched.
+    """A processor of this chain failed: its request ends with an error, batch-mates are unaffected.
 
     Args:
         processor: Name of the processor.
@@ -30,15 +29,15 @@ class ProcessorFailed(Exception):
 
 @dataclass(slots=True)
 class RowPlan:
-    """Everything that a chain asks of one row at one step, in the order law's order.
+    """All edits of one row at one step, in the order law's order.
 
     Attributes:
         soft: Bias, scale and shaping steps up to the soft stage, in order: ``(stage, edit or
             member)``.
         bans: Sparse hard masks.
         allows: Packed hard masks, to be AND-ed.
-        force: The token, when one is forced. Nothing else of the plan then matters for the token.
-        forced_by: Who forces it.
+        force: The forced token, if any; no other edit then matters for the token.
+        forced_by: The member that forces it.
         late: Shaping steps of the stage of hard masks and of those after it.
         fewest_allowed: Tokens in the strictest of `allows`, padding left out.
     """
@@ -63,12 +62,13 @@ class RowPlan:
         return all(is_allowed(bitmask, token_id) for bitmask in self.allows)
 
     def permits(self, token_id: int) -> bool:
-        """Whether the token can be chosen, as far as masks and forcing say."""
+        """Whether masks and forcing allow the token."""
         return self.force == token_id if self.force is not None else self.masks_permit(token_id)
 
     def leaves_a_token(self) -> bool:
-        """Whether any bit survives all masks and bans; most plans have more bits set than there
-        are bans.
+        """Whether a token survives all masks and bans.
+
+        Most plans have more bits set than bans, which decides it without intersecting.
         """
         num_banned = sum(len(ban.token_ids) for ban in self.bans)
         if len(self.allows) == 1 and self.fewest_allowed > num_banned:
@@ -88,8 +88,8 @@ class Member:
     """One processor in its chain, with its scope and its record for the receipt.
 
     Attributes:
-        edit: What a steering processor is asked for, None for a shaping one.
-        is_third_party: It runs code that is not this package's: its edits are checked, and its time
+        edit: The method of a steering processor, None for a shaping one.
+        is_third_party: It runs code from outside this package: its edits are checked, and its time
             is bounded.
     """
 
@@ -101,19 +101,19 @@ class Member:
 
     def __post_init__(self) -> None:
         kind = type(self.processor)
-        self.is_third_party = kind.wraps_foreign or not kind.__module__.startswith("adapters.")
+        self.is_third_party = kind.wraps_third_party or not kind.__module__.startswith("adapters.")
         if isinstance(self.processor, SteeringProcessor):
-            self.edit = self.processor.edit  # found once: an abstract class answers isinstance slowly
+            self.edit = self.processor.edit  # looked up once: isinstance is slow for abstract classes
 
     @property
     def name(self) -> str:
         return self.processor.name
 
     def step(self) -> Edit | Member | None:
-        """What the processor asks for now; a shaping one always asks for itself."""
+        """The processor's edit now; a shaping processor returns its member."""
         self.processor.catch_up()
         return self.edit() if self.edit is not None else self
 
 
 NOTHING = RowPlan()
-"""The plan of a step at which nobody asks for anything; shared, and never changed."""
+"""The plan of a step without edits; shared and immutable."""

@@ -2,12 +2,11 @@
 
 `processor` has the classes to derive from, the context they are made with and their stage in the
 order law; `edits` what a steering processor returns; `argument_types` bounded types for arguments;
-`scope` how a processor is limited to the thinking section or to the answer; `draws` counter-based
-random numbers.
+`scope` how a processor is limited to the thinking section or to the answer; `random_numbers`
+counter-based random numbers.
 """
 
 from adapters.contract.argument_types import MAX_INT, MAX_LIST, MAX_TEXT, Count, PositiveCount, Text, TokenId, TokenIds
-from adapters.contract.draws import SAMPLE, uniform, uniform_rows, uniforms, uniforms_at
 from adapters.contract.edits import (
     Allow,
     Ban,
@@ -35,6 +34,7 @@ from adapters.contract.processor import (
     SteeringProcessor,
     Unsatisfiable,
 )
+from adapters.contract.random_numbers import SAMPLE, uniform, uniform_rows, uniforms, uniforms_at
 from adapters.contract.scope import Scope, ThinkingTracker, turn_begin
 
 __all__ = [

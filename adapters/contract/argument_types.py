@@ -1,4 +1,4 @@
-"""Bounded types of arguments: nothing that a request gives is without a bound on both sides."""
+"""Bounded argument types: every value that a request gives is bounded on both sides."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Edits: what steering processors ask of a row of logits, and how many rows are edited in a few
-operations.
+"""Edits: what steering processors return, applied to many rows in a few batched operations.
 
-An edit never holds a vocabulary-sized tensor of floats. The kinds are those of the order law's
-first five stages::
+An edit never holds a vocabulary-sized tensor of floats. The kinds, in the order law's order::
 
     Bias(ids, values)      z <- z + value                       bias, penalties, soft boosts
     Scale(ids, factors)    z <- z / f where z > 0, else z * f   penalties (CTRL, arXiv 1909.05858)
@@ -44,8 +42,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Signed scale: positive logits at ``token_ids`` are divided by their factor, the others
-    multiplied.
+    """Signed scale: positive logits at ``token_ids`` are divided by the factor, others multiplied.
 
     Attributes:
         token_ids: int64 ``[n]``, distinct.
@@ -78,8 +75,8 @@ class Allow:
     """Masks every token whose bit is 0.
 
     Attributes:
-        bitmask: int32 ``[ceil(V / 32)]`` on the CPU, token ``32 * i + j`` is bit j of word i. A
-            bitmask narrower than the row masks the ids beyond it.
+        bitmask: int32 ``[ceil(V / 32)]`` on the CPU, token ``32 * i + j`` is bit j of word i. Ids
+            beyond a narrower bitmask are masked.
     """
 
     bitmask: torch.Tensor
@@ -92,9 +89,7 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Force:
-    """The token is ``token_id``, whatever the logits say: an override of the sampled id, no
-    logit is touched.
-    """
+    """The token is ``token_id``: overrides the sampled id and edits no logit."""
 
     token_id: int
 
@@ -104,9 +99,7 @@ Edit = Sparse | Allow | Force
 
 
 class MalformedEdit(Exception):
-    """A processor returned what is no edit of its row; applied, it would reach its batch-mates,
-    or fail the batch.
-    """
+    """A processor returned an edit that cannot be applied to its row without harming the batch."""
 
 
 def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) -> Edit:
@@ -178,7 +171,7 @@ def is_allowed(bitmask: torch.Tensor, token_id: int) -> bool:
 
 
 def count_allowed(bitmask: torch.Tensor, num_tokens: int) -> int:
-    """Number of bits set below ``num_tokens``: those above, of padding, may be set as well."""
+    """Number of bits set below ``num_tokens``; bits of padding above it do not count."""
     words = bitmask.numpy().view(np.uint32)
     num_words, num_bits = divmod(num_tokens, 32)
     count = int(np.bitwise_count(words[:num_words]).sum())
@@ -188,8 +181,7 @@ def count_allowed(bitmask: torch.Tensor, num_tokens: int) -> int:
 
 
 def apply_sparse(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]]) -> None:
-    """Applies one sparse edit to each of some rows: a gather, a formula and a scatter for all of
-    them together.
+    """Apply one sparse edit to each of several rows with one gather and one scatter per kind.
 
     Args:
         logits: float ``[B, V]``, edited in place.
@@ -238,10 +230,10 @@ def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Sparse]], kind: typ
 
 
 _FEW = 16
-"""A mask with bits in less than one word of so many is applied bit by bit."""
+"""A mask is applied bit by bit if fewer than one word in this many has bits set."""
 
-# Row b holds eight addends: 0 where the bit of byte b is set, -inf where it is not. Made on first
-# use per device.
+# Row b holds the eight addends of byte b: 0 where its bit is set, else -inf. Made per device on
+# first use.
 _ADDENDS: dict[torch.device, torch.Tensor] = {}
 
 
@@ -256,8 +248,8 @@ def _addends(device: torch.device) -> torch.Tensor:
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int] | None = None) -> None:
     """Masks with -inf every logit whose bit is 0.
 
-    Eight bits become eight addends, 0 or -inf, by a table, which costs a tenth of a boolean masked
-    fill; on the CPU one row at a time, so that the addends stay in its cache.
+    A table maps eight bits to eight addends, 0 or -inf, which costs a tenth of a boolean masked
+    fill; on the CPU one row at a time, so that the addends stay in cache.
 
     Args:
         logits: float ``[B, V]``, edited in place.
@@ -286,9 +278,7 @@ def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _mask_on_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int], covered: int) -> None:
-    """Bit by bit where few words are clear or few are set (a grammar's usual masks), else a
-    whole row at once.
-    """
+    """Mask bit by bit where few words are clear or set (typical of grammars), else whole rows."""
     allowed = bitmask.cpu().contiguous().numpy()
     masked = ~allowed
     some_clear = masked != 0
@@ -302,7 +292,7 @@ def _mask_on_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int
     addends = np.empty((masked.shape[1] * 4, 8), dtype=np.float32)
     for i in np.flatnonzero(~few_clear).tolist():
         values = logits[rows[i], :covered]
-        if few_set[i] and math.isfinite(values.max()):  # what is wrong must stay to be seen
+        if few_set[i] and math.isfinite(values.max()):  # a row with NaN or +inf must stay recognisable
             _keep_few(values, allowed[i])
         else:
             np.take(_addends(logits.device).numpy(), allowed[i].view(np.uint8), axis=0, out=addends, mode="clip")
@@ -310,7 +300,7 @@ def _mask_on_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int
 
 
 def _are_few(words: np.ndarray[Any, np.dtype[np.bool_]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """By row: whether few words are true. (A row at a time is three times as fast as by axis.)"""
+    """By row: whether few words are true. (Row by row is three times as fast as by axis.)"""
     return np.array([np.count_nonzero(row) * _FEW < words.shape[1] for row in words], dtype=np.bool_)
 
 
@@ -332,7 +322,7 @@ def _mask_few(
 
 
 def _keep_few(values: torch.Tensor, allowed: np.ndarray[Any, np.dtype[np.int32]]) -> None:
-    """Masks one row but for the bits set."""
+    """Masks one row except for the bits set."""
     some = np.flatnonzero(allowed)
     bits = _bits_in(allowed[some])
     columns = some[bits >> 5] * 32 + (bits & 31)
@@ -343,5 +333,5 @@ def _keep_few(values: torch.Tensor, allowed: np.ndarray[Any, np.dtype[np.int32]]
 
 
 def _bits_in(words: np.ndarray[Any, np.dtype[np.int32]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Places of the bits set, in ``32 * word + bit``, rising."""
+    """Token ids of the bits set, ``32 * word + bit``, rising."""
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))

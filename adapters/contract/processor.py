@@ -1,7 +1,6 @@
-"""The contract of a logits processor: steering or shaping, its stage in the order law, what it
-reads, its arguments.
+"""The contract of a logits processor: steering or shaping, stage, what it reads, its arguments.
 
-All that an author needs is imported from here: the edits and the bounded types of arguments too.
+Authors import everything from `adapters.contract`: edits and bounded argument types too.
 
 One instance serves one choice of one request. It is a function of token history, never of how often
 it was called: the base class feeds it each generated token once, by absolute position, and when the
@@ -52,9 +51,7 @@ T = TypeVar("T")
 
 
 class Stage(IntEnum):
-    """The order law, one on every engine. Within a stage processors run in the order the request
-    names them.
-    """
+    """The order law, the same on every engine; within a stage, the order of the request."""
 
     BIAS = 1
     PENALTY = 2
@@ -67,9 +64,7 @@ class Stage(IntEnum):
 
 
 class Reads(Enum):
-    """What a processor looks at. ``NOTHING`` still knows the position, and what its own chain
-    has forced.
-    """
+    """What a processor reads. ``NOTHING`` still knows the position and its own chain's forcing."""
 
     NOTHING = "nothing"
     GENERATED = "generated"
@@ -77,9 +72,7 @@ class Reads(Enum):
 
 
 class ProcessorArgs(BaseModel):
-    """Base of every processor's arguments: JSON types only, strict, unknown names forbidden, no
-    NaN, no infinity.
-    """
+    """Base of every processor's arguments: strict JSON types, no unknown names, NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -99,20 +92,21 @@ class ArgumentError(ValueError):
 
 
 class Unsatisfiable(Exception):
-    """No token can satisfy the chain at this position. The request ends with an error; token 0
-    is never sampled.
+    """No token can satisfy the chain at this position.
+
+    The request ends with an error; token 0 is never sampled instead.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a processor may know about the model and its request when it is built.
+    """What a processor knows about the model and its request when it is built.
 
     Attributes:
-        vocabulary: Width of a row, the tokenizer's view of the ids.
+        vocabulary: Width of a row, token bytes and text.
         end_token_ids: Ids that end this request's answer.
-        seed: The request's seed, uint64; also the seed of every coin a processor tosses
-            (`adapters.contract.draws`).
+        seed: The request's seed, uint64, also of processors' random numbers
+            (`adapters.contract.random_numbers`).
         choice: Index of the choice, 0 unless n > 1.
         max_tokens: Most tokens the answer may have, None if only the context bounds it.
         watermark_keys: The operator's keys by id.
@@ -131,10 +125,9 @@ class Context:
 
     @property
     def end_token_id(self) -> int | None:
-        """The end token to force: of the model's own the lowest, else of the request's; None if it
-        has none.
+        """The end token to force: the lowest of the model's own, else of the request's, else None.
 
-        A request's end tokens include ids that its client stops at, which may be any word.
+        A request's end tokens include its ``stop_token_ids``, which may be any word.
         """
         return min(self.end_token_ids & self.vocabulary.eos_token_ids or self.end_token_ids, default=None)
 
@@ -149,17 +142,19 @@ class Context:
 class Processor(ABC):
     """One logits processor of one choice.
 
-    Authors write `reset` and `advance`, and `edit` (steering) or `shape` (shaping). In them
-    ``self.prompt`` is the prompt and ``self.generated`` the answer so far; both are read-only views
-    of the history.
+    Authors write `reset` and `advance`, and `edit` (steering) or `shape` (shaping). There
+    ``self.prompt`` is the prompt and ``self.generated`` the answer so far, both read-only.
 
-    Class attributes: name: Name in the catalogue. version: Raised when the same arguments give
-        other tokens than before. stage: Place in the order law. reads: What it looks at; by default
-        everything. Args: Its arguments; by default there are none. observes_logits: State depends
-        on logits (mirostat's mu): it can only be rebuilt by replaying on logits. wraps_foreign:
-        Runs another system's processor (`adapters.third_party.processors`,
-        `adapters.trtllm.native_controls`). scopes: The scopes that a request may give it. once: A
-        request may name it only once with the same scope.
+    Class attributes:
+        name: Name in the catalogue.
+        version: Raised when the same arguments give other tokens than before.
+        stage: Position in the order law.
+        reads: The history that it reads; by default everything.
+        Args: Its arguments; none by default.
+        observes_logits: State depends on logits, as mirostat's mu does: replayed on logits.
+        wraps_third_party: Runs a third-party processor (`adapters.third_party`).
+        scopes: The scopes that a request may give it.
+        once: A request may name it only once with the same scope.
     """
 
     name: ClassVar[str]
@@ -167,15 +162,13 @@ class Processor(ABC):
     stage: ClassVar[Stage]
     reads: ClassVar[Reads] = Reads.PROMPT_AND_GENERATED
     observes_logits: ClassVar[bool] = False
-    wraps_foreign: ClassVar[bool] = False
+    wraps_third_party: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "thinking", "answer")
     once: ClassVar[bool] = False
     Args: ClassVar[type[ProcessorArgs]] = ProcessorArgs
 
     num_outside: int
-    """Generated tokens that are not in `generated`, because the processor's scope leaves them
-    out; its chain counts.
-    """
+    """Generated tokens out of the processor's scope, hence not in `generated`; set by the chain."""
 
     _tokens: list[int]
     _prompt_length: int
@@ -191,43 +184,34 @@ class Processor(ABC):
         return self
 
     def __init__(self, args: Any, context: Context) -> None:
-        """Authors take their own ``Args`` and the context, raise `ArgumentError`, and keep ids and
-        tensors only:
+        """Authors take their own ``Args`` and the context, and keep ids and tensors only.
 
-        a processor is pickled into the engine's process, so it must not keep the vocabulary or the
-        tokenizer.
+        Raise `ArgumentError` for arguments that cannot be honoured. A processor is pickled into the
+        engine's process, so it must not keep the vocabulary or the tokenizer.
         """
 
     @classmethod
     def build(cls, args: Any, context: Context) -> list[Processor]:
-        """The processors that this name stands for; more than one where a control acts at two
-        stages.
-        """
+        """The processors that this name stands for; several where a control acts at two stages."""
         return [cls(args, context)]
 
-    # What authors write
+    # Methods that authors write
 
     def reset(self) -> None:
         """Return to the state right after the prompt; ``self.prompt`` is set."""
 
     def advance(self, token_id: int, index: int) -> None:
-        """Take generated token number ``index`` (0 is the first). Called once per token, in
-        order.
-        """
+        """Take generated token number ``index``, from 0; called once per token, in order."""
 
     def retract(self, token_ids: Sequence[int]) -> bool:
-        """Undo `advance` for ``token_ids``, the newest ones, oldest first; False makes the base
-        class replay.
-        """
+        """Undo `advance` for the newest tokens, oldest first; False makes the base class replay."""
         return False
 
-    # What chains and engines call
+    # Methods that chains and engines call
 
     @property
     def position(self) -> int:
-        """Absolute index of the token to be chosen next: length of prompt + generated, in scope
-        and out of it.
-        """
+        """Absolute index of the token to be sampled next: prompt + generated, in scope or not."""
         return len(self._tokens) + self.num_outside
 
     @property
@@ -237,9 +221,7 @@ class Processor(ABC):
 
     @property
     def is_too_short(self) -> bool:
-        """Whether nothing may end the answer here, a stop string neither; for processors with a
-        minimum length.
-        """
+        """Whether the answer must not end here, at a stop string either (minimum lengths)."""
         return False
 
     @property
@@ -249,7 +231,7 @@ class Processor(ABC):
 
     @property
     def generated(self) -> Sequence[int]:
-        """Generated token ids (a copy; do not take it every step)."""
+        """Generated token ids (a copy, O(length): not for every step)."""
         return self._tokens[self._prompt_length :]
 
     @property
@@ -258,10 +240,9 @@ class Processor(ABC):
         return self._tokens[-1] if self._tokens else None
 
     def from_prompt(self, key: Hashable, make: Callable[[], T]) -> T:
-        """``make()``, once per prompt and key: what the processors of a chain derive from their
-        prompt and share.
+        """``make()``, once per prompt and key: shared by the processors of a chain.
 
-        It must depend on the prompt and the key only, and is not to be changed. Begin the key with
+        The value must depend on the prompt and the key only, and be immutable. Begin the key with
         your class.
         """
         if key not in self._derived:
@@ -281,7 +262,7 @@ class Processor(ABC):
         Args:
             prompt: Token ids.
             shared: A list that starts with the prompt and that its owner extends.
-            derived: What `from_prompt` has made for others of the same prompt.
+            derived: Values of `from_prompt`, shared by processors of the same prompt.
         """
         self._tokens = list(prompt) if shared is None else shared
         self._derived = {} if derived is None else derived
@@ -291,8 +272,7 @@ class Processor(ABC):
         self.catch_up()
 
     def accept(self, token_id: int, position: int) -> None:
-        """Take one token by absolute position. Idempotent; a different token at a known position
-        rewinds and replays.
+        """Take one token by absolute position. Idempotent; a different token rewinds and replays.
 
         Raises:
             ValueError: the position is inside the prompt, or beyond the next one.
@@ -318,29 +298,25 @@ class Processor(ABC):
         self.catch_up()
 
     def truncate(self, position: int) -> None:
-        """As `rewind` for a history that is not shared, without bringing the state up to date at
-        once.
-        """
+        """As `rewind` for a history that is not shared; the state catches up later."""
         self.forget_from(position)
         del self._tokens[position:]
 
     def append(self, token_id: int) -> None:
-        """Add one token to a history that is not shared; the state takes it at the next
-        `catch_up`.
-        """
+        """Add one token to a history that is not shared; the state takes it at `catch_up`."""
         self._tokens.append(token_id)
 
     def forget_from(self, position: int) -> None:
-        """Bring the state back to ``position``; the owner of a shared history then truncates it."""
+        """Rewind the state to ``position``; the owner of a shared history then truncates it."""
         if self._consumed > position:
             try:
                 undone = self.retract(self._tokens[position : self._consumed])
-            except Exception:  # the processor boundary: a replay, at the next step, will show whether it is broken
+            except Exception:  # the processor boundary: the replay at the next step shows whether it is broken
                 undone = False
             self._consumed = position if undone else -1
 
     def catch_up(self) -> None:
-        """Consume the tokens that the history holds and the state has not seen."""
+        """Consume the tokens of the history that the state has not seen yet."""
         if self._consumed < 0:
             self.reset()
             self._consumed = self._prompt_length
@@ -371,8 +347,7 @@ class ShapingProcessor(Processor):
 
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        """Edit ``logits`` (float32 ``[R, V]``), row i by ``processors[i]``; no row depends on
-        another.
+        """Edit ``logits`` (float32 ``[R, V]``) in place, row i by ``processors[i]``, independently.
 
         Override it where the class can be batched.
         """

@@ -1,13 +1,12 @@
-"""Scopes: a processor limited to the thinking section or to the answer lives only there.
+"""Scopes: processors limited to the thinking section or to the answer.
 
-It sees the prompt, and of the generated tokens only those inside its scope; the tags themselves
-belong to neither. So ``min_tokens`` with scope ``answer`` counts answer tokens, and a grammar with
-scope ``answer`` begins after the closing tag.
+A scoped processor sees the prompt and the generated tokens inside its scope; the tags themselves
+belong to neither section. So ``min_tokens`` with scope ``answer`` counts answer tokens, and a
+grammar with scope ``answer`` begins after the closing tag.
 
-The answer begins behind the thinking section if the model thinks, and with the first token if it
-does not. Which of the two it does, the first token tells: where the prompt has neither opened a
-section nor closed one since the turn began, the model may open one there, whatever a processor with
-scope ``answer`` asks for.
+The answer begins after the thinking section if the model thinks, else with the first token. The
+first token decides: where the prompt's last turn has neither opened nor closed a section, the model
+may open one with its first token, whatever processors with scope ``answer`` mask or force.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ class ThinkingTracker:
     Args:
         start: Ids of the opening tag, at least one.
         end: Ids of the closing tag, at least one.
-        special_ids: Ids of special tokens: what comes before the last one in the prompt is an
-            earlier turn's.
+        special_ids: Ids of special tokens: the prompt's last turn begins after the last of them.
 
     Attributes:
         thinking: True while inside a section.
@@ -41,30 +39,24 @@ class ThinkingTracker:
         self.reset(())
 
     def reset(self, prompt: Sequence[int]) -> None:
-        """Begin after ``prompt``, whose last turn's tags count (chat templates may open a
-        section, or close it).
-        """
+        """Begin after ``prompt``; tags of its last turn count, as templates may open a section."""
         turn = prompt[turn_begin(prompt, self._turn_marks) :]
         opened = _last_index(turn, self._start)
         closed = _last_index(turn, self._end)
         self.thinking = opened > closed
         self._may_open_first = opened < 0 and closed < 0
         self._tail = list(prompt[-self._tail_length :])
-        self._states: list[bool] = []  # before each generated token: `thinking`, what rewinding goes back to
+        self._states: list[bool] = []  # `thinking` before each generated token, for rewinding
         self._tokens: list[int] = []
         self._prompt_tail = list(self._tail)
 
     @property
     def may_open(self) -> bool:
-        """Whether the next token is the first of the answer, and may open a thinking section
-        instead.
-        """
+        """Whether the next token is the answer's first, and may open a thinking section instead."""
         return self._may_open_first and not self._tokens
 
     def accept(self, token_id: int) -> bool | None:
-        """Take the next token. True: it is thinking; False: it is answer; None: it completes a
-        tag.
-        """
+        """Take the next token: True if it is thinking, False if answer, None if it ends a tag."""
         self._states.append(self.thinking)
         self._tokens.append(token_id)
         self._tail = [*self._tail, token_id][-self._tail_length :]
@@ -85,9 +77,7 @@ class ThinkingTracker:
 
 
 def turn_begin(prompt: Sequence[int], turn_marks: AbstractSet[int]) -> int:
-    """Index behind the last of ``turn_marks`` in ``prompt``: where the turn begins that the
-    answer goes on with.
-    """
+    """Index after the last of ``turn_marks`` in ``prompt``: where the last turn begins."""
     for index in range(len(prompt) - 1, -1, -1):
         if prompt[index] in turn_marks:
             return index + 1

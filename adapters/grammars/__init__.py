@@ -1,6 +1,5 @@
-"""Compiling grammars: llguidance's compiler, the sandbox it first runs in, and the cache of what
-came through.
+"""Grammar compilation: llguidance's compiler, the sandbox it runs in first, and the cache.
 
-Import from the modules. This one stays empty: a sandbox process imports the package without the
-rest of `adapters`.
+Import from the modules. This one stays empty, because a sandbox process imports the package without
+the rest of `adapters`.
 """

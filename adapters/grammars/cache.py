@@ -1,6 +1,4 @@
-"""Compiled grammars of one vocabulary: kept by bytes, compiled once, through the sandbox where
-there is one.
-"""
+"""Compiled grammars of one vocabulary: a cache bounded in bytes, filled through the sandbox."""
 
 from __future__ import annotations
 
@@ -22,36 +20,46 @@ from adapters.grammars.compiler import GrammarRefused, compile_grammar, walk
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, Verdict
 
 MAX_BYTES = 256 * 1024 * 1024
-"""Bytes of compiled grammars that are kept."""
+"""Bytes of compiled grammars to keep."""
 
 MAX_BAD = 4096
-"""Grammars that are remembered as bad, by digest."""
+"""Refused grammars to remember, by digest."""
 
 SLOW_FOR_S = 60.0
-"""How long a grammar that ran out of time is refused without another attempt. Processor time
-depends on what else the machine does, by a factor of two or three at worst; what crashes or is
-refused does so always."""
+"""How long a grammar that timed out is refused without another attempt.
+
+Processor time varies with the machine's load by a factor of two or three at worst; a crash or a
+refusal is deterministic.
+"""
 
 STACK_BYTES = 64 * 1024 * 1024
-"""Stack of the threads that compile in this process, taken as it is used; what came through the
-sandbox needs less.
+"""Stack of the threads that compile in this process; allocated as it is used.
+
+What came through the sandbox needs less.
 """
 
 SLOW_S = 0.25
-"""Grammars that took the sandbox longer than this, seconds of processor time, compile one at a time
-in this process, in a thread of their own: others do not wait for them."""
+"""Processor time in the sandbox, seconds, above which a grammar compiles in a thread of its own.
+
+Such grammars compile one at a time in this process, so that others do not wait for them.
+"""
 
 BYTES_PER_CHARACTER = 128
-"""Of a grammar's source: what it takes compiled, where no sandbox has measured it. Rather more than
-schemas take, which take most: with other threads in the process the allocator cannot say."""
+"""Compiled bytes per character of source, where no sandbox has measured them.
+
+More than JSON Schemas take, which take most: with other threads in the process the allocator's
+counters do not say.
+"""
 
 TRIM_BYTES = 64 * 1024 * 1024
-"""After so many bytes of grammars were compiled, memory that the allocator keeps goes back to the
-system: grammars come and go in pieces of every size, and without this the resident memory grows
-although what is allocated does not."""
+"""Bytes of compiled grammars after which freed memory is returned to the system.
+
+Grammars are freed in pieces of every size: without trimming, resident memory grows although the
+allocated bytes do not.
+"""
 
 NUM_THREADS = 2
-"""Threads for all other grammars."""
+"""Compile threads for all other grammars."""
 
 
 @dataclass(eq=False)
@@ -59,8 +67,8 @@ class Compiled:
     """A compiled grammar.
 
     Attributes:
-        matcher: At its beginning, to be copied and never to be advanced.
-        num_bytes: What it takes, bytes.
+        matcher: In its initial state; copied, never advanced.
+        num_bytes: Its memory, bytes.
     """
 
     matcher: LLMatcher
@@ -68,19 +76,18 @@ class Compiled:
 
 
 class GrammarCache:
-    """Compiled grammars, the least recently used dropped first. Safe to use from several threads.
+    """LRU cache of compiled grammars. Thread-safe.
 
     Args:
         tokenizer: Of the vocabulary.
-        max_bytes: Bytes of compiled grammars to keep. A grammar in use is found again however
-            little is kept.
+        max_bytes: Bytes of compiled grammars to keep. A grammar in use is always found again.
         clock: Seconds, monotonic.
 
     Attributes:
-        sandbox: Compiles every grammar first, if there is one; else grammars are trusted.
-        num_bytes: Bytes of the grammars that are kept.
-        num_hits: How often a grammar was there already.
-        num_misses: How often it was not.
+        sandbox: Compiles every grammar first; None trusts grammars.
+        num_bytes: Bytes of the cached grammars.
+        num_hits: Look-ups that found the grammar.
+        num_misses: Look-ups that did not.
     """
 
     def __init__(
@@ -106,25 +113,24 @@ class GrammarCache:
         return len(self._kept)
 
     def compiled(self, grammar: str) -> Compiled:
-        """``grammar``, compiled now unless it is known; waits for it.
+        """``grammar``, from the cache or compiled now; waits for it.
 
         Args:
             grammar: In llguidance's JSON form.
 
         Raises:
-            GrammarRefused: it is malformed, matches no text, or went beyond a limit.
-            SandboxBusy, SandboxUnavailable: the sandbox could not try it.
+            GrammarRefused: it is malformed, matches no text, or exceeded a limit.
+            SandboxBusy, SandboxUnavailable: the sandbox could not compile it.
         """
-        found = self._find(_digest(grammar))  # what was asked for just now is no further look-up
+        found = self._find(_digest(grammar))  # not counted: `request` was called for it just before
         return found if isinstance(found, Compiled) else self.request(grammar).result()
 
     def request(self, grammar: str, client: Hashable | None = None) -> Future[Compiled]:
-        """As `compiled`, without waiting. To cancel the future gives its place in the sandbox up at
-        once.
+        """As `compiled`, without waiting; cancelling the future leaves the sandbox's queue at once.
 
         Args:
             grammar: In llguidance's JSON form.
-            client: Whose it is, for fair turns in the sandbox; None is a client of its own.
+            client: For round robin over clients in the sandbox; None counts as a separate client.
         """
         digest = _digest(grammar)
         wanted: Future[Compiled] = Future()
@@ -154,7 +160,7 @@ class GrammarCache:
             return self._in_use.get(digest)
 
     def _known(self, digest: bytes) -> Verdict | None:
-        """For the sandbox: somebody else asked for the same meanwhile."""
+        """For the sandbox: the verdict, if the same grammar has been compiled meanwhile."""
         found = self._find(digest)
         return Verdict("compiled", num_bytes=found.num_bytes) if isinstance(found, Compiled) else found
 
@@ -170,7 +176,7 @@ class GrammarCache:
             try:
                 self._compile(digest, grammar, verdict, wanted)
             except RuntimeError as error:
-                _settle(wanted, SandboxBusy(f"the system gives no thread to compile it in: {error}"))
+                _settle(wanted, SandboxBusy(f"no thread could be started to compile it: {error}"))
         else:
             self._remember(digest, verdict)
             _settle(wanted, verdict)
@@ -184,7 +190,7 @@ class GrammarCache:
                 self._bad.popitem(last=False)
 
     def _compile(self, digest: bytes, grammar: str, tried: Verdict | None, wanted: Future[Compiled]) -> None:
-        """Compile in this process, once for all who want it now."""
+        """Compile in this process, once for all concurrent requests."""
         with self._lock:
             found = self._in_use.get(digest)
             running = self._compiling.get(digest) if found is None else None
@@ -232,7 +238,7 @@ class GrammarCache:
 
 
 def _trim() -> None:
-    """Give free memory back to the system, where the allocator is glibc's."""
+    """Return free memory to the system, if the allocator is glibc's."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -258,9 +264,7 @@ def _settle(wanted: Future[Compiled], found: Compiled | Verdict | BaseException)
 
 
 class _StackOfThreads:
-    """While it is entered, new threads of the process get `STACK_BYTES`; others that start just
-    then do too.
-    """
+    """While entered, new threads of this process get a stack of `STACK_BYTES`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""llguidance's compiler within limits, and a walk along what it compiled.
+"""llguidance's compiler within limits, and a trial run of the compiled grammar.
 
 A sandbox process imports this module without torch and without the rest of `adapters`: it may use
 the standard library and llguidance only.
@@ -14,21 +14,17 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 PROBE_STEPS = 48
-"""Tokens that a new grammar is walked along: some are cheap to compile and explode only further
-on.
-"""
+"""Tokens that a new grammar is advanced by: some compile cheaply and only explode later."""
 
 _REASON = 160
 _QUOTED = re.compile(r'"([^"]*)"?|\(at .*')
 
 
 def limits_of(vocab_size: int) -> LLParserLimits:
-    """llguidance's limits. Those of a step were chosen by measurement:
-    ``docs/decisions/0009-grammar-sandbox.md``.
+    """llguidance's limits, chosen by measurement: ``docs/decisions/0009-grammar-sandbox.md``.
 
     Args:
-        vocab_size: A step tries the tokens of a vocabulary, so the items that good grammars need
-            grow with it.
+        vocab_size: A step tries the tokens of the vocabulary, so the limits grow with it.
     """
     return LLParserLimits(
         max_items_in_row=2_000,
@@ -42,9 +38,7 @@ def limits_of(vocab_size: int) -> LLParserLimits:
 
 
 class GrammarRefused(ValueError):
-    """A grammar is malformed, matches nothing, or is beyond a limit; the message is one short
-    line.
-    """
+    """A grammar is malformed, matches nothing or exceeds a limit; the message is one short line."""
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
@@ -62,10 +56,10 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-    """Advance ``matcher`` along one path of `PROBE_STEPS` tokens, or to its end.
+    """Advance ``matcher`` by `PROBE_STEPS` tokens of one path, or to its end.
 
     Raises:
-        GrammarRefused: a step is beyond `limits_of`, or no token of the vocabulary can begin a text
+        GrammarRefused: a step exceeds `limits_of`, or no token of the vocabulary can begin a text
             of the grammar.
     """
     ends = 0
@@ -79,7 +73,7 @@ def walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
             if step == 0 and not matcher.is_accepting():
                 raise GrammarRefused("no token of this model can begin a text of it")
             return
-        # Spread over the ids, so that the path meets long tokens and rare branches as well.
+        # Spread over the ids, so that the path includes long tokens and rare branches.
         matcher.try_consume_tokens([_next_set_bit(allowed, step * 7919 % tokenizer.vocab_size)])
 
 
@@ -92,7 +86,7 @@ def _next_set_bit(bits: int, start: int) -> int:
 
 
 def short_reason(error: str) -> str:
-    """One short line of llguidance's message, without the grammar that it repeats."""
+    """The first line of llguidance's message, shortened and without the grammar that it quotes."""
     if error.startswith("NoExtension"):
         return "no text matches it"
     lines = error.splitlines() or ["it cannot be compiled"]
@@ -102,7 +96,7 @@ def short_reason(error: str) -> str:
 
 
 def hugging_face_tables(tokenizer_json: str, size: int, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """What `load_tokenizer` needs of a Hugging Face tokenizer, as JSON data.
+    """A Hugging Face tokenizer as JSON data for `load_tokenizer`.
 
     Args:
         tokenizer_json: Its ``tokenizer.json``.
@@ -115,7 +109,7 @@ def hugging_face_tables(tokenizer_json: str, size: int, eos_token_ids: Sequence[
 def byte_tables(
     tokens: Sequence[bytes], special_token_ids: Sequence[int], eos_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """What `load_tokenizer` needs of any other tokenizer, as JSON data: the bytes of every id."""
+    """Any other tokenizer as JSON data for `load_tokenizer`: the bytes of every id."""
     return {
         "tokens": [base64.b64encode(token).decode() for token in tokens],
         "special_token_ids": list(special_token_ids),
@@ -136,9 +130,9 @@ def load_tokenizer(tables: dict[str, Any]) -> LLTokenizer:
 
 
 class _Bytes:
-    """What llguidance asks of a tokenizer that is not a Hugging Face one.
+    """llguidance's tokenizer interface over the bytes of every id.
 
-    It encodes greedily: that serves hints about forced text alone, which nobody asks for here.
+    It encodes greedily, which only affects hints about forced text, not used here.
     """
 
     bos_token_id = None

@@ -1,10 +1,8 @@
-"""`GrammarSandbox`: compiles a grammar in a process that may die of it, before anybody compiles it
-where it matters.
+"""`GrammarSandbox`: compiles a grammar in a separate process first, where a crash is harmless.
 
 One thread of this process drives the sandbox process (`adapters.grammars.sandbox_process`), which
 forks a child for each grammar. A child has limits of processor time, memory and stack; a grammar
-that goes beyond one costs nothing but its child. `docs/decisions/0009-grammar-sandbox.md` says why
-it is built like this.
+that exceeds one costs nothing but its child. Rationale: `docs/decisions/0009-grammar-sandbox.md`.
 """
 
 from __future__ import annotations
@@ -28,33 +26,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from adapters.grammars.lanes import Lanes, Turn, lanes_up_to
+from adapters.grammars.feedback_queue import FeedbackQueue, QueueEntry, levels_up_to
 from adapters.grammars.sandbox_process import Frames, frame
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
-"""Processor time that compiling may take, seconds."""
+"""Processor time for compiling, seconds."""
 
 MEMORY_BYTES = 256 * 1024 * 1024
-"""Memory that compiling may take, bytes."""
+"""Memory for compiling, bytes."""
 
 STACK_BYTES = 2 * 1024 * 1024
-"""Stack that compiling may take, bytes: a quarter of what a thread usually has, and enough for
-200 nested objects.
-"""
+"""Stack for compiling, bytes: a quarter of a thread's default, enough for 200 nested objects."""
 
 MAX_WAITING = 256
-"""Grammars that may wait to be compiled."""
+"""Length of the queue."""
 
 START_TIMEOUT_S = 60.0
-"""Longest that the process may take to load the tokenizer."""
+"""Time for the process to load the tokenizer."""
 
 MAX_BACKOFF_S = 30.0
 """Longest pause between attempts to start the process."""
 
 KILL_TIMEOUT_S = 5.0
-"""Longest that the process may take to say that a child it was told to kill is gone."""
+"""Time for the process to confirm that a killed child is gone."""
 
 Outcome = Literal["compiled", "refused", "time", "memory", "stack", "crashed"]
 
@@ -76,13 +72,13 @@ class SandboxUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a grammar in the sandbox.
+    """The sandbox's result for one grammar.
 
     Attributes:
-        outcome: ``compiled``, ``refused`` by llguidance, or the limit that it went beyond.
+        outcome: ``compiled``, ``refused`` by llguidance, or the limit that was exceeded.
         problem: Why it is refused, one short line; empty if it compiled.
-        num_bytes: What the compiled grammar takes, bytes.
-        cpu_s: Processor time that it took to compile, seconds.
+        num_bytes: Memory of the compiled grammar, bytes.
+        cpu_s: Processor time of compiling, seconds.
     """
 
     outcome: Outcome
@@ -92,7 +88,7 @@ class Verdict:
 
 
 @dataclass(eq=False, slots=True)
-class _Job(Turn):
+class _Job(QueueEntry):
     id: int = 0
     grammar: str = ""
     known: Callable[[], Verdict | None] | None = None
@@ -102,28 +98,25 @@ class _Job(Turn):
 
 
 class GrammarSandbox:
-    """Compiles grammars in children of a process of its own. All methods may be called from any
-    thread.
+    """Compiles grammars in children of a separate process. All methods are thread-safe.
 
     Args:
         tables: Makes the tokenizer's tables (`adapters.grammars.compiler.load_tokenizer`); called
             in a thread.
-        timeout_s: Processor time that a grammar may take, seconds. Waiting does not count, nor does
-            the load.
-        memory_bytes: Memory that it may take.
-        stack_bytes: Stack that it may take.
-        max_waiting: Grammars that may wait; where they do, whoever waits with most gives up a
-            place.
-        max_wait_s: Longest that a grammar waits and compiles by the clock; five times `timeout_s`,
-            at least 10 s.
-        observe: Told of every grammar how it ended and after how many seconds.
+        timeout_s: Processor time per grammar, seconds; waiting and the machine's load do not count.
+        memory_bytes: Memory per grammar.
+        stack_bytes: Stack per grammar.
+        max_waiting: Length of the queue; if full, the client with the most entries loses its last.
+        max_wait_s: Wall time for waiting and compiling; by default five times `timeout_s`, at least
+            10 s.
+        observe: Called with the outcome and the wall time of every grammar.
 
     Attributes:
         counts: Grammars by outcome; besides those of `Verdict` ``busy``, ``cancelled`` and
             ``unavailable``.
         num_restarts: How often a process that had been ready was replaced.
-        num_waiting: Grammars that wait for a slot now.
-        num_running: Grammars that compile now.
+        num_waiting: Grammars waiting for a slot.
+        num_running: Grammars being compiled.
     """
 
     def __init__(
@@ -147,7 +140,9 @@ class GrammarSandbox:
         self._max_wait_s = max(10.0, 5 * timeout_s) if max_wait_s is None else max_wait_s
         self._observe = observe
         self._tables = tables
-        self._lanes: Lanes[_Job] = Lanes(lanes_up_to(timeout_s, len(os.sched_getaffinity(0))), max_waiting)
+        self._queue: FeedbackQueue[_Job] = FeedbackQueue(
+            levels_up_to(timeout_s, len(os.sched_getaffinity(0))), max_waiting
+        )
         self._running: dict[int, _Job] = {}
         self._killed: dict[int, float] = {}
         self._num_jobs = 0
@@ -181,7 +176,7 @@ class GrammarSandbox:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, once it has loaded the tokenizer."""
+        """Process id, once the process has loaded the tokenizer."""
         process = self._process
         return process.pid if process is not None and process.is_ready else None
 
@@ -190,7 +185,7 @@ class GrammarSandbox:
         self._thread.start()
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until the process has loaded the tokenizer.
+        """Wait until the process has loaded the tokenizer.
 
         Raises:
             SandboxUnavailable: it cannot be started, or takes longer.
@@ -203,12 +198,12 @@ class GrammarSandbox:
     def submit(
         self, grammar: str, client: Hashable | None = None, known: Callable[[], Verdict | None] | None = None
     ) -> Future[Verdict]:
-        """Compile ``grammar``; to cancel the future frees its place, or kills its child, at once.
+        """Compile ``grammar``; cancelling the future dequeues it, or kills its child, at once.
 
         Args:
             grammar: In llguidance's JSON form.
-            client: Whose it is: clients have turns. None is a client of its own.
-            known: Asked once it is the grammar's turn; a verdict makes compiling it again needless.
+            client: Clients are served round robin; None counts as a separate client.
+            known: Called before the grammar compiles; a verdict makes compiling unnecessary.
 
         The future's errors: `SandboxBusy`, `SandboxUnavailable`.
         """
@@ -227,7 +222,7 @@ class GrammarSandbox:
         if self._thread.ident is not None:
             self._thread.join()
 
-    # From here on: the thread's
+    # Below: methods that run in the sandbox thread
 
     def _tell(self, call: Callable[[], None]) -> bool:
         with self._lock:
@@ -238,7 +233,7 @@ class GrammarSandbox:
         return True
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
+        with contextlib.suppress(OSError):  # full: the thread is awake; closed: it has ended
             self._wake.send(b"!")
 
     def _run(self) -> None:
@@ -246,7 +241,7 @@ class GrammarSandbox:
         try:
             while not self._ended:
                 self._turn()
-        except Exception as error:  # the thread's boundary: whoever waits must hear of it
+        except Exception as error:  # the thread's boundary: waiting callers must be told
             logger.exception("the grammar sandbox's thread failed")
             reason = f"failed: {type(error).__name__}"
         finally:
@@ -266,7 +261,7 @@ class GrammarSandbox:
             self._wake.close()
 
     def _turn(self) -> None:
-        """Whatever happened since the last turn, and what follows from it."""
+        """One iteration: handle events since the last one, then start what can run."""
         now = time.monotonic()
         if self._process is None and now >= self._retry_at:
             self._start_process()
@@ -284,11 +279,11 @@ class GrammarSandbox:
             self._inbox.popleft()()
         self._expire(time.monotonic())
         self._run_next()
-        self.num_waiting, self.num_running = self._lanes.num_waiting, self._lanes.num_running
+        self.num_waiting, self.num_running = self._queue.num_waiting, self._queue.num_running
 
     def _patience(self, now: float) -> float | None:
         """Seconds until something is due, None if nothing is."""
-        due = [job.deadline for job in self._lanes]
+        due = [job.deadline for job in self._queue]
         due += [since + KILL_TIMEOUT_S for since in self._killed.values()]
         if self._process is None:
             due.append(self._retry_at)
@@ -300,7 +295,7 @@ class GrammarSandbox:
         self._frames = Frames()
         try:
             self._process = _Process(self._tables())
-        except Exception as error:  # whatever is wrong with the tokenizer or the system: it is said, and tried again
+        except Exception as error:  # any fault of the tokenizer or the system: logged, and retried
             self._lost(f"cannot start: {error}")
             return
         self._selector.register(self._process.channel, self._process.events)
@@ -327,9 +322,7 @@ class GrammarSandbox:
                 self._ended_child(message["id"], message["status"], message["result"])
 
     def _lost(self, reason: str) -> None:
-        """There is no process any more: its grammars wait for the next one, or fail if it does
-        not even start.
-        """
+        """The process is gone: its grammars wait for the next one, or fail if it does not start."""
         process, self._process = self._process, None
         was_ready = process is not None and process.is_ready
         if process is not None:
@@ -343,10 +336,10 @@ class GrammarSandbox:
         running, self._running = list(self._running.values()), {}
         for job in running:
             if job.num_starts > 1:
-                self._lanes.remove(job)
+                self._queue.remove(job)
                 self._fail(job, "unavailable", SandboxUnavailable(reason))
             else:
-                self._lanes.put_back(job)
+                self._queue.put_back(job)
         logger.warning("grammar sandbox: %s", reason)
         if not was_ready:
             self._failure = reason
@@ -364,12 +357,12 @@ class GrammarSandbox:
             return
         self._num_jobs += 1
         job.id = self._num_jobs
-        gone = self._lanes.add(job)
+        gone = self._queue.add(job)
         if gone is not None:
             self._fail(gone, "busy", SandboxBusy("too many grammars wait to be compiled"))
 
     def _done(self, job: _Job, future: Future[Verdict]) -> None:
-        """Any thread's: a future is done, perhaps because it was cancelled."""
+        """A future is done, possibly cancelled; called in any thread."""
         if future.cancelled():
             self._tell(partial(self._cancel, job))
 
@@ -378,30 +371,30 @@ class GrammarSandbox:
         self._count("cancelled", job)
 
     def _stop(self, job: _Job) -> None:
-        self._lanes.remove(job)
+        self._queue.remove(job)
         if self._running.pop(job.id, None) is not None:
             self._killed[job.id] = time.monotonic()
             self._send({"id": job.id})
 
     def _run_next(self) -> None:
         while self._process is not None and self._process.is_ready and not self._process.unsent:
-            job = self._lanes.take()
+            job = self._queue.take()
             if job is None:
                 return
             verdict = job.known() if job.known is not None else None
             if verdict is not None:
-                self._lanes.remove(job)
+                self._queue.remove(job)
                 self._resolve(job, verdict)
                 continue
-            lane = self._lanes.lanes[job.lane]
+            level = self._queue.levels[job.level]
             job.num_starts += 1
             self._running[job.id] = job
             self._send(
                 {
                     "id": job.id,
                     "grammar": job.grammar,
-                    "cpu_s": lane.cpu_s,
-                    "nice": lane.nice,
+                    "cpu_s": level.cpu_s,
+                    "nice": level.nice,
                     "memory": self.memory_bytes,
                     "stack": self.stack_bytes,
                 }
@@ -423,11 +416,11 @@ class GrammarSandbox:
             self._killed.pop(job_id, None)
             return
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        if number in (signal.SIGPROF, signal.SIGXCPU) and self._lanes.promote(job):
+        if number in (signal.SIGPROF, signal.SIGXCPU) and self._queue.promote(job):
             job.num_starts = 0
             return
-        self._lanes.remove(job)
-        if number == signal.SIGKILL:  # not by us: the system ran out of memory, whoever's fault that is
+        self._queue.remove(job)
+        if number == signal.SIGKILL:  # not ours: the system's out-of-memory killer
             self._fail(job, "busy", SandboxBusy("the system has no memory to compile it"))
         else:
             self._resolve(job, self._verdict(number, result))
@@ -452,13 +445,13 @@ class GrammarSandbox:
                 self._lost(f"was not ready within {START_TIMEOUT_S:g} s")
             elif any(now - since > KILL_TIMEOUT_S for since in self._killed.values()):
                 self._lost("does not answer")
-        for job in [job for job in self._lanes if now >= job.deadline]:
+        for job in [job for job in self._queue if now >= job.deadline]:
             self._stop(job)
             self._fail(job, "busy", SandboxBusy(f"it was not compiled within {self._max_wait_s:g} s"))
 
     def _resolve(self, job: _Job, verdict: Verdict) -> None:
         if job.future.set_running_or_notify_cancel():
-            self._count(verdict.outcome, job)  # first: whoever waits may look at the counts
+            self._count(verdict.outcome, job)  # first, because a waiting caller may read the counts
             job.future.set_result(verdict)
 
     def _fail(self, job: _Job, outcome: str, error: Exception) -> None:
@@ -467,23 +460,23 @@ class GrammarSandbox:
             job.future.set_exception(error)
 
     def _fail_all(self, reason: str) -> None:
-        for job in list(self._lanes):
-            self._lanes.remove(job)
+        for job in list(self._queue):
+            self._queue.remove(job)
             self._fail(job, "unavailable", SandboxUnavailable(reason))
 
     def _count(self, outcome: str, job: _Job) -> None:
         self.counts[outcome] += 1
-        self.num_waiting, self.num_running = self._lanes.num_waiting, self._lanes.num_running
+        self.num_waiting, self.num_running = self._queue.num_waiting, self._queue.num_running
         if self._observe is not None:
             self._observe(outcome, time.monotonic() - (job.deadline - self._max_wait_s))
 
 
 class _Process:
-    """The sandbox process, being told its tokenizer.
+    """The sandbox process, starting with its tokenizer.
 
     Attributes:
-        channel: Never blocks: whoever drives the process has deadlines to keep.
-        unsent: What was sent and the process has not taken yet.
+        channel: Non-blocking, because the driving thread has deadlines.
+        unsent: Sent data that the process has not read yet.
 
     Raises:
         OSError: it cannot be started.
@@ -494,8 +487,8 @@ class _Process:
         self.channel, theirs = socket.socketpair()
         self.channel.setblocking(False)
         command = [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), str(package), *filter(None, sys.path)]
-        # One arena: the allocator's count is then that of the grammar, and no arena's address space
-        # is in its limit.
+        # One arena, so that the allocator's count is the grammar's and no arena's address space
+        # counts towards its limit.
         environ = {**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
         quiet = subprocess.DEVNULL
         try:
@@ -508,18 +501,18 @@ class _Process:
         self.pid = self._child.pid
         self.is_ready = False
         self.start_deadline = time.monotonic() + START_TIMEOUT_S
-        self.unsent = bytearray(frame(tables))  # megabytes, which it reads once it has started
+        self.unsent = bytearray(frame(tables))  # megabytes, read once it has started
 
     @property
     def events(self) -> int:
-        """What to wait for on `channel`."""
+        """Events to select on `channel`."""
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
 
     def send(self, data: bytes) -> None:
-        """Add ``data`` to what is unsent, and write what the process takes now.
+        """Append ``data`` to the unsent bytes, and write as much as possible now.
 
         Raises:
-            OSError: it takes nothing any more.
+            OSError: the process has closed the socket.
         """
         self.unsent += data
         if self.unsent:

@@ -1,15 +1,14 @@
-"""The sandbox process: holds the tokenizer, and forks a child for every grammar, which may die of
-it.
+"""The sandbox process: holds the tokenizer and forks one child per grammar, which may crash.
 
 It is a fresh process with one thread, so that forking it is safe, and it imports nothing but the
 standard library and llguidance, so that forking it takes a millisecond. Started and driven by
-`adapters.grammars.sandbox`. Messages in both directions are JSON behind four bytes of length;
-whoever closes the socket ends the process and all its children.
+`adapters.grammars.sandbox`. Messages in both directions are JSON with a four-byte length prefix;
+closing the socket ends the process and all its children.
 
 To the process: the tokenizer's tables first, then ``{"id", "grammar", "cpu_s", "memory", "stack",
 "nice"}`` to compile one, or ``{"id"}`` alone to kill it. From it: ``{"ready", "rss"}`` or
 ``{"failed"}`` once, then ``{"id", "status", "result"}`` for every child that ended: its wait
-status, and ``{"bytes", "cpu_s"}`` or ``{"refused"}`` if it came to that.
+status, and ``{"bytes", "cpu_s"}`` or ``{"refused"}`` if it got that far.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from adapters.grammars.compiler import GrammarRefused, compile_grammar, load_tok
 
 HEADER = struct.Struct("<I")
 NICE = 10
-"""Of the process and its children: an engine that computes on the same cores goes first."""
+"""Niceness of the process and its children: the engine on the same cores has priority."""
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -49,13 +48,13 @@ def frame(message: dict[str, Any]) -> bytes:
 
 
 class Frames:
-    """Bytes as they come in → messages."""
+    """Incremental decoder: bytes to messages."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that are complete with ``data``."""
+        """The messages completed by ``data``."""
         self._data += data
         found = []
         while len(self._data) >= HEADER.size:
@@ -69,7 +68,10 @@ class Frames:
 
 def serve(channel: socket.socket) -> None:
     """Serve ``channel`` until its other end is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a drain still needs grammars; the worker's end is the signal here
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a draining worker still needs grammars; closing the socket ends this process
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     os.nice(NICE)
@@ -124,7 +126,7 @@ class _Children:
         job_id = message["id"]
         if "grammar" in message:
             self._start(job_id, message)
-        elif job_id in self._pids:  # not waited for yet, so the pid is still its own
+        elif job_id in self._pids:  # not reaped yet, so the pid is still valid
             os.kill(self._pids[job_id], signal.SIGKILL)
 
     def _start(self, job_id: int, message: dict[str, Any]) -> None:
@@ -161,9 +163,9 @@ def _received(channel: socket.socket) -> bytes:
 def _child(
     parent: int, writer: int, leave: Callable[[], None], tokenizer: LLTokenizer, message: dict[str, Any]
 ) -> None:
-    """The forked child: compile within the limits of ``message``, write what came of it, end."""
+    """The forked child: compile within the limits of ``message``, write the result, exit."""
     status = 1
-    with contextlib.suppress(BaseException):  # whatever happens: never return into the parent's loop
+    with contextlib.suppress(BaseException):  # never return into the parent's loop
         _die_with_parent()
         if os.getppid() == parent:
             leave()
@@ -177,7 +179,7 @@ def _child(
 
 def _confine(message: dict[str, Any]) -> None:
     quiet = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # Rust says on stderr that it panicked or has no memory
+    for stream in (0, 1, 2):  # Rust reports panics and allocation failures on stderr
         os.dup2(quiet, stream)
     _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no core file
     os.nice(message["nice"])
@@ -186,7 +188,7 @@ def _confine(message: dict[str, Any]) -> None:
     threading.stack_size(message["stack"])
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, _virtual_bytes() + message["stack"] + message["memory"])
-    _limit(resource.RLIMIT_CPU, int(message["cpu_s"]) + 2)  # whole seconds: the timer below is what counts
+    _limit(resource.RLIMIT_CPU, int(message["cpu_s"]) + 2)  # whole seconds only; the timer below is the actual limit
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, message["cpu_s"])
 
@@ -222,9 +224,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Bytes that the allocator has given out to this process; resident bytes where it does not
-    say (no glibc).
-    """
+    """Bytes that the allocator has given out in this process; resident bytes without glibc."""
     try:
         mallinfo2 = _LIBC.mallinfo2
     except AttributeError:

@@ -1,6 +1,4 @@
-"""`LogitsPipe`: typed chains of processors, legalized to ops and fused. FlashInfer's names, on
-any torch device.
-"""
+"""`LogitsPipe`: typed, legalized and fused chains of processors, under FlashInfer's names."""
 
 from adapters.pipe.compiler import Compiler, compile_pipeline
 from adapters.pipe.fusion_rules import FusionRule

@@ -23,7 +23,7 @@ class Compiler:
             self.register_fusion_rule(rule)
 
     def register_fusion_rule(self, rule: FusionRule) -> None:
-        """Adds a rule behind those of the same priority.
+        """Adds a rule after those of the same priority.
 
         Raises:
             CompileError: the pattern is empty, or not all of ops or all of processors.
@@ -33,7 +33,7 @@ class Compiler:
         rules.sort(key=lambda other: -other.prio)
 
     def register_validity_check(self, check: ValidityCheck) -> None:
-        """Adds a check behind the others."""
+        """Adds a check after the others."""
         self.validity_checks.append(check)
 
     def compile(self, ops: Sequence[Op]) -> list[Op]:
@@ -132,9 +132,7 @@ def compile_processors(
     custom_fusion_rules: Sequence[FusionRule] | None = None,
     custom_validity_checks: Sequence[ValidityCheck] | None = None,
 ) -> list[Op]:
-    """As `compile_pipeline`, with rules for processors as well; see
-    `Compiler.compile_processors`.
-    """
+    """As `compile_pipeline`, with processor rules too; see `Compiler.compile_processors`."""
     compiler = _compiler(custom_fusion_rules, custom_validity_checks)
     return compiler.compile_processors(processors, initial_type, ops)
 

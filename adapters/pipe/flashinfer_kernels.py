@@ -1,8 +1,6 @@
-"""The same functions as in `adapters.pipe.torch_kernels`, by FlashInfer's CUDA kernels. Imported
-only where used.
+"""The functions of `adapters.pipe.torch_kernels` by FlashInfer's CUDA kernels; imported on use.
 
-The kernels decide equal values their own way: top-k and top-p keep all tokens that tie with the
-last one.
+Ties differ from the torch kernels: top-k and top-p keep all tokens that tie with the last one.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ def top_k_sample(
     deterministic: bool,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    draw = _draw(probs, indices, deterministic, generator)
-    result: torch.Tensor = sampling.top_k_sampling_from_probs(probs.contiguous(), _top_k(top_k, probs), **draw)
+    arguments = _sampling_arguments(probs, indices, deterministic, generator)
+    result: torch.Tensor = sampling.top_k_sampling_from_probs(probs.contiguous(), _top_k(top_k, probs), **arguments)
     return result
 
 
@@ -60,9 +58,9 @@ def top_p_sample(
     deterministic: bool,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    draw = _draw(probs, indices, deterministic, generator)
+    arguments = _sampling_arguments(probs, indices, deterministic, generator)
     given = _argument(top_p, probs.device, torch.float32)
-    result: torch.Tensor = sampling.top_p_sampling_from_probs(probs.contiguous(), given, **draw)
+    result: torch.Tensor = sampling.top_p_sampling_from_probs(probs.contiguous(), given, **arguments)
     return result
 
 
@@ -73,9 +71,9 @@ def min_p_sample(
     deterministic: bool,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    draw = _draw(probs, indices, deterministic, generator)
+    arguments = _sampling_arguments(probs, indices, deterministic, generator)
     given = _argument(min_p, probs.device, torch.float32)
-    result: torch.Tensor = sampling.min_p_sampling_from_probs(probs.contiguous(), given, **draw)
+    result: torch.Tensor = sampling.min_p_sampling_from_probs(probs.contiguous(), given, **arguments)
     return result
 
 
@@ -87,10 +85,10 @@ def top_k_top_p_sample(
     deterministic: bool,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    draw = _draw(probs, indices, deterministic, generator)
+    arguments = _sampling_arguments(probs, indices, deterministic, generator)
     given = _argument(top_p, probs.device, torch.float32)
     result: torch.Tensor = sampling.top_k_top_p_sampling_from_probs(
-        probs.contiguous(), _top_k(top_k, probs), given, filter_apply_order="joint", **draw
+        probs.contiguous(), _top_k(top_k, probs), given, filter_apply_order="joint", **arguments
     )
     return result
 
@@ -98,20 +96,20 @@ def top_k_top_p_sample(
 def sample_logits(
     logits: torch.Tensor, indices: torch.Tensor | None, deterministic: bool, generator: torch.Generator | None
 ) -> torch.Tensor:
-    draw = _draw(logits, indices, deterministic, generator)
-    result: torch.Tensor = sampling.sampling_from_logits(logits.contiguous(), **draw)
+    arguments = _sampling_arguments(logits, indices, deterministic, generator)
+    result: torch.Tensor = sampling.sampling_from_logits(logits.contiguous(), **arguments)
     return result
 
 
 def sample_probs(
     probs: torch.Tensor, indices: torch.Tensor | None, deterministic: bool, generator: torch.Generator | None
 ) -> torch.Tensor:
-    draw = _draw(probs, indices, deterministic, generator)
-    result: torch.Tensor = sampling.sampling_from_probs(probs.contiguous(), **draw)
+    arguments = _sampling_arguments(probs, indices, deterministic, generator)
+    result: torch.Tensor = sampling.sampling_from_probs(probs.contiguous(), **arguments)
     return result
 
 
-def _draw(
+def _sampling_arguments(
     rows: torch.Tensor, indices: torch.Tensor | None, deterministic: bool, generator: torch.Generator | None
 ) -> dict[str, Any]:
     moved = None if indices is None else indices.to(rows.device)

@@ -1,4 +1,4 @@
-"""Fusion rules: which neighbours become one op."""
+"""Fusion rules: which adjacent ops become one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from adapters.pipe.op import Op, ParameterizedOp
 
 
 class FusionRule(NamedTuple):
-    """Neighbours that become one op.
+    """Adjacent ops or processors that become one op.
 
     Attributes:
-        pattern: Classes of the neighbours: all of them classes of ops, or all of them classes of
-            processors.
-        guard: Whether to fuse. It is given the ops of the window, the matched processors' ops if
-            the pattern is of processors.
+        pattern: Their classes: all classes of ops, or all classes of processors.
+        guard: Whether to fuse, given the ops of the window (of the matched processors).
         build: Makes the fused op of the same window.
-        prio: Rules of higher priority are tried first at each place. Built-in rules have 10 or 100
-            and come before custom ones of the same priority. Patterns of processors are matched
+        prio: Rules of higher priority are tried first at each position. Built-in rules have 10 or
+            100 and precede custom ones of the same priority. Patterns of processors are matched
             before all others.
     """
 
@@ -41,9 +39,7 @@ def get_default_fusion_rules() -> list[FusionRule]:
 
 
 def joint_rule() -> FusionRule:
-    """Top-k and top-p on the same distribution. It is part of the meaning of a pipe, compiled or
-    not.
-    """
+    """Joint top-k and top-p on one distribution; part of a pipe's meaning, compiled or not."""
     pattern = (o.ProbsTopKOp, o.TopPOp, o.ProbsSampleOp)
     return _rule(pattern, o.FusedProbsTopKTopPSampleOp, 100, lambda window: _parameters(window)["joint_topk_topp"])
 
@@ -55,16 +51,14 @@ def _rule(
     condition: Callable[[list[Op]], bool] = lambda window: True,
 ) -> FusionRule:
     def guard(window: list[Op]) -> bool:
-        # A subclass of a built-in op may do something else: it is never fused away.
+        # A subclass of a built-in op may behave differently, so it is never fused.
         return all(type(op) is cls for op, cls in zip(window, pattern, strict=True)) and condition(window)
 
     return FusionRule(pattern, guard, lambda window: fused(**_parameters(window)), prio)
 
 
 def _parameters(window: list[Op]) -> dict[str, Any]:
-    """Every parameter given to the ops of a window; no two built-in ops of one window share a
-    name.
-    """
+    """All parameters given to the ops of a window; no two built-in ops of one share a name."""
     merged: dict[str, Any] = {}
     for op in window:
         if isinstance(op, ParameterizedOp):

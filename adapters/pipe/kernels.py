@@ -1,6 +1,4 @@
-"""Which kernels run an op: FlashInfer's for float32 rows on CUDA where it is installed, ours
-everywhere else.
-"""
+"""Kernel choice: FlashInfer's for float32 rows on CUDA where it is installed, else torch's."""
 
 from __future__ import annotations
 

@@ -50,9 +50,7 @@ def legalize_processors(
 
 
 def legalize_one(index: int, processor: LogitsProcessor, input_type: TensorType) -> list[Op]:
-    """The ops of processor number ``index``; raises `LegalizationError` as
-    `legalize_processors`.
-    """
+    """The ops of processor number ``index``; raises as `legalize_processors`."""
     name = type(processor).__name__
     try:
         ops = processor.legalize(input_type)

@@ -12,10 +12,9 @@ from adapters.pipe.types import TaggedTensor, TensorType
 class Op(ABC):
     """One step of a pipe. Subclasses set ``IN`` and ``OUT`` and write ``__call__``.
 
-    Class attributes: run_time_names: The parameters of a call that the op takes. None where it does
-        not say; then they are
-            read off the signature of ``__call__``, and with ``**kwargs`` in it any name may be the
-            op's own.
+    Class attributes:
+        run_time_names: The parameters of a call that the op takes. None: those of the signature
+            of ``__call__``, where ``**kwargs`` accepts any name.
 
     Raises:
         ValueError: the class has no ``IN`` or no ``OUT``.
@@ -34,7 +33,7 @@ class Op(ABC):
         """The result for ``tensor``; the parameters of the call of the pipe are in ``kwargs``."""
 
     def names_taken(self) -> frozenset[str] | None:
-        """The run-time parameters that the op takes, None if that cannot be told."""
+        """The run-time parameters that the op takes, None if unknown."""
         if self.run_time_names is not None:
             return self.run_time_names
         parameters = list(inspect.signature(self.__call__).parameters.values())
@@ -53,15 +52,14 @@ class Op(ABC):
 
 
 class ParameterizedOp(Op):
-    """An op with parameters: those of the call win over the defaults given here."""
+    """An op with parameters: those of the call override the defaults given here."""
 
     def __init__(self, **default_params: Any) -> None:
         super().__init__()
         self.default_params = default_params
 
     def _get_param(self, name: str, kwargs: dict[str, Any], required: bool = True) -> Any:
-        """The parameter ``name``, which is taken out of ``kwargs``; None if it is not required and
-        not there.
+        """The parameter ``name``, removed from ``kwargs``; None if it is absent and not required.
 
         Raises:
             ValueError: it is required and neither ``kwargs`` nor the defaults have it.

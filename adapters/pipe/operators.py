@@ -1,6 +1,4 @@
-"""The built-in ops. Each checks its rows and its parameters, then calls one kernel
-(`adapters.pipe.kernels`).
-"""
+"""The built-in ops: each checks its rows and parameters, then calls one kernel."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ class BuiltinOp(ParameterizedOp):
 
     @abstractmethod
     def _run(self, rows: torch.Tensor, kernels: Kernels, kwargs: dict[str, Any]) -> torch.Tensor:
-        """The result for checked rows, ``[B, V]``."""
+        """The result for checked rows ``[B, V]``."""
 
     def _temperature(self, rows: torch.Tensor, kwargs: dict[str, Any]) -> PerRow:
         return temperatures(self._get_param("temperature", kwargs), len(rows))
@@ -64,8 +62,8 @@ class BuiltinOp(ParameterizedOp):
         given = self._get_param("is_deterministic", kwargs, required=False)
         return False if given is None else flag("is_deterministic", given)
 
-    def _draw(self, rows: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, bool, Any]:
-        """Rows of the draws, whether the kernel is deterministic, generator."""
+    def _sampling_arguments(self, rows: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, bool, Any]:
+        """Row index of each sample, whether the kernel is deterministic, generator."""
         indices = row_indices(self._get_param("indices", kwargs, required=False), len(rows))
         generator = generator_of(self._get_param("generator", kwargs, required=False))
         return indices, self.default_params.get("deterministic", True), generator
@@ -142,7 +140,7 @@ class ProbsSampleOp(BuiltinOp):
     compile_time_names = frozenset({"deterministic"})
 
     def _run(self, rows: torch.Tensor, kernels: Kernels, kwargs: dict[str, Any]) -> torch.Tensor:
-        return kernels.sample_probs(rows, *self._draw(rows, kwargs))
+        return kernels.sample_probs(rows, *self._sampling_arguments(rows, kwargs))
 
 
 class LogitsSampleOp(BuiltinOp):
@@ -153,7 +151,7 @@ class LogitsSampleOp(BuiltinOp):
     compile_time_names = frozenset({"deterministic"})
 
     def _run(self, rows: torch.Tensor, kernels: Kernels, kwargs: dict[str, Any]) -> torch.Tensor:
-        return kernels.sample_logits(rows, *self._draw(rows, kwargs))
+        return kernels.sample_logits(rows, *self._sampling_arguments(rows, kwargs))
 
 
 class FusedTemperatureSoftmaxOp(BuiltinOp):
@@ -175,7 +173,7 @@ class FusedProbsTopKSampleOp(BuiltinOp):
     compile_time_names = ProbsTopKOp.compile_time_names | ProbsSampleOp.compile_time_names
 
     def _run(self, rows: torch.Tensor, kernels: Kernels, kwargs: dict[str, Any]) -> torch.Tensor:
-        return kernels.top_k_sample(rows, self._top_k(rows, kwargs), *self._draw(rows, kwargs))
+        return kernels.top_k_sample(rows, self._top_k(rows, kwargs), *self._sampling_arguments(rows, kwargs))
 
 
 class FusedProbsTopPSampleOp(BuiltinOp):
@@ -187,7 +185,7 @@ class FusedProbsTopPSampleOp(BuiltinOp):
 
     def _run(self, rows: torch.Tensor, kernels: Kernels, kwargs: dict[str, Any]) -> torch.Tensor:
         top_p = self._top_p(rows, kwargs)
-        indices, deterministic, generator = self._draw(rows, kwargs)
+        indices, deterministic, generator = self._sampling_arguments(rows, kwargs)
         return kernels.top_p_sample(rows, top_p, indices, deterministic or self._is_deterministic(kwargs), generator)
 
 
@@ -199,7 +197,7 @@ class FusedProbsMinPSampleOp(BuiltinOp):
     compile_time_names = ProbsSampleOp.compile_time_names
 
     def _run(self, rows: torch.Tensor, kernels: Kernels, kwargs: dict[str, Any]) -> torch.Tensor:
-        return kernels.min_p_sample(rows, self._min_p(rows, kwargs), *self._draw(rows, kwargs))
+        return kernels.min_p_sample(rows, self._min_p(rows, kwargs), *self._sampling_arguments(rows, kwargs))
 
 
 class FusedProbsTopKTopPSampleOp(BuiltinOp):
@@ -211,7 +209,7 @@ class FusedProbsTopKTopPSampleOp(BuiltinOp):
 
     def _run(self, rows: torch.Tensor, kernels: Kernels, kwargs: dict[str, Any]) -> torch.Tensor:
         top_k, top_p = self._top_k(rows, kwargs), self._top_p(rows, kwargs)
-        indices, deterministic, generator = self._draw(rows, kwargs)
+        indices, deterministic, generator = self._sampling_arguments(rows, kwargs)
         deterministic = deterministic or self._is_deterministic(kwargs)
         return kernels.top_k_top_p_sample(rows, top_k, top_p, indices, deterministic, generator)
 

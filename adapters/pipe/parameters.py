@@ -1,6 +1,4 @@
-"""Parameters of a call: one value for all rows or one per row, checked before anything is
-computed.
-"""
+"""Parameters of a call: one value for all rows or one per row, checked before computing."""
 
 from __future__ import annotations
 
@@ -59,10 +57,10 @@ def min_ps(value: Any, num_rows: int) -> PerRow:
 
 
 def row_indices(value: Any, num_rows: int) -> torch.Tensor | None:
-    """None, or int32 or int64 ``[n]`` with the row of every draw.
+    """None, or int32 or int64 ``[n]`` with the row of every sample.
 
     Raises:
-        ValueError: it has another shape or dtype, or names a row that there is not.
+        ValueError: it has another shape or dtype, or a row index is out of range.
     """
     if value is None:
         return None

@@ -100,7 +100,7 @@ class LogitsPipe:
                 changed.
             **kwargs: Parameters of the ops; they win over those given to the processors. A pipe
                 that samples, and has none of `TopK`, `TopP` and `MinP`, takes ``top_k`` too: it
-                draws among the k highest.
+                samples among the k highest.
 
         Returns:
             Logits or probabilities, float32 or float64 (float16 or bfloat16 if ``x`` was and its
@@ -132,9 +132,7 @@ class LogitsPipe:
 
 
 def with_joint_windows(ops: Sequence[Op]) -> list[Op]:
-    """``ops`` with joint top-k and top-p as one op each: no chain of separate ops means the
-    same.
-    """
+    """``ops`` with joint top-k and top-p as one op, which no chain of separate ops equals."""
     rule = joint_rule()
     span = len(rule.pattern)
     joined: list[Op] = []
@@ -147,14 +145,14 @@ def with_joint_windows(ops: Sequence[Op]) -> list[Op]:
 
 
 def with_top_k(ops: Sequence[Op], discrete: Sequence[Op]) -> Sequence[Op]:
-    """``ops`` with a top-k before the sampling, if they sample and none of them takes top-k, top-p
-    or min-p.
+    """``ops`` with a top-k before sampling, if they sample without top-k, top-p or min-p.
 
-    FlashInfer's documentation passes ``top_k`` to pipes that only sample, where it goes unheard.
+    FlashInfer's documentation passes ``top_k`` to pipes that only sample, where FlashInfer ignores
+    it.
 
     Args:
         ops: As they run.
-        discrete: The same, not fused.
+        discrete: The ops before fusion.
     """
     kinds: dict[type[Op], type[Op]] = {LogitsSampleOp: LogitsTopKOp, ProbsSampleOp: ProbsTopKOp}
     truncation = kinds.get(type(ops[-1]))

@@ -1,6 +1,4 @@
-"""Processors: what a user puts into a pipe. Each becomes ops according to the type that reaches
-it.
-"""
+"""Processors, as a user puts them into a pipe; each becomes ops for the type that reaches it."""
 
 from __future__ import annotations
 
@@ -15,12 +13,10 @@ from adapters.pipe.types import TensorType
 
 
 class LogitsProcessor(ABC):
-    """A transformation of logits or probabilities, given as parameters until `legalize` makes ops
-    of it.
+    """A transformation of logits or probabilities, kept as parameters until `legalize`.
 
     Args:
-        **params: Parameters of the ops. They may be given in the call of the pipe instead, which
-            wins.
+        **params: Parameters of the ops. Those given in the call of the pipe override them.
     """
 
     def __init__(self, **params: Any) -> None:
@@ -77,8 +73,7 @@ class Softmax(BuiltinProcessor):
 
 
 class TopK(BuiltinProcessor):
-    """Keeps the ``top_k`` highest: of logits, with -inf for the others; of probabilities,
-    renormalised.
+    """Keeps the ``top_k`` highest: others become -inf in logits; probabilities are renormalised.
 
     Args:
         joint_topk_topp: On probabilities and directly followed by `TopP` and `Sample`: both tests
@@ -96,9 +91,7 @@ class TopK(BuiltinProcessor):
 
 
 class TopP(BuiltinProcessor):
-    """Keeps the shortest prefix of the most likely tokens with a mass of at least ``top_p``,
-    renormalised.
-    """
+    """Nucleus: keeps the shortest prefix of mass at least ``top_p``, renormalised."""
 
     ops = MappingProxyType({TensorType.PROBS: operators.TopPOp})
 
@@ -110,12 +103,12 @@ class MinP(BuiltinProcessor):
 
 
 class Sample(BuiltinProcessor):
-    """Draws token ids: the end of a pipe. In the call: ``generator``, and ``indices``, the row of
-    each draw.
+    """Samples token ids; the end of a pipe.
+
+    A call takes ``generator``, and ``indices``, the row of each sample.
 
     Args:
-        deterministic: Passed on to FlashInfer's kernels; our draws are reproducible with either
-            value.
+        deterministic: For FlashInfer's kernels; torch's are reproducible with either value.
     """
 
     ops = MappingProxyType({TensorType.LOGITS: operators.LogitsSampleOp, TensorType.PROBS: operators.ProbsSampleOp})

@@ -1,4 +1,4 @@
-"""Rows that no op may be given: NaN, infinite scores, nothing left to choose."""
+"""Refuses rows with NaN, infinite scores or no token left, before any op."""
 
 from __future__ import annotations
 

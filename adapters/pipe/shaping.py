@@ -21,14 +21,13 @@ class Shaping(LogitsProcessor):
 
     In the call of the pipe an argument is called like the processor if it has only that one
     (``typical_p=0.8``), and ``<processor>_<argument>`` otherwise (``xtc_threshold=0.1``). An
-    argument is a value for all rows, or a 1-D tensor with one per row. Where the class looks at its
-    history or its position, the processors themselves are given, one started instance per row,
-    under the name of the processor: ``pipe(logits, mirostat=[first, second])``.
+    argument is a value for all rows, or a 1-D tensor with one per row. If the class reads its
+    history or position, pass the processors themselves, one started instance per row, under the
+    name of the processor: ``pipe(logits, mirostat=[first, second])``.
 
     Args:
         shaping: The class.
-        context: What it is built with; by default a vocabulary without a tokenizer, as wide as the
-            rows.
+        context: Its context; by default a vocabulary without a tokenizer, as wide as the rows.
         **args: Arguments of the class.
 
     Raises:
@@ -123,9 +122,7 @@ class ShapingOp(ParameterizedOp):
 
 
 class _NoHistory(list[int]):
-    """In the place of a history that nobody gave: to look at it is an error, not an empty
-    answer.
-    """
+    """Stands in for a history that was not given: reading it is an error, not an empty list."""
 
     def __init__(self, shaping: type[ShapingProcessor]) -> None:
         super().__init__()

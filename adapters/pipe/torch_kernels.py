@@ -1,9 +1,8 @@
-"""The mathematics of the ops, in torch, for any device. Rows are ``[B, V]``, checked by
-`adapters.pipe.rows`.
+"""The ops' mathematics in torch, for any device, on checked rows ``[B, V]``.
 
-The cuts are those of `adapters.processors.truncation`: ties with the k-th value stay, except with k
-= 1, where the lowest id stays; top-p keeps the shortest prefix whose mass is at least p, of equals
-the lower ids first. A row's result does not depend on the rows beside it, bit for bit.
+Truncation is that of `adapters.processors.truncation`: ties with the k-th value are kept, except
+with k = 1, where the lowest id is kept; top-p keeps the shortest prefix whose mass is at least p,
+ties by rising id. Batch-invariant: a row's result does not depend on the other rows, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ def scale(logits: torch.Tensor, temperature: PerRow) -> torch.Tensor:
 
 
 def softmax(logits: torch.Tensor, temperature: PerRow | None, enable_pdl: bool | None) -> torch.Tensor:
-    """Probabilities of ``logits / temperature``; ``enable_pdl`` is about launching kernels and
-    has no effect here.
-    """
+    """Probabilities of ``logits / temperature``; ``enable_pdl``, a launch option, has no effect."""
     return (logits if temperature is None else scale(logits, temperature)).softmax(-1)
 
 
@@ -51,9 +48,7 @@ def top_k_renorm(probs: torch.Tensor, top_k: PerRow) -> torch.Tensor:
 
 
 def top_p_renorm(probs: torch.Tensor, top_p: PerRow, is_deterministic: bool) -> torch.Tensor:
-    """The shortest prefix with a mass of p, renormalised; the mass is relative to the sum of the
-    row.
-    """
+    """The shortest prefix of mass p, renormalised; the mass is relative to the row's sum."""
     return _normalised(_top_p(probs, top_p))
 
 
@@ -115,57 +110,56 @@ def sample_logits(
 def sample_probs(
     probs: torch.Tensor, indices: torch.Tensor | None, deterministic: bool, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """One token for each row, or for each of ``indices``, by the inverse of the distribution
-    function.
+    """One token per row, or per entry of ``indices``, by inverse transform sampling.
 
-    Draw i takes the i-th number of the generator, and the mass is summed in integers of 2^-53, so
-    that the tokens are reproducible on every device whether ``deterministic`` or not, and a row's
-    token depends on its probabilities and its number alone.
+    Sample i takes the i-th number of the generator, and masses are summed as integer multiples of
+    2^-53, so that tokens are reproducible on every device whether ``deterministic`` or not, and a
+    row's token depends on its probabilities and its random number alone.
 
     Returns:
         ``[B]`` int32, or ``[n]`` with the dtype of ``indices``.
     """
-    num_draws = len(probs) if indices is None else len(indices)
-    place = probs.device if generator is None else generator.device
-    numbers = torch.rand(num_draws, dtype=torch.float64, device=place, generator=generator).to(probs.device)
+    num_samples = len(probs) if indices is None else len(indices)
+    source = probs.device if generator is None else generator.device
+    uniforms = torch.rand(num_samples, dtype=torch.float64, device=source, generator=generator).to(probs.device)
     if indices is None:
-        return _one_each(probs, numbers)
-    return _from_rows(probs, numbers, indices.to(probs.device))
+        return _one_each(probs, uniforms)
+    return _from_rows(probs, uniforms, indices.to(probs.device))
 
 
-def _one_each(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def _one_each(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     tokens = torch.empty(len(probs), dtype=torch.int32, device=probs.device)
     for start in range(0, len(probs), _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)
-        tokens[part] = _search(_bounds(probs[part]), numbers[part].unsqueeze(1)).squeeze(1)
+        tokens[part] = _search(_bounds(probs[part]), uniforms[part].unsqueeze(1)).squeeze(1)
     return tokens
 
 
-def _from_rows(probs: torch.Tensor, numbers: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Groups the draws by row, so that millions of draws from one row cost no copy of it."""
+def _from_rows(probs: torch.Tensor, uniforms: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Group samples by row, so that millions of samples from one row do not copy it."""
     tokens = torch.empty_like(indices)
     for row in torch.unique(indices).tolist():
         mine = indices == row
-        found = _search(_bounds(probs[row : row + 1]), numbers[mine].unsqueeze(0))
+        found = _search(_bounds(probs[row : row + 1]), uniforms[mine].unsqueeze(0))
         tokens[mine] = found.squeeze(0).to(tokens.dtype)
     return tokens
 
 
 def _bounds(probs: torch.Tensor) -> torch.Tensor:
-    """Distribution functions, int64 ``[R, V]``."""
+    """Cumulative distribution functions, int64 ``[R, V]``."""
     shares = probs.double().div_(row_sums(probs).double()).mul_(_UNIT)
     return shares.long().cumsum(-1)
 
 
-def _search(bounds: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The token that each number in [0, 1) falls on, ``[R, n]``."""
+def _search(bounds: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The token of each random number in [0, 1), ``[R, n]``."""
     totals = bounds[:, -1:]
-    targets = torch.minimum((numbers * totals).long(), totals - 1)
+    targets = torch.minimum((uniforms * totals).long(), totals - 1)
     return torch.searchsorted(bounds, targets, right=True)
 
 
 def _top_k(probs: torch.Tensor, top_k: PerRow) -> torch.Tensor:
-    """``probs`` with 0 for what is dropped."""
+    """``probs`` with 0 for dropped tokens."""
     return top_k_mask(probs, top_k).clamp_min_(0.0)
 
 

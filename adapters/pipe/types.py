@@ -1,4 +1,4 @@
-"""What a tensor in a pipe means: logits, probabilities or token ids."""
+"""The type of a tensor in a pipe: logits, probabilities or token ids."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class TensorType(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TaggedTensor:
-    """A tensor and its meaning. Functions of torch take it as the tensor and return plain
-    tensors.
-    """
+    """A tensor and its meaning; torch functions take it as the tensor and return plain tensors."""
 
     data: torch.Tensor
     type: TensorType
@@ -88,9 +86,7 @@ class TaggedTensor:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with every tagged tensor in it, at any depth of lists, tuples and dicts,
-    replaced by its tensor.
-    """
+    """``value`` with tagged tensors in nested lists, tuples and dicts replaced by tensors."""
     if isinstance(value, TaggedTensor):
         return value.data
     if type(value) in (list, tuple):

@@ -16,7 +16,7 @@ class CompileError(Exception):
 
 
 ValidityCheck: TypeAlias = Callable[[list[Op]], None]
-"""Raises `CompileError` for ops that it does not allow."""
+"""Raises `CompileError` for ops that it rejects."""
 
 
 def single_softmax_rule(ops: Sequence[Op]) -> None:
@@ -53,7 +53,7 @@ def type_chain_rule(ops: Sequence[Op]) -> None:
 
 
 def get_default_validity_checks() -> list[ValidityCheck]:
-    """The checks that every compiler begins with."""
+    """The built-in checks of every compiler."""
     return [single_softmax_rule, indices_terminal_rule]
 
 

@@ -1,4 +1,4 @@
-"""The built-in processors, one file per family. They do not know which engine runs them."""
+"""The built-in processors, one file per family, independent of the engine."""
 
 from __future__ import annotations
 

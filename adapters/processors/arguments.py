@@ -1,6 +1,4 @@
-"""Argument types that several processors share: bounded ids, phrases given as text or as token
-ids.
-"""
+"""Argument types that several processors share: bounded ids, phrases as text or as token ids."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ __all__ = [
 
 
 class Phrase(ProcessorArgs):
-    """One phrase: ``text``, of which exactly this is written, or ``token_ids``."""
+    """One phrase: ``text``, written exactly, or ``token_ids``."""
 
     text: Text | None = Field(default=None, description="The phrase as text.")
     token_ids: TokenIds | None = Field(default=None, description="The phrase as token ids.")
@@ -63,8 +61,7 @@ class Phrase(ProcessorArgs):
 
 
 def encode(context: Context, argument: str, text: str) -> list[int]:
-    """Ids that add exactly ``text``, which is not empty, to whatever comes before them
-    (`Vocabulary.encode`).
+    """Ids that add exactly ``text`` (not empty) after any history (`Vocabulary.encode`).
 
     Raises:
         ArgumentError: there is no tokenizer, or the text cannot be written in its tokens.
@@ -76,9 +73,7 @@ def encode(context: Context, argument: str, text: str) -> list[int]:
 
 
 def check_tokens(context: Context, argument: str, token_ids: Sequence[int]) -> None:
-    """Raises `ArgumentError` if an id can never be sampled: it is outside the vocabulary, or
-    padding of the row.
-    """
+    """Raise `ArgumentError` if an id is outside the vocabulary or is padding of the row."""
     context.check_ids(argument, token_ids)
     for token_id in token_ids:
         if token_id >= context.vocabulary.num_tokens or token_id in context.vocabulary.gap_ids:

@@ -1,4 +1,4 @@
-"""Logit bias: a number added to the logits of chosen tokens."""
+"""Logit bias: a constant added to the logits of given tokens."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class LogitBias(SteeringProcessor):
     """Adds a fixed bias to the logits of some tokens.
 
     Source: OpenAI API reference, ``logit_bias``: z_t + b_t before sampling, at every position. The
-    sum is finite, so -100 makes a token as good as impossible but is no ban; ``banned_tokens`` is
-    one.
+    sum is finite, so -100 makes a token practically impossible but is no ban; ``banned_tokens`` is.
     """
 
     name = "logit_bias"

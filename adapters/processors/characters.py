@@ -1,8 +1,8 @@
-"""UTF-8 characters that are split over tokens: where a text may begin without cutting one.
+"""UTF-8 characters split over tokens: where forced text may begin without cutting one.
 
-Byte-level and byte-fallback vocabularies write a character in up to four tokens. Forced text that
-began between them would leave half a character in the answer, so whatever forces waits for the end
-of the character or, where a number of tokens must not be exceeded, keeps room for it.
+Byte-level and byte-fallback vocabularies write a character in up to four tokens. Forced text
+between them would leave an incomplete character in the answer, so forcing processors wait for its
+end or, under a token limit, reserve room for it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from adapters.contract import Ban
 from adapters.vocabulary import Address, Vocabulary, vocabulary_at
 
 MOST_MISSING = 3
-"""Most bytes of a begun character that can be missing."""
+"""Most bytes that an incomplete character can lack."""
 
 _MOST_BANS = 512
 
 
 def begun(data: bytes) -> bytes:
-    """The beginning of a character with which ``data`` ends, ``b""`` if it ends with a whole one
-    or an invalid byte.
-    """
+    """The incomplete character at the end of ``data``; ``b""`` if it is complete or invalid."""
     for count in range(1, min(MOST_MISSING, len(data)) + 1):
         lead = data[-count]
         if 0x80 <= lead < 0xC0:
@@ -33,17 +31,17 @@ def begun(data: bytes) -> bytes:
 
 
 def num_missing(beginning: bytes) -> int:
-    """Bytes that ``beginning``, as `begun` gives it, lacks of a whole character."""
+    """Bytes missing from the incomplete character ``beginning`` (from `begun`)."""
     return length(beginning[0]) - len(beginning) if beginning else 0
 
 
 def length(lead: int) -> int:
-    """Bytes of a character that begins with ``lead``; 1 if none of several bytes does."""
+    """Length in bytes of a character with lead byte ``lead``, else 1."""
     return 1 + (0xC2 <= lead <= 0xF4) + (0xE0 <= lead <= 0xF4) + (0xF0 <= lead <= 0xF4)
 
 
 def seconds(lead: int) -> range:
-    """Bytes that may follow ``lead`` (Unicode, table 3-7)."""
+    """Second bytes that may follow ``lead`` (Unicode, table 3-7)."""
     return range({0xE0: 0xA0, 0xF0: 0x90}.get(lead, 0x80), {0xED: 0xA0, 0xF4: 0x90}.get(lead, 0xC0))
 
 
@@ -51,8 +49,8 @@ class SplitCharacters:
     """The tokens of a vocabulary that begin or end inside a character.
 
     Args:
-        pieces: Bytes by id. Empty where they are not known: then every token ends a character.
-        address: Of the vocabulary: a copy in another process is made again there.
+        pieces: Bytes by id. Empty if unknown: then every token ends a character.
+        address: Of the vocabulary: pickles are rebuilt from it in another process.
     """
 
     def __init__(self, pieces: Sequence[bytes], address: Address | None = None) -> None:
@@ -69,9 +67,7 @@ class SplitCharacters:
         return SplitCharacters, (_sparse(self._fragments),)
 
     def open_after(self, tokens: Sequence[int], begin: int = 0, end: int | None = None) -> bytes:
-        """The beginning of a character with which the text of ``tokens[begin:end]`` ends,
-        ``b""`` if it is whole.
-        """
+        """The incomplete character at the end of ``tokens[begin:end]``, ``b""`` if none."""
         end = len(tokens) if end is None else end
         beginning = b""
         for token_id in tokens[max(begin, end - MOST_MISSING) : end]:
@@ -80,17 +76,15 @@ class SplitCharacters:
         return beginning
 
     def room(self, beginning: bytes, left: int) -> Ban | None:
-        """What to mask so that no character is left open when ``left`` more tokens have been
-        chosen.
+        """The mask that keeps characters completable within the next ``left`` tokens.
 
-        Masked are the tokens behind which more bytes of a character would be missing than tokens
-        are left: each missing byte can be a token of its own. Behind a beginning that lacks more
-        bytes than that, and with ``left`` 0, every token must leave fewer missing than there are
-        now.
+        Masks the tokens after which a character would lack more bytes than tokens are left, since
+        each missing byte can take one token. If the character already lacks more than that, and
+        with ``left`` 0, every token must reduce the number of missing bytes.
 
         Args:
-            beginning: What `open_after` gives for the history.
-            left: Tokens before the forced ones, this one included.
+            beginning: From `open_after` for the history.
+            left: Tokens before the forced ones, including this one.
 
         Returns:
             None if nothing is to be masked.

@@ -1,4 +1,4 @@
-"""Forcing: a whole answer, how an answer begins, how it ends. All follow from the history alone."""
+"""Forcing: a whole answer, its beginning, or its end, as functions of the history."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ForcedPrefix(SteeringProcessor):
     """The answer begins with a given sequence.
 
     Source: transformers' ``forced_bos_token_id``, for any number of tokens: generated token i is
-    the i-th of the sequence. The rest is free.
+    the i-th of the sequence; the rest is not constrained.
     """
 
     name = "forced_prefix"
@@ -80,24 +80,24 @@ class ForcedPrefix(SteeringProcessor):
 class ForceLastPhrase(SteeringProcessor):
     """The answer ends with a given phrase, always and exactly, right before its end token.
 
-    Source: the idea is that of ``ForceLastPhraseLogitsProcessor`` in NVIDIA's logits-processor-zoo;
-    the rule is ours, so that it is a function of the generated tokens alone. Until the phrase
-    begins, its first token stands for the end of the answer: where an end token would be chosen the
-    first token is chosen instead, and it is chosen nowhere else. So the phrase begins at its first
-    token's first occurrence in the answer, the rest and then an end token are forced, and replaying
-    a history finds the same place. Two consequences: the free part of an answer never holds the
-    first token of the phrase (prefer phrases that begin with a token which answers can spare), and
-    no other control may force that token earlier.
+    Source: the idea of ``ForceLastPhraseLogitsProcessor`` in NVIDIA's logits-processor-zoo, as a
+    function of the generated tokens alone. Until the phrase begins, its first token replaces the
+    end of the answer: where an end token would be sampled the first token is sampled instead, and
+    it is sampled nowhere else. So the phrase begins at its first token's first occurrence in the
+    answer, the rest and then an end token are forced, and a replayed history begins it at the same
+    position. Two consequences: the unconstrained part of an answer never holds the first token of
+    the phrase (prefer phrases that begin with a rare token), and no other control may force that
+    token earlier.
 
-    In numbers: after the hard masks the first token's logit becomes the logsumexp of the end
-    tokens' logits, which become -inf. If several end tokens outweigh the best other token only
-    together, it stays just below that token, so that a greedy answer ends where it would have
-    ended. Where a mask forbids the first token the answer cannot end. With ``max_tokens`` the
-    phrase is forced when there is room for it and the end token but no more.
+    Formula: after the hard masks the first token's logit becomes the logsumexp of the end tokens'
+    logits, which become -inf. If only the sum of several end tokens exceeds the best other token,
+    it stays just below that token, so that a greedy answer ends where it would have ended. Where a
+    mask forbids the first token the answer cannot end. With ``max_tokens`` the phrase is forced as
+    soon as only the phrase and the end token fit.
 
-    The phrase never cuts a character: inside one its first token and the end tokens are masked, and
-    with fewer than four tokens left before the phrase is forced, so are those behind which more
-    bytes of a character are missing than tokens are left.
+    The phrase never cuts a character: inside one, its first token and the end tokens are masked,
+    and with fewer than four tokens left before the phrase is forced, so are tokens after which a
+    character would lack more bytes than tokens are left.
     """
 
     name = "force_last_phrase"
@@ -121,9 +121,7 @@ class ForceLastPhrase(SteeringProcessor):
 
     @classmethod
     def build(cls, args: Args, context: Context) -> list[Processor]:
-        """Two parts: what forces by history, and what puts the first token in the end tokens'
-        place.
-        """
+        """Two parts: one forces by history, one replaces the end tokens by the first token."""
         return [cls(args, context), _PhraseInsteadOfEnd(args, context)]
 
     def reset(self) -> None:
@@ -157,9 +155,7 @@ class ForceLastPhrase(SteeringProcessor):
 
 
 class _PhraseInsteadOfEnd(ShapingProcessor):
-    """Until the phrase begins, its first token takes the place of the end tokens. Later rows are
-    forced, not shaped.
-    """
+    """Until the phrase begins, its first token replaces the end tokens; later rows are forced."""
 
     name = ForceLastPhrase.name
     stage = Stage.FORCE
@@ -189,15 +185,15 @@ def end_token(context: Context, argument: str) -> int:
     """The token that ends a forced answer, `Context.end_token_id`.
 
     Raises:
-        ArgumentError: the request has none; ``argument`` is to blame.
+        ArgumentError: the request has none; the error names ``argument``.
     """
     if context.end_token_id is None:
-        raise ArgumentError(argument, "the answer is to end after it, and the request has no end token")
+        raise ArgumentError(argument, "the answer must end after it, and the request has no end token")
     return context.end_token_id
 
 
 def _phrase(args: Phrase, context: Context) -> tuple[str, list[int]]:
-    """The argument that was given, and its ids."""
+    """Name of the given argument, and its ids."""
     argument = "text" if args.token_ids is None else "token_ids"
     ids = args.ids(context)
     check_tokens(context, argument, ids)

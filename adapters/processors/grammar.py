@@ -1,8 +1,8 @@
 """Grammars: JSON Schema, regular expressions, choices and Lark grammars, enforced by llguidance.
 
-A grammar is compiled when its processor is built, at admission and off the step, within the limits
-of `adapters.grammars`, and walked along there, so that one that explodes is refused before the
-first token. Compiled grammars are kept per vocabulary.
+A grammar is compiled at admission, off the step, within the limits of `adapters.grammars`, and
+advanced on trial there, so that one that explodes is refused before the first token. Compiled
+grammars are cached per vocabulary.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def grammar_cache(vocabulary: Vocabulary) -> GrammarCache:
 
 
 def tokenizer_tables(vocabulary: Vocabulary) -> dict[str, Any]:
-    """What llguidance needs of the tokenizer, as JSON data: for this process, and for a sandbox.
+    """The tokenizer as JSON data for llguidance, in this process or a sandbox.
 
     Raises:
         ValueError: there is no tokenizer.
@@ -74,8 +74,8 @@ def tokenizer_tables(vocabulary: Vocabulary) -> dict[str, Any]:
     if vocabulary.tokenizer is None:
         raise ValueError("a grammar needs a tokenizer, and this model was loaded without one")
     tokenizer: Any = vocabulary.tokenizer
-    # Where ids have a gap, llguidance's own reading of a tokenizer offers those beyond their
-    # number, and refuses them.
+    # If ids have gaps, llguidance's own reading of a tokenizer allows ids beyond their number, and
+    # then refuses them.
     if not hasattr(tokenizer, "backend_tokenizer") or vocabulary.gap_ids:
         special = sorted(vocabulary.special_token_ids)
         return byte_tables(vocabulary.token_bytes, special, sorted(vocabulary.eos_token_ids))
@@ -89,8 +89,8 @@ def tokenizer_tables(vocabulary: Vocabulary) -> dict[str, Any]:
 class GrammarProcessor(SteeringProcessor):
     """Allows exactly the tokens that can continue a text of the grammar.
 
-    An end token is allowed exactly where the text so far is complete, and where nothing can follow
-    only end tokens are left, so a complete answer ends. Subclasses say what the grammar is.
+    An end token is allowed exactly where the text so far is complete, and only end tokens are
+    allowed where nothing can follow, so a complete answer ends. Subclasses define the grammar.
     """
 
     stage = Stage.MASK
@@ -107,7 +107,7 @@ class GrammarProcessor(SteeringProcessor):
         self._grammar = self.grammar(args)
         self._end = sorted(context.end_token_ids)
         vocabulary = context.vocabulary
-        # A negated terminal matches what llguidance writes for them.
+        # A negated terminal would match llguidance's spelling of them.
         self._padding = [*vocabulary.gap_ids, *range(vocabulary.num_tokens, vocabulary.size)]
         self._address = vocabulary.address
         try:
@@ -143,9 +143,7 @@ class GrammarProcessor(SteeringProcessor):
         self._num_outside += 1
 
     def _takes(self, token_id: int) -> bool:
-        """Feed the matcher; False if the token ends the answer, or is none that the grammar
-        allows.
-        """
+        """Advance the matcher; False if the token ends the answer or the grammar forbids it."""
         if token_id in self._end and self._matcher.is_accepting():
             return False
         if self._matcher.try_consume_tokens([token_id]) == 1:
@@ -175,7 +173,7 @@ class GrammarProcessor(SteeringProcessor):
         else:
             bits = bits_of(self._matcher, self._width)
             if self._matcher.is_error():
-                raise Unsatisfiable(f"the grammar went beyond its limits ({short_reason(self._matcher.get_error())})")
+                raise Unsatisfiable(f"the grammar exceeded its limits ({short_reason(self._matcher.get_error())})")
             complete = self._matcher.is_accepting()
         words, never = self._never
         bits[words] &= never
@@ -200,9 +198,7 @@ class GrammarProcessor(SteeringProcessor):
 
 
 def _end_words(width: int, never: Sequence[int], ends: Sequence[int]) -> tuple[_Words, _Words]:
-    """Words of the mask: to ``&`` with, which clears ``never`` and ``ends``; to ``|`` with,
-    which sets ``ends``.
-    """
+    """Mask words to ``&`` (clears ``never`` and ``ends``) and to ``|`` (sets ``ends``)."""
     cleared, words = _words(width, [*never, *ends])
     return (cleared, ~words), _words(width, ends)
 
@@ -245,7 +241,7 @@ class JsonSchema(GrammarProcessor):
         _check_length("schema", text)
         try:
             return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
-        except ValueError:  # it reads the text again, and stops at 128 levels
+        except ValueError:  # it parses the text again, up to 128 levels
             raise ArgumentError("schema", "is nested too deeply") from None
 
 
@@ -271,7 +267,7 @@ class Regex(GrammarProcessor):
 class Choice(GrammarProcessor):
     """Restricts the answer to one of several texts.
 
-    Source: a union of literals; as ``guided_choice`` elsewhere.
+    Source: a union of literals, as vLLM's ``guided_choice``.
     """
 
     name = "choice"

@@ -1,4 +1,4 @@
-"""How long an answer gets: a minimum, and two ways of making its end more likely as it grows."""
+"""Length of an answer: a minimum, and two length penalties on the end tokens."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from adapters.processors.arguments import Count
 from adapters.vocabulary import Vocabulary
 
 LARGEST = 1e30
-"""Where growing numbers stop: far beyond any logit, and safe in float32 with a logit beside it."""
+"""Cap of growing terms: far beyond any logit, and exact enough in float32 sums."""
 
-# Quotes, brackets, emphasis; then the stops of Latin scripts, and the ideographic and full-width
-# ones.
+# Quotes, brackets, emphasis; then full stops of Latin scripts, ideographic and full-width ones.
 _CLOSERS = " \t\"')]}*_\u00bb\u201d\u2019"
 _STOPS = (".", "!", "?", "\u2026", "\n", "\u3002", "\uff01", "\uff1f")
 
@@ -38,8 +37,8 @@ class MinTokens(SteeringProcessor):
     """Masks the end tokens until the answer has n tokens.
 
     Source: transformers' ``min_new_tokens``: every end token of the request is -inf while fewer
-    than n tokens were generated. The end token itself is not one of the n. Where the engine looks
-    for stop strings, they wait, too.
+    than n tokens were generated. The end token itself is not counted. Stop strings do not end the
+    answer earlier either.
     """
 
     name = "min_tokens"
@@ -64,14 +63,13 @@ class MinTokens(SteeringProcessor):
 
 
 class GenLength(SteeringProcessor):
-    """Raises the logits of the end tokens as the answer grows; a negative boost makes answers
-    longer.
+    """Raises the logits of the end tokens as the answer grows; negative boosts lengthen answers.
 
     Source: ``GenLengthLogitsProcessor`` of NVIDIA's logits-processor-zoo: z_e + boost * n^power /
     10^power for every end token e, where n is the number of generated tokens. With
     ``complete_sentences`` only where the newest generated token ends a sentence: its text, without
     closing quotes, brackets and spaces, ends with a full stop, an exclamation or question mark or a
-    newline (the zoo knows the single tokens "." and newline). The boost stays within ±1e30. An end
+    newline (the zoo has the single tokens "." and newline). The boost stays within ±1e30. An end
     token ends the answer, so there is nothing to boost after it.
     """
 
@@ -93,7 +91,7 @@ class GenLength(SteeringProcessor):
 
     @classmethod
     def build(cls, args: Args, context: Context) -> list[Processor]:
-        """One that knows the position only, where the text does not matter."""
+        """A variant that reads the position only, if the text does not matter."""
         return [(cls if args.complete_sentences else _GenLengthByCount)(args, context)]
 
     def edit(self) -> Edit | None:
@@ -114,8 +112,7 @@ class _GenLengthByCount(GenLength):
 
 
 class ExponentialDecayLength(ShapingProcessor):
-    """Raises the logits of the end tokens exponentially once the answer is longer than a start
-    length.
+    """Raises the end tokens' logits exponentially once the answer exceeds a start length.
 
     Source: ``ExponentialDecayLengthPenalty`` of transformers: z_e + |z_e| * (factor^(n - start)
     - 1) for every end token e, where n > start is the number of generated tokens. A logit of

@@ -1,4 +1,4 @@
-"""Hard masks: allowed tokens, banned tokens, and words that must not come up."""
+"""Hard masks: allowed tokens, banned tokens and bad words."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from adapters.processors.arguments import TokenId, TokenIds, check_tokens, encod
 from adapters.vocabulary import ByteIndex, byte_index
 
 MAX_WORDS = 1024
-"""Most words of one request."""
+"""Most words per request."""
 
 MAX_WORD_TOKENS = 128
-"""Longest word that is given as token ids."""
+"""Longest word given as token ids."""
 
 MAX_WORD_TEXT = 256
-"""Longest word that is given as text, characters."""
+"""Longest word given as text, characters."""
 
 _MOST_BANS = 1024
 
@@ -34,8 +34,8 @@ class AllowedTokens(SteeringProcessor):
 
     Source: vLLM's ``allowed_token_ids``, which is ``allow_end`` false: an end token that is not
     listed is masked like any other, and an answer without one runs to its length limit. With
-    ``allow_end``, the default here, the request's end tokens stay as they are, so that an answer
-    can end; ``min_tokens`` holds them back.
+    ``allow_end``, the default here, the request's end tokens are not masked, so that an answer can
+    end; ``min_tokens`` masks them.
     """
 
     name = "allowed_tokens"
@@ -86,12 +86,12 @@ class BadWords(SteeringProcessor):
     masked wherever the tokens before it are the word's other tokens. Only generated tokens count,
     as in vLLM: a word that would begin in the prompt is not masked.
 
-    A text stands for every sequence of tokens that spells it: as given, without white space before
-    it, and with one space before it. So it never comes up where it would begin with a token and end
-    with one: as a word by itself, and in a longer word that the tokens cut there. A token that
-    holds more than the word ("secretary", ".secret") stays; another case and other inflections are
-    other words. A text that names special tokens is masked as the tokenizer writes it. An end token
-    alone is refused, ``banned_tokens`` bans it.
+    A text stands for every sequence of tokens that spells it: as given, without leading white
+    space, and with one leading space. So it never occurs at token boundaries: as a separate word,
+    or within a longer word that the tokens split there. A token that holds more than the word
+    ("secretary", ".secret") is not masked; other cases and inflections are other words. A text that
+    names special tokens is masked as the tokenizer encodes it. An end token alone is refused; use
+    ``banned_tokens``.
     """
 
     name = "bad_words"
@@ -103,7 +103,7 @@ class BadWords(SteeringProcessor):
             default=None,
             min_length=1,
             max_length=MAX_WORDS,
-            description="Words as text, in any spelling; each also with a space before it.",
+            description="Words as text, in every tokenisation; each also with a leading space.",
         )
         token_ids: list[WordIds] | None = Field(
             default=None, min_length=1, max_length=MAX_WORDS, description="Words as token ids, exactly these sequences."
@@ -155,7 +155,7 @@ class BadWords(SteeringProcessor):
 
 
 class _Words(Protocol):
-    """Some words, followed through a history."""
+    """An automaton of words over token histories."""
 
     START: Any
     """The state of the empty history."""
@@ -165,9 +165,7 @@ class _Words(Protocol):
 
 
 def _split(words: Iterable[str], context: Context) -> tuple[list[bytes], list[list[int]]]:
-    """Texts of plain words in each of their forms, and the ids of words that name tokens without
-    bytes.
-    """
+    """Plain words as bytes, in each form; and the ids of words that name tokens without bytes."""
     texts: list[bytes] = []
     sequences: list[list[int]] = []
     for word in words:
@@ -183,10 +181,11 @@ def _split(words: Iterable[str], context: Context) -> tuple[list[bytes], list[li
 
 
 class SpelledWords:
-    """Which tokens would complete one of some texts that begins with a token, for every history and
-    spelling.
+    """Which tokens would complete one of some texts, for every history and spelling.
 
-    A state is the beginnings of texts with which the history ends, by number.
+    A text counts where it begins at the beginning of a token.
+
+    A state is the set of text prefixes (by number) that the history ends with.
 
     Args:
         texts: None of them empty.
@@ -220,7 +219,7 @@ class SpelledWords:
         return self._bans[state]
 
     def _goes_on(self, beginning: bytes) -> bool:
-        """Whether a text begins so, and is longer."""
+        """Whether ``beginning`` is a proper prefix of a text."""
         at = bisect_right(self._texts, beginning)
         return at < len(self._texts) and self._texts[at].startswith(beginning)
 
@@ -241,8 +240,7 @@ class SpelledWords:
 
 
 class WordAutomaton:
-    """Which tokens would complete a word, for every history; a step costs the same however long the
-    history is.
+    """Aho-Corasick automaton: which tokens would complete a word; a step costs O(1).
 
     Source: Aho and Corasick, CACM 1975, over the words without their last tokens. State 0 is the
         empty history.
@@ -273,9 +271,7 @@ class WordAutomaton:
         return child
 
     def _link(self) -> None:
-        """Breadth first: the fall-back of a state is its longest proper suffix that begins a
-        word, too.
-        """
+        """Set fail links breadth first: the longest proper suffix that is a prefix of a word."""
         queue = list(self._next[0].values())
         for state in queue:
             for token_id, child in self._next[state].items():

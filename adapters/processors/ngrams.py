@@ -1,10 +1,9 @@
-"""Which tokens followed each n-gram of a prompt: an index of two arrays, made in a few passes over
-the prompt.
+"""Index of a prompt's n-grams and the tokens that followed each, built in a few passes.
 
-N-grams are told apart by polynomial hashes modulo 2**64 (Karp and Rabin, 1987) to a base that is
-drawn in each process. What the index says does not depend on it: n-grams of one hash are compared
-token by token while the index is made, and if two differ it is made again with another base;
-whoever looks one up compares it once more.
+N-grams are distinguished by polynomial hashes modulo 2**64 (Karp and Rabin, 1987) with a random
+base per process. The index does not depend on it: n-grams of equal hash are compared token by token
+while the index is built, and if two differ it is rebuilt with another base; look-ups compare once
+more.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Ids: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 MODULUS = 2**64
 _COMPARED_TOGETHER = 1 << 18
-"""Tokens of pairs of n-grams that are compared in one piece: 4 MiB of copies."""
+"""Tokens of n-gram pairs compared at a time: 4 MiB of copies."""
 
 
 def draw_base() -> int:
@@ -30,8 +29,7 @@ _BASE = draw_base()
 
 
 class PromptNgrams:
-    """The n-grams of a prompt by their first ``length`` = n - 1 tokens, with the token that
-    follows. Never changes.
+    """A prompt's n-grams by their first ``length`` = n - 1 tokens, with their followers. Immutable.
 
     Args:
         tokens: int64 ``[L]``, the prompt.
@@ -39,9 +37,9 @@ class PromptNgrams:
         base: Of the hashes.
 
     Attributes:
-        heads: Hashes of the prompt's newest beginnings, ``heads[-1]`` of all of it: what hashes of
-            n-grams that begin in the prompt and end behind it are made from. ``length + 1`` of
-            them, or ``L + 1`` if those are fewer.
+        heads: Hashes of the prompt's longest prefixes, ``heads[-1]`` of all of it, for hashing
+            n-grams that begin in the prompt and end after it. ``length + 1`` of them, at most ``L +
+            1``.
     """
 
     def __init__(self, tokens: Ids, length: int, base: int = _BASE) -> None:
@@ -50,53 +48,51 @@ class PromptNgrams:
             base = draw_base()
 
     def _try(self, base: int) -> bool:
-        """Make the index; whether n-grams of one hash are the same."""
+        """Build the index; returns whether n-grams of equal hash are equal."""
         self._base, self._power = base, pow(base, self._length, MODULUS)
         heads = prefix_hashes(self._tokens, base)
         self.heads: list[int] = heads[-(self._length + 1) :].tolist()
         count = max(0, len(self._tokens) - self._length)
         hashes = heads[self._length : self._length + count] - heads[:count] * np.uint64(self._power)
         order = np.argsort(hashes)
-        self._hashes, self._places = hashes[order], order.astype(np.int32)
+        self._hashes, self._positions = hashes[order], order.astype(np.int32)
         twins = np.flatnonzero(self._hashes[1:] == self._hashes[:-1])
-        return not self._length or not len(twins) or self._are_same(self._places[twins], self._places[twins + 1])
+        return not self._length or not len(twins) or self._are_same(self._positions[twins], self._positions[twins + 1])
 
-    def _are_same(self, places: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> bool:
+    def _are_same(self, positions: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> bool:
         windows = np.lib.stride_tricks.sliding_window_view(self._tokens, self._length)
         step = max(1, _COMPARED_TOGETHER // self._length)
         return all(
-            np.array_equal(windows[places[i : i + step]], windows[others[i : i + step]])
-            for i in range(0, len(places), step)
+            np.array_equal(windows[positions[i : i + step]], windows[others[i : i + step]])
+            for i in range(0, len(positions), step)
         )
 
     def head(self, before: int, token_id: int) -> int:
-        """Hash of a beginning that is one token longer than the one whose hash is ``before``."""
+        """Hash of the prefix one token longer than that of hash ``before``."""
         return (before * self._base + token_id + 1) % MODULUS
 
-    def window(self, before: int, behind: int) -> int:
-        """Hash of the ``length`` tokens between two beginnings."""
-        return (behind - before * self._power) % MODULUS
+    def window(self, before: int, after: int) -> int:
+        """Hash of the ``length`` tokens between two prefixes."""
+        return (after - before * self._power) % MODULUS
 
     def find(self, window: int) -> tuple[int, list[int]] | None:
-        """Where ``length`` tokens of this hash first stand, and which distinct tokens follow, by
-        first occurrence.
-        """
+        """First position of the n - 1 tokens of this hash, and their followers in order."""
         hashes, tokens, key = self._hashes, self._tokens, np.uint64(window)
         low = int(hashes.searchsorted(key))
         if low == len(hashes) or hashes[low] != key:
             return None
         if low + 1 == len(hashes) or hashes[low + 1] != key:
-            place = int(self._places[low])
-            return place, [int(tokens[place + self._length])]
-        places = np.sort(self._places[low : hashes.searchsorted(key, side="right")])
-        return int(places[0]), list(dict.fromkeys(tokens[places + self._length].tolist()))
+            position = int(self._positions[low])
+            return position, [int(tokens[position + self._length])]
+        positions = np.sort(self._positions[low : hashes.searchsorted(key, side="right")])
+        return int(positions[0]), list(dict.fromkeys(tokens[positions + self._length].tolist()))
 
 
 def prefix_hashes(tokens: Ids, base: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """uint64 ``[L + 1]``: ``h[0] = 0``, ``h[i + 1] = h[i] * base + tokens[i] + 1`` modulo 2**64.
 
-    Solved for all i at once: ``h[i + 1]`` is the sum of ``(tokens[j] + 1) / base**(j + 1)`` times
-        ``base**(i + 1)``.
+    Closed form for all i: ``h[i + 1]`` is the sum of ``(tokens[j] + 1) / base**(j + 1)`` times
+    ``base**(i + 1)``.
     """
     heads = np.zeros(len(tokens) + 1, dtype=np.uint64)
     powers = np.cumprod(np.full(len(tokens), base, dtype=np.uint64))

@@ -1,6 +1,4 @@
-"""Penalties on tokens that occurred: repetition, frequency, presence. A step does not rescan the
-history.
-"""
+"""Penalties on tokens that occurred: repetition, frequency, presence; no rescan per step."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from adapters.processors.ngrams import Ids
 
 
 class Occurrences:
-    """Distinct token ids in the order of their first occurrence, with counts; the newest can be
-    taken back.
-    """
+    """Distinct token ids with counts, by first occurrence; the newest can be removed again."""
 
     def __init__(self) -> None:
         self.clear()
@@ -43,16 +39,14 @@ class Occurrences:
         self._counts[slot] += 1
 
     def add_distinct(self, token_ids: Ids) -> None:
-        """Count one occurrence of each of some distinct ids (int64 ``[n]``); nothing has been
-        counted before.
-        """
+        """Count one occurrence of each of some distinct ids (int64 ``[n]``) in an empty counter."""
         self._slots = dict(zip(token_ids.tolist(), range(len(token_ids)), strict=True))
         spare = np.zeros(64, dtype=np.int64)
         self._ids = np.concatenate([token_ids, spare])
         self._counts = (np.arange(len(self._ids)) < len(token_ids)).astype(np.float32)
 
     def remove(self, token_id: int) -> None:
-        """Take back the newest occurrence, which was of ``token_id``."""
+        """Remove the newest occurrence, which was of ``token_id``."""
         slot = self._slots[token_id]
         self._counts[slot] -= 1
         if self._counts[slot] == 0:
@@ -63,16 +57,16 @@ class Occurrences:
         self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
 
     def ids(self) -> torch.Tensor:
-        """int64 ``[n]``, a view: later tokens are added behind it."""
+        """int64 ``[n]``, a view to which later tokens are appended."""
         return torch.from_numpy(self._ids[: len(self._slots)])
 
     def scaled_counts(self, factor: float) -> torch.Tensor:
-        """float32 ``[n]``: count times ``factor``, a copy, as counts of known tokens change."""
+        """float32 ``[n]``: count times ``factor``; a copy, since earlier counts change."""
         return torch.from_numpy(self._counts[: len(self._slots)] * np.float32(factor))
 
 
 class _Counting(SteeringProcessor):
-    """Keeps the occurrences, and the edit made from them until the next token."""
+    """Base of penalties: occurrences, and the edit cached until the next token."""
 
     stage = Stage.PENALTY
     reads = Reads.GENERATED
@@ -163,7 +157,7 @@ class FrequencyPenalty(_Counting):
 
 
 class PresencePenalty(_Counting):
-    """Lowers the logits of generated tokens by a penalty, once however often they occurred.
+    """Lowers the logits of generated tokens by a penalty, once per distinct token.
 
     Source: OpenAI API reference, ``presence_penalty``: z_t - penalty for every t that occurs in the
     answer so far; the prompt does not count. Negative values encourage repetition.

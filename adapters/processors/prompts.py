@@ -1,4 +1,4 @@
-"""Prompted answers: a phrase at a trigger, one of several choices, citations of the prompt."""
+"""Prompt-guided answers: a phrase at a trigger, one of several choices, citations of the prompt."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _Boost = Annotated[float, Field(ge=-100, le=100)]
 
 
 class _Phase(NamedTuple):
-    """Where the answer stands.
+    """State of the answer.
 
     Attributes:
-        written: Tokens of the phrase that the answer ends with, while it is due or being written;
-            otherwise -1.
-        matched: Bytes of the trigger that the answer ends with.
+        written: Tokens of the phrase at the end of the answer while it is due or being written,
+            else -1.
+        matched: Bytes of the trigger at the end of the answer.
         waited: Tokens since the beginning or the last phrase.
-        times: Phrases begun.
+        times: Number of phrases begun.
     """
 
     written: int
@@ -57,17 +57,17 @@ class _Phase(NamedTuple):
 class TriggerPhrase(SteeringProcessor):
     """Writes a phrase whenever a trigger has been generated, or after a number of tokens.
 
-    Source: TriggerPhrase of NVIDIA's logits-processor-zoo, with its time counted in tokens. With
-    ``trigger`` the phrase is forced behind the token in which the trigger text is completed,
-    however the answer splits it. With ``after_tokens`` it is forced once that many tokens were
-    generated since the beginning or since the last phrase. Both look at the generated tokens only;
-    the phrase itself neither triggers nor counts. An answer that ends earlier has no phrase. A
-    trigger that names a special token is that token.
+    Source: TriggerPhrase of NVIDIA's logits-processor-zoo, with time measured in tokens. With
+    ``trigger`` the phrase is forced after the token in which the trigger text is completed, however
+    the answer splits it. With ``after_tokens`` it is forced once that many tokens were generated
+    since the beginning or since the last phrase. Both look at the generated tokens only; the phrase
+    itself neither triggers nor counts. An answer that ends earlier has no phrase. A trigger that
+    names a special token matches that token.
 
-    The phrase never cuts a character: with fewer than four of ``after_tokens`` left, the tokens
-    behind which more bytes of a character are missing than tokens are left are masked. Where the
-    token that completes a trigger begins another character, the phrase waits for its end, and
-    meanwhile every token must leave fewer bytes missing.
+    The phrase never cuts a character: with fewer than four of ``after_tokens`` left, tokens after
+    which a character would lack more bytes than tokens are left are masked. If the token that
+    completes a trigger begins another character, the phrase waits for its end, and until then every
+    token must reduce the number of missing bytes.
     """
 
     name = "trigger_phrase"
@@ -77,9 +77,11 @@ class TriggerPhrase(SteeringProcessor):
 
     class Args(ProcessorArgs):
         text: Annotated[Text, Field(description="The phrase.")]
-        trigger: Annotated[_ShortText | None, Field(description="Text behind which the phrase comes.")] = None
-        after_tokens: Annotated[PositiveCount | None, Field(description="Tokens after which the phrase comes.")] = None
-        times: Annotated[int, Field(ge=1, le=4096, description="Most phrases of the answer.")] = 1
+        trigger: Annotated[_ShortText | None, Field(description="Text after which the phrase is written.")] = None
+        after_tokens: Annotated[
+            PositiveCount | None, Field(description="Tokens after which the phrase is written.")
+        ] = None
+        times: Annotated[int, Field(ge=1, le=4096, description="Most phrases in the answer.")] = 1
 
         @model_validator(mode="after")
         def _exactly_one(self) -> Self:
@@ -104,7 +106,7 @@ class TriggerPhrase(SteeringProcessor):
 
     def advance(self, token_id: int, index: int) -> None:
         self._earlier.append(self._phase)
-        if self._phase.written != 0 or not self._open(self._prompt_length + index):  # else it still waits
+        if self._phase.written != 0 or not self._open(self._prompt_length + index):  # else it is still waiting
             self._phase = self._next(self._phase, token_id)
 
     def retract(self, token_ids: Sequence[int]) -> bool:
@@ -123,9 +125,7 @@ class TriggerPhrase(SteeringProcessor):
         return self._characters.room(self._open(len(self._tokens)), self._after - phase.waited)
 
     def _open(self, end: int) -> bytes:
-        """The beginning of a character with which the generated tokens before position ``end``
-        end.
-        """
+        """The incomplete character at the end of the generated tokens before position ``end``."""
         return self._characters.open_after(self._tokens, self._prompt_length, end)
 
     def _next(self, phase: _Phase, token_id: int) -> _Phase:
@@ -146,8 +146,7 @@ class TriggerPhrase(SteeringProcessor):
 
 
 class _Trie:
-    """Choices as sequences of ids, sharing their beginnings. Node 0 is the root; a node is a
-    number.
+    """Trie of choices as id sequences. A node is a number, 0 is the root.
 
     Args:
         sequences: Distinct.
@@ -172,13 +171,11 @@ class _Trie:
             self.is_choice[node] = True
 
     def step(self, node: int, token_id: int) -> int:
-        """The node behind ``token_id``, `ASIDE` if there is none."""
+        """The child by ``token_id``, `ASIDE` if there is none."""
         return self.ASIDE if node == self.ASIDE else self.children[node].get(token_id, self.ASIDE)
 
     def deciding(self, sequence: Sequence[int]) -> tuple[int, int | None]:
-        """Where a choice parts from all others: the node, and the token; None where that is the
-        end of the answer.
-        """
+        """Node and token at which a choice becomes unique; token None: at the answer's end."""
         node = 0
         for token_id in sequence:
             child = self.children[node][token_id]
@@ -194,7 +191,7 @@ class _ChoiceArgs(ProcessorArgs):
 
 
 class _Choices:
-    """What both stages of the multiple choice know: the trie, and the node of the answer."""
+    """Shared state of both stages of `MultipleChoice`: the trie, and the node of the answer."""
 
     def __init__(self, args: _ChoiceArgs, context: Context) -> None:
         if not context.end_token_ids:
@@ -210,7 +207,7 @@ class _Choices:
         self.path = [0]
 
     def advance(self, token_id: int) -> None:
-        # Behind the end of the answer nothing but the end follows.
+        # Only the end token follows the end of the answer.
         node = self.path[-1]
         if node != _Trie.ASIDE and self.trie.is_choice[node] and token_id in self.ends:
             self.path.append(node)
@@ -219,21 +216,19 @@ class _Choices:
 
 
 class MultipleChoice(SteeringProcessor):
-    """The answer is one of the choices, then it ends; each choice may be boosted by its words in
-    the prompt.
+    """Restricts the answer to one of the choices, each boosted by its words in the prompt.
 
     Source: MultipleChoice of NVIDIA's logits-processor-zoo, for choices of any number of tokens.
-    Each choice is written exactly as it stands, without a space before it, in one sequence of
-    tokens; the answer follows one of these sequences to its end, where an end token comes. Any end
-    token of the request may; where one choice begins another the model decides between the end and
-    more.
+    Each choice is written exactly as given, without a leading space, in one sequence of tokens; the
+    answer follows one of these sequences and then ends with any end token of the request. Where one
+    choice is a prefix of another, the model decides between ending and continuing.
 
-    With ``boost`` w, a choice c is looked up in the prompt's text as a label: at the beginning of a
-    line, possibly behind "(" or "[", with one or more of ``. : ) ]`` behind it; the last such place
-    counts. Let t be the token in which the text behind the label begins ("hair" in "A. hair
-    dryer"). Where c parts from all other choices, the logit of its token is changed at the soft
-    stage: ``z_c <- z_c + w * z_t``, all from the same row. A choice that is not found is not
-    changed, nor one whose ``z_t`` is not finite.
+    With ``boost`` w, each choice c is searched in the prompt's text as a label: at the beginning of
+    a line, possibly after "(" or "[", followed by one or more of ``. : ) ]``; the last occurrence
+    counts. Let t be the first token of the text after the label ("hair" in "A. hair dryer"). Where
+    c becomes distinct from all other choices, the logit of its token is changed at the soft stage:
+    ``z_c <- z_c + w * z_t``, both from the same row. Choices that are not found, or whose ``z_t``
+    is not finite, are not changed.
     """
 
     name = "multiple_choice"
@@ -293,7 +288,7 @@ class ChoiceBoost(ShapingProcessor):
         self._boost = args.boost
         self._labels = [choice.strip().encode() for choice in args.choices]
         self._bytes = byte_index(context.vocabulary)
-        # By node: the tokens whose logits are changed, and for each the token of the prompt.
+        # By node: the tokens whose logits are changed, each with its token of the prompt.
         self._boosts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def reset(self) -> None:
@@ -327,27 +322,25 @@ class ChoiceBoost(ShapingProcessor):
 
 
 class _PromptText:
-    """The bytes of a prompt, and where each of its tokens ends in them."""
+    """The bytes of a prompt, and the end offset of each of its tokens."""
 
     def __init__(self, prompt: Sequence[int], pieces: ByteIndex) -> None:
-        # A special token begins a line: it stands between the turns of a conversation.
+        # a special token begins a line, because it separates the turns of a conversation
         parts = [pieces[token_id] or b"\n" for token_id in prompt]
         self.text, self.ends = b"".join(parts), list(accumulate(map(len, parts)))
 
 
 def _first_words(labels: Sequence[bytes], prompt: Sequence[int], known: _PromptText) -> list[int | None]:
-    """For each label the token in which the text behind it begins, None if the prompt does not
-    have it.
-    """
-    begins = _behind_labels({label for label in labels if label}, known.text)
+    """For each label, the first token of the text after it; None if not in the prompt."""
+    begins = _after_labels({label for label in labels if label}, known.text)
     return [prompt[bisect_right(known.ends, begins[label])] if label in begins else None for label in labels]
 
 
-def _behind_labels(labels: set[bytes], text: bytes) -> dict[bytes, int]:
-    """Where the text behind each label begins, in the last line that begins with it.
+def _after_labels(labels: set[bytes], text: bytes) -> dict[bytes, int]:
+    """Offset of the text after each label, in the last line that begins with it.
 
-    A line is looked at once for each length that labels have and the line still holds, so that the
-    time is bounded by the size of the text, however many labels there are.
+    Each line is checked once per distinct label length, so that time is bounded by the size of the
+    text, however many labels there are.
     """
     lengths = sorted({len(label) for label in labels})
     first_bytes = b"".join(sorted({re.escape(label[:1]) for label in labels}))
@@ -355,13 +348,15 @@ def _behind_labels(labels: set[bytes], text: bytes) -> dict[bytes, int]:
     for head in re.finditer(_HEAD % first_bytes, text, re.MULTILINE) if labels else ():
         line_end = text.find(b"\n", head.end())
         line_end = len(text) if line_end < 0 else line_end
-        for begin in range(head.start(1), head.end() + 1):  # with the bracket, which may be the label's, and behind it
+        for begin in range(
+            head.start(1), head.end() + 1
+        ):  # from the bracket, which may belong to the label, and from after it
             for length in lengths:
                 if begin + length >= line_end:
                     break
                 label = text[begin : begin + length]
-                if label in labels and (behind := _CLOSING.match(text, begin + length)):
-                    begins[label] = behind.end()
+                if label in labels and (after := _CLOSING.match(text, begin + length)):
+                    begins[label] = after.end()
     return begins
 
 
@@ -401,24 +396,24 @@ class CiteFromPrompt(SteeringProcessor):
         self._base = Bias(ids, torch.full(ids.shape, self._boost, dtype=torch.float32))
 
     def retract(self, token_ids: Sequence[int]) -> bool:
-        return True  # nothing but the newest token is looked at
+        return True  # only the newest token is read
 
     def edit(self) -> Edit | None:
         follows = self.num_generated and self._conditional
-        places = self._prompt_tokens.followers(self._tokens[-1]) if follows else None
+        follower_indices = self._prompt_tokens.followers(self._tokens[-1]) if follows else None
         if self._boost == 0:
-            if places is None:
+            if follower_indices is None:
                 return None
-            return Bias(self._base.token_ids[places], torch.full((len(places),), self._conditional))
-        if places is None:
+            return Bias(self._base.token_ids[follower_indices], torch.full((len(follower_indices),), self._conditional))
+        if follower_indices is None:
             return self._base
         values = self._base.values.clone()
-        values[places] += self._conditional
+        values[follower_indices] += self._conditional
         return Bias(self._base.token_ids, values)
 
 
 class _Cited:
-    """The distinct tokens of a prompt, and which of them follow which. Never changes.
+    """The distinct tokens of a prompt and their successors. Immutable.
 
     Attributes:
         token_ids: int64 ``[n]``, rising: the prompt's, below ``num_tokens``, and the end tokens.
@@ -429,17 +424,15 @@ class _Cited:
         ids = np.union1d(tokens[tokens < num_tokens], np.array(sorted(ends), dtype=np.int64))
         self.token_ids = torch.from_numpy(ids)
         is_known = tokens[1:] < num_tokens
-        before, behind = tokens[:-1][is_known], tokens[1:][is_known]
-        order = np.lexsort((behind, before))
-        before, behind = before[order], behind[order]
+        before, after = tokens[:-1][is_known], tokens[1:][is_known]
+        order = np.lexsort((after, before))
+        before, after = before[order], after[order]
         is_first = np.ones(len(order), dtype=np.bool_)
-        is_first[1:] = (before[1:] != before[:-1]) | (behind[1:] != behind[:-1])
+        is_first[1:] = (before[1:] != before[:-1]) | (after[1:] != after[:-1])
         self._before = before[is_first]
-        self._places = torch.from_numpy(np.searchsorted(ids, behind[is_first]))
+        self._follower_indices = torch.from_numpy(np.searchsorted(ids, after[is_first]))
 
     def followers(self, token_id: int) -> torch.Tensor | None:
-        """Places in `token_ids` (int64 ``[m]``, rising) of what follows ``token_id`` in the
-        prompt; None if nothing.
-        """
+        """Indices into `token_ids` (int64 ``[m]``, rising) of the token's followers, or None."""
         low, high = np.searchsorted(self._before, [token_id, token_id + 1]).tolist()
-        return self._places[low:high] if low < high else None
+        return self._follower_indices[low:high] if low < high else None

@@ -1,6 +1,4 @@
-"""Against repetition: n-grams that may not come again, a penalty that grows with the repeat
-(DRY), an end to loops.
-"""
+"""Against repetition: n-gram bans, a penalty growing with the repeat (DRY), loop detection."""
 
 from __future__ import annotations
 
@@ -40,10 +38,11 @@ _LN_FLOAT32_MAX = 88.72
 class NoRepeatNgram(SteeringProcessor):
     """Bans every token that would complete an n-gram for the second time.
 
-    Source: transformers, ``NoRepeatNGramLogitsProcessor`` (prompt and generated); vLLM's of the
-    same name counts the generated tokens only. Token x is banned if the last n - 1 tokens followed
-    by x already occur in the history. With n = 1 every token of the history is banned. No token is
-    exempt, end tokens included: an n-gram that ended an earlier turn may not come again either.
+    Source: transformers, ``NoRepeatNGramLogitsProcessor`` (prompt and generated); vLLM's processor
+    of the same name reads the generated tokens only. Token x is banned if the last n - 1 tokens
+    followed by x already occur in the history. With n = 1 every token of the history is banned. No
+    token is exempt, end tokens included: an n-gram that ended an earlier turn must not be repeated
+    either.
 
     Cost: the prompt is indexed in a few passes (`adapters.processors.ngrams`), 12 bytes per token;
     a step takes one or two look-ups and the ids that are banned, whatever n is.
@@ -58,7 +57,7 @@ class NoRepeatNgram(SteeringProcessor):
         n: Annotated[int, Field(ge=1, le=256, description="Length of the n-gram in tokens.")]
         over: Annotated[
             Literal["prompt_and_generated", "generated"],
-            Field(description="Where the first occurrence may lie."),
+            Field(description="Where the first occurrence may be."),
         ] = "prompt_and_generated"
 
     def __init__(self, args: Args, context: Context) -> None:
@@ -70,14 +69,12 @@ class NoRepeatNgram(SteeringProcessor):
     def reset(self) -> None:
         self._begin = 0 if self._over_prompt else self._prompt_length
         self._prompt_grams = self.from_prompt((NoRepeatNgram, self._n, self._begin), self._index)
-        # Hashes of the history's beginnings, the first of them that of the tokens before
-        # `_first_head`.
+        # Hashes of the history's prefixes, from the prefix of `_first_head` tokens on.
         self._heads = list(self._prompt_grams.heads)
         self._first_head = self._prompt_length + 1 - len(self._heads)
-        # By the hash of n - 1 tokens: those of that hash which the answer has come across.
+        # By the hash of n - 1 tokens: the n-grams of that hash that the answer has read.
         self._grams: dict[int, list[_Gram]] = {}
-        # For each generated token, whether it completed an n-gram for the first time: what
-        # retracting removes.
+        # For each generated token, whether it completed a new n-gram, which retracting removes.
         self._added: list[bool] = []
 
     def _index(self) -> PromptNgrams:
@@ -111,7 +108,7 @@ class NoRepeatNgram(SteeringProcessor):
         gram = self._find(first)
         assert gram is not None
         gram.remove_newest()
-        if not gram.followers:  # the place that it stands for is being taken back
+        if not gram.followers:  # its first occurrence is being removed
             self._grams[self._hash(first)].remove(gram)
 
     def edit(self) -> Edit | None:
@@ -129,9 +126,7 @@ class NoRepeatNgram(SteeringProcessor):
         return self._prompt_grams.window(self._heads[begin], self._heads[begin + self._n - 1])
 
     def _find(self, first: int) -> _Gram | None:
-        """What is known of the n - 1 tokens from ``first`` on; equal hashes are not taken for
-        equal tokens.
-        """
+        """What followed the n - 1 tokens from ``first`` on; equal hashes are verified."""
         key = self._hash(first)
         tokens = self._tokens[first : first + self._n - 1]
         for gram in self._grams.get(key, ()):
@@ -140,18 +135,16 @@ class NoRepeatNgram(SteeringProcessor):
         found = self._prompt_grams.find(key)
         if found is None:
             return None
-        place = self._begin + found[0]
-        if self._tokens[place : place + self._n - 1] != tokens:
+        position = self._begin + found[0]
+        if self._tokens[position : position + self._n - 1] != tokens:
             return None
-        gram = _Gram(place, [token_id for token_id in found[1] if 0 <= token_id < self._size])
+        gram = _Gram(position, [token_id for token_id in found[1] if 0 <= token_id < self._size])
         self._grams.setdefault(key, []).append(gram)
         return gram
 
 
 class _Gram:
-    """The first n - 1 tokens of an n-gram: where they first stand, and the distinct tokens that
-    have followed.
-    """
+    """The first n - 1 tokens of an n-gram: their first position and their distinct followers."""
 
     def __init__(self, first: int, followers: Sequence[int] = ()) -> None:
         self.first = first
@@ -160,7 +153,7 @@ class _Gram:
         self._shown: _ShownIds | None = None
 
     def add(self, token_id: int) -> bool:
-        """Whether the token follows for the first time."""
+        """Add a follower; returns whether it is new."""
         if token_id in self._known:
             return False
         self._known.add(token_id)
@@ -198,36 +191,36 @@ class _ShownIds:
 
 
 MAX_EXPONENT = 512
-"""Largest exponent of DRY's base; longer repeats are penalised like this one. Only bases below
-1.19 ever meet it.
+"""Largest exponent of DRY's base, at which longer repeats are capped.
+
+Only bases below 1.19 reach it.
 """
 
 _Breaker = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class Dry(SteeringProcessor):
-    """Penalises tokens that would go on with a repeat, exponentially in its length (DRY, "don't
-    repeat yourself").
+    """Penalises tokens that would continue a repeat, exponentially in its length (DRY).
 
     Source: p-e-w, text-generation-webui pull request 5677, with llama.cpp's limits. For a token x
     let ``rep`` be the length of the longest suffix of the context that also occurs earlier in it,
     followed by x. Where ``rep >= allowed_length``: ``z_x <- z_x - multiplier * base ** min(rep -
     allowed_length, max_exponent)``, max_exponent = min(floor(88.72 / ln base), 512), and the
     penalty is at most the largest float32. The context is prompt and generated, its last ``range``
-    tokens if ``range`` is not 0; both occurrences lie inside it.
+    tokens if ``range`` is not 0; both occurrences are inside it.
 
-    A breaker is a text. The suffix begins behind the last token that completes a breaker, wherever
+    A breaker is a text. The suffix begins after the last token that completes a breaker, wherever
     token boundaries fall, and a token that holds a whole breaker is never penalised.
 
-    Cost: each token O(1) amortised (suffix automaton); each edit visits at most ``max_exponent +
-    1`` lengths and the tokens that are penalised. Neither grows with the history. With ``range`` a
-    generated token also costs one update for each distinct repeat that ends at it, at most
-    ``allowed_length + max_exponent + 1``.
+    Cost: each token O(1) amortised (suffix automaton); each edit iterates over at most
+    ``max_exponent + 1`` lengths and the penalised tokens. Neither grows with the history. With
+    ``range`` a generated token also costs one update for each distinct repeat that ends at it, at
+    most ``allowed_length + max_exponent + 1``.
     """
 
     name = "dry"
     version = 1
-    once = True  # the automaton of a prompt takes the most time and memory of all that processors make at admission
+    once = True  # a prompt's automaton costs more time and memory than any other processor's admission
     stage = Stage.PENALTY
     reads = Reads.PROMPT_AND_GENERATED
 
@@ -240,7 +233,7 @@ class Dry(SteeringProcessor):
         breakers: Annotated[
             list[_Breaker], Field(max_length=32, description="Texts across which no repeat is counted.")
         ] = ["\n", ":", '"', "*"]  # noqa: RUF012 - pydantic copies defaults
-        range: Annotated[Count, Field(description="Newest tokens that are looked at, 0 for all.")] = 0
+        range: Annotated[Count, Field(description="Number of newest tokens to search, 0 for all.")] = 0
 
     def __init__(self, args: Args, context: Context) -> None:
         self._multiplier, self._base, self._shortest = args.multiplier, args.base, args.allowed_length
@@ -255,13 +248,13 @@ class Dry(SteeringProcessor):
     def reset(self) -> None:
         depth = self._shortest + self._max_exponent
         self._automaton = SuffixAutomaton(depth, track_ends=self._range > 0)
-        # Tokens behind the last breaker, and what of a breaker may be under way.
+        # Number of tokens after the last breaker, and the tail that may be part of a breaker.
         self._limit, self._tail = 0, b""
         self._limits: list[tuple[int, bytes]] = []
         prompt = self.prompt[-self._range :]
         self._automaton.extend(prompt)
-        # A limit counts up to the depth, and as many tokens as a breaker has bytes decide the tail
-        # before it.
+        # Repeats count up to the depth, and the tail before them depends on as many tokens as a
+        # breaker has bytes.
         for token_id in prompt[-(depth + self._breakers.longest) :]:
             self._take(token_id)
 
@@ -288,9 +281,7 @@ class Dry(SteeringProcessor):
         return Bias.of(list(repeats), [-self._penalty(length) for length in repeats.values()])
 
     def _repeats(self) -> dict[int, int]:
-        """Length of the longest repeat that each token would go on with, where it is to be
-        penalised.
-        """
+        """Length of the longest repeat that each penalised token would continue."""
         limit = self._limit
         if limit < self._shortest or self._multiplier == 0:
             return {}
@@ -311,7 +302,7 @@ class Dry(SteeringProcessor):
 
 
 class _Breakers:
-    """Tells where breakers end in the bytes of consecutive tokens.
+    """Finds where breakers end in the bytes of consecutive tokens.
 
     Attributes:
         token_ids: Tokens that hold a whole breaker: by their bytes, special tokens by their name.
@@ -337,9 +328,7 @@ class _Breakers:
         self.token_ids = frozenset(whole) | self._special
 
     def take(self, tail: bytes, token_id: int) -> tuple[bool, bytes]:
-        """Whether a breaker ends in this token, and the new tail; ``tail`` is what `take` gave
-        before.
-        """
+        """Whether a breaker ends in this token, and the new tail (``tail`` is the previous one)."""
         piece = self._pieces.get(token_id)
         if piece is None:
             return token_id in self._special, b""
@@ -364,13 +353,13 @@ class LoopStop(SteeringProcessor):
     """Ends the answer when it loops: the generated tail is ``copies`` exact copies of a cycle.
 
     Source: vLLM's ``repetition_detection`` and SGLang pull request 27778, as a processor. The
-    generated tokens end with a cycle of p tokens, 1 <= p <= ``max_period``, that stands there
-    ``copies`` times in a row; then an end token is forced, the model's own with the lowest id.
-    Prompt tokens are not counted. Together with a processor that bans the end (``min_tokens``) a
-    loop cannot be stopped, and the request fails as unsatisfiable.
+    generated tokens end with a cycle of p tokens, 1 <= p <= ``max_period``, repeated ``copies``
+    times in a row; then an end token is forced, the model's own with the lowest id. Prompt tokens
+    are not counted. If another processor bans the end (``min_tokens``) a loop cannot be stopped,
+    and the request fails as unsatisfiable.
 
-    A loop found inside a character is stopped behind it: until then every token must leave fewer
-        bytes missing.
+    A loop found inside a character is stopped after it: until then every token must reduce the
+    number of missing bytes.
 
     Cost per token: a few operations on ``max_period`` numbers.
     """
@@ -397,11 +386,10 @@ class LoopStop(SteeringProcessor):
         self.reset()
 
     def reset(self) -> None:
-        # The newest max_period tokens, -1 before the answer, lie at the end of what `_recent`
-        # holds.
+        # The end of `_recent` holds the newest max_period tokens, -1 before the answer.
         self._recent = np.full(max(1024, 4 * self._max_period), -1, dtype=np.int64)
         self._count = self._max_period
-        # For each period, longest first: how many of the newest tokens equal the one a period
+        # For each period, longest first: how many of the newest tokens equal the token one period
         # before.
         self._runs = np.zeros(self._max_period, dtype=np.int64)
         self._looping = False
@@ -435,7 +423,5 @@ class LoopStop(SteeringProcessor):
         return self._characters.room(beginning, 0) if beginning else self._end
 
     def _open(self, end: int) -> bytes:
-        """The beginning of a character with which the generated tokens before position ``end``
-        end.
-        """
+        """The incomplete character at the end of the generated tokens before position ``end``."""
         return self._characters.open_after(self._tokens, self._prompt_length, end)

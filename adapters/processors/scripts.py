@@ -42,10 +42,10 @@ class BanScripts(SteeringProcessor):
     ``\\p{Script=Han}``. Characters that scripts share (digits, most punctuation, also that of CJK)
     have the script Common and stay.
 
-    A token is judged by its bytes behind those of a character that the history has begun. It is
-    banned if with them it completes a character of a banned script, alone or among others, and if
-    it ends in the beginning of a character that can only become one of a banned script; code points
-    that Unicode has not assigned do not count as a way out. Special tokens are never banned.
+    A token is judged by its bytes, appended to those of an incomplete character at the end of the
+    history. It is banned if it completes any character of a banned script, or ends with an
+    incomplete character that can only become one of a banned script; unassigned code points do not
+    count as alternatives. Special tokens are never banned.
     """
 
     name = "ban_scripts"
@@ -83,18 +83,18 @@ class BanScripts(SteeringProcessor):
         return True
 
     def edit(self) -> Edit | None:
-        return self._masks.behind(self._begun)
+        return self._masks.after(self._begun)
 
 
 def _canonical(name: str) -> str:
     """The name as Unicode compares it, lower case without separators.
 
     Raises:
-        ArgumentError: there is no such script, or it is not one of its own.
+        ArgumentError: there is no such script, or its characters belong to all scripts.
     """
     plain = re.sub("[^a-z]", "", name.lower())
     if plain in _SHARED:
-        raise ArgumentError("scripts", f"{name!r} is no script of its own: its characters belong to all scripts")
+        raise ArgumentError("scripts", f"{name!r} is not a script: its characters belong to all scripts")
     try:
         characters = _code_points(f"Script={plain}")
     except regex.error as error:
@@ -106,9 +106,7 @@ def _canonical(name: str) -> str:
 
 @lru_cache(maxsize=512)
 def _code_points(property_: str) -> tuple[tuple[int, int], ...]:
-    """Ranges of the code points with a property, first and one behind the last; surrogates are
-    in none.
-    """
+    """Code point ranges ``[first, end)`` with a property; surrogates are excluded."""
     pattern = regex.compile(rf"\p{{{property_}}}+")
     below, above = _all_characters()
     return tuple(
@@ -134,7 +132,7 @@ def _flags(ranges: Sequence[tuple[int, int]]) -> _Flags:
 
 
 def _reach(beginning: bytes) -> tuple[int, int]:
-    """Code points that ``beginning`` can become, the first and one behind the last."""
+    """Range ``[first, end)`` of the code points that ``beginning`` can become."""
     missing = num_missing(beginning)
     low, high = b"\x80" * missing, b"\xbf" * missing
     if len(beginning) == 1:
@@ -147,7 +145,7 @@ def _reach(beginning: bytes) -> tuple[int, int]:
 
 
 class _Ranges:
-    """A set of code points that is quick to ask and small to pickle."""
+    """A set of code points with fast membership tests that pickles small."""
 
     def __init__(self, flags: _Flags) -> None:
         self._bounds: list[int] = np.flatnonzero(np.diff(flags, prepend=False, append=False)).tolist()
@@ -172,9 +170,7 @@ class _Judge:
         self._banned, self._others = banned, others
 
     def is_banned(self, data: bytes) -> bool:
-        """Whether ``data``, from the beginning of a character on, holds a banned one or can only
-        become one.
-        """
+        """Whether ``data``, from a character's start, holds a banned one or can only become one."""
         if any(ord(character) in self._banned for character in data.decode(errors="ignore")):
             return True
         beginning = begun(data)
@@ -185,16 +181,14 @@ class _Judge:
 
 
 class _Masks:
-    """The masks of one set of scripts: one for each beginning of a character that the history may
-    end with.
+    """Masks of one set of scripts: one per incomplete character that the history may end with.
 
-    Only tokens that begin inside a character depend on it, so the masks but one are made when they
-    are needed.
+    Only tokens that begin inside a character depend on it, so all masks but one are made on demand.
 
     Args:
-        allowed: Bit per id, int32, behind whole characters.
+        allowed: Bitmask int32 after whole characters.
         inner: Tokens that begin with bytes from inside a character.
-        fragments: Those, and the tokens that end with the beginning of a character.
+        fragments: Those, and the tokens that end with an incomplete character.
         judge: Of the scripts.
     """
 
@@ -205,12 +199,12 @@ class _Masks:
         self._made: dict[bytes, Allow] = {b"": self._whole}
 
     def begun(self, beginning: bytes, token_id: int) -> bytes:
-        """The beginning of a character behind ``beginning`` and a token."""
+        """The incomplete character after ``beginning`` and a token."""
         piece = self._fragments.get(token_id)
         return b"" if piece is None else begun(beginning + piece)
 
-    def behind(self, beginning: bytes) -> Allow:
-        """The mask behind the beginning of a character."""
+    def after(self, beginning: bytes) -> Allow:
+        """The mask after an incomplete character."""
         allow = self._made.get(beginning)
         if allow is None:
             if len(self._made) >= _MOST_MASKS:
@@ -226,9 +220,7 @@ class _Masks:
 
 
 class _Tables:
-    """The characters of every token, and the masks of the sets of scripts that were asked for
-    lately.
-    """
+    """The characters of every token, and the masks of recently used script sets."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

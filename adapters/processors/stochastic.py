@@ -1,4 +1,4 @@
-"""Truncations with a coin or a memory: XTC and mirostat."""
+"""Stochastic and stateful truncation: XTC and mirostat."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from typing_extensions import Self
 from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, uniform
 
 XTC = 1
-"""Purpose of the coin that `Xtc` tosses (`adapters.contract.draws`)."""
+"""Purpose of `Xtc`'s random numbers (`adapters.contract.random_numbers`)."""
 
 
 class Xtc(ShapingProcessor):
-    """Now and then excludes the top choices: of the tokens at or above a threshold only the least
-    likely stays.
+    """Excludes the top choices at random: of the tokens above a threshold the least likely stays.
 
     Source: "Exclude Top Choices" (p-e-w, text-generation-webui pull request 6335; llama.cpp,
     `xtc`). At each position, with the given probability: if two or more tokens have p >= threshold,
-    all of them but the least likely are dropped. Tokens that tie for the least likely all stay. No
-    token is protected, end tokens included. The coin depends on the request's seed, the choice and
-    the absolute position only. Above 0.5 a threshold never drops any.
+    all of them but the least likely are dropped. Tokens that tie for the least likely are all kept.
+    No token is protected, end tokens included. The random number depends on the request's seed, the
+    choice and the absolute position only. A threshold above 0.5 never drops any.
     """
 
     name = "xtc"
@@ -42,7 +41,7 @@ class Xtc(ShapingProcessor):
 
     @property
     def excludes(self) -> bool:
-        """Whether the coin at `position` excludes the top choices."""
+        """Whether the random number at `position` excludes the top choices."""
         return uniform(self.seed, self.choice, self.position, XTC) < self.probability
 
     def shape(self, logits: torch.Tensor) -> None:
@@ -62,16 +61,16 @@ class Xtc(ShapingProcessor):
 
 
 class Mirostat(ShapingProcessor):
-    """Steers the surprise of the chosen tokens towards tau (mirostat 2.0).
+    """Steers the surprisal of the chosen tokens towards tau (mirostat 2.0).
 
-    Source: Basu et al., arXiv 2007.14966, algorithm 2, and llama.cpp's `mirostat_v2`. The surprise
-    of a token is -log2 p. Tokens with a surprise above mu are dropped, the most likely ones never;
-    after a token with surprise s among what was kept, renormalised, mu becomes mu - eta * (s -
+    Source: Basu et al., arXiv 2007.14966, algorithm 2, and llama.cpp's `mirostat_v2`. The surprisal
+    of a token is -log2 p. Tokens with a surprisal above mu are dropped, the most likely ones never;
+    after a token with surprisal s among what was kept, renormalised, mu becomes mu - eta * (s -
     tau). mu begins at 2 * tau.
 
-    A forced token, and one that this processor had dropped, is no observation and leaves mu as it
-    is. What later processors of the request drop is not renormalised away from s. The state depends
-    on logits: a continuation rebuilds it by replaying on them (`adapters.chain.batch.replay`).
+    Forced tokens, and tokens that this processor had dropped, leave mu unchanged. s is not
+    renormalised for tokens that later processors drop. The state depends on logits: a continuation
+    replays on them (`adapters.chain.batch.replay`).
     """
 
     name = "mirostat"
@@ -80,36 +79,36 @@ class Mirostat(ShapingProcessor):
     observes_logits = True
 
     class Args(ProcessorArgs):
-        tau: float = Field(default=5.0, ge=0.0, le=100.0, description="Surprise to aim for, in bits per token.")
+        tau: float = Field(default=5.0, ge=0.0, le=100.0, description="Surprisal to aim for, in bits per token.")
         eta: float = Field(default=0.1, ge=0.0, le=1.0, description="Learning rate of mu.")
 
     def __init__(self, args: Args, context: Context) -> None:
         self.tau, self.eta = args.tau, args.eta
         self._mus = [2.0 * args.tau]  # before generated token 0, 1, ...
-        self._index = -1  # generated token that `_surprises` is about
-        self._surprises: torch.Tensor | None = None
+        self._index = -1  # generated token that `_surprisals` is about
+        self._surprisals: torch.Tensor | None = None
 
     @property
     def mu(self) -> float:
-        """Highest surprise of a token at `position`, in bits."""
+        """Highest surprisal of a token at `position`, in bits."""
         return self._mus[-1]
 
     def reset(self) -> None:
         del self._mus[1:]
-        self._surprises = None
+        self._surprisals = None
 
     def advance(self, token_id: int, index: int) -> None:
         mu = self._mus[-1]
-        if self._surprises is not None and self._index == index:
-            surprise = float(self._surprises[token_id])
-            if math.isfinite(surprise):
-                mu -= self.eta * (surprise - self.tau)
+        if self._surprisals is not None and self._index == index:
+            surprisal = float(self._surprisals[token_id])
+            if math.isfinite(surprisal):
+                mu -= self.eta * (surprisal - self.tau)
         self._mus.append(mu)
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         del self._mus[len(self._mus) - len(token_ids) :]
-        if self._index >= len(self._mus):  # it followed a history that is gone
-            self._surprises = None
+        if self._index >= len(self._mus):  # it belonged to a discarded history
+            self._surprisals = None
         return True
 
     def shape(self, logits: torch.Tensor) -> None:
@@ -118,20 +117,20 @@ class Mirostat(ShapingProcessor):
     @classmethod
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
         mus = torch.tensor([processor.mu for processor in processors], dtype=logits.dtype).unsqueeze(1)
-        surprises = _surprises(logits)
-        unlikely = (surprises > mus.to(logits.device, non_blocking=True)) & (logits < logits.amax(-1, keepdim=True))
+        surprisals = _surprisals(logits)
+        unlikely = (surprisals > mus.to(logits.device, non_blocking=True)) & (logits < logits.amax(-1, keepdim=True))
         logits.masked_fill_(unlikely, -torch.inf)
-        for processor, row in zip(processors, _surprises(logits), strict=True):
-            processor._index, processor._surprises = processor.num_generated, row
+        for processor, row in zip(processors, _surprisals(logits), strict=True):
+            processor._index, processor._surprisals = processor.num_generated, row
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state with the observed row alone, not the batch it is a row of."""
+        """The state with a copy of the observed row instead of a view of its batch."""
         state = dict(vars(self))
-        if self._surprises is not None:
-            state["_surprises"] = self._surprises.clone()
+        if self._surprisals is not None:
+            state["_surprisals"] = self._surprisals.clone()
         return state
 
 
-def _surprises(logits: torch.Tensor) -> torch.Tensor:
+def _surprisals(logits: torch.Tensor) -> torch.Tensor:
     """-log2 of the probabilities, ``[R, V]``; +inf for masked tokens."""
     return logits.log_softmax(-1).mul_(-1.0 / math.log(2.0))

@@ -1,8 +1,7 @@
-"""A suffix automaton over token ids that grows at the end, can be shortened there, and follows the
-newest repeat.
+"""Suffix automaton over token ids: appends, removals at the end, and the newest repeat.
 
 Online construction of Blumer et al., "The smallest automaton recognizing the subwords of a text"
-(1985): a state stands for the substrings that end at the same set of places, its link for the
+(1985): a state stands for the substrings with the same set of end positions, its link for the
 longest of their suffixes that also ends elsewhere. Appending costs O(1) amortised, in time and in
 memory.
 """
@@ -32,20 +31,20 @@ class _Undo:
 
 
 class SuffixAutomaton:
-    """Which tokens followed the earlier occurrences of the newest tokens.
+    """Finds which tokens followed earlier occurrences of the newest tokens.
 
     Args:
-        depth: Longest repeat that is told apart, in tokens; longer ones count as this long.
-        track_ends: Keep the latest place of every repeat, which a window needs.
-        num_undoable: Appends that can be taken back.
+        depth: Longest repeat that is distinguished, in tokens; longer ones count as this long.
+        track_ends: Keep the latest end of every repeat, as a window requires.
+        num_undoable: Appends that can be undone.
     """
 
     def __init__(self, depth: int, *, track_ends: bool = False, num_undoable: int = 256) -> None:
         self.size = 0
         self._depth = depth
         self._track_ends = self._marks_ends = track_ends
-        # State i: its longest substring, its link, its first transition; further transitions lie in
-        # `_more`.
+        # State i: length of its longest substring, its link, its first transition; the others are
+        # in `_more`.
         self._length, self._link = array("q", [0]), array("q", [_NONE])
         self._token, self._target = array("q", [_NONE]), array("q", [_NONE])
         self._more: dict[int, dict[int, int]] = {}
@@ -63,9 +62,9 @@ class SuffixAutomaton:
         self._undo.append(undo)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Add many tokens, which cannot be taken back."""
+        """Add many tokens, which cannot be undone."""
         self._undo.clear()
-        self._marks_ends = False  # it is done for all of them at once: a token may have many repeats to mark
+        self._marks_ends = False  # ends are marked once for all tokens, since a token may have many repeats
         for token_id in token_ids:
             self._append(token_id, None)
         self._marks_ends = self._track_ends
@@ -73,9 +72,7 @@ class SuffixAutomaton:
             self._find_ends()
 
     def take_back(self, count: int) -> bool:
-        """Remove the newest ``count`` tokens; False, and nothing done, if that many cannot be
-        taken back.
-        """
+        """Remove the newest ``count`` tokens; False, and no change, if they cannot be removed."""
         if count > len(self._undo):
             return False
         for _ in range(count):
@@ -87,11 +84,11 @@ class SuffixAutomaton:
 
         Yields:
             ``(token_id, length, end)``: an occurrence of ``length`` tokens (at most ``depth``) that
-            ended before index ``end``, the latest such place, where the token stands; ``end`` is 0
-            unless ends are tracked. Longest first. Without ends each token comes once; with them it
-            comes again for each shorter length whose latest place differs.
+            ended before index ``end``, the latest such position of the token; ``end`` is 0 unless
+            ends are tracked. Longest first. Without ends each token is yielded once; with them
+            again for each shorter length with another latest end.
 
-        At most ``depth`` lengths are visited, whatever the size of the text.
+        Iterates over at most ``depth`` lengths, whatever the size of the text.
         """
         state, matched = self._active, min(self._matched, self._depth)
         if matched < shortest:
@@ -153,9 +150,7 @@ class SuffixAutomaton:
             self._mark_ends(undo)
 
     def _follow(self, token_id: int) -> None:
-        """Move the newest repeat on by one token, in the automaton that does not hold this token
-        yet.
-        """
+        """Extend the newest repeat by one token, before the automaton holds this token."""
         active = self._active
         while active != _ROOT and self._step(active, token_id) == _NONE:
             active = self._link[active]
@@ -182,11 +177,10 @@ class SuffixAutomaton:
         self._link[target] = self._link[new] = clone
 
     def _lead(self, state: int, token_id: int, old: int, new: int, undo: _Undo | None) -> tuple[int, int]:
-        """From ``state`` along the links: the step by the token leads to ``new`` wherever it led to
-        ``old``.
+        """Redirect the token's transitions from ``old`` to ``new``, from ``state`` along the links.
 
         Returns:
-            The first state where it leads elsewhere, and where to; (-1, -1) if there is none.
+            The first state with another transition, and its target; (-1, -1) if there is none.
         """
         tokens, targets, links, branches = self._token, self._target, self._link, self._more
         while state != _NONE:
@@ -219,9 +213,7 @@ class SuffixAutomaton:
         return clone
 
     def _mark_ends(self, undo: _Undo | None) -> None:
-        """The newest place of every suffix that occurred before; none longer than depth + 1 is
-        ever asked for.
-        """
+        """Set the latest end of every suffix that occurred before, up to depth + 1 tokens."""
         state = self._active
         while state != _ROOT:
             if undo is not None:
@@ -230,16 +222,14 @@ class SuffixAutomaton:
             state = self._link[state]
 
     def _find_ends(self) -> None:
-        """The newest place of every state at once: its own, or the newest of those whose link it
-        is.
-        """
+        """Compute the latest end of every state at once: its own, or its children's latest."""
         ends, links = self._end, self._link
         lengths = np.frombuffer(self._length, dtype=np.int64)
         for state in np.argsort(-lengths).tolist():
             if links[state] > _ROOT and ends[links[state]] < ends[state]:
                 ends[links[state]] = ends[state]
 
-    # Taking back
+    # Undoing
 
     def _revert(self, undo: _Undo) -> None:
         self.size -= 1

@@ -1,4 +1,4 @@
-"""Follows one text through a history of tokens, wherever token boundaries fall."""
+"""Matches one text against a token history, independent of token boundaries."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from adapters.vocabulary import Vocabulary, byte_index
 
 
 class TextMatcher:
-    """How much of a pattern the end of a history holds (Knuth, Morris and Pratt, 1977).
+    """Prefix matching of a pattern at the end of a history (Knuth, Morris and Pratt, 1977).
 
-    The pattern is a sequence of symbols: the bytes of a text, or the ids of its tokens where their
-    bytes are not known or say nothing (special tokens). A token that the pattern has no part of
-    breaks a match off.
+    The pattern is a sequence of symbols: the bytes of a text, or its token ids where bytes are
+    unknown or empty (special tokens). A token without a part of the pattern interrupts a match.
 
     Args:
         pattern: Symbols, at least one.
@@ -37,9 +36,7 @@ class TextMatcher:
 
     @classmethod
     def of_tokens(cls, vocabulary: Vocabulary, token_ids: Sequence[int]) -> TextMatcher:
-        """Matches the text of ``token_ids`` however it is split; exactly these tokens if not all
-        of them have bytes.
-        """
+        """Matches the text of ``token_ids`` however it is split, or these ids if bytes lack."""
         if vocabulary.tokenizer is None:
             return cls.of_ids(token_ids)
         pieces = [byte_index(vocabulary)[token_id] for token_id in token_ids]
@@ -54,14 +51,14 @@ class TextMatcher:
         """Take one token.
 
         Args:
-            matched: Symbols of the pattern at the end of the history, 0 at first, then what `step`
-                gave.
+            matched: Symbols of the pattern at the end of the history: 0, then as returned by
+                `step`.
             token_id: The next token.
 
         Returns:
-            Symbols matched now, fewer than the whole pattern; and, if the pattern was completed in
-            this token, how many of its symbols lie before the token, otherwise -1. Occurrences do
-            not overlap.
+            Symbols matched now, fewer than the whole pattern; and, if this token completed the
+            pattern, the number of its symbols before the token, else -1. Occurrences do not
+            overlap.
         """
         piece = self.pieces.get(token_id)
         if piece is None:

@@ -1,4 +1,4 @@
-"""A budget for thinking: the section is closed when it is spent."""
+"""Thinking budget: closes the thinking section when the budget is used up."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ _Tag = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class _State(NamedTuple):
-    """Where the answer stands.
+    """State of the answer.
 
     Attributes:
         inside: In a thinking section.
-        used: Thinking tokens so far, over all sections of the answer; tags are not counted once
-            they are complete.
-        spent: The section must be closed now. Stays true until it is.
+        used: Thinking tokens so far, over all sections of the answer, without complete tags.
+        spent: The section must be closed now; true until it is.
         opening: Symbols of the opening tag at the end of the history.
         closing: Symbols of the closing tag at the end of the history.
     """
@@ -47,36 +46,36 @@ class _State(NamedTuple):
 
 
 class ThinkingBudget(SteeringProcessor):
-    """Closes the thinking section when its budget is spent.
+    """Closes the thinking section when its token budget is used up.
 
-    Source: the budget of NVIDIA NIM and Dynamo (a grace to the next newline) and SGLang's, counted
-    from history. Counted are the tokens between the tags, those of the prompt included if its last
-    turn leaves a section open, but not sections that the prompt closes. The budget is one for the
-    whole answer: a section opened again goes on with what is left, and is closed at once if nothing
-    is. With ``tokens`` 0 every section is closed at once.
+    Source: the budgets of NVIDIA NIM and Dynamo (grace to the next newline) and SGLang, computed
+    from history. Counts the tokens between the tags, including those of the prompt if its last turn
+    leaves a section open, but not sections that the prompt closes. One budget serves the whole
+    answer: a section opened again continues with the rest, and is closed at once if there is none.
+    With ``tokens`` 0 every section is closed at once.
 
     When ``tokens`` are used the closing tag is forced, token by token. With ``grace`` the model has
-    that many tokens more to end a line; the tag is forced behind the first token that ends one, or
-    when the grace is used up too. A closing tag that the model has begun is continued, not begun
-    again, and a tag it has completed is never doubled.
+    that many additional tokens to end a line; the tag is forced after the first token that ends
+    one, or when the grace is used up. A closing tag that the model has begun is continued, not
+    begun again, and a completed tag is never repeated.
 
-    A tag that is a token of its own (an added token) is that token. Any other is a text: it is
-    found in the bytes of the tokens however the model splits it, and its rest is forced from the
-    byte where the model stands.
+    A tag that is an added token is matched as that token. Any other tag is a text: it is matched in
+    the bytes of the tokens however the model splits it, and its rest is forced from the model's
+    current byte.
 
-    The tag never cuts a character: with fewer than four tokens left of budget and grace, the tokens
-    behind which more bytes of a character are missing than tokens are left are masked.
+    The tag never cuts a character: with fewer than four tokens left of budget and grace, tokens
+    after which a character would lack more bytes than tokens are left are masked.
     """
 
     name = "thinking_budget"
     version = 1
     stage = Stage.FORCE
     reads = Reads.PROMPT_AND_GENERATED
-    scopes = ("all",)  # the other scopes hide the tags, which it lives by
+    scopes = ("all",)  # the other scopes hide the tags
 
     class Args(ProcessorArgs):
         tokens: Annotated[Count, Field(description="Most thinking tokens of the answer; 0 closes a section at once.")]
-        grace: Annotated[Count, Field(description="Tokens more, to reach the end of a line.")] = 0
+        grace: Annotated[Count, Field(description="Additional tokens to reach the end of a line.")] = 0
         start: Annotated[_Tag | None, Field(description="Tag that opens a section; the model's own by default.")] = None
         end: Annotated[_Tag | None, Field(description="Tag that closes a section; the model's own by default.")] = None
 
@@ -114,8 +113,9 @@ class ThinkingBudget(SteeringProcessor):
         return self._characters.room(self._characters.open_after(self._tokens, self._prompt_length), left)
 
     def _after_prompt(self, prompt: Sequence[int]) -> _State:
-        """The last opening tag of the last turn counts: earlier turns, and a section, may have
-        been cut off.
+        """State after the prompt: only the last opening tag of its last turn counts.
+
+        Earlier turns, and a section, may have been cut off.
         """
         tags = self._opening.pieces.keys() | self._closing.pieces.keys()
         opened = -1
@@ -148,16 +148,14 @@ class ThinkingBudget(SteeringProcessor):
             used = state.used + 1
             return _State(True, used, state.spent or self._is_spent(used, token_id), 0, closing)
         used = state.used
-        while before > 0:  # the tokens in which the closing tag began
+        while before > 0:  # do not count the tokens of the closing tag
             position -= 1
             before -= len(self._closing.pieces[self._tokens[position]])
             used -= 1
         return _State(False, used, False, 0, 0)
 
     def _is_spent(self, used: int, newest: int | None) -> bool:
-        """Whether to close after ``newest``, a token of the section; None where the section has
-        just been opened.
-        """
+        """Whether to close after ``newest``, a thinking token; None right after the opening tag."""
         left = self._tokens_allowed - used
         return left <= 0 and (newest is None or newest in self._newlines or left + self._grace <= 0)
 
@@ -172,13 +170,11 @@ def _tag(argument: str, text: str | None, own: Sequence[int], context: Context) 
 
 
 def _continuations(vocabulary: Vocabulary, tag: Sequence[int], matcher: TextMatcher) -> list[int]:
-    """For each number of symbols that the history ends with, the token that goes on with the
-    tag.
-    """
+    """For each number of matched symbols, the token that continues the tag."""
     begins = dict(zip(accumulate((len(matcher.pieces[token_id]) for token_id in tag), initial=0), tag, strict=False))
     if len(begins) == len(matcher.pattern):
         return [begins[n] for n in range(len(matcher.pattern))]
-    first_ids = byte_index(vocabulary).first_ids(bytes(matcher.pattern))  # or else, the whole tag from its beginning
+    first_ids = byte_index(vocabulary).first_ids(bytes(matcher.pattern))  # else the whole tag from its beginning
     return [begins.get(n, tag[0] if first is None else first) for n, first in enumerate(first_ids)]
 
 

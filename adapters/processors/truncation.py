@@ -1,11 +1,10 @@
-"""Temperature and truncation: which tokens of a row may still be drawn.
+"""Temperature and truncation samplers.
 
-Every truncation writes -inf and nothing else, so that what is kept stays as it was, and none ever
-leaves NaN in a row that had none. A row without a finite logit is left alone. All but `TypicalP`
-keep the most likely token, so that they change nothing for a greedy request. What happens to a row
-does not depend on the rows beside it, bit for bit: probabilities come from a row-wise softmax,
-other sums over the vocabulary are made one row at a time, and sums that decide a prefix are sums of
-integers.
+Every truncation writes -inf and nothing else, so that kept logits are unchanged, and none ever
+leaves NaN in a row that had none. A row without a finite logit is left unchanged. All but
+`TypicalP` keep the most likely token, so that they have no effect on greedy requests.
+Batch-invariant bit for bit: probabilities come from a row-wise softmax, other sums over the
+vocabulary are made one row at a time, and sums that decide a prefix are integer sums.
 """
 
 from __future__ import annotations
@@ -23,14 +22,10 @@ from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, S
 from adapters.processors.arguments import MAX_INT
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this one are greedy: the lowest of the most likely ids is the only one
-left.
-"""
+"""Temperatures below this are greedy: only the lowest id of the highest logits is kept."""
 
 MASS_RESOLUTION = 2.0**-22
-"""A prefix whose mass lacks no more than this is long enough: about two units of float32 in a
-sum of probabilities.
-"""
+"""Tolerance of a prefix's mass: about two float32 units in a sum of probabilities."""
 
 _WIDEST_TOPK = 1024
 _PREFIX_WIDTHS = (128, 1024, 8192)
@@ -40,7 +35,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class _RowWise(ShapingProcessor):
-    """A processor without state whose batched form is the only one."""
+    """Base of stateless processors that are only implemented batched."""
 
     reads = Reads.NOTHING
 
@@ -52,7 +47,7 @@ class Temperature(_RowWise):
     """Divides the logits by a temperature; 0 leaves only the most likely token.
 
     Source: z / T (Ackley, Hinton and Sejnowski, Cognitive Science 1985). Below 1e-5 the request is
-    greedy: of the tokens with the highest logit the one with the lowest id is kept.
+    greedy: only the highest logit is kept, ties to the lowest id.
     """
 
     name = "temperature"
@@ -75,7 +70,7 @@ class TopK(_RowWise):
     """Keeps the k tokens with the highest logits.
 
     Source: Fan, Lewis and Dauphin, arXiv 1805.04833. Tokens that tie with the k-th are kept too; 0
-    and -1 are off. k = 1 is greedy: of tied tokens only the one with the lowest id is kept.
+    and -1 are off. k = 1 is greedy: ties keep the lowest id only.
     """
 
     name = "top_k"
@@ -93,10 +88,10 @@ class TopK(_RowWise):
 
 
 class TopP(_RowWise):
-    """Keeps the shortest prefix of the most likely tokens whose probabilities sum to at least p.
+    """Keeps the nucleus: the most likely tokens, as few as have a probability mass of at least p.
 
     Source: nucleus sampling (Holtzman et al., arXiv 1904.09751). The token that reaches p is kept.
-    Of tokens with the same logit those with the lower ids come first. 1 is off, 0 is greedy.
+    Ties are ordered by rising id. 1 is off, 0 is greedy.
     """
 
     name = "top_p"
@@ -114,7 +109,7 @@ class TopP(_RowWise):
 
 
 class MinP(_RowWise):
-    """Keeps the tokens at least p times as likely as the most likely one.
+    """Keeps the tokens of probability at least p times the highest.
 
     Source: Nguyen et al., arXiv 2407.01082. In logits: z >= max(z) + ln p. 0 is off.
     """
@@ -137,10 +132,9 @@ class MinP(_RowWise):
 class TypicalP(_RowWise):
     """Keeps the tokens whose information is closest to the row's entropy, up to a mass of p.
 
-    Source: locally typical sampling (Meister et al., arXiv 2202.00666). Tokens in the order of
-    abs(-ln p(t) - H), the shortest prefix whose mass is at least p, and all that tie with its last
-    one. 1 is off. It may drop the most likely token, so that a greedy request with it does not
-    choose the token that it would choose without.
+    Source: locally typical sampling (Meister et al., arXiv 2202.00666). In the order of abs(-ln
+    p(t) - H), the shortest prefix whose mass is at least p, and all ties with its last token. 1 is
+    off. It may drop the most likely token, which changes greedy requests too.
     """
 
     name = "typical_p"
@@ -195,7 +189,7 @@ class TopNSigma(_RowWise):
 
 
 class EpsilonCutoff(_RowWise):
-    """Keeps the tokens with a probability of at least epsilon, and always the most likely.
+    """Keeps the tokens of probability at least epsilon, and always the most likely.
 
     Source: Hewitt, Manning and Liang, arXiv 2210.15191. 0 is off.
     """
@@ -216,7 +210,7 @@ class EpsilonCutoff(_RowWise):
 
 
 class EtaCutoff(_RowWise):
-    """Keeps the tokens with a probability of at least eta, which falls with the row's entropy.
+    """Keeps the tokens of probability at least eta, which falls with the row's entropy.
 
     Source: Hewitt, Manning and Liang, arXiv 2210.15191: eta = min(epsilon, sqrt(epsilon) *
     exp(-H)). The most likely token is always kept. 0 is off.
@@ -241,9 +235,7 @@ class EtaCutoff(_RowWise):
 
 
 def keep_most_likely(logits: torch.Tensor, rows: Sequence[int]) -> None:
-    """Masks all but the highest logit in ``rows`` of ``logits`` (float ``[B, V]``); of equals
-    the lowest id stays.
-    """
+    """Mask all but the highest logit in ``rows`` of float ``[B, V]``; ties keep the lowest id."""
     if not rows:
         return
     part = logits[rows]
@@ -253,10 +245,9 @@ def keep_most_likely(logits: torch.Tensor, rows: Sequence[int]) -> None:
 
 
 def keep_top_k(keys: torch.Tensor, ks: Sequence[int]) -> None:
-    """Masks in row i of ``keys`` (float ``[B, V]``) all but the ``ks[i]`` highest and those that
-    tie with the last.
+    """Mask all but the ``ks[i]`` highest of row i of float ``[B, V]`` and ties with the last.
 
-    0 and ``k >= V`` keep all; of ``k = 1`` only the lowest of the tied ids stays.
+    0 and ``k >= V`` keep all; ``k = 1`` keeps only the lowest of the tied ids.
     """
     width = keys.shape[1]
     keep_most_likely(keys, [row for row, k in enumerate(ks) if k == 1])
@@ -268,10 +259,9 @@ def keep_top_k(keys: torch.Tensor, ks: Sequence[int]) -> None:
 
 
 def keep_top_p(keys: torch.Tensor, ps: Sequence[float], probabilities: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Masks in row i of ``keys`` (float ``[B, V]``) all but the shortest prefix with a mass of at
-    least ``ps[i]``.
+    """Mask all but the nucleus of mass at least ``ps[i]`` in row i of float ``[B, V]``.
 
-    The prefix is of the keys in descending order, of equals the lower ids first. 1 keeps all.
+    In descending order of the keys, ties by rising id. 1 keeps all.
 
     Args:
         probabilities: From some rows of the keys to their probabilities, float ``[R, V]``.
@@ -283,15 +273,17 @@ def keep_top_p(keys: torch.Tensor, ps: Sequence[float], probabilities: Callable[
     cuts, room = _prefixes(part, probabilities(part), [ps[row] for row in rows])
     drop = part < cuts
     for i, kept in enumerate(room):
-        if kept is not None:  # more tokens have the last key than the prefix has room for
+        if kept is not None:  # more tokens tie with the last key than the prefix holds
             tied = part[i] == cuts[i]
             drop[i] |= tied & (tied.cumsum(0) > kept)
     _drop(keys, rows, part, drop)
 
 
 def row_sums(values: torch.Tensor) -> torch.Tensor:
-    """``[R, 1]``. One row at a time: a sum over ``[1, V]`` is split among threads, one over
-    ``[R, V]`` is not.
+    """Row sums ``[R, 1]``, one row at a time.
+
+    A sum over ``[1, V]`` is split among threads and one over ``[R, V]`` is not, so a joint sum
+    would not be batch-invariant.
     """
     return _each_sum(values, values.dtype)
 
@@ -310,7 +302,7 @@ def _take(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 
 def _drop(logits: torch.Tensor, rows: list[int], part: torch.Tensor, drop: torch.Tensor) -> None:
-    """Masks in ``rows``, whose values `_take` returned as ``part``."""
+    """Mask ``rows``, whose values `_take` returned as ``part``."""
     part.masked_fill_(drop, -torch.inf)
     if part is not logits:
         logits[rows] = part
@@ -338,8 +330,8 @@ def _prefixes(
 ) -> tuple[torch.Tensor, list[int | None]]:
     """The shortest prefixes, in descending order of the keys, with at least the given mass.
 
-    A selection of the highest keys usually holds the whole prefix, which its mass proves; it is
-    widened until it does. Only a prefix of many thousands of tokens is found by sorting.
+    A selection of the highest keys usually holds the whole prefix, as its mass proves; it is
+    widened until it does. Only prefixes of many thousands of tokens are found by sorting.
 
     Args:
         keys: float ``[R, V]``.
@@ -347,14 +339,14 @@ def _prefixes(
         masses: One for each row.
 
     Returns:
-        The key of the last token of each prefix, ``[R, 1]``; and how many tokens with that key the
-        prefix holds, None if it holds them all.
+        The key of the last token of each prefix, ``[R, 1]``; and how many tokens of that key the
+        prefix holds, None for all of them.
     """
     num_rows, width = keys.shape
-    # In float32 the probabilities of a large vocabulary add up to 1 only within a few millionths.
+    # In float32 the probabilities of a large vocabulary sum to 1 only within a few millionths.
     totals = _each_sum(probabilities, torch.float64)
     shares = _column([mass - MASS_RESOLUTION for mass in masses], totals)
-    targets = (shares * totals * _UNIT).ceil().nan_to_num(1.0).long().clamp(min=1)  # a row may be empty
+    targets = (shares * totals * _UNIT).ceil().nan_to_num(1.0).long().clamp(min=1)  # a row may be all -inf
     cuts = keys.new_empty((num_rows, 1))
     room: list[int | None] = [None] * num_rows
     pending = list(range(num_rows))
@@ -376,9 +368,7 @@ def _prefixes(
 def _ends(
     keys: torch.Tensor, probabilities: torch.Tensor, targets: torch.Tensor, num_selected: int
 ) -> tuple[list[int], torch.Tensor]:
-    """Index of the last token of each prefix, ``num_selected`` if it is longer; and the selected
-    keys, descending.
-    """
+    """Index of each prefix's last token (``num_selected`` if beyond), and the keys, descending."""
     if num_selected == keys.shape[1]:
         values, ids = keys.sort(-1, descending=True)
     else:

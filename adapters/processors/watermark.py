@@ -23,18 +23,18 @@ DEFAULT_CONTEXT, MAX_CONTEXT = 4, 64
 
 
 class Watermark(ShapingProcessor):
-    """Marks the text with an operator's key, so that who holds the key can tell it from other text.
+    """Watermarks the text with an operator's key, so that holders of the key can detect it.
 
     Source: S. Aaronson, "My AI Safety Lecture for UT Effective Altruism" (2022), in its Gumbel
     form: the token is argmax of ln p(t) - ln(-ln u(t)), where u(t) in (0, 1) is a keyed hash
-    (BLAKE2b, then `adapters.contract.draws`) of the last ``context`` tokens of prompt + generated,
-    and of t. All other tokens are masked, so the sampler has no choice left. Over random keys the
-    token is distributed as p, the row after temperature and truncation.
+    (BLAKE2b, then `adapters.contract.random_numbers`) of the last ``context`` tokens of prompt +
+    generated, and of t. All other tokens are masked, so that the sampler returns it. Over random
+    keys the token is distributed as p, the row after temperature and truncation.
 
     A context that occurred at an earlier position of the answer is not used again: there the row is
-    left alone and the request's own draw decides, since repeated noise would make loops. Elsewhere
-    the seed of the request decides nothing: the same key and the same row give the same token, in
-    every choice. A row with one token left, such as a greedy one, carries no mark.
+    left alone and the request's own seed decides, since repeated noise would make loops. Elsewhere
+    the seed has no effect: the same key and row give the same token, in every choice. A row with
+    one token left, such as a greedy one, carries no mark.
     """
 
     name = "watermark"
@@ -120,16 +120,14 @@ def read_key(path: Path) -> bytes:
 
 
 def noise_key(key: bytes, context: Sequence[int]) -> int:
-    """64-bit key of the noise after ``context``: BLAKE2b of its ids as little-endian uint64,
-    keyed by ``key``.
-    """
+    """64-bit noise key: BLAKE2b, keyed by ``key``, of the context's ids as little-endian uint64."""
     data = struct.pack(f"<{len(context)}Q", *context)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=key).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
 class WatermarkScore:
-    """What a detector found.
+    """The detector's result.
 
     Attributes:
         p_value: Chance that text made without the key scores at least as high. 1.0 if nothing could
@@ -145,14 +143,14 @@ def detect(token_ids: Sequence[int], key: bytes, vocab_size: int, context: int =
     """Test whether a text carries the watermark of ``key``.
 
     The statistic is the sum of -ln(1 - u) over the scored tokens, which without the watermark has a
-    Gamma(n, 1) distribution. A part of a text will do; editing loses the tokens whose context was
+    Gamma(n, 1) distribution. A part of a text suffices; editing loses the tokens whose context was
     edited.
 
     Args:
         token_ids: The text, encoded as the model encodes; without the prompt, if it is known.
         key: The operator's key.
         vocab_size: Width of the model's vocabulary.
-        context: As the processor had it.
+        context: The processor's ``context``.
 
     Raises:
         ValueError: an id is outside the vocabulary, or the key or context is out of bounds.
@@ -184,9 +182,7 @@ def _first_contexts(token_ids: Sequence[int], length: int) -> Iterator[tuple[tup
 
 
 def add_detect_command(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add ``detect`` to a program's subcommands; its handler is the namespace's ``run`` and
-    returns the exit status.
-    """
+    """Add ``detect`` to a program's subcommands; its ``run`` returns the exit status."""
     parser = subparsers.add_parser("detect", help="test whether a text carries the watermark of a key")
     parser.add_argument("file", type=Path, metavar="FILE", help="text (with --tokenizer), or a JSON list of token ids")
     parser.add_argument("--key-file", type=Path, required=True, help="the key, in hexadecimal digits")

@@ -1,5 +1,4 @@
-"""The conformance kit: whether a logits processor keeps the contract, on any engine and in any
-batch.
+"""Conformance kit: checks that a processor keeps the contract, on any engine and in any batch.
 
 ``python -m adapters check module:Class``, or in a test::
 
@@ -12,9 +11,9 @@ Needs Hypothesis. Everything runs on the CPU, on a small tokenizer of the kit's 
 
 # The order of these imports is the order of the checks.
 from adapters.testing import check_arguments, check_rows, check_history, check_cost  # isort: skip
-from adapters.testing.house import house_context, house_vocabulary
+from adapters.testing.kit_model import kit_context, kit_vocabulary
 from adapters.testing.registry import CHECKS, Check
-from adapters.testing.report import CheckResult, Report, check_processor, run_check
+from adapters.testing.report import CheckResult, ConformanceReport, check_processor, run_check
 from adapters.testing.subject import Case, CheckFailed, Subject
 
 __all__ = [
@@ -23,14 +22,14 @@ __all__ = [
     "Check",
     "CheckFailed",
     "CheckResult",
-    "Report",
+    "ConformanceReport",
     "Subject",
     "check_arguments",
     "check_cost",
     "check_history",
     "check_processor",
     "check_rows",
-    "house_context",
-    "house_vocabulary",
+    "kit_context",
+    "kit_vocabulary",
     "run_check",
 ]

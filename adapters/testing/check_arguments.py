@@ -1,4 +1,4 @@
-"""Checks of what a class declares, and of how it takes arguments."""
+"""Checks of a class's declarations and of its argument validation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def declares(subject: Subject) -> None:
         if not hasattr(kind, attribute):
             raise CheckFailed(f"{kind.__name__}.{attribute} is not set")
     if not NAME.fullmatch(kind.name):
-        raise CheckFailed(f"the name {kind.name!r} is none that a request can give: {NAME.pattern}")
+        raise CheckFailed(f"the name {kind.name!r} cannot be given in a request: {NAME.pattern}")
     if type(kind.version) is not int or kind.version < 1:
         raise CheckFailed(f"version must be a whole number of at least 1, got {kind.version!r}")
     if not isinstance(kind.reads, Reads) or not isinstance(kind.stage, Stage):
@@ -94,7 +94,7 @@ def _take(subject: Subject, given: Mapping[str, Any], what: str) -> bool:
     """Whether ``given`` is accepted, both as JSON and as Python values.
 
     Raises:
-        CheckFailed: it is refused with something else than a refusal.
+        CheckFailed: it is refused with an error other than ValidationError or ArgumentError.
     """
     accepted = False
     for way in (subject.parse, subject.processor.Args.model_validate):

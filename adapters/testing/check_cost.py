@@ -1,6 +1,4 @@
-"""The check that history work per step does not grow with the history. It counts work, so that
-it never flickers.
-"""
+"""The check that a step's work does not grow with the history; counts work, measures no time."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapters.chain import ProcessorChain
+from adapters.testing.reference_runs import chosen, logits_of, prompt_of, step
 from adapters.testing.registry import check
-from adapters.testing.stories import chosen, logits_of, prompt_of, step
 from adapters.testing.subject import Case, CheckFailed, Subject
 
 EARLY, LATE, WINDOW = 96, 512, 96
-"""Lengths of the history at which work is counted, and over how many steps."""
+"""History lengths at which work is counted, and the number of steps counted."""
 
 _GROWTH = 1.25
 _NUM_CASES = 2
@@ -29,7 +27,7 @@ _NUM_CASES = 2
 
 @dataclass
 class Work:
-    """Average work of one step.
+    """Average work per step.
 
     Attributes:
         lines: Lines of Python run.
@@ -43,7 +41,7 @@ class Work:
 
 
 _SLACK = Work(lines=30.0, history=24.0, elements=128.0)
-"""Growth that is no growth: amortised doubling, sets of distinct tokens that fill up."""
+"""Tolerated growth: amortised doubling, sets of distinct tokens that fill up."""
 
 
 @check("cost", "the work of a step does not grow with the length of the history")
@@ -60,7 +58,7 @@ def cost(subject: Subject) -> str:
             for field in fields(Work)
             if getattr(late, field.name) > getattr(early, field.name) * _GROWTH + getattr(_SLACK, field.name)
         ]
-        if grown and not subject.is_foreign:
+        if grown and not subject.is_third_party:
             what = f"between {EARLY} and {LATE} generated tokens the work of a step grew: {', '.join(grown)}"
             raise CheckFailed(f"{what}; keep what is needed in advance() ({case})")
         remarks.append(f"{microseconds:.0f} us of CPU time a step" + (f", grows: {', '.join(grown)}" if grown else ""))
@@ -68,9 +66,7 @@ def cost(subject: Subject) -> str:
 
 
 def _measure(subject: Subject, case: Case) -> tuple[Work, Work | None, float]:
-    """Work of a step early and late, None if the answer ended before; and its CPU time in us,
-    for information.
-    """
+    """Work of an early and a late step (None if the answer ended), and CPU time in us."""
     chain = subject.chain(case)
     chain.start(prompt_of(subject.context, 0))
     history = _CountingHistory(chain.tokens)
@@ -88,9 +84,7 @@ def _measure(subject: Subject, case: Case) -> tuple[Work, Work | None, float]:
 
 
 def _run(subject: Subject, chain: ProcessorChain, logits: torch.Tensor, num_steps: int) -> int:
-    """Steps over a few rows of logits again and again, so that distinct tokens stay few; how
-    many before an end.
-    """
+    """Steps over a few repeated rows, so that distinct tokens stay few; returns their number."""
     for done in range(num_steps):
         index = chain.position
         token_id = chosen(step(chain, logits[(index * index // 3 + index) % len(logits)]), subject.context)

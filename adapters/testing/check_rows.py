@@ -1,4 +1,4 @@
-"""Checks of what happens to rows of logits: edits, dtypes, batch-mates, masks, padding."""
+"""Checks of rows of logits: edits, dtypes, batch invariance, masks, padding."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from adapters.contract import (
     check_edit,
     is_allowed,
 )
-from adapters.testing.registry import check
-from adapters.testing.stories import (
+from adapters.testing.reference_runs import (
     Outcome,
-    Story,
+    ReferenceRun,
     chosen,
     expect,
     observe,
     rebuild,
+    reference_runs,
     rows_differ,
     step,
-    stories,
 )
+from adapters.testing.registry import check
 from adapters.testing.subject import CheckFailed, Subject
 from adapters.trtllm import ChainAdapter
 
 
-@check("runs", "along whole stories nothing is raised, and no NaN, no +inf and no empty row is left")
+@check("runs", "over whole runs nothing is raised, and no NaN, no +inf and no row without a token is left")
 def runs(subject: Subject) -> str:
     """See `CHECKS`."""
     num_steps = 0
-    for story in stories(subject):
-        for index, outcome in enumerate(story.outcomes):
+    for run in reference_runs(subject):
+        for index, outcome in enumerate(run.outcomes):
             num_steps += 1
-            _check_sane(outcome, story.at(index))
-        if not story.tokens and story.case.is_example:
-            failure = story.outcomes[0].failure
-            raise CheckFailed(f"the example leaves no first token: {failure} ({story})")
+            _check_sane(outcome, run.at(index))
+        if not run.tokens and run.case.is_example:
+            failure = run.outcomes[0].failure
+            raise CheckFailed(f"the example leaves no first token: {failure} ({run})")
     return f"{num_steps} steps, {len(subject.cases)} sets of arguments"
 
 
@@ -76,12 +76,12 @@ def _check_sane(outcome: Outcome, where: str) -> None:
 def edits(subject: Subject) -> str | None:
     """See `CHECKS`."""
     num_edits = 0
-    for story, index, chain in _walk(subject):
+    for run, index, chain in _walk(subject):
         for member in chain.members:
             processor = member.processor
             if not isinstance(processor, SteeringProcessor) or member.scope != "all":
                 continue
-            processor.catch_up()  # as a chain does before it asks
+            processor.catch_up()  # as a chain does before it calls `edit`
             try:
                 edit = processor.edit()
             except Unsatisfiable:
@@ -90,7 +90,7 @@ def edits(subject: Subject) -> str | None:
                 num_edits += 1
                 problem = _edit_problem(edit, processor.stage, subject.context)
                 if problem is not None:
-                    raise CheckFailed(f"{problem} ({story.at(index)})")
+                    raise CheckFailed(f"{problem} ({run.at(index)})")
     return f"{num_edits} edits" if num_edits else None
 
 
@@ -115,124 +115,122 @@ def _edit_problem(edit: Edit, stage: Stage, context: Context) -> str | None:
 @check("in_place", "a row is edited in place: float32, bfloat16 or float16, and nothing outside it is written")
 def in_place(subject: Subject) -> None:
     """See `CHECKS`."""
-    for story in stories(subject):
+    for run in reference_runs(subject):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            _run_in_place(subject, story, dtype)
-    for story, index, chain in _walk(subject):
+            _run_in_place(subject, run, dtype)
+    for run, index, chain in _walk(subject):
         for member in chain.members:
             processor = member.processor
             if isinstance(processor, ShapingProcessor):
-                _shape_one(processor, story, index)
+                _shape_one(processor, run, index)
 
 
-def _shape_one(processor: ShapingProcessor, story: Story, index: int) -> None:
-    buffer = torch.full((3, len(story.logits[index])), 7.0)
-    buffer[1] = story.logits[index]
+def _shape_one(processor: ShapingProcessor, run: ReferenceRun, index: int) -> None:
+    buffer = torch.full((3, len(run.logits[index])), 7.0)
+    buffer[1] = run.logits[index]
     result: object = processor.shape(buffer[1])
     if result is not None:
         raise CheckFailed(f"shape() returned {type(result).__name__}; edit the row in place, return None")
     if not bool((buffer[[0, 2]] == 7.0).all()):
-        raise CheckFailed(f"shape() wrote outside its row ({story.at(index)})")
+        raise CheckFailed(f"shape() wrote outside its row ({run.at(index)})")
 
 
-def _run_in_place(subject: Subject, story: Story, dtype: torch.dtype) -> None:
-    """One run on views of a larger buffer beside one on float32 copies."""
-    chain, reference = subject.chain(story.case), subject.chain(story.case)
-    chain.start(story.prompt)
-    reference.start(story.prompt)
+def _run_in_place(subject: Subject, run: ReferenceRun, dtype: torch.dtype) -> None:
+    """Compare a run on views of a larger buffer with one on float32 copies."""
+    chain, plain = subject.chain(run.case), subject.chain(run.case)
+    chain.start(run.prompt)
+    plain.start(run.prompt)
     size = subject.context.vocabulary.size
-    for index, token_id in enumerate(story.tokens):
+    for index, token_id in enumerate(run.tokens):
         buffer = torch.full((3, size), 7.0, dtype=dtype)
-        buffer[1] = story.logits[index].to(dtype)
-        outcome = step(reference, buffer[1].float())
+        buffer[1] = run.logits[index].to(dtype)
+        outcome = step(plain, buffer[1].float())
         try:
             apply_chain(chain, buffer[1])
         except ProcessorFailed as failure:
             if outcome.failure is None:
-                raise CheckFailed(f"{dtype}: {failure} ({story.at(index)})") from failure
+                raise CheckFailed(f"{dtype}: {failure} ({run.at(index)})") from failure
             return
         if outcome.failure is not None:
             return
         problem = rows_differ(outcome.dense().to(dtype), buffer[1])
         if problem is not None:
-            raise CheckFailed(f"{dtype}: {problem} ({story.at(index)})")
+            raise CheckFailed(f"{dtype}: {problem} ({run.at(index)})")
         if not bool((buffer[[0, 2]] == 7.0).all()):
-            raise CheckFailed(f"{dtype}: wrote outside its row ({story.at(index)})")
-        for each_chain in (chain, reference):
+            raise CheckFailed(f"{dtype}: wrote outside its row ({run.at(index)})")
+        for each_chain in (chain, plain):
             each_chain.accept(token_id, each_chain.position)
 
 
-@check("row_isolation", "rows beside it, with or without processors, stay as they are in every bit")
+@check("row_isolation", "other rows, with or without processors, are unchanged bit for bit")
 def row_isolation(subject: Subject) -> None:
     """See `CHECKS`."""
-    told = stories(subject)
-    for story, mate in zip(told, told[1:] + told[:1], strict=True):
-        pair = [story, mate]
+    runs = reference_runs(subject)
+    for run, mate in zip(runs, runs[1:] + runs[:1], strict=True):
+        pair = [run, mate]
         chains = [subject.chain(one.case) for one in pair]
         for chain, one in zip(chains, pair, strict=True):
             chain.start(one.prompt)
         for index in range(min(len(one.tokens) for one in pair)):
-            logits = (
-                torch.stack([story.logits[index], mate.logits[index]])[[0, 0, 1, 1, 0]] + torch.arange(5.0)[:, None]
-            )
-            logits[1], logits[3] = story.logits[index], mate.logits[index]
+            logits = torch.stack([run.logits[index], mate.logits[index]])[[0, 0, 1, 1, 0]] + torch.arange(5.0)[:, None]
+            logits[1], logits[3] = run.logits[index], mate.logits[index]
             before = logits.clone()
             for outcome, one in zip(observe(chains, logits, [1, 3]), pair, strict=True):
                 expect(outcome, one, index, "beside another row")
             for row in (0, 2, 4):
                 problem = rows_differ(before[row], logits[row])
                 if problem is not None:
-                    raise CheckFailed(f"changed a row that is not its own: {problem} ({story.at(index)})")
+                    raise CheckFailed(f"changed a row that is not its own: {problem} ({run.at(index)})")
             for chain, one in zip(chains, pair, strict=True):
                 chain.accept(one.tokens[index], chain.position)
 
 
-@check("batch_invariance", "in a batch that is shuffled, joined and left, each row is what it is alone, in every bit")
+@check("batch_invariance", "in a shuffled batch that requests join and leave, each row is bit for bit what it is alone")
 def batch_invariance(subject: Subject) -> None:
     """See `CHECKS`."""
-    told = stories(subject)
+    runs = reference_runs(subject)
     shuffle = random.Random(5)
-    chains = [subject.chain(story.case) for story in told]
-    for chain, story in zip(chains, told, strict=True):
-        chain.start(story.prompt)
-    done = [0] * len(told)
+    chains = [subject.chain(run.case) for run in runs]
+    for chain, run in zip(chains, runs, strict=True):
+        chain.start(run.prompt)
+    done = [0] * len(runs)
     while True:
-        left = [i for i, story in enumerate(told) if done[i] < len(story.outcomes)]
+        left = [i for i, run in enumerate(runs) if done[i] < len(run.outcomes)]
         if not left:
             return
         batch = shuffle.sample(left, shuffle.randint(1, len(left)))
-        logits = torch.stack([told[i].logits[done[i]] for i in batch])
+        logits = torch.stack([runs[i].logits[done[i]] for i in batch])
         outcomes = observe([chains[i] for i in batch], logits)
         for i, outcome in zip(batch, outcomes, strict=True):
-            story, index = told[i], done[i]
-            expect(outcome, story, index, f"in a batch of {len(batch)}")
-            if index < len(story.tokens):
-                chains[i].accept(story.tokens[index], chains[i].position)
+            run, index = runs[i], done[i]
+            expect(outcome, run, index, f"in a batch of {len(batch)}")
+            if index < len(run.tokens):
+                chains[i].accept(run.tokens[index], chains[i].position)
             done[i] += 1
 
 
-@check("masked_rows", "entries that are masked already never come back, and never turn into NaN")
+@check("masked_rows", "masked entries stay masked, and never turn into NaN")
 def masked_rows(subject: Subject) -> None:
     """See `CHECKS`."""
     generator = torch.Generator().manual_seed(3)
-    for story, index, chain in _walk(subject):
-        row, size = story.logits[index], subject.context.vocabulary.size
+    for run, index, chain in _walk(subject):
+        row, size = run.logits[index], subject.context.vocabulary.size
         for kept in (0.5, 0.05, 0.0):
             hidden = torch.rand(size, generator=generator) >= kept
-            hidden[index % size] = False  # a chain ends a row in which nothing is left before anybody sees it
+            hidden[index % size] = False  # a chain fails a row without a token before any processor sees it
             outcome = step(chain, row.masked_fill(hidden, -torch.inf))
             if outcome.failure is not None and outcome.failure.reason == "nan":
-                raise CheckFailed(f"left NaN in a row with {int(hidden.sum())} masked entries ({story.at(index)})")
+                raise CheckFailed(f"left NaN in a row with {int(hidden.sum())} masked entries ({run.at(index)})")
             if outcome.row is None or outcome.forced is not None:
                 continue
             if bool(outcome.row.isnan().any()):
-                raise CheckFailed(f"left NaN in a row with {int(hidden.sum())} masked entries ({story.at(index)})")
+                raise CheckFailed(f"left NaN in a row with {int(hidden.sum())} masked entries ({run.at(index)})")
             back = hidden & (outcome.row != -torch.inf)
             if bool(back.any()):
                 token_id = int(back.int().argmax())
-                raise CheckFailed(f"token {token_id} was masked and came back ({story.at(index)})")
+                raise CheckFailed(f"token {token_id} was masked and came back ({run.at(index)})")
             if bool((outcome.row == torch.inf).any()):
-                raise CheckFailed(f"left +inf in a row with masked entries ({story.at(index)})")
+                raise CheckFailed(f"left +inf in a row with masked entries ({run.at(index)})")
 
 
 @check("padding", "ids beyond the tokenizer's are never forced and never allowed")
@@ -240,22 +238,22 @@ def padding(subject: Subject) -> None:
     """See `CHECKS`."""
     vocabulary = subject.context.vocabulary
     beyond = range(vocabulary.num_tokens, vocabulary.size)
-    for story, index, chain in _walk(subject):
+    for run, index, chain in _walk(subject):
         try:
             plan = chain.plan()
         except ProcessorFailed:
             continue
-        where = f"the tokenizer has {vocabulary.num_tokens} ids, {story.at(index)}"
+        where = f"the tokenizer has {vocabulary.num_tokens} ids, {run.at(index)}"
         if plan.force is not None and not 0 <= plan.force < vocabulary.num_tokens:
             raise CheckFailed(f"forces token {plan.force} ({where})")
         for bitmask in plan.allows:
             offered = [token_id for token_id in beyond if is_allowed(bitmask, token_id)]
-            if offered and story.case.scope == "all":
+            if offered and run.case.scope == "all":
                 raise CheckFailed(f"allows token {offered[0]} ({where})")
 
 
 class _OtherMask(SteeringProcessor):
-    """Stands for another processor of the request: masks a fixed set at one position."""
+    """Another processor of the request: masks a fixed set at one position."""
 
     name = "other_mask"
     stage = Stage.MASK
@@ -269,20 +267,22 @@ class _OtherMask(SteeringProcessor):
         return self._edit if self.position == self._at else None
 
 
-@check("banned_tokens", "where another processor bans what it needs, the request ends as unsatisfiable, never with NaN")
+@check(
+    "banned_tokens", "if another processor bans the tokens it needs, the request ends as unsatisfiable, never with NaN"
+)
 def banned_tokens(subject: Subject) -> str | None:
     """See `CHECKS`."""
     num_conflicts = 0
-    for story in stories(subject):
-        for index in _some(len(story.outcomes)):
-            outcome = story.outcomes[index]
+    for run in reference_runs(subject):
+        for index in _some(len(run.outcomes)):
+            outcome = run.outcomes[index]
             if outcome.failure is not None:
                 continue
             offered = _offered(outcome, subject.context)
             num_conflicts += 1
             for banned in (offered, list(range(subject.context.vocabulary.size))):
-                _check_conflict(subject, story, index, banned)
-            _check_single(subject, story, index, chosen(outcome, subject.context))
+                _check_conflict(subject, run, index, banned)
+            _check_single(subject, run, index, chosen(outcome, subject.context))
     return f"{num_conflicts} conflicts"
 
 
@@ -293,58 +293,56 @@ def _offered(outcome: Outcome, context: Context) -> list[int]:
     return [int(i) for i in (outcome.row > -torch.inf).nonzero().flatten()]
 
 
-def _with_mask(subject: Subject, story: Story, index: int, banned: list[int]) -> tuple[ChainAdapter, torch.Tensor]:
-    """A TensorRT-LLM callable whose chain also bans ``banned`` at one position, and the row
-    after calling it there.
-    """
-    chain = subject.chain(story.case, _OtherMask(banned, len(story.prompt) + index))
-    rebuild(chain, story, index)
-    logits = story.logits[index].clone().view(1, 1, -1)
+def _with_mask(subject: Subject, run: ReferenceRun, index: int, banned: list[int]) -> tuple[ChainAdapter, torch.Tensor]:
+    """A TensorRT-LLM callable whose chain bans ``banned`` at one position, and its row."""
+    chain = subject.chain(run.case, _OtherMask(banned, len(run.prompt) + index))
+    rebuild(chain, run, index)
+    logits = run.logits[index].clone().view(1, 1, -1)
     adapter = ChainAdapter(chain, end_id=min(subject.context.end_token_ids, default=0))
-    adapter("kit", logits, [story.history(index)])
+    adapter("kit", logits, [run.history(index)])
     return adapter, logits[0, 0]
 
 
-def _check_conflict(subject: Subject, story: Story, index: int, banned: list[int]) -> None:
-    adapter, row = _with_mask(subject, story, index, banned)
+def _check_conflict(subject: Subject, run: ReferenceRun, index: int, banned: list[int]) -> None:
+    adapter, row = _with_mask(subject, run, index, banned)
     if bool(row.isnan().any()):
-        raise CheckFailed(f"left NaN with {len(banned)} tokens banned by another processor ({story.at(index)})")
+        raise CheckFailed(f"left NaN with {len(banned)} tokens banned by another processor ({run.at(index)})")
     if adapter.failure is None:
         left = [int(i) for i in (row > -torch.inf).nonzero().flatten()][:5]
         if set(left) & set(banned) or not left:
-            raise CheckFailed(f"tokens {left} are offered although they are banned ({story.at(index)})")
+            raise CheckFailed(f"tokens {left} are offered although they are banned ({run.at(index)})")
     elif adapter.failure.reason != "unsatisfiable":
         raise CheckFailed(
-            f"ended as {adapter.failure.reason}, not as unsatisfiable: {adapter.failure} ({story.at(index)})"
+            f"ended as {adapter.failure.reason}, not as unsatisfiable: {adapter.failure} ({run.at(index)})"
         )
 
 
-def _check_single(subject: Subject, story: Story, index: int, kept: int | None) -> None:
-    """All banned but the token that the story chose: it must still be offered."""
+def _check_single(subject: Subject, run: ReferenceRun, index: int, kept: int | None) -> None:
+    """With all tokens banned except the run's own, that token must still be allowed."""
     if kept is None:
         return
     banned = [token_id for token_id in range(subject.context.vocabulary.size) if token_id != kept]
-    adapter, row = _with_mask(subject, story, index, banned)
+    adapter, row = _with_mask(subject, run, index, banned)
     if bool(row.isnan().any()):
-        raise CheckFailed(f"left NaN where one token was left ({story.at(index)})")
+        raise CheckFailed(f"left NaN where one token was left ({run.at(index)})")
     left = [int(i) for i in (row > -torch.inf).nonzero().flatten()]
     if adapter.failure is not None or left != [kept]:
         got = f"it offers {left[:5]}" if adapter.failure is None else f"it failed: {adapter.failure}"
-        raise CheckFailed(f"all but token {kept} were banned, {got} ({story.at(index)})")
+        raise CheckFailed(f"all but token {kept} were banned, {got} ({run.at(index)})")
 
 
-def _walk(subject: Subject) -> Iterator[tuple[Story, int, ProcessorChain]]:
-    """Every position of every story, with a chain at it."""
-    for story in stories(subject):
-        chain = subject.chain(story.case)
-        chain.start(story.prompt)
-        for index in range(len(story.outcomes)):
-            yield story, index, chain
-            if index < len(story.tokens):
-                step(chain, story.logits[index])
-                chain.accept(story.tokens[index], chain.position)
+def _walk(subject: Subject) -> Iterator[tuple[ReferenceRun, int, ProcessorChain]]:
+    """Every position of every run, with a chain at it."""
+    for run in reference_runs(subject):
+        chain = subject.chain(run.case)
+        chain.start(run.prompt)
+        for index in range(len(run.outcomes)):
+            yield run, index, chain
+            if index < len(run.tokens):
+                step(chain, run.logits[index])
+                chain.accept(run.tokens[index], chain.position)
 
 
 def _some(count: int) -> list[int]:
-    """A few positions of a story: the first ones, and every third."""
+    """Some positions of a run: the first ones, and every third."""
     return [index for index in range(count) if index < 2 or index % 3 == 0]

@@ -1,4 +1,4 @@
-"""``python -m adapters check module:Class``: whether a processor keeps the contract."""
+"""``python -m adapters check module:Class``: runs the conformance checks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from adapters.catalog import CatalogError, load_class
 
 
 def add_check_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``check``; the exit status is 0 if every check passed, 1 if one did not, 2 if it could not
-    be run.
-    """
+    """``check``; exit status 0 if every check passed, 1 if one failed, 2 if it could not be run."""
     parser = subparsers.add_parser("check", help="whether a processor class keeps the contract")
-    parser.add_argument("target", metavar="module:Class", help="a processor, or a foreign one that can be wrapped")
+    parser.add_argument(
+        "target", metavar="module:Class", help="a processor class, or a third-party one that can be wrapped"
+    )
     parser.add_argument(
         "--example",
         metavar="JSON",
@@ -25,7 +25,7 @@ def add_check_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         help="arguments that the processor accepts; give several",
     )
     parser.add_argument("--only", metavar="NAME", action="append", help="run this check only; give several")
-    parser.add_argument("--list", action=_ListChecks, nargs=0, help="the checks and what they mean")
+    parser.add_argument("--list", action=_ListChecks, nargs=0, help="list the checks and their meaning")
     parser.set_defaults(run=run_check_command)
 
 
@@ -43,7 +43,7 @@ def run_check_command(arguments: argparse.Namespace) -> int:
 
 
 class _ListChecks(argparse.Action):
-    """Prints the checks and leaves, as ``--help`` does."""
+    """Prints the checks and exits, as ``--help`` does."""
 
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any, **options: Any) -> None:
         from adapters.testing import CHECKS

@@ -1,6 +1,4 @@
-"""Arguments made up from a JSON Schema: Hypothesis strategies built from its bounds, and from
-the author's examples.
-"""
+"""Arguments generated from a JSON Schema: Hypothesis strategies from bounds and examples."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ if TYPE_CHECKING:
     Strategy = SearchStrategy[Any]
 
 _SPREAD = 48
-"""Integers are mostly taken this close to their lower bound: a limit of 2**31 - 1 says little
-about what is usual.
+"""Range above the lower bound from which integers mostly come.
+
+A limit of 2**31 - 1 says little about usual values.
 """
 
 _MAX_ITEMS, _MAX_DEPTH = 4, 5
@@ -24,9 +23,7 @@ _WORDS = ("the", " fox", "Yes", "no", ".", "a b", "über", "1")
 
 
 def valid(root: Schema, examples: Sequence[Mapping[str, Any]]) -> Strategy:
-    """Arguments that the schema allows; with examples, mostly one of them with some fields made
-    up.
-    """
+    """Arguments that the schema allows; with examples, mostly one of them slightly varied."""
     from hypothesis import strategies as st
 
     made_up = _object(root, root, 0)
@@ -47,10 +44,8 @@ def junk(root: Schema) -> Strategy:
     return st.fixed_dictionaries({}, optional=dict.fromkeys([*names, "no_such_argument"], data))
 
 
-def each(strategy: Strategy, count: int, visit: Callable[[Any], object]) -> None:
-    """Calls ``visit`` with ``count`` values of ``strategy``, the same ones every time; the
-    smallest that fails last.
-    """
+def each(strategy: Strategy, count: int, take: Callable[[Any], object]) -> None:
+    """Call ``take`` with ``count`` values, the same every time; the smallest failing one last."""
     from hypothesis import HealthCheck, Phase, given, settings
 
     phases = (Phase.explicit, Phase.generate, Phase.shrink)
@@ -68,7 +63,7 @@ def each(strategy: Strategy, count: int, visit: Callable[[Any], object]) -> None
     )
     @given(strategy)
     def run(value: Any) -> None:
-        visit(value)
+        take(value)
 
     run()
 

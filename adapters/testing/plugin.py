@@ -6,8 +6,8 @@
     def test_conformance(processor_check):
         processor_check()
 
-The mark may be given several times, and takes the arguments of `adapters.testing.Subject`; where no
-example is needed, ``examples=[]``, since pytest takes a mark with a class alone for a mark on that
+The mark may be given several times, and takes the arguments of `adapters.testing.Subject`; if no
+example is needed, give ``examples=[]``: pytest applies a mark with only a class argument to that
 class.
 """
 
@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test for each check of each marked class."""
     if FIXTURE not in metafunc.fixturenames:
         return
-    from adapters.testing import CHECKS, Subject  # late: not every test session that has this plugin needs torch
+    from adapters.testing import CHECKS, Subject  # late: not every test session with this plugin needs torch
 
     marks = list(reversed(list(metafunc.definition.iter_markers(MARK))))
     if not marks:
@@ -56,7 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def _processor_and_check() -> tuple[Subject, Check]:
-    """Replaced by the parameters; here so that pytest knows the name."""
+    """Replaced by the parameters; defined so that pytest knows the name."""
     raise pytest.UsageError(f"{FIXTURE} needs @pytest.mark.{MARK}(MyProcessor)")
 
 

@@ -1,4 +1,4 @@
-"""The list of checks."""
+"""The registry of checks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Run = Callable[[Subject], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that the contract asks of every processor.
+    """One requirement of the contract.
 
     Attributes:
         name: Short name.
-        meaning: One line: what a processor that passes is known to do.
+        meaning: One line: the property of a processor that passes.
         run: Takes the subject; raises `CheckFailed`, or returns a remark for the report or None.
     """
 

@@ -1,4 +1,4 @@
-"""Runs the checks and says what they found."""
+"""Runs the checks and reports their results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from adapters.testing.subject import CheckFailed, Subject
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What one check found.
+    """CheckResult of one check.
 
     Attributes:
         check: The check.
         failure: Why the processor does not pass, None if it does.
-        remark: Something for the author to know.
+        remark: Information for the author.
     """
 
     check: Check
@@ -27,20 +27,20 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What all checks found about one class."""
+class ConformanceReport:
+    """Results of all checks of one class."""
 
     subject: Subject
     results: Sequence[CheckResult]
 
     @property
     def failures(self) -> list[CheckResult]:
-        """Of the checks that the processor does not pass."""
+        """Results of the failed checks."""
         return [result for result in self.results if result.failure is not None]
 
     @property
     def passed(self) -> bool:
-        """True if there are none."""
+        """True if no check failed."""
         return not self.failures
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ def check_processor(
     *,
     context: Context | None = None,
     only: Iterable[str] | None = None,
-) -> Report:
+) -> ConformanceReport:
     """Check one processor class.
 
     Args:
@@ -103,12 +103,12 @@ def check_processor(
         only: Names of the checks to run, all by default.
 
     Raises:
-        TypeError: the class is neither a processor nor a foreign one.
-        KeyError: there is no check of a name in ``only``.
+        TypeError: the class is neither a processor nor a third-party one.
+        KeyError: ``only`` holds an unknown name.
     """
     checks = checks_named(only)
     subject = Subject(processor, examples, context)
-    return Report(subject, [_result(subject, check) for check in checks])
+    return ConformanceReport(subject, [_result(subject, check) for check in checks])
 
 
 def _result(subject: Subject, check: Check) -> CheckResult:

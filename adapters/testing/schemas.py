@@ -1,6 +1,4 @@
-"""What a JSON Schema of arguments allows, as far as it can be read from the schema: bounds,
-types, wrong values.
-"""
+"""What a JSON Schema of arguments allows: bounds, types, and values that must be refused."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ Schema = Mapping[str, Any]
 
 HUGE = 10**30
 _MAX_BUILT = 100_000
-"""Longest list or text that is built only to be refused."""
+"""Longest list or text that is built to be refused."""
 
 _WRONG: dict[str, Any] = {
     "null": None,
@@ -64,7 +62,7 @@ def types_of(schema: Schema, root: Schema) -> set[str] | None:
 
 
 def unbounded(schema: Schema, root: Schema, path: str = "", depth: int = 0) -> Iterator[str]:
-    """Paths of the numbers, texts and lists that lack a bound, and which."""
+    """Paths of numbers, texts and lists without a bound, with the missing bound."""
     if depth > 8:
         return
     for branch in branches(schema, root):
@@ -97,20 +95,20 @@ def _unbounded_object(branch: Schema, root: Schema, path: str, depth: int) -> It
 
 
 def low_of(schema: Schema) -> float | None:
-    """Lower bound of a number, whether or not it is included."""
+    """Lower bound of a number, inclusive or not."""
     low: float | None = schema.get("minimum", schema.get("exclusiveMinimum"))
     return low
 
 
 def high_of(schema: Schema) -> float | None:
-    """Upper bound of a number, whether or not it is included."""
+    """Upper bound of a number, inclusive or not."""
     high: float | None = schema.get("maximum", schema.get("exclusiveMaximum"))
     return high
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """Arguments that are probably wrong.
+    """Mutated arguments, probably invalid.
 
     Attributes:
         arguments: The arguments.

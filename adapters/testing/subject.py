@@ -14,25 +14,23 @@ from pydantic import ValidationError
 from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context, Processor, ProcessorArgs, Scope, Unsatisfiable
 from adapters.testing.generation import each, valid
-from adapters.testing.house import house_context
+from adapters.testing.kit_model import kit_context
 from adapters.testing.schemas import Schema
-from adapters.third_party import ForeignProcessor, wrap_foreign
+from adapters.third_party import ThirdPartyProcessor, wrap_third_party
 
 NUM_GENERATED_CASES = 2
 _TRIES = 60
 _PATIENT = 3600.0
-"""Step budget while testing, seconds of CPU time: a slow processor is reported, it does not fail
-for it.
-"""
+"""Step budget while testing, CPU seconds: a slow processor is reported but does not fail."""
 
 
 class CheckFailed(AssertionError):
-    """A processor does not keep the contract; the message says where and with what arguments."""
+    """A processor breaks the contract; the message says where and with what arguments."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments as JSON data, and the scope that a request would give.
+    """Arguments as JSON data, and a scope.
 
     Attributes:
         is_example: True if the author gave the arguments.
@@ -52,15 +50,16 @@ class Subject:
     """A processor class, with arguments to test it.
 
     Args:
-        processor: A `SteeringProcessor` or `ShapingProcessor` class, or a foreign class that
-            `adapters.third_party.processors` can run: a Dynamo `BaseLogitsProcessor`, a Hugging
+        processor: A `SteeringProcessor` or `ShapingProcessor` class, or a third-party class that
+            `adapters.third_party.processors` can wrap: a Dynamo `BaseLogitsProcessor`, a Hugging
             Face `LogitsProcessor`, a TensorRT-LLM logits processor.
         examples: Arguments as JSON data that the processor accepts for the kit's own model. Needed
-            where none can be guessed from the schema; ``examples`` in the schema itself count too.
+            where none can be generated from the schema; ``examples`` in the schema itself count
+            too.
         context: What the processor is built with instead of the kit's own context.
 
     Raises:
-        TypeError: the class is neither a processor nor a foreign one.
+        TypeError: the class is neither a processor nor a third-party one.
         ModuleNotFoundError: Hypothesis is not installed.
     """
 
@@ -71,16 +70,16 @@ class Subject:
             raise ModuleNotFoundError("the conformance kit needs Hypothesis: pip install hypothesis")
         self.original = processor
         self.processor: type[Processor] = (
-            processor if issubclass(processor, Processor) else wrap_foreign(processor, processor.__name__.lower())
+            processor if issubclass(processor, Processor) else wrap_third_party(processor, processor.__name__.lower())
         )
-        self.is_foreign = issubclass(self.processor, ForeignProcessor)
+        self.is_third_party = issubclass(self.processor, ThirdPartyProcessor)
         self._given = [dict(example) for example in examples]
         self._context = context
 
     @cached_property
     def context(self) -> Context:
         """What the processor is built with."""
-        return self._context or house_context()
+        return self._context or kit_context()
 
     @cached_property
     def schema(self) -> Schema:
@@ -89,19 +88,16 @@ class Subject:
 
     @cached_property
     def examples(self) -> list[dict[str, Any]]:
-        """Arguments given by the author, in the call or in the schema; no arguments at all where
-        that is accepted.
-        """
+        """Arguments from the author (call or schema), or none if that is accepted."""
         found = [*self._given, *self.schema.get("examples", ())]
         return found or ([{}] if self._refusal({}) is None else [])
 
     @cached_property
     def cases(self) -> list[Case]:
-        """Every example, the first one in each other scope, and some made-up arguments that the
-        processor accepts.
+        """Every example, the first one in each other scope, and generated arguments.
 
         Raises:
-            CheckFailed: an example is refused, or there is no example and nothing made up was
+            CheckFailed: an example is refused, or there is none and no generated arguments were
                 accepted.
         """
         for example in self.examples:
@@ -111,7 +107,7 @@ class Subject:
         cases = [Case(example) for example in self.examples]
         cases += [Case(arguments, is_example=False) for arguments in self._made_up()]
         if not cases:
-            problem = "no arguments could be made up from the schema; give examples"
+            problem = "no arguments could be generated from the schema; give examples"
             raise CheckFailed(f"{problem} (examples=[...], --examples, or `examples` in the schema)")
         scopes = [scope for scope in self.processor.scopes if scope != "all"]
         if not (self.context.think_start and self.context.think_end):
@@ -122,7 +118,7 @@ class Subject:
         """Typed arguments, by way of JSON as in a request.
 
         Raises:
-            ValidationError: they are not what the schema asks for.
+            ValidationError: they do not match the schema.
         """
         return self.processor.Args.model_validate_json(json.dumps(dict(arguments)))
 
@@ -139,7 +135,7 @@ class Subject:
         return self.chain_of(self.build(case.arguments), case.scope, *others)
 
     def chain_of(self, processors: Sequence[Processor], scope: Scope = "all", *others: Processor) -> ProcessorChain:
-        """As `chain`, of processors that are built already."""
+        """As `chain`, of processors already built."""
         unscoped: list[Scope] = ["all"] * len(others)
         scopes: list[Scope] = [scope] * len(processors)
         return ProcessorChain([*processors, *others], self.context, scopes=scopes + unscoped, step_budget_s=_PATIENT)
@@ -157,15 +153,15 @@ class Subject:
         found: list[dict[str, Any]] = []
         tried: list[dict[str, Any]] = list(self.examples)
 
-        def visit(arguments: dict[str, Any]) -> None:
+        def take(arguments: dict[str, Any]) -> None:
             if len(found) >= NUM_GENERATED_CASES or arguments in tried:
                 return
             tried.append(arguments)
             if self._refusal(arguments) is None:
                 found.append(arguments)
 
-        # The bounds of a foreign class's arguments are general ones: what is at them need not make
+        # The bounds of a third-party class's arguments are generic, so values near them may make no
         # sense.
-        if self.schema.get("properties") and not (self.is_foreign and self.examples):
-            each(valid(self.schema, self.examples), _TRIES, visit)
+        if self.schema.get("properties") and not (self.is_third_party and self.examples):
+            each(valid(self.schema, self.examples), _TRIES, take)
         return found

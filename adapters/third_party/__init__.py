@@ -1,31 +1,31 @@
-"""Other systems' logits processors, run unchanged as shaping processors.
+"""Third-party logits processors, run unchanged as shaping processors.
 
-`processors` recognises and wraps Dynamo's, Hugging Face's and the zoo's; `arguments` types the
-arguments of such a class from the signature of its constructor.
+`processors` recognises and wraps those of Dynamo, Hugging Face and NVIDIA's logits-processor-zoo;
+`arguments` types a class's arguments from the signature of its constructor.
 """
 
 from adapters.third_party.processors import (
     NUM_KEPT_STATES,
     DynamoProcessor,
-    ForeignProcessor,
     HuggingFaceProcessor,
     StateLost,
-    ThirdPartyShape,
+    ThirdPartyProcessor,
+    ThirdPartyShaping,
     ZooProcessor,
-    foreign_processor,
     protocol_of,
-    wrap_foreign,
+    third_party_processor,
+    wrap_third_party,
 )
 
 __all__ = [
     "NUM_KEPT_STATES",
     "DynamoProcessor",
-    "ForeignProcessor",
     "HuggingFaceProcessor",
     "StateLost",
-    "ThirdPartyShape",
+    "ThirdPartyProcessor",
+    "ThirdPartyShaping",
     "ZooProcessor",
-    "foreign_processor",
     "protocol_of",
-    "wrap_foreign",
+    "third_party_processor",
+    "wrap_third_party",
 ]

@@ -1,4 +1,4 @@
-"""Typed arguments for a foreign class, from the signature of its constructor."""
+"""Typed arguments for a third-party class, from the signature of its constructor."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _Float = Annotated[float, Field(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]
 _Str = Annotated[str, Field(max_length=MAX_TEXT)]
 _SCALARS: dict[Any, Any] = {bool: bool, int: _Int, float: _Float, str: _Str}
 
-_ANNOTATED: Any = Annotated  # for types that are made at run time
+_ANNOTATED: Any = Annotated  # for types made at run time
 _LIST: Any = list
 _UNION: Any = Union
 
 _MODELS_OWN = ("tokenizer", "device", "vocab_size")
 END_TOKENS = ("eos_token_id", "eos_token_ids")
-"""Parameters that are the request's end tokens unless it says otherwise."""
+"""Parameters that default to the request's end tokens."""
 
 
 def constructor_parameters(target: type) -> dict[str, inspect.Parameter]:
@@ -43,13 +43,12 @@ def constructor_parameters(target: type) -> dict[str, inspect.Parameter]:
 def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
     """The arguments that a request may give to ``target``'s constructor.
 
-    Parameters whose annotation, or else default, is JSON data become fields with general bounds;
-    the others, those in ``fixed``, and the model's own
-    (`adapters.third_party.processors.wrap_foreign`) are not the request's.
+    Parameters whose annotation, or else default, is JSON data become fields with generic bounds.
+    Requests cannot set the others, those in ``fixed``, and the model's own
+    (`adapters.third_party.processors.wrap_third_party`).
 
     Raises:
-        TypeError: ``fixed`` names a parameter that there is not, or a parameter without default can
-            be given by nobody.
+        TypeError: ``fixed`` names an unknown parameter, or a required parameter cannot be set.
     """
     parameters, hints = constructor_parameters(target), _hints(target)
     unknown = set(fixed) - set(parameters)
@@ -74,8 +73,7 @@ def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
 
 
 def from_context(target: type, context: Context, given: Collection[str]) -> dict[str, Any]:
-    """What ``target``'s constructor is told of model and request, by names of parameters, but for
-    the ``given`` ones.
+    """Model and request arguments for ``target``'s constructor, by name, except ``given`` ones.
 
     Raises:
         ArgumentError: it needs an end token, and this request has none.

@@ -1,15 +1,15 @@
-"""Other systems' logits processors, run unchanged as shaping processors.
+"""Third-party logits processors, run unchanged as shaping processors.
 
-Three calling shapes are known, and recognised by the signature of ``__call__``, never by import::
+Three calling conventions are recognised by the signature of ``__call__``, never by import::
 
     dynamo       (input_ids, logits[V])                                 in place
     huggingface  (input_ids int64 [1, n], scores [1, V]) -> scores      transformers' own
     trtllm       (req_id, logits[1, 1, V], ids [[...]], stream, client) in place; NVIDIA's zoo
 
-All of them were written for an engine that calls once per token, and many count their calls. So
-each one is called exactly once per position as far as it can tell: before a call its state is kept,
-and a repeated call, or one after a rewind, begins from the state of that position. After a
-migration a fresh one is replayed on the real logits.
+Such processors assume an engine that calls once per token, and many count their calls. So each one
+observes exactly one call per position: its state is saved before a call, and a repeated call, or
+one after a rewind, starts from the state of that position. After a migration a new instance is
+replayed on the model's logits.
 """
 
 from __future__ import annotations
@@ -26,28 +26,27 @@ import torch
 from adapters.contract import ArgumentError, Context, Processor, ProcessorArgs, Reads, ShapingProcessor, Stage
 from adapters.third_party.arguments import END_TOKENS, args_model, constructor_parameters, from_context
 
-ForeignProtocol = Literal["dynamo", "huggingface", "trtllm"]
+ThirdPartyProtocol = Literal["dynamo", "huggingface", "trtllm"]
 
 NUM_KEPT_STATES = 32
-"""How many positions a stateful foreign processor can be rewound."""
+"""Positions that a stateful third-party processor can be rewound."""
 
 _MAX_MESSAGE = 300
 
 
 class StateLost(RuntimeError):
-    """A stateful foreign processor was rewound further than its states are kept."""
+    """A stateful third-party processor was rewound beyond its saved states."""
 
 
-class ThirdPartyShape(ShapingProcessor):
-    """Shows a third party one list of ids, prompt + generated, the same at every call; it grows and
-    shrinks at its end.
+class ThirdPartyShaping(ShapingProcessor):
+    """Base of third-party processors: shows them one list of ids that grows and shrinks in place.
 
-    A copy at every step would cost a step in proportion to the history. The list is the third
-    party's alone: whoever keeps it sees it grow, and whoever writes to it misleads nobody else.
+    A copy at every step would cost O(history). The list belongs to this processor alone: if it
+    keeps the list, it sees it grow; if it writes to it, no other processor is affected.
     """
 
     reads = Reads.PROMPT_AND_GENERATED
-    wraps_foreign = True
+    wraps_third_party = True
     Args = ProcessorArgs
 
     def __init__(self) -> None:
@@ -64,28 +63,27 @@ class ThirdPartyShape(ShapingProcessor):
         return True
 
     def shown_ids(self) -> list[int]:
-        """The list; a new one where the third party has added to the last one or taken from it."""
+        """The list; a new one if the processor has changed the length of the last one."""
         if len(self._ids) != len(self._tokens):
             self._ids = list(self._tokens)
         return self._ids
 
 
-class ForeignProcessor(ThirdPartyShape):
-    """A foreign processor of one choice.
+class ThirdPartyProcessor(ThirdPartyShaping):
+    """A third-party processor of one choice.
 
     Args:
-        make: Makes a fresh one, in the state before the first token. Called at least twice. It is
+        make: Factory of instances in the state before the first token. Called at least twice;
             pickled.
-        name: Name in receipts and errors; that of the foreign class by default.
-        stage: Place in the order law.
-        version: Of the foreign processor.
-        stateful: False promises that a call depends on its arguments only: nothing is kept then,
-            nothing replayed.
-        takes_device: ``make`` is called with ``device``, that of the logits; on the CPU before the
-            first of them.
+        name: Name in receipts and errors; that of the third-party class by default.
+        stage: Position in the order law.
+        version: Of the third-party processor.
+        stateful: False promises that a call depends on its arguments only: no state is saved or
+            replayed.
+        takes_device: ``make`` takes ``device``, that of the logits; the CPU before the first row.
 
     Raises:
-        TypeError: ``make`` makes something that cannot be called or, if it has a state, copied.
+        TypeError: ``make`` returns something that cannot be called or, if stateful, copied.
     """
 
     stage = Stage.SOFT
@@ -104,20 +102,20 @@ class ForeignProcessor(ThirdPartyShape):
         super().__init__()
         self._make = make
         self._device = torch.device("cpu") if takes_device else None
-        self._foreign = _checked(self._fresh(), stateful)
-        self._before: dict[int, Any] = {}  # generated tokens at a call -> state before it, ascending
-        self._forgotten = -1  # newest call whose state is no longer kept
-        name = name or name_of(self._foreign)
-        # What is said of the class elsewhere is said of the instance here: one wrapper serves many
+        self._wrapped = _checked(self._fresh(), stateful)
+        self._before: dict[int, Any] = {}  # number of generated tokens at a call -> state before it, ascending
+        self._forgotten = -1  # newest call whose state has been dropped
+        name = name or name_of(self._wrapped)
+        # Class attributes of other processors are instance attributes here: one wrapper serves many
         # processors.
         vars(self).update(name=name, stage=stage, version=version, observes_logits=stateful)
 
     @abstractmethod
-    def call(self, foreign: Any, row: torch.Tensor) -> None:
-        """Call ``foreign`` once on ``row`` (float32 ``[V]``) and leave the result there.
+    def call(self, wrapped: Any, row: torch.Tensor) -> None:
+        """Call ``wrapped`` once on ``row`` (float32 ``[V]``) and leave the result there.
 
         Raises:
-            TypeError: it returned what it should not.
+            TypeError: it returned a value of the wrong type.
             ValueError: it returned another shape or dtype.
         """
 
@@ -126,25 +124,23 @@ class ForeignProcessor(ThirdPartyShape):
 
     def reset(self) -> None:
         super().reset()
-        self._foreign = self._fresh()
+        self._wrapped = self._fresh()
         self._before.clear()
         self._forgotten = -1
 
     def shape(self, logits: torch.Tensor) -> None:
         if self._device is not None and self._device != logits.device:
-            self._device = logits.device  # known by the first row only: requests are admitted in another process
-            self._foreign = self._fresh()
+            self._device = logits.device  # known from the first row on: requests may be admitted in another process
+            self._wrapped = self._fresh()
         if self.observes_logits:
             self._return_to(self.num_generated)
         ids = self.shown_ids()
-        self.call(self._foreign, logits)
+        self.call(self._wrapped, logits)
         if len(ids) != len(self._tokens):
             raise ValueError("the processor changed its list of input ids")
 
     def _return_to(self, index: int) -> None:
-        """Bring the state to what it was before the first call at ``index`` or later, and keep
-        it.
-        """
+        """Restore the state before the first call at ``index`` or later, and keep it."""
         if index <= self._forgotten:
             raise StateLost(f"the state at generated token {index} is no longer kept")
         undone = [called for called in self._before if called >= index]
@@ -152,41 +148,36 @@ class ForeignProcessor(ThirdPartyShape):
             kept = self._before[undone[0]]
             for called in undone:
                 del self._before[called]
-            self._foreign = _copied(kept)
+            self._wrapped = _copied(kept)
         else:
             newest = next(reversed(self._before.values()), None)
-            kept = _copied(self._foreign, like=newest)
+            kept = _copied(self._wrapped, like=newest)
         self._before[index] = kept
         if len(self._before) > NUM_KEPT_STATES:
             self._forgotten = next(iter(self._before))
             del self._before[self._forgotten]
 
 
-class DynamoProcessor(ForeignProcessor):
-    """A Dynamo `BaseLogitsProcessor`, ``(input_ids, logits[V]) -> None``, in place; for one, see
-    `ForeignProcessor`.
+class DynamoProcessor(ThirdPartyProcessor):
+    """Runs a Dynamo `BaseLogitsProcessor`: ``(input_ids, logits[V]) -> None``, in place."""
+
+    def call(self, wrapped: Any, row: torch.Tensor) -> None:
+        _check_in_place(wrapped(self._ids, row), row)
+
+
+class ZooProcessor(ThirdPartyProcessor):
+    """Runs a TensorRT-LLM logits processor, such as NVIDIA's logits-processor-zoo.
+
+    Called with ``(0, logits[1, 1, V], [ids], None, None)`` on the current stream: with one beam the
+    layouts ``[beam, 1, V]`` and ``[1, beam, V]`` coincide.
     """
 
-    def call(self, foreign: Any, row: torch.Tensor) -> None:
-        _check_in_place(foreign(self._ids, row), row)
+    def call(self, wrapped: Any, row: torch.Tensor) -> None:
+        _check_in_place(wrapped(0, row.view(1, 1, -1), [self._ids], None, None), row)
 
 
-class ZooProcessor(ForeignProcessor):
-    """A TensorRT-LLM logits processor such as those of NVIDIA's logits-processor-zoo; see
-    `ForeignProcessor`.
-
-    It is called with ``(0, logits[1, 1, V], [ids], None, None)``: one beam, so that the layouts
-    ``[beam, 1, V]`` and ``[1, beam, V]`` are the same, and the current stream.
-    """
-
-    def call(self, foreign: Any, row: torch.Tensor) -> None:
-        _check_in_place(foreign(0, row.view(1, 1, -1), [self._ids], None, None), row)
-
-
-class HuggingFaceProcessor(ForeignProcessor):
-    """A transformers `LogitsProcessor`, ``(input_ids [1, n], scores [1, V]) -> scores``; see
-    `ForeignProcessor`.
-    """
+class HuggingFaceProcessor(ThirdPartyProcessor):
+    """Runs a transformers `LogitsProcessor`: ``(input_ids [1, n], scores [1, V]) -> scores``."""
 
     def __init__(self, make: Callable[[], Any], **options: Any) -> None:
         super().__init__(make, **options)
@@ -201,9 +192,9 @@ class HuggingFaceProcessor(ForeignProcessor):
         super().reset()
         self._id_tensor.truncate(0)
 
-    def call(self, foreign: Any, row: torch.Tensor) -> None:
+    def call(self, wrapped: Any, row: torch.Tensor) -> None:
         scores = row.unsqueeze(0)
-        result = foreign(self._id_tensor.of(self._ids, row.device), scores)
+        result = wrapped(self._id_tensor.of(self._ids, row.device), scores)
         if not isinstance(result, torch.Tensor):
             raise TypeError(f"a Hugging Face logits processor returns scores, got {type(result).__name__}")
         if result.shape != scores.shape or result.dtype != scores.dtype:
@@ -237,51 +228,51 @@ class _IdTensor:
         return self._buffer[:length].unsqueeze(0)
 
 
-_WRAPPERS: dict[str, type[ForeignProcessor]] = {
+_WRAPPERS: dict[str, type[ThirdPartyProcessor]] = {
     "dynamo": DynamoProcessor,
     "huggingface": HuggingFaceProcessor,
     "trtllm": ZooProcessor,
 }
 
 
-def wrap_foreign(
+def wrap_third_party(
     target: Any,
     name: str | None = None,
     *,
     stage: Stage = Stage.SOFT,
     version: int = 1,
     stateful: bool | None = None,
-    protocol: ForeignProtocol | None = None,
+    protocol: ThirdPartyProtocol | None = None,
     arguments: Mapping[str, Any] | None = None,
-) -> type[ForeignProcessor]:
-    """A class for the catalogue that runs a foreign processor.
+) -> type[ThirdPartyProcessor]:
+    """A class for the catalogue that runs a third-party processor.
 
-    Requests may set those arguments of a foreign class's constructor that are JSON data (numbers,
-    texts, booleans, lists of them), within general bounds. By their names, ``tokenizer``,
-    ``vocab_size`` (the width of a row) and ``device`` (of the logits) are the model's and never the
-    request's; ``eos_token_id`` and ``eos_token_ids`` are the request's end tokens unless it sets
-    others: all of them where the annotation has a list, else the model's own.
+    Requests may set the constructor arguments that are JSON data (numbers, texts, booleans, lists
+    of them), within generic bounds. By their names, ``tokenizer``, ``vocab_size`` (the width of a
+    row) and ``device`` (of the logits) come from the model, never from the request;
+    ``eos_token_id`` and ``eos_token_ids`` default to the request's end tokens: all of them where
+    the annotation has a list, else the model's own.
 
     Args:
-        target: A foreign class, an instance (each choice gets a copy of it), or a function.
+        target: A third-party class, an instance (each choice gets a copy of it), or a function.
         name: Name in the catalogue; the target's own by default.
-        stage: Place in the order law.
-        version: Of the foreign processor.
+        stage: Position in the order law.
+        version: Of the third-party processor.
         stateful: Whether calls depend on earlier calls; by default all but plain functions are
             taken to be stateful.
-        protocol: Its calling shape, for a signature that does not tell.
+        protocol: Its calling convention, if the signature is ambiguous.
         arguments: Arguments of the constructor that requests cannot set.
 
     Raises:
-        TypeError: the target speaks none of the protocols, or its constructor needs an argument
-            that neither a request nor ``arguments`` can give.
+        TypeError: the target follows none of the conventions, or its constructor requires an
+            argument that neither a request nor ``arguments`` can give.
     """
     fixed = dict(arguments or {})
     wrapper = _WRAPPERS[protocol or protocol_of(target)]
     name = name or name_of(target)
     model = args_model(target, fixed) if isinstance(target, type) else ProcessorArgs
 
-    def build(cls: type[ForeignProcessor], args: ProcessorArgs, context: Context) -> list[Processor]:
+    def build(cls: type[ThirdPartyProcessor], args: ProcessorArgs, context: Context) -> list[Processor]:
         given = {field: getattr(args, field) for field in args.model_fields_set}
         given = {field: value for field, value in given.items() if field not in END_TOKENS or value is not None}
         options: dict[str, Any] = {"name": name, "stage": stage, "version": version, "stateful": stateful}
@@ -289,7 +280,9 @@ def wrap_foreign(
         arguments = given | (from_context(target, context, given) if isinstance(target, type) else {})
         tokenizer = context.vocabulary.tokenizer
         try:
-            return [foreign_processor(target, protocol=protocol, arguments=arguments, tokenizer=tokenizer, **options)]
+            return [
+                third_party_processor(target, protocol=protocol, arguments=arguments, tokenizer=tokenizer, **options)
+            ]
         except ValueError as error:
             if not args.model_fields_set:
                 raise
@@ -309,28 +302,28 @@ def wrap_foreign(
         "Args": model,
         "build": classmethod(build),
     }
-    return cast(type[ForeignProcessor], type(wrapper.__name__, (wrapper,), members))
+    return cast(type[ThirdPartyProcessor], type(wrapper.__name__, (wrapper,), members))
 
 
-def foreign_processor(
+def third_party_processor(
     target: Any,
     *,
     name: str | None = None,
     stage: Stage = Stage.SOFT,
     version: int = 1,
     stateful: bool | None = None,
-    protocol: ForeignProtocol | None = None,
+    protocol: ThirdPartyProtocol | None = None,
     arguments: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
-) -> ForeignProcessor:
-    """A foreign processor for one chain. Arguments as of `wrap_foreign`.
+) -> ThirdPartyProcessor:
+    """A third-party processor for one chain; arguments as `wrap_third_party`.
 
     Args:
         tokenizer: Given to a constructor that has a parameter of this name.
 
     Raises:
-        TypeError: the target speaks none of the protocols, cannot be copied, or needs a tokenizer
-            and there is none.
+        TypeError: the target follows none of the conventions, cannot be copied, or needs a
+            tokenizer and there is none.
     """
     wrapper = _WRAPPERS[protocol or protocol_of(target)]
     arguments = dict(arguments or {})
@@ -341,11 +334,11 @@ def foreign_processor(
     return wrapper(make, name=name, stage=stage, version=version, stateful=stateful, takes_device=makes_on)
 
 
-def protocol_of(target: Any) -> ForeignProtocol:
-    """The protocol that a foreign class, instance or function speaks, by the signature of its call.
+def protocol_of(target: Any) -> ThirdPartyProtocol:
+    """The calling convention of a third-party class, instance or function, by its signature.
 
     Raises:
-        TypeError: none of the three, or it does not tell.
+        TypeError: none of the three, or ambiguous.
     """
     parameters = _call_parameters(target)
     names = [parameter.name for parameter in parameters]
@@ -353,7 +346,9 @@ def protocol_of(target: Any) -> ForeignProtocol:
     if required <= 5 <= len(names) and names[1] == "logits" and not names[0].endswith("s"):
         return "trtllm"
     if required <= 2 <= len(names):
-        ids = str(parameters[0].annotation).lower()  # Dynamo's examples call their logits scores, too: types come first
+        ids = str(
+            parameters[0].annotation
+        ).lower()  # types first, since Dynamo's examples also name their logits scores
         if _is_transformers(target) or "tensor" in ids:
             return "huggingface"
         if names[1] == "logits" or "sequence[" in ids or "list[" in ids:
@@ -374,8 +369,8 @@ def _call_parameters(target: Any) -> list[inspect.Parameter]:
     if inspect.isroutine(target):
         parameters = list(inspect.signature(target).parameters.values())
     else:
-        # Looked up by hand: asked for its __call__, a class answers with its metaclass's, which
-        # makes instances.
+        # Looked up in the class dictionaries: a class's own __call__ attribute is its metaclass's,
+        # which makes instances.
         called = next((vars(base)["__call__"] for base in _mro(target) if "__call__" in vars(base)), None)
         if called is None:
             raise TypeError(f"{name_of(target)} cannot be called")
@@ -412,28 +407,26 @@ def _factory(target: Any, arguments: dict[str, Any], tokenizer: Any) -> Callable
     return functools.partial(target, **arguments)
 
 
-def _checked(foreign: Any, stateful: bool) -> Any:
-    if isinstance(foreign, type) or not callable(foreign):
-        raise TypeError(f"the factory must make a callable, not a class; it made {foreign!r}")
+def _checked(wrapped: Any, stateful: bool) -> Any:
+    if isinstance(wrapped, type) or not callable(wrapped):
+        raise TypeError(f"the factory must make a callable, not a class; it made {wrapped!r}")
     if stateful:
         try:
-            _copied(foreign)
+            _copied(wrapped)
         except Exception as error:  # the processor boundary: third-party code
-            raise TypeError(f"{name_of(foreign)} has a state that cannot be copied: {error}") from error
-    return foreign
+            raise TypeError(f"{name_of(wrapped)} has a state that cannot be copied: {error}") from error
+    return wrapped
 
 
-def _copied(foreign: Any, like: Any = None) -> Any:
-    """A copy with a state of its own, which shares the tokenizer: copying one takes longer than a
-    step.
+def _copied(wrapped: Any, like: Any = None) -> Any:
+    """A deep copy that shares the tokenizer, since copying one takes longer than a step.
 
     Args:
-        foreign: What to copy.
-        like: An earlier copy, which will not be called again. Its large tensors are shared where
-            they are still equal: tables of megabytes would otherwise be kept once for every
-            position.
+        wrapped: What to copy.
+        like: An earlier copy that will not be called again. Large tensors that are still equal are
+            shared with it, so that tables of megabytes are not saved once per position.
     """
-    attributes, known = getattr(foreign, "__dict__", {}), getattr(like, "__dict__", {})
+    attributes, known = getattr(wrapped, "__dict__", {}), getattr(like, "__dict__", {})
     shared: dict[int, Any] = {}
     for name, value in attributes.items():
         if hasattr(value, "encode") and hasattr(value, "decode"):
@@ -442,7 +435,7 @@ def _copied(foreign: Any, like: Any = None) -> Any:
             shared[id(value)] = value.clone_state()
         elif _is_same_table(value, known.get(name)):
             shared[id(value)] = known[name]
-    return copy.deepcopy(foreign, shared)
+    return copy.deepcopy(wrapped, shared)
 
 
 _LARGE_BYTES = 65536
@@ -456,7 +449,7 @@ def _is_same_table(value: Any, other: Any) -> bool:
 
 
 def _check_in_place(result: Any, row: torch.Tensor) -> None:
-    """A returned tensor would be an edit that nobody sees."""
+    """Raise for a returned tensor, an edit that would be lost."""
     if result is not None and not (isinstance(result, torch.Tensor) and result.data_ptr() == row.data_ptr()):
         raise TypeError(f"the processor must edit the logits in place, it returned {type(result).__name__}")
 

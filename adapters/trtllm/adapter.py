@@ -4,8 +4,8 @@ The calling contract (PyTorch backend): ``lp(req_id, logits, token_ids, stream_p
 once per sampled token, ``logits`` a view of shape ``[beams, 1, V]`` that is edited in place,
 ``token_ids`` one list of prompt + generated ids per beam, ``stream_ptr`` a CUDA stream handle or
 None. An exception inside a callable fails every request of the batch in TensorRT-LLM, so nothing is
-ever raised here: a processor that fails has its edit undone, the failure is reported, and the row
-is forced to ``end_id`` from then on.
+ever raised here: a failing processor's edit is undone, the failure is reported, and the row is
+forced to ``end_id`` from then on.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ else:
 
 @runtime_checkable
 class BaseLogitsProcessor(Protocol):
-    """Dynamo's processor protocol, restated so that this package works where ai-dynamo is not
-    installed.
-    """
+    """Dynamo's processor protocol, restated for use without ai-dynamo installed."""
 
     def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
         """Edit ``logits`` (shape ``[V]``) in place, given prompt + generated ids."""
@@ -43,7 +41,7 @@ class BaseLogitsProcessor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a processor failed, in a form that can travel to another process as JSON.
+    """Why a processor failed; serialisable as JSON for another process.
 
     Attributes:
         request_id: The id the engine called with.
@@ -69,19 +67,18 @@ Report = Callable[[Failure], None]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a chain asked for at one position, told by the copy that the engine calls to the copy in
-    the worker.
+    """Edits of one position, sent by the engine process's copy of a chain to the worker's copy.
 
     Attributes:
         position: Absolute index of the token that was to be sampled.
         asked: As `ProcessorChain.asked`.
         seconds: CPU time spent in each member so far.
-        logprobs: ``(token id, log probability, rank)`` of the sampled token, then of the likeliest,
-            where wanted.
+        logprobs: ``(token id, log probability, rank)`` of the sampled token, then of the top n, if
+            wanted.
     """
 
     position: int
-    asked: tuple[tuple[int, str, int], ...] = ()
+    edits: tuple[tuple[int, str, int], ...] = ()
     seconds: tuple[float, ...] = ()
     logprobs: tuple[tuple[int, float, int], ...] | None = None
 
@@ -97,23 +94,24 @@ _CALL_SIGNATURE = inspect.Signature(
 
 
 _OURS = ("end_id", "report", "failure", "fails_open", "_known", "_unusable")
-"""State of an adapter that is this package's own; the rest may hold third parties' objects."""
+"""State of an adapter that is this package's own; the rest may hold third-party objects."""
 
 
 class TrtllmAdapter(_Base):
-    """Base of the callables: stream, shape check, sticky failure, forced end. Subclasses edit one
-    row.
+    """Base of the callables: CUDA stream, shape check, sticky failure, forced end token.
+
+    Subclasses edit one row.
 
     Attributes:
         failure: The first failure, None while all is well. Once set, every call forces ``end_id``.
-        fails_open: What a failing processor did is undone and reported once, and decoding goes on
-            without it, step by step: the behaviour of Dynamo's own adapter.
+        fails_open: A failing processor's edit is undone and reported once, and decoding continues
+            without it: the behaviour of Dynamo's own adapter.
     """
 
     fails_open = False
     _named = ""
 
-    # TensorRT-LLM asks `inspect.signature` for the arity on every call: 15 us without this
+    # TensorRT-LLM calls `inspect.signature` for the arity on every call: 15 us without this
     # attribute, 3 us with it.
     __signature__ = _CALL_SIGNATURE
 
@@ -126,9 +124,7 @@ class TrtllmAdapter(_Base):
         self._unusable: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Processors travel packed: one that cannot be loaded over there must not take the
-        engine's process down.
-        """
+        """Pickle processors separately: one that cannot load must not kill the engine process."""
         ours = {name: self.__dict__[name] for name in _OURS if name in self.__dict__}
         rest = {name: value for name, value in self.__dict__.items() if name not in _OURS}
         return {**ours, "_named": self.name, "_packed": pickle.dumps(rest)}
@@ -138,14 +134,12 @@ class TrtllmAdapter(_Base):
         self.__dict__.update(state)
         try:
             self.__dict__.update(pickle.loads(packed))
-        except Exception as error:  # the callback boundary: foreign code
+        except Exception as error:  # the callback boundary: third-party code
             self._unusable = f"cannot be loaded in the engine's process ({type(error).__name__})"
 
     @abstractmethod
     def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
-        """Edit ``logits`` (shape ``[1, 1, V]``) in place, or leave them as they were and say why
-        it failed.
-        """
+        """Edit ``logits`` (``[1, 1, V]``) in place, or leave them as they were and return why."""
 
     def __call__(
         self,
@@ -189,7 +183,7 @@ class TrtllmAdapter(_Base):
         if not self.fails_open:
             self.failure = failure
         if self.report is not None and not known:
-            # The callback boundary: a broken reporter must not fail the batch either.
+            # the callback boundary: a broken reporter must not fail the batch either
             with contextlib.suppress(Exception):
                 self.report(failure)
 
@@ -224,7 +218,7 @@ class DynamoAdapter(TrtllmAdapter):
         position = len(token_ids)
         try:
             self.processor(token_ids, row)
-        except Exception as error:  # the callback boundary: foreign code
+        except Exception as error:  # the callback boundary: third-party code
             message = f"raised {type(error).__name__} at position {position}"
             return Failure(str(req_id), self.name, "raised", message, position)
         problem = row_problem(row)
@@ -234,26 +228,24 @@ class DynamoAdapter(TrtllmAdapter):
 
 
 class ChainAdapter(TrtllmAdapter):
-    """A whole `ProcessorChain` as one TensorRT-LLM callable; engines that batch take ``chain`` out
-    of it.
+    """A `ProcessorChain` as one TensorRT-LLM callable; batching engines take ``chain`` out of it.
 
-    It may be called again for a position it has seen (chunked prefill), or after tokens were
-    dropped. A position that it was not called for (an engine that preempted the request) is a
-    failure: its token was sampled without it. So a history that is one token longer than at the
-    last call, for the same request, is the last one and that token, and only its newest tokens are
-    compared; any other is compared as a whole. One that differs in the prompt is a failure: a
-    callable serves one choice of one request.
+    It may be called again for a position (chunked prefill), or after tokens were dropped. A skipped
+    position (an engine that preempted the request) is a failure, since its token was sampled
+    without the chain. So a history one token longer than at the last call of the same request
+    extends the last one, and only its newest tokens are compared; any other is compared in full. A
+    history with another prompt is a failure: a callable serves one choice of one request.
 
     Attributes:
-        watch: Told of every step, None for nobody. Must pickle like ``report``.
-        num_logprobs: Report log probabilities of the row before any edit: of the sampled token and
-            this many of the likeliest. Only for a chain that leaves one token to sample. None for
-            no report.
+        watch: Called with every step, if set. Must pickle like ``report``.
+        num_logprobs: Report log probabilities of the unedited row: of the sampled token and this
+            many of the most likely. Only for a chain that leaves one token. None for no report.
 
     Args:
         chain: Started after the request's prompt.
-        lagged: The engine overlaps steps, so that ``token_ids`` may lack the newest token. The
-            position is then counted by calls, and the prompt must be prefilled in one chunk.
+        lagged: The engine uses overlapped scheduling, so that ``token_ids`` may lack the newest
+            token. The position is then counted by calls, and the prompt must be prefilled in one
+            chunk.
 
     Raises:
         ValueError: ``lagged``, and the chain needs the last sampled token.
@@ -270,12 +262,12 @@ class ChainAdapter(TrtllmAdapter):
         super().__init__(end_id=end_id, report=report)
         if lagged and chain.needs_last_token:
             names = ", ".join(member.name for member in chain.members)
-            raise ValueError(f"{names} need the last sampled token, which an engine that overlaps steps shows late")
+            raise ValueError(f"{names} need the last sampled token, which overlapped scheduling shows late")
         self.chain = chain
         self.lagged = lagged
         self.watch: Watch | None = None
         self.num_logprobs: int | None = None
-        self.handed_over = 0  # tokens behind the prompt that another engine has sampled
+        self.handed_over = 0  # tokens after the prompt that another engine has sampled
         self._called_for: int | str | None = None
 
     @property
@@ -289,7 +281,7 @@ class ChainAdapter(TrtllmAdapter):
             plan = chain.plan()
             if not plan.is_empty:
                 row = logits[0, 0]
-                keep = self.end_id is None or self.fails_open  # nothing will be forced over it
+                keep = self.end_id is None or self.fails_open  # no forced end token will overwrite it
                 shown = self.num_logprobs is not None
                 empties = keep and bool(plan.bans or plan.allows)
                 before = row.clone() if chain.has_shaping or empties or shown else None
@@ -311,7 +303,7 @@ class ChainAdapter(TrtllmAdapter):
         if self.num_logprobs is not None:
             logprobs = _logprobs(row if before is None else before, int(row.argmax()), self.num_logprobs)
         seconds = tuple(member.record.seconds for member in chain.members)
-        watch(Step(chain.position, tuple(chain.asked()), seconds, logprobs))
+        watch(Step(chain.position, tuple(chain.last_edits()), seconds, logprobs))
 
     def _move_to(self, req_id: int | str, token_ids: Sequence[int]) -> None:
         chain, known = self.chain, self._called_for is not None
@@ -341,26 +333,20 @@ class ChainAdapter(TrtllmAdapter):
 
 
 def _logprobs(row: torch.Tensor, token_id: int, count: int) -> tuple[tuple[int, float, int], ...]:
-    """Of the sampled token, then of the likeliest ``count``, by falling probability and rising
-    id.
-    """
+    """Log probabilities of the sampled token, then of the top ``count``; ties by rising id."""
     logprobs = row.double().log_softmax(-1)
     values, ids = logprobs.sort(descending=True, stable=True)
     rank = int((ids == token_id).nonzero()[0, 0]) + 1
     top = zip(ids[:count].tolist(), values[:count].tolist(), strict=True)
-    likeliest = [(each, value, place) for place, (each, value) in enumerate(top, 1) if value > -torch.inf]
-    return ((token_id, float(logprobs[token_id]), rank), *likeliest)
+    most_likely = [(each, value, rank) for rank, (each, value) in enumerate(top, 1) if value > -torch.inf]
+    return ((token_id, float(logprobs[token_id]), rank), *most_likely)
 
 
 _NEWEST = 32
-"""Known tokens that are compared at a step that goes on by one: what an engine is likeliest to
-have changed.
-"""
+"""Newest known tokens compared at a step that appends one: an engine changes these if any."""
 
 _UNSEEN = -1
-"""Stands for a sampled token that the engine has not shown yet; no processor of a lagged chain
-looks at it.
-"""
+"""Placeholder for a sampled token not shown yet; no processor of a lagged chain reads it."""
 
 
 def create_trtllm_adapters(
@@ -370,8 +356,7 @@ def create_trtllm_adapters(
     report: Report | None = None,
     lagged: bool = False,
 ) -> list[TrtllmAdapter]:
-    """TensorRT-LLM logits-processor callables for Dynamo logits processors or chains, in their
-    order.
+    """TensorRT-LLM logits-processor callables for Dynamo processors or chains, in order.
 
     Args:
         processors: Callables ``(input_ids, logits[V]) -> None`` that edit in place, or
@@ -380,7 +365,7 @@ def create_trtllm_adapters(
             is only left as it was.
         report: Called once per failing processor with a `Failure`. It must pickle where the engine
             runs in another process.
-        lagged: The engine overlaps steps, so that the ids it shows may lack the newest token
+        lagged: The engine uses overlapped scheduling, so that the ids may lack the newest token
             (chains only).
 
     Returns:

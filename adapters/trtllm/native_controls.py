@@ -1,6 +1,4 @@
-"""Processors that no request can name: what an engine's dense bias and foreign callables become
-in a chain.
-"""
+"""Processors that no request can name: dense biases and third-party callables in a chain."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import torch
 
 from adapters.chain import ProcessorFailed
 from adapters.contract import ProcessorArgs, Reads, ShapingProcessor, Stage
-from adapters.third_party import ThirdPartyShape
+from adapters.third_party import ThirdPartyShaping
 from adapters.trtllm.adapter import Failure
 
 
@@ -33,14 +31,13 @@ class EmbeddingBias(ShapingProcessor):
         logits.add_(self._bias)
 
 
-class ForeignCallable(ThirdPartyShape):
-    """A TensorRT-LLM logits-processor callable, called under its contract: ``(req_id, [1, 1, V],
-    [ids], None, None)``.
+class ThirdPartyCallable(ThirdPartyShaping):
+    """A TensorRT-LLM callable: ``(req_id, [1, 1, V], [ids], None, None)``, in place.
 
-    It is called once per sampled token. One that carries an attribute ``failure`` reports through
-    it. The list of ids is the same one at every call, grown by the new tokens, where TensorRT-LLM
-    makes a new one each time: copy what is to be kept. Where the callable has made it longer or
-    shorter, the next call gets a new one.
+    It is called once per sampled token, and reports failures through an attribute ``failure``, if
+    it has one. The list of ids is the same object at every call, grown by the new tokens, where
+    TensorRT-LLM makes a new one each time: a callable must copy what it keeps. If it has changed
+    the list's length, the next call gets a new list.
 
     Args:
         processor: The callable.
@@ -52,7 +49,7 @@ class ForeignCallable(ThirdPartyShape):
 
     def __init__(self, processor: Callable[..., None], request_number: int) -> None:
         super().__init__()
-        self.name = _name_of(processor)  # type: ignore[misc]  # each instance stands for its own callable
+        self.name = _name_of(processor)  # type: ignore[misc]  # each instance is named after its own callable
         self._processor = processor
         self._request_number = request_number
 

@@ -1,10 +1,10 @@
-"""The side channel: what processors in another process tell the worker.
+"""Side channel: failures and steps reported by processors in another process to the worker.
 
 TensorRT-LLM's executor is another process and holds a pickled copy of every callable, so neither a
 failure nor a receipt can be returned. They are sent as JSON messages over a local Unix socket
-(sequenced packets: in order, whole). Sending never raises. It waits at most `PATIENCE_S` for a
-worker that is behind; then the message is dropped and counted, and decoding goes on: the worker
-notices that a step is missing and fails that request alone.
+(sequenced packets: in order, whole). Sending never raises. It waits at most `SEND_TIMEOUT_S` for a
+slow worker; then the message is dropped and counted, and decoding continues: the worker notices the
+missing step and fails that request alone.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE = 65536
 """Largest message, bytes."""
 
-PATIENCE_S = 0.2
-"""Longest that one message waits for room. Every request of the batch waits with it."""
+SEND_TIMEOUT_S = 0.2
+"""Longest wait for buffer space per message; every request of the batch waits with it."""
 
 
 class Sender:
-    """This process's connections to side channels, by path; made at the first message."""
+    """This process's connections to side channels by path, opened at the first message."""
 
     def __init__(self) -> None:
         self._sockets: dict[str, socket.socket] = {}
         self._lock = threading.Lock()
 
     def send(self, path: str, data: bytes) -> bool:
-        """Whether the message is on its way."""
+        """Send a message; returns whether it was accepted."""
         with self._lock:
             try:
                 return self._send(path, data)
-            except OSError:  # nobody listens (any more)
+            except OSError:  # no listener (any more)
                 gone = self._sockets.pop(path, None)
                 if gone is not None:
                     gone.close()
@@ -66,7 +66,7 @@ class Sender:
         try:
             connection.send(data)
         except BlockingIOError:
-            if not select.select([], [connection], [], PATIENCE_S)[1]:
+            if not select.select([], [connection], [], SEND_TIMEOUT_S)[1]:
                 return False
             connection.send(data)
         return True
@@ -83,8 +83,7 @@ atexit.register(_SENDER.close)
 
 
 class Reporter:
-    """Sends the failures and steps of one request to the worker; pickles as a socket path and an
-    id.
+    """Sends one request's failures and steps to the worker; pickles as a socket path and an id.
 
     Args:
         path: Socket of a `SideChannel`.
@@ -103,7 +102,7 @@ class Reporter:
         self._send({**asdict(failure), "request_id": self.request_id})
 
     def step(self, step: Step) -> None:
-        """Tell what was asked for at one position."""
+        """Report the edits of one position."""
         self._send({**asdict(step), "request_id": self.request_id})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -113,8 +112,7 @@ class Reporter:
 
 
 class SideChannel:
-    """The worker's end: calls back in the event loop, once per message, in the order of each
-    sender.
+    """The worker's end: calls back in the event loop per message, in order for each sender.
 
     The socket lives in a directory of its own that only this user can enter. Messages that are
     neither a failure nor a step are counted and ignored.
@@ -157,7 +155,7 @@ class SideChannel:
         return Reporter(self.path, request_id)
 
     def poll(self) -> None:
-        """Take everything that has been sent by now, without waiting."""
+        """Handle all messages sent so far, without waiting."""
         self._accept()
         for connection in tuple(self._connections):
             self._receive(connection)
@@ -215,9 +213,7 @@ class SideChannel:
 
 
 def _short_directory() -> str:
-    """A new directory that only this user can enter; the path of a Unix socket has 107 bytes at
-    most.
-    """
+    """A new private directory with a path short enough for a Unix socket (107 bytes)."""
     for root in (tempfile.gettempdir(), "/dev/shm", "/tmp"):
         if len(os.fsencode(root)) < 80 and os.access(root, os.W_OK):
             return tempfile.mkdtemp(prefix="dlw-", dir=root)
@@ -242,11 +238,11 @@ def _parse(data: bytes) -> Failure | tuple[str, Step] | None:
 
 def _parse_step(message: dict[str, Any]) -> tuple[str, Step] | None:
     try:
-        asked = tuple((int(index), str(kind), int(masked)) for index, kind, masked in message["asked"])
+        edits = tuple((int(index), str(kind), int(masked)) for index, kind, masked in message["edits"])
         seconds = tuple(float(each) for each in message["seconds"])
         logprobs = message["logprobs"]
         if logprobs is not None:
             logprobs = tuple((int(token), float(value), int(rank)) for token, value, rank in logprobs)
     except (TypeError, ValueError):
         return None
-    return message["request_id"], Step(message["position"], asked, seconds, logprobs)
+    return message["request_id"], Step(message["position"], edits, seconds, logprobs)

@@ -1,7 +1,7 @@
-"""What is known of a model's vocabulary, computed once and shared by all requests.
+"""A model's vocabulary: token bytes, indices and text, computed once and shared by all requests.
 
-`vocabulary` is what processors are given; `token_bytes` has the bytes of every token, and an index
-over them; `exact_text` turns a text into token ids that add exactly that text to an answer.
+`vocabulary` is passed to processors; `token_bytes` has the bytes of every token, and an index over
+them; `exact_text` turns a text into token ids that add exactly that text to an answer.
 """
 
 from adapters.vocabulary.token_bytes import ByteIndex, byte_index, num_ids, token_bytes

@@ -2,7 +2,7 @@
 
 A tokenizer's own ``encode`` is made for whole texts. SentencePiece tokenizers put a space before
 one (Llama 2, Mistral: by a normaliser that prepends ``▁``, or by ``prepend_scheme`` ``first`` or
-``always``), others normalise it: the ids would add another text than the one that was asked for.
+``always``), others normalise it: the ids would add a text other than the given one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from adapters.vocabulary.vocabulary import Tokenizer
 
 _SENTINELS = ("\n", "=", ".", "a", "0")
-"""Texts that a text is encoded behind. One is found behind which the tokenizer cuts; a newline
-nearly always is.
-"""
+"""Prefixes to encode a text after; after one of them, mostly a newline, the tokenizer splits."""
 
 _SHOWN = 60
 
@@ -27,15 +25,16 @@ _SHOWN = 60
 class TextEncoder:
     """Encodes texts for one vocabulary.
 
-    A text is cut at the names of added tokens, which stand for themselves. What is between them is
-    encoded as the tokenizer does it, behind nothing and then behind some sentinels that are cut off
-    again. The first ids whose bytes are the text are taken, and where the tokenizer always changes
-    it (a space, a normal form) the fewest tokens that spell it.
+    A text is split at the names of added tokens, which become those tokens. The parts between are
+    encoded by the tokenizer, first alone and then after sentinels that are cut off again. The first
+    ids whose bytes are the text are taken; where the tokenizer always changes it (a space, a normal
+    form), the fewest tokens that spell it.
 
     Args:
         tokenizer: Of the vocabulary.
         size: Width of a row of logits; ids are below it.
-        index: Gives the bytes of all tokens; called where the tokenizer's own encoding will not do.
+        index: Returns the bytes of all tokens; called where the tokenizer's encoding changes the
+            text.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, index: Callable[[], ByteIndex]) -> None:
@@ -72,7 +71,7 @@ class TextEncoder:
         return spelled
 
     def _tail(self, token_ids: Sequence[int], wanted: bytes) -> list[int] | None:
-        """The last ids, as many as have exactly the bytes ``wanted``; None if none have."""
+        """The suffix of the ids whose bytes are exactly ``wanted``, None if there is none."""
         pieces = self._bytes([token_id if token_id < self._size else 0 for token_id in token_ids])
         left = len(wanted)
         for count, (token_id, piece) in enumerate(zip(reversed(token_ids), reversed(pieces), strict=True), 1):

@@ -1,6 +1,6 @@
 """Bytes of every token, and an index over them.
 
-Tokenizers write bytes in different ways: byte-level BPE in the 256 letters of GPT-2's alphabet,
+Tokenizers encode bytes differently: byte-level BPE in the 256 letters of GPT-2's alphabet,
 SentencePiece with ``▁`` for the space and ``<0xNN>`` for a byte that has no piece, WordPiece with
 ``##`` on pieces that continue a word.
 """
@@ -22,7 +22,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def known_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that have a token. They may have gaps, so the highest can be more than their number."""
+    """Ids that have a token. Ids may have gaps, so the highest can exceed their number."""
     get_vocab: Callable[[], dict[str, int]] | None = getattr(tokenizer, "get_vocab", None)
     ids = range(len(tokenizer)) if get_vocab is None else get_vocab().values()
     return frozenset(ids).union(getattr(tokenizer, "added_tokens_decoder", ()))
@@ -34,7 +34,7 @@ def num_ids(tokenizer: Tokenizer) -> int:
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of the tokens that are no text: those added as special, and the tokenizer's own list."""
+    """Ids of special tokens: those added as special, and the tokenizer's own list."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     listed = getattr(tokenizer, "all_special_ids", ())
     return frozenset(token_id for token_id, token in added.items() if token.special) | frozenset(listed)
@@ -47,7 +47,7 @@ def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 class TokenSpelling:
-    """The bytes that each id adds to a text, for some ids at a time.
+    """The bytes that each id adds to a text, for given ids.
 
     Byte-level pieces and byte-fallback pieces give their very bytes, so a character that is split
     over tokens stays split. A piece that begins a word carries its space (``▁``, ``Ġ``, a WordPiece
@@ -88,9 +88,7 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
 
 
 class _ByteLevel:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and
-    on.
-    """
+    """GPT-2's byte alphabet: printable Latin-1 as itself, the other 68 bytes from U+0100 on."""
 
     def __init__(self) -> None:
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -148,7 +146,7 @@ _Spelling = _ByteLevel | _SentencePiece | _WordPiece | _EndOfWord | _Decoded
 
 
 def _spelling(tokenizer: Tokenizer) -> _Spelling:
-    """By the decoder where there is one, otherwise by the look of the pieces."""
+    """By the decoder if there is one, else by the form of the pieces."""
     for part in _decoder_parts(tokenizer):
         kind = part["type"]
         if kind == "ByteLevel":
@@ -181,11 +179,11 @@ def _decoder_parts(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
 
 
 class ByteIndex:
-    """The bytes of every token in one block, searchable.
+    """Searchable index of the bytes of every token.
 
     Args:
         tokens: Bytes by id.
-        address: Of the vocabulary they are from: a copy in another process is made again there.
+        address: Of their vocabulary: pickles are rebuilt from it in another process.
     """
 
     def __init__(self, tokens: Sequence[bytes], address: Address | None = None) -> None:
@@ -227,11 +225,10 @@ class ByteIndex:
         return sorted(set(ids[positions + len(text) <= self._starts[ids + 1]].tolist()))
 
     def touching(self, text: bytes) -> dict[int, bytes]:
-        """Every token that can hold a part of ``text`` when ``text`` occurs in the bytes of
-        consecutive tokens.
+        """Every token that can hold a part of an occurrence of ``text`` in consecutive tokens.
 
         They contain it, end with its beginning, begin with its end, or lie within it. Any other
-        token breaks an occurrence off.
+        token interrupts an occurrence.
         """
         found = set(self.containing(text))
         for length in range(1, min(len(text), self.longest + 1)):
@@ -250,9 +247,7 @@ class ByteIndex:
         return [length for length in np.unique(np.diff(self._starts))[::-1].tolist() if length]
 
     def spell(self, text: bytes) -> list[int] | None:
-        """The fewest ids whose bytes are exactly ``text``, of equally few the longest token
-        first. None if none are.
-        """
+        """The fewest ids that spell ``text``, in ties the longest token first, or None."""
         first_ids = self.first_ids(text)
         spelled: list[int] = []
         at = 0
@@ -265,9 +260,7 @@ class ByteIndex:
         return spelled
 
     def first_ids(self, text: bytes) -> list[int | None]:
-        """For each place in ``text`` the first id with which `spell` spells what is behind it,
-        None if nothing does.
-        """
+        """For each index into ``text``, the first id of `spell` for the rest, or None."""
         fewest: list[int | None] = [None] * len(text) + [0]
         first_ids: list[int | None] = [None] * len(text)
         for at in range(len(text) - 1, -1, -1):
@@ -283,13 +276,13 @@ class ByteIndex:
     def _occurrences(
         self, text: bytes
     ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
-        """Where ``text`` begins in the block, and the token at each of these places."""
-        places = []
+        """Offsets of ``text`` in the block, and the token at each of them."""
+        offsets = []
         at = self._block.find(text)
         while at >= 0:
-            places.append(at)
+            offsets.append(at)
             at = self._block.find(text, at + 1)
-        positions = np.array(places, dtype=np.int64)
+        positions = np.array(offsets, dtype=np.int64)
         return positions, np.searchsorted(self._starts, positions, side="right") - 1
 
 

@@ -1,6 +1,4 @@
-"""What processors may know of the model's vocabulary, computed once per model and shared by all
-requests.
-"""
+"""`Vocabulary`: what processors know of a model's tokens, computed once and shared."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from adapters.vocabulary.token_bytes import added_tokens, byte_index, known_ids,
 T = TypeVar("T")
 
 Address: TypeAlias = tuple[str, int, tuple[int, ...]]
-"""Where a vocabulary can be loaded from again, the arguments of `vocabulary_at`."""
+"""Arguments of `vocabulary_at`, from which a vocabulary can be loaded again."""
 
 
 class Tokenizer(Protocol):
@@ -73,24 +71,22 @@ class Vocabulary:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Ids from here on stand for no token; the rest of the row is padding that is never
-        sampled.
+        """Ids from here on are padding of the row, never sampled.
 
-        It is the tokenizer's highest id and one, not the number of its tokens: ids may have gaps.
+        One more than the tokenizer's highest id, not the number of its tokens: ids may have gaps.
         """
         return self.size if self.tokenizer is None else min(self.size, num_ids(self.tokenizer))
 
     @cached_property
     def gap_ids(self) -> frozenset[int]:
-        """Ids below `num_tokens` that stand for no token either."""
+        """Ids below `num_tokens` without a token."""
         return frozenset() if self.tokenizer is None else frozenset(range(self.num_tokens)) - known_ids(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids that add exactly ``text`` to whatever comes before them, as `TextEncoder` finds
-        them.
+        """Token ids that add exactly ``text`` after any history (see `TextEncoder`).
 
         Names of added tokens, special or not, are those tokens. No space is put before the text,
-        whatever the tokenizer does at the beginning of one. For a prompt ask the tokenizer.
+        whatever the tokenizer does at the beginning of one. For prompts use the tokenizer itself.
 
         Raises:
             ValueError: there is no tokenizer, or the text cannot be written in its tokens.
@@ -123,8 +119,9 @@ class Vocabulary:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """UTF-8 bytes of each id, ``b""`` for special tokens and padding. Single bytes of a
-        character stay single.
+        """UTF-8 bytes of each id, ``b""`` for special tokens and padding.
+
+        Tokens that are part of a character keep their single bytes.
         """
         if self.tokenizer is None:
             raise ValueError("token bytes need a tokenizer, and this model was loaded without one")
@@ -132,22 +129,18 @@ class Vocabulary:
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids of special tokens: those added as such, the tokenizer's own list, and the end
-        tokens.
-        """
+        """Ids of special tokens: added as such, in the tokenizer's list, or end tokens."""
         return self.eos_token_ids if self.tokenizer is None else special_ids(self.tokenizer) | self.eos_token_ids
 
     @cached_property
     def added_token_ids(self) -> frozenset[int]:
-        """Ids of the tokens that stand outside the tokenizer's model, and of all special ones."""
+        """Ids of added tokens (outside the tokenizer's model), and of all special ones."""
         added = () if self.tokenizer is None else added_tokens(self.tokenizer).values()
         return frozenset(added) | self.special_token_ids
 
     def derived(self, key: str, make: Callable[[], T]) -> T:
-        """``make()``, once per vocabulary and key: masks by script, tokenizer tries, the cache
-        of compiled grammars.
-        """
-        with self._lock:  # chains are built in threads, and the tokenizer's trie of a grammar takes a second to make
+        """``make()``, once per vocabulary and key: script masks, tries, the grammar cache."""
+        with self._lock:  # chains are built in threads, and llguidance's tokenizer takes a second to build
             if key not in self._derived:
                 self._derived[key] = make()
             value: T = self._derived[key]
@@ -155,13 +148,11 @@ class Vocabulary:
 
     @property
     def address(self) -> Address | None:
-        """Where it can be loaded from again, None without a path."""
+        """Its address to load it from again, None without a path."""
         return None if self.path is None else (self.path, self.size, tuple(sorted(self.eos_token_ids)))
 
     def __reduce__(self) -> tuple[Callable[..., Vocabulary], tuple[Any, ...]]:
-        """By path where there is one, else with the tokenizer; what was derived is derived
-        again.
-        """
+        """By path where there is one, else with the tokenizer; derived data is rebuilt."""
         if self.address is not None:
             return vocabulary_at, self.address
         return Vocabulary, (self.size, self.tokenizer, tuple(sorted(self.eos_token_ids)))
@@ -172,8 +163,7 @@ _BY_PATH_LOCK = Lock()
 
 
 def vocabulary_at(path: str, size: int, eos_token_ids: tuple[int, ...] | None = None) -> Vocabulary:
-    """`Vocabulary.from_pretrained`, once per process: what is left of a vocabulary that was pickled
-    into another one.
+    """`Vocabulary.from_pretrained`, once per process: how pickled vocabularies are restored.
 
     Raises:
         OSError: there is no tokenizer at ``path``.

@@ -181,7 +181,7 @@ def test_values_from_python_must_be_json_data():
         Catalog.default().parse_args(Requested("top_k", {"k": nested}, path="p"))
 
 
-def test_foreign_class_is_wrapped_and_runs(catalog: Catalog):
+def test_third_party_class_is_wrapped_and_runs(catalog: Catalog):
     chain = catalog.build_chain(select({"name": "half"}), CONTEXT)
     chain.start([5])
     row = torch.full((50,), 4.0)

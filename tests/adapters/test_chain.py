@@ -31,8 +31,8 @@ from adapters.contract import (
 )
 from adapters.processors.penalties import FrequencyPenalty
 from adapters.processors.truncation import MinP
-from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
-from adapters.trtllm.seeded_draw import SeededDraw
+from adapters.trtllm.native_controls import EmbeddingBias, ThirdPartyCallable
+from adapters.trtllm.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 
 VOCAB = 40
@@ -634,9 +634,9 @@ def test_who_is_a_third_party():
         pass
 
     dense = EmbeddingBias(torch.zeros(VOCAB))
-    foreign = ForeignCallable(quiet, 0)
-    made = ProcessorChain([Adds(), MinP(MinP.Args(p=0.1), CONTEXT), dense, foreign, SeededDraw(1)], CONTEXT)
-    assert {member.name for member in made.members if member.is_third_party} == {"adds", foreign.name}
+    third_party = ThirdPartyCallable(quiet, 0)
+    made = ProcessorChain([Adds(), MinP(MinP.Args(p=0.1), CONTEXT), dense, third_party, SeededSampler(1)], CONTEXT)
+    assert {member.name for member in made.members if member.is_third_party} == {"adds", third_party.name}
 
 
 def test_a_processor_that_raises_is_named_without_its_message():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.processors.characters import SplitCharacters, begun, num_missing, split_characters
-from adapters.testing.house import house_vocabulary
+from adapters.testing.kit_model import kit_vocabulary
 from adapters.vocabulary import Vocabulary
 
 PIECES = [
@@ -99,7 +99,7 @@ def test_far_from_the_end_and_without_bytes_nothing_is_masked():
     assert SPLIT.room(b"", 2) is SPLIT.room(b"", 2)
 
 
-@pytest.mark.parametrize("original", [SPLIT, split_characters(house_vocabulary())])
+@pytest.mark.parametrize("original", [SPLIT, split_characters(kit_vocabulary())])
 def test_a_copy_knows_the_same(original):
     copy = pickle.loads(pickle.dumps(original))
     for beginning in (b"", b"\xf0\x9f", b"\xe4"):
@@ -110,4 +110,4 @@ def test_a_copy_knows_the_same(original):
 
 
 def test_a_copy_of_a_vocabulary_with_a_path_travels_light():
-    assert len(pickle.dumps(split_characters(house_vocabulary()))) < 300
+    assert len(pickle.dumps(split_characters(kit_vocabulary()))) < 300

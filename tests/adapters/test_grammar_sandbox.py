@@ -74,7 +74,7 @@ def sandbox() -> Iterator[GrammarSandbox]:
 
 @pytest.fixture
 def patient() -> Iterator[GrammarSandbox]:
-    """One whose last lane never ends."""
+    """One whose last level never ends."""
     with GrammarSandbox(tables, timeout_s=FOREVER_S, max_wait_s=FOREVER_S) as running:
         running.wait_ready()
         yield running
@@ -296,7 +296,7 @@ def test_the_process_dies_with_its_owner() -> None:
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, env={**os.environ, "PYTHONPATH": paths}) as owner:
         assert owner.stdout is not None
         process = psutil.Process(int(owner.stdout.readline()))
-        while not (children := process.children()):  # there is none where a grammar goes on to the next lane
+        while not (children := process.children()):  # there is none where a grammar goes on to the next level
             time.sleep(0.01)
         owner.kill()
     everybody = [process, *children]

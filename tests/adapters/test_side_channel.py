@@ -15,7 +15,7 @@ from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.processors.masks import BannedTokens
 from adapters.trtllm import ChainAdapter, Step
-from adapters.trtllm.side_channel import PATIENCE_S, Reporter, SideChannel
+from adapters.trtllm.side_channel import SEND_TIMEOUT_S, Reporter, SideChannel
 from adapters.vocabulary import Vocabulary
 
 PROMPT = [1, 2]
@@ -91,8 +91,8 @@ async def test_a_step_in_a_process_that_dies_arrives_and_fills_the_receipt():
         assert await run(dies, adapter) == 9
         await asyncio.wait_for(worker.something.wait(), 60)
     ((request_id, step),) = worker.steps
-    assert (request_id, step.position, step.asked) == ("r", 2, ((0, "masked", 2),))
-    adapter.chain.record(6, step.asked)
+    assert (request_id, step.position, step.edits) == ("r", 2, ((0, "masked", 2),))
+    adapter.chain.record(6, step.edits)
     (record,) = adapter.chain.receipt.records
     assert (record.steps_active, record.tokens_masked, record.first_position) == (1, 2, 2)
     assert adapter.chain.tokens == [1, 2, 6]
@@ -141,8 +141,8 @@ async def test_a_reporter_without_a_listener_drops_and_counts():
 
 
 def test_a_worker_that_hears_nothing_costs_a_bounded_wait(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    assert PATIENCE_S < 1
-    monkeypatch.setattr("adapters.trtllm.side_channel.PATIENCE_S", 0.001)
+    assert SEND_TIMEOUT_S < 1
+    monkeypatch.setattr("adapters.trtllm.side_channel.SEND_TIMEOUT_S", 0.001)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
         deaf.bind(str(tmp_path / "s"))
         deaf.listen()

@@ -17,7 +17,7 @@ from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.processors.masks import BannedTokens
 from adapters.trtllm import ChainAdapter, Step
-from adapters.trtllm.seeded_draw import SeededDraw
+from adapters.trtllm.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 
 VOCAB = 16
@@ -254,7 +254,7 @@ def test_a_chain_that_was_not_called_for_a_position_fails():
 
 def test_a_chain_tells_its_steps_with_log_probabilities_from_before_any_edit():
     context = Context(Vocabulary(VOCAB))
-    chain = ProcessorChain([BannedTokens(BannedTokens.Args(token_ids=[15]), context), SeededDraw(None)], context)
+    chain = ProcessorChain([BannedTokens(BannedTokens.Args(token_ids=[15]), context), SeededSampler(None)], context)
     chain.start([1, 2])
     adapter = ChainAdapter(chain, end_id=END)
     steps: list[Step] = []
@@ -265,7 +265,7 @@ def test_a_chain_tells_its_steps_with_log_probabilities_from_before_any_edit():
     expected = row()[0, 0].double().log_softmax(-1).tolist()
     (step,) = steps
     assert step.logprobs == ((14, expected[14], 2), (15, expected[15], 1), (14, expected[14], 2))
-    assert [kind for _, kind, _ in step.asked] == ["masked", "shaped"]
+    assert [kind for _, kind, _ in step.edits] == ["masked", "shaped"]
 
 
 def test_a_processor_that_cannot_be_loaded_over_there_fails_alone(monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from adapters.testing.house import house_vocabulary
+from adapters.testing.kit_model import kit_vocabulary
 from adapters.vocabulary import ByteIndex, Vocabulary, byte_index, token_bytes
 
 CORPUS = [
@@ -181,7 +181,7 @@ def test_spelling_goes_back_where_the_longest_token_leads_nowhere() -> None:
 
 
 def test_the_index_of_a_vocabulary_with_a_path_travels_light() -> None:
-    index = byte_index(house_vocabulary())
+    index = byte_index(kit_vocabulary())
     data = pickle.dumps(index)
     assert len(data) < 300
     assert pickle.loads(data) is index

@@ -16,7 +16,7 @@ from transformers import LogitsProcessor
 from adapters.catalog import Catalog, Requested, Selection
 from adapters.chain import ProcessorChain, apply_chain, replay
 from adapters.contract import ArgumentError, Context
-from adapters.third_party import ForeignProcessor, wrap_foreign
+from adapters.third_party import ThirdPartyProcessor, wrap_third_party
 from adapters.vocabulary import Vocabulary
 
 V = 96
@@ -156,11 +156,11 @@ def test_tables_are_kept_once_and_not_for_every_position() -> None:
     chain = started("watermark")
     decode(chain, rows_of(20))
     processor = chain.members[0].processor
-    assert isinstance(processor, ForeignProcessor)
+    assert isinstance(processor, ThirdPartyProcessor)
     tables = {state.fixed_table.data_ptr() for state in processor._before.values()}
     assert len(processor._before) == 20
     assert len(tables) == 1
-    assert processor._foreign.fixed_table.data_ptr() not in tables
+    assert processor._wrapped.fixed_table.data_ptr() not in tables
 
 
 class Tabulates(LogitsProcessor):
@@ -175,7 +175,7 @@ class Tabulates(LogitsProcessor):
 
 
 def test_a_table_that_changes_is_kept_as_it_was() -> None:
-    kind = wrap_foreign(Tabulates, "tabulates")
+    kind = wrap_third_party(Tabulates, "tabulates")
     rows, shaped = rows_of(8), []
     chains = [ProcessorChain(kind.build(kind.Args(), CONTEXT), CONTEXT) for _ in range(2)]
     for chain in chains:
@@ -201,37 +201,37 @@ class Takes:
 
 
 def test_the_models_own_are_given_by_name_and_never_by_the_request() -> None:
-    kind = wrap_foreign(Takes, "takes")
+    kind = wrap_third_party(Takes, "takes")
     assert list(kind.Args.model_fields) == ["eos_token_id", "eos_token_ids"]
     (processor,) = kind.build(kind.Args(), CONTEXT)
-    assert isinstance(processor, ForeignProcessor)
-    assert processor._foreign.given == (V, 9, [2, 9])  # of the end tokens the model's own, not the client's
-    assert processor._foreign.device == torch.device("cpu")
+    assert isinstance(processor, ThirdPartyProcessor)
+    assert processor._wrapped.given == (V, 9, [2, 9])  # of the end tokens the model's own, not the client's
+    assert processor._wrapped.device == torch.device("cpu")
     (processor,) = kind.build(kind.Args(eos_token_id=5, eos_token_ids=None), CONTEXT)
-    assert isinstance(processor, ForeignProcessor)
-    assert processor._foreign.given == (V, 5, [2, 9])
+    assert isinstance(processor, ThirdPartyProcessor)
+    assert processor._wrapped.given == (V, 5, [2, 9])
 
 
 def test_a_request_without_end_tokens_is_refused_where_one_is_needed() -> None:
-    kind = wrap_foreign(Takes, "takes")
+    kind = wrap_third_party(Takes, "takes")
     with pytest.raises(ArgumentError, match="eos_token_id: this request has no end token"):
         kind.build(kind.Args(), Context(Vocabulary(V)))
-    kind = wrap_foreign(Takes, "takes", arguments={"eos_token_id": 3})
+    kind = wrap_third_party(Takes, "takes", arguments={"eos_token_id": 3})
     (processor,) = kind.build(kind.Args(), Context(Vocabulary(V)))
-    assert isinstance(processor, ForeignProcessor)
-    assert processor._foreign.given == (V, 3, [])
+    assert isinstance(processor, ThirdPartyProcessor)
+    assert processor._wrapped.given == (V, 3, [])
 
 
 def test_it_is_made_on_the_device_of_the_logits() -> None:
-    kind = wrap_foreign(Takes, "takes")
+    kind = wrap_third_party(Takes, "takes")
     (processor,) = kind.build(kind.Args(), CONTEXT)
-    assert isinstance(processor, ForeignProcessor)
+    assert isinstance(processor, ThirdPartyProcessor)
     processor.start(PROMPT)
     processor.shape(torch.zeros(V, device="meta"))
-    assert processor._foreign.device == torch.device("meta")
+    assert processor._wrapped.device == torch.device("meta")
 
 
 def test_what_transformers_refuses_is_the_callers_fault() -> None:
-    kind = wrap_foreign(transformers.WatermarkLogitsProcessor, "w")
+    kind = wrap_third_party(transformers.WatermarkLogitsProcessor, "w")
     with pytest.raises(ArgumentError, match=r"greenlist_ratio: .*between 0.0 and 1.0"):
         kind.build(kind.Args(greenlist_ratio=1.5), CONTEXT)

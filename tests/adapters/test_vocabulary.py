@@ -17,7 +17,7 @@ from adapters.processors.forcing import ForcedPrefix
 from adapters.processors.grammar import Choice
 from adapters.processors.masks import BannedTokens
 from adapters.processors.scripts import BanScripts
-from adapters.testing.house import house_vocabulary
+from adapters.testing.kit_model import kit_vocabulary
 from adapters.vocabulary import Vocabulary
 
 FIRST_MOVED, GAP = 370, 20
@@ -28,7 +28,7 @@ def gapped(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     """The house's tokenizer with a gap below its last ten pieces, into which its added tokens
     then fall.
     """
-    house = house_vocabulary()
+    house = kit_vocabulary()
     directory = tmp_path_factory.mktemp("gapped")
     assert house.path is not None
     for source in Path(house.path).iterdir():
@@ -57,7 +57,7 @@ def allowed(processor: object, facts: Context, generated: list[int]) -> set[int]
 
 
 def test_the_highest_id_counts_not_the_number_of_tokens(gapped: Vocabulary, last: str) -> None:
-    house = house_vocabulary()
+    house = kit_vocabulary()
     assert len(gapped.tokenizer) == len(house.tokenizer) == 382  # type: ignore[arg-type]
     assert gapped.num_tokens == 400
     assert gapped.encode(last) == [399]

@@ -127,7 +127,7 @@ def test_an_executor_that_dies_takes_the_worker_with_it(stack: Stack) -> None:
 
 STARTUP: dict[str, tuple[list[str], int, str]] = {
     "unknown argument": (["no_such_argument: 1"], 1, "TensorRT-LLM 1.3.0rc29 has no argument 'no_such_argument'"),
-    "not served": (["speculative_config: {}"], 2, "speculative_config: logits processors and it do not work together"),
+    "not served": (["speculative_config: {}"], 2, "speculative_config: is not compatible with logits processors"),
     "bad value": (["kv_cache_config: {no_such_key: 1}"], 1, "no_such_key"),
 }
 

@@ -159,7 +159,7 @@ def test_limits_of_a_static_batch(controller: TextGenerationController) -> None:
     with pytest.raises(MaxSequenceLengthOverflowError, match="2048"):
         controller.generate_all_output_tokens_static_batch(batch(num_tokens_to_generate=4096))
     many = {place: InferenceRequest(request_id=place, prompt_tokens=[5]) for place in range(13)}
-    with pytest.raises(ValueError, match="batch size 13 is above the most, 12"):
+    with pytest.raises(ValueError, match="batch size 13 exceeds the maximum, 12"):
         controller.generate_all_output_tokens_static_batch(many)
     with pytest.raises(ValueError, match="batch size 16"):
         controller.generate_all_output_tokens_static_batch(batch(n=2, best_of=4))
@@ -343,7 +343,7 @@ def test_a_static_batch_may_be_suspended_and_nothing_joins_it(controller: TextGe
         controller.generate_all_output_tokens_static_batch(requests)
     finally:
         controller.set_stop_word_finished_ids_callback(None)
-    assert problems == ["a static batch is unfinished; nothing joins it"]
+    assert problems == ["a static batch is unfinished; requests cannot join it"]
     for key in (0, 1, 2):
         assert requests[key].generated_tokens == expected[key].generated_tokens
         assert len(requests[key].tpot) == requests[key].generated_length == 10

@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from worker.engines.embedded.sampling.truncation import Controls, Group, draw, group_rows
+from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows, truncate_and_sample
 
 UNIT = 2.0**-44  # of the likeliest token's weight: to this weights are rounded
 GRAIN = 0.5  # logits are multiples of it, so that ties are frequent and exact
@@ -28,13 +28,13 @@ def log_weights(logits: torch.Tensor, controls: list[Controls], whole: bool = Fa
     """``[B, V]``; -inf where a token cannot be drawn."""
     rows = range(len(controls))
     groups = groups_of(controls, logits.shape[1], whole)
-    _, found = draw(logits, groups, dict.fromkeys(rows, 0.5), wanted=set(rows))
+    _, found = truncate_and_sample(logits, groups, dict.fromkeys(rows, 0.5), wanted=set(rows))
     return torch.stack([found[row] for row in rows])
 
 
 def tokens(logits: torch.Tensor, controls: list[Controls], uniforms: list[float], whole: bool = False) -> list[int]:
     groups = groups_of(controls, logits.shape[1], whole)
-    found, _ = draw(logits, groups, dict(enumerate(uniforms)))
+    found, _ = truncate_and_sample(logits, groups, dict(enumerate(uniforms)))
     return [found[row] for row in range(len(controls))]
 
 
@@ -274,8 +274,8 @@ def test_a_group_less_some_rows_draws_the_same() -> None:
     controls = dict(enumerate([Controls(1.0, 0.0, 20, 0.9), Controls(0.5, 0.1, 30), Controls(2.0, 0.0, 40, 0.5)]))
     groups = group_rows(controls, 900, CPU)
     numbers = dict.fromkeys(controls, 0.4)
-    every, _ = draw(logits, groups, numbers)
-    rest, _ = draw(logits, [group.without({1}) for group in groups], numbers)
+    every, _ = truncate_and_sample(logits, groups, numbers)
+    rest, _ = truncate_and_sample(logits, [group.without({1}) for group in groups], numbers)
     assert rest == {row: token for row, token in every.items() if row != 1}
 
 
@@ -288,7 +288,7 @@ def test_a_group_draws_the_same_whatever_it_drew_before() -> None:
     (group,) = groups_of(controls, 4000)
     seen = []
     for logits in (wide, wide, peaked, peaked, wide):
-        found, _ = draw(logits, [group], {0: 0.3, 1: 0.7})
+        found, _ = truncate_and_sample(logits, [group], {0: 0.3, 1: 0.7})
         assert [found[0], found[1]] == tokens(logits, controls, [0.3, 0.7])
         seen.append(group.is_wide)
     assert seen == [True, True, False, False, True]

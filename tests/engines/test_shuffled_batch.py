@@ -32,8 +32,8 @@ from adapters.contract import (
     Stage,
     SteeringProcessor,
 )
-from adapters.testing import house_context, house_vocabulary
-from adapters.third_party import wrap_foreign
+from adapters.testing import kit_context, kit_vocabulary
+from adapters.third_party import wrap_third_party
 from worker.engines.embedded import EmbeddedConfig
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.plan import Output
@@ -52,7 +52,7 @@ class HouseModel(ScriptedModel):
     """
 
     def __init__(self) -> None:
-        vocabulary = house_vocabulary()
+        vocabulary = kit_vocabulary()
         width = self.vocab_size = vocabulary.size
         self.eos_token_ids = tuple(sorted(vocabulary.eos_token_ids))
         self.undecodable_ids = tuple(range(vocabulary.num_tokens, width))
@@ -60,7 +60,7 @@ class HouseModel(ScriptedModel):
         self.by_token = torch.randn(width, width, generator=generator)
         self.by_position = torch.randn(self.context_length, width, generator=generator)
         self.by_position[:, list(self.eos_token_ids)] += 0.5  # so that answers end by themselves, too
-        self.by_position[:, list(house_context().think_end)] += 0.5
+        self.by_position[:, list(kit_context().think_end)] += 0.5
         self.hook, self.num_kv_tokens, self.plans = None, 0, []
 
 
@@ -112,7 +112,7 @@ FOREIGN = {"counts": Counts, "raises": Raises, "poisons": Poisons}
 
 
 def catalog(*more: Entry) -> Catalog:
-    foreign = [Entry(name, wrap_foreign(target, name), "test") for name, target in FOREIGN.items()]
+    foreign = [Entry(name, wrap_third_party(target, name), "test") for name, target in FOREIGN.items()]
     return Catalog([*Catalog.default().entries, *foreign, *more])
 
 
@@ -161,10 +161,10 @@ LATE = frozenset(entry.name for entry in Catalog.default().entries if entry.proc
 
 
 def prompt(source: random.Random, *, thinking: bool = False) -> tuple[int, ...]:
-    vocabulary = house_vocabulary()
+    vocabulary = kit_vocabulary()
     words = source.choices(("The", " quick", " brown", " fox", " Yes", " no", ".", " the", " 42", "é"), k=12)
     ids = vocabulary.encode("".join(words)) + [source.randrange(1, vocabulary.num_tokens - 2) for _ in range(4)]
-    start = list(house_context().think_start)
+    start = list(kit_context().think_start)
     return tuple([*ids, *start] if thinking else ids)
 
 
@@ -240,7 +240,7 @@ class Batch:
         self.driver.add(request)
 
     def params(self, row: Row) -> SamplingParams:
-        context = house_context()
+        context = kit_context()
         fields = {"max_tokens": NUM_TOKENS, "end_id": self.model.eos_token_ids[0], "seed": 0, **row.fields}
         chains = []
         if row.processors:

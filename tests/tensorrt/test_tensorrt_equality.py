@@ -15,7 +15,7 @@ from stand_in import collect
 from adapters import create_trtllm_adapters
 from adapters.catalog import BUILT_IN, Catalog, Requested, Selection
 from adapters.contract import Context
-from adapters.testing.house import KEY_ID
+from adapters.testing.kit_model import KEY_ID
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded import EmbeddedEngine
 from worker.engines.trtllm import TrtllmEngine
@@ -59,7 +59,7 @@ def comparable(engine_data: Any) -> Any:
     the batch.
     """
     receipt = dict(engine_data["logits_processors"])
-    receipt["processors"] = [each for each in receipt["processors"] if each["name"] != "seeded_draw"]
+    receipt["processors"] = [each for each in receipt["processors"] if each["name"] != "seeded_sampler"]
     del receipt["numerics"]
     return receipt
 

@@ -144,7 +144,7 @@ def test_a_seed_draws_in_the_chain_with_temperature_and_truncation_before_it(ver
     made, asked = native(version, params)
     assert asked.chain is not None
     names = [member.name for member in asked.chain.members]
-    assert names == ["repetition_penalty", "temperature", "min_p", "top_k", "top_p", "seeded_draw"]
+    assert names == ["repetition_penalty", "temperature", "min_p", "top_k", "top_p", "seeded_sampler"]
     assert made._greedy_decoding
     assert (made.repetition_penalty, made.seed, made.top_k) == (None, None, None)
 

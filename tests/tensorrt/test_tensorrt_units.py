@@ -212,7 +212,7 @@ def test_how_processors_are_called() -> None:
     assert judge_calls(called(2, 2, 3), [7, 7, 7], 7, 2) == Calls(1024, lags=True)
     for steps, tokens, problem in (
         ([], [7, 7], "not called"),
-        (called(2, 3), [7, 8], "does not reach"),
+        (called(2, 3), [7, 8], "do not reach"),
         (called(2, 2, 2), [7, 7, 7, 7], "at positions"),
     ):
         with pytest.raises(StartupError, match=problem):
@@ -425,7 +425,7 @@ async def test_kv_events_go_on_after_an_error(
     assert [hashes for _, _, hashes, _, _ in calls] == [[1], [3]]
     told = [record.getMessage() for record in caplog.records]
     assert sum(f"KV events: {type(error).__name__}: " in line for line in told) == 1
-    assert sum("a record was left out: KeyError: 'tokens'" in line for line in told) == 1
+    assert sum("a record was skipped: KeyError: 'tokens'" in line for line in told) == 1
 
 
 async def test_statistics_go_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,7 +553,7 @@ async def test_a_verdict_does_not_outlive_the_watch() -> None:
     asking.append(asyncio.create_task(watch.verdict()))
     await asyncio.sleep(0)
     task.cancel()
-    assert await asyncio.gather(*asking) == ["nobody looks after TensorRT-LLM any more"] * 3
+    assert await asyncio.gather(*asking) == ["TensorRT-LLM is no longer monitored"] * 3
     assert executor.reasons == []
 
 
@@ -562,7 +562,7 @@ async def test_a_verdict_does_not_outlive_the_watch() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), IndexError("x"), RequestFailed("x")])
 async def test_a_check_that_raises_has_failed_and_the_report_goes_on(error: Exception) -> None:
-    async def broken() -> verify.Check:
+    async def broken() -> verify.Finding:
         raise error
 
     unused: Any = None

@@ -9,7 +9,7 @@ import torch
 from adapters.chain import ProcessorChain
 from adapters.contract import Processor
 from adapters.trtllm import ChainAdapter
-from adapters.trtllm.native_controls import EmbeddingBias, ForeignCallable
+from adapters.trtllm.native_controls import EmbeddingBias, ThirdPartyCallable
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 
@@ -35,7 +35,7 @@ def other_members(
     bias = dense_bias(params, vocab_size, device)
     dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
     callables = [each for each in params.logits_processors if not isinstance(each, ChainAdapter)]
-    return [*dense, *(ForeignCallable(each, number) for each in callables)]
+    return [*dense, *(ThirdPartyCallable(each, number) for each in callables)]
 
 
 def dense_bias(params: SamplingParams, vocab_size: int, device: torch.device | None = None) -> torch.Tensor | None:

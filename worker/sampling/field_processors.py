@@ -86,7 +86,7 @@ def is_sampled(params: SamplingParams, chain: ProcessorChain | None) -> bool:
     if not params.is_greedy:
         return True
     says_nothing = all(getattr(params, one.name) is None for one, _ in _engine_controls(type(params), late=True))
-    return says_nothing and chain is not None and chain.wants_draw
+    return says_nothing and chain is not None and chain.wants_random_sampling
 
 
 def with_field_processors(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adapters.testing.house import KEY_ID
+from adapters.testing.kit_model import KEY_ID
 
 _OBJECT = {
     "type": "object",

@@ -14,7 +14,7 @@ from builtin_examples import EXAMPLES
 
 from adapters.processors import BUILTINS
 from adapters.testing import Subject
-from adapters.testing.stories import restarted, stories
+from adapters.testing.reference_runs import reference_runs, restarted
 from adapters.trtllm import ChainAdapter
 
 pytestmark = [pytest.mark.logits_processor(builtin, EXAMPLES.get(builtin.name, ())) for builtin in BUILTINS]
@@ -43,10 +43,10 @@ def test_every_builtin_goes_on_in_another_process() -> None:
     jobs = []
     for builtin in BUILTINS:
         subject = Subject(builtin, EXAMPLES[builtin.name])
-        story, index = stories(subject)[0], 4
-        blob = pickle.dumps(ChainAdapter(restarted(subject, story, index)))
-        logits = story.logits[index].clone().view(1, 1, -1)
-        jobs.append((builtin.name, blob, story.history(index), logits, story.outcomes[index].dense()))
+        run, index = reference_runs(subject)[0], 4
+        blob = pickle.dumps(ChainAdapter(restarted(subject, run, index)))
+        logits = run.logits[index].clone().view(1, 1, -1)
+        jobs.append((builtin.name, blob, run.history(index), logits, run.outcomes[index].dense()))
     root = str(Path(__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "-c", _OTHER_PROCESS],

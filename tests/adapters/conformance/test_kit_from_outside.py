@@ -1,5 +1,5 @@
 """The kit as authors use it: the page about writing processors, the pytest plugin, the command,
-foreign classes.
+third-party classes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from adapters.chain import apply_chain
 from adapters.contract import Ban, Edit, Stage, SteeringProcessor, edits
 from adapters.contract import processor as contract
 from adapters.testing import CHECKS, CheckFailed, Subject, check_processor
-from adapters.testing.house import house_context
+from adapters.testing.kit_model import kit_context
 
 pytest_plugins = ["pytester"]
 
@@ -63,7 +63,7 @@ def test_the_wrapped_class_of_the_page_is_taken_by_the_command_line_that_the_pag
     synthid = catalog["house/synthid"].processor
     assert set(synthid.Args.model_fields) == {"skip_first_ngram_calls", "debug_mode"}
     assert synthid.stage is Stage.SAMPLING
-    chain = catalog.build_chain(Selection((Requested("house/synthid"),)), house_context())
+    chain = catalog.build_chain(Selection((Requested("house/synthid"),)), kit_context())
     chain.start([40, 41])
     row = torch.linspace(-1, 1, chain.context.vocabulary.size)
     assert apply_chain(chain, row)
@@ -104,7 +104,7 @@ class Least(SteeringProcessor):
 def test_a_processor_without_arguments_declares_a_name_and_a_stage() -> None:
     report = check_processor(Least, [{}])
     assert report.passed, str(report)
-    chain = Catalog([Entry("least", Least)]).build_chain(Selection((Requested("least"),)), house_context())
+    chain = Catalog([Entry("least", Least)]).build_chain(Selection((Requested("least"),)), kit_context())
     chain.start([40], [41])
     assert chain.plan().bans[0].token_ids.tolist() == [41]
     with pytest.raises(SelectionError, match="unknown argument"):
@@ -166,7 +166,7 @@ def test_command_reports_and_sets_the_status(capsys: pytest.CaptureFixture[str])
     assert main(["check", "broken_processors:CountsCalls", "--example", '{"n": 4}', "--only", "double_call"]) == 1
     out = capsys.readouterr().out
     assert out.startswith("FAIL  double_call: ")
-    assert 'arguments {"n": 4}, story 0, generated token' in out
+    assert 'arguments {"n": 4}, run 0, generated token' in out
 
 
 @pytest.mark.parametrize(
@@ -204,13 +204,13 @@ def test_command_lists_the_checks(capsys: pytest.CaptureFixture[str]) -> None:
         ("broken_processors:ZooBoost", {"boost": 2.0}),
     ],
 )
-def test_foreign_classes_conform(target: str, example: dict[str, float]) -> None:
+def test_third_party_classes_conform(target: str, example: dict[str, float]) -> None:
     module, _, name = target.partition(":")
     report = check_processor(getattr(importlib.import_module(module), name), [example])
     assert report.passed, str(report)
 
 
-def test_foreign_forcing_that_leaves_nan_is_caught() -> None:
+def test_third_party_forcing_that_leaves_nan_is_caught() -> None:
     report = check_processor(broken_processors.ZooEnforce, [{"token_id": 40}], only=["masked_rows", "banned_tokens"])
     assert "masked_rows" in {result.check.name for result in report.failures}
 

@@ -312,7 +312,7 @@ def test_a_grammar_that_explodes_after_admission_fails_its_request_and_recovers(
         for _ in range(200):
             bomb.accept(min(allowed_by_plan(bomb)), bomb.position)
 
-    with pytest.raises(ProcessorFailed, match="beyond its limits") as caught:
+    with pytest.raises(ProcessorFailed, match="exceeded its limits") as caught:
         explode()
     assert caught.value.processor == "regex"
     bomb.rewind(len(PROMPT))

@@ -15,7 +15,7 @@ from vocab_for_tests import END, assert_rows_equal, context, replayed, run_row, 
 
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import ArgumentError, Context, Force, Stage
-from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase, _behind_labels
+from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase, _after_labels
 from adapters.vocabulary import Vocabulary
 
 few = settings(max_examples=50, deadline=None)
@@ -279,7 +279,7 @@ def test_each_label_is_looked_up_as_if_it_were_the_only_one(lines, labels):
         pattern = rb"^[ \t]*(?:[(\[]?)" + re.escape(label) + rb"[.:)\]]+[ \t]*(?=\S)"
         for match in re.finditer(pattern, text, re.MULTILINE):
             expected[label] = match.end()
-    assert _behind_labels({label.encode() for label in labels}, text) == expected
+    assert _after_labels({label.encode() for label in labels}, text) == expected
 
 
 def test_boost_rows_do_not_depend_on_each_other():

@@ -1,8 +1,9 @@
 """`FusedSamplingProcessor`: the sampler behind the surface of MAX's class of that name.
 
-One object serves one batch for as many steps as it is called. In contrast to MAX's: the draws move
-on from step to step, no row's top-k depends on another's, min-p holds on every device, a bitmask of
-another width is an error rather than ignored, and a row without a token says why.
+One object serves one batch for as many steps as it is called. In contrast to MAX's: random numbers
+advance from step to step, no row's top-k depends on another's, min-p is applied on every device, a
+bitmask of the wrong width is an error rather than ignored, and rows that cannot be sampled report
+why.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.step import plan_edits
 
 NO_TOKEN = -1
-"""What stands in place of a token in a row that has none; `FusedSamplingProcessor.errors` says
-why.
-"""
+"""Token id of a row that cannot be sampled; `FusedSamplingProcessor.errors` says why."""
 
 
 class FusedSamplingProcessor:
@@ -32,15 +31,14 @@ class FusedSamplingProcessor:
         requests: The batch. Their token lists are copied, so that the caller may extend its own;
             their chains of processors are shared, which is safe, because a chain accepts a position
             once.
-        device: Where the tokens are to be.
+        device: Device of the tokens.
         bitmask: First bitmask; see `update_bitmask`.
-        identity_logit_offsets: From `allocate_identity_logit_offsets`; may be longer than the batch
-            needs.
+        identity_logit_offsets: From `allocate_identity_logit_offsets`; may exceed the batch.
 
     Attributes:
         generated_tokens: int64 ``[B, number of calls]``.
         new_tokens: int64 ``[B]``, of the last call; None before the first.
-        errors: Why a row of the last call has no token.
+        errors: Why rows of the last call could not be sampled.
     """
 
     def __init__(
@@ -152,13 +150,11 @@ class FusedSamplingProcessor:
             request.chain.accept(token_id, len(request.tokens) - 1)
 
     def update_bitmask(self, packed: torch.Tensor | np.ndarray[Any, Any]) -> None:
-        """Take over the bitmask of the next calls, int32 ``[B, ceil(V / 32)]``, bit set:
-        allowed. It is copied.
-        """
+        """Copy the bitmask of the next calls, int32 ``[B, ceil(V / 32)]``; set bits are allowed."""
         self._bitmask = torch.as_tensor(packed).clone()
 
     def start_async_token_copy(self) -> None:
-        """Start to copy `new_tokens` to the host; nothing to do before the first call."""
+        """Start copying `new_tokens` to the host; a no-op before the first call."""
         if self.new_tokens is None:
             return
         if self.new_tokens.device.type != "cuda":
@@ -170,8 +166,7 @@ class FusedSamplingProcessor:
         self._copied.record()
 
     def get_new_tokens_numpy(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """int64 ``[B]``, of the last call; waits for the copy alone, or makes it if none was
-        started.
+        """int64 ``[B]`` of the last call; waits for the copy, and starts it if none was started.
 
         Raises:
             RuntimeError: before the first call.

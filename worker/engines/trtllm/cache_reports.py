@@ -1,4 +1,4 @@
-"""TensorRT-LLM's statistics and KV-cache events, as the worker passes them on."""
+"""TensorRT-LLM's KV cache statistics and events, as the worker publishes them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class EventRelay:
-    """Hands KV events on.
+    """Forwards KV events.
 
     Attributes:
-        sink: Hears of them.
-        block_size: Tokens per full block; a shorter one, the last of a prompt, is left out, and so
-            is what follows it.
-        num_gaps: How often event ids were not consecutive: the buffer had overflowed.
+        sink: Receives them.
+        block_size: Tokens per full block; a partial block, at the end of a prompt, is skipped with
+            its successors.
+        num_gaps: Gaps in the event ids, left by overflows of the buffer.
 
-    A model whose layers have several attention windows has KV blocks, and events, for each of them;
-    the router hears of those of the largest window alone. The pools of all windows are announced
+    A model with several attention windows has KV blocks and events for each of them; only those of
+    the largest window are forwarded to the router. The pools of all windows are announced
     (``created``) before anything is stored.
     """
 
@@ -35,11 +35,11 @@ class EventRelay:
     _last_id: int | None = None
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Pass one event on.
+        """Forward one event.
 
         Raises:
-            ValueError: its blocks have several salts. LookupError, TypeError, AttributeError: it is
-            not of the form that is known. Nothing of it is passed on.
+            ValueError: its blocks have several salts.
+            LookupError, TypeError, AttributeError: its form is unknown. Nothing is forwarded.
         """
         self._check_order(event.get("event_id"))
         if not self._is_of_largest_window(event.get("window_size")):
@@ -50,8 +50,8 @@ class EventRelay:
             self._stored(data)
         elif kind == "removed":
             self._removed(data.get("block_hashes") or ())
-        # created: the size of the pool; updated: where a block is kept. Neither changes which
-        # prefixes there are.
+        # created: size of a pool; updated: location of a block. Neither changes the cached
+        # prefixes.
 
     def _check_order(self, event_id: Any) -> None:
         if type(event_id) is not int:
@@ -62,7 +62,7 @@ class EventRelay:
         self._last_id = event_id
 
     def _is_of_largest_window(self, window: int | None) -> bool:
-        """Old versions do not say of which window an event is: they have one."""
+        """Old versions have one window and do not name it."""
         if window is None:
             return True
         self._window = window if self._window is None else max(self._window, window)
@@ -93,9 +93,7 @@ class EventRelay:
 
 
 def _salt_of(data: Mapping[str, Any]) -> str | None:
-    """The salt of the stored blocks, None for blocks that every request may share. Each block
-    says it for itself.
-    """
+    """The salt of the stored blocks, None for unsalted ones; each block carries its own."""
     salts = {block.get("cache_salt") for block in data.get("blocks") or ()}
     if len(salts) > 1:
         raise ValueError("a KV event has blocks of several salts")
@@ -103,7 +101,7 @@ def _salt_of(data: Mapping[str, Any]) -> str | None:
 
 
 def kv_blocks(stats: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Used and all KV blocks in one record of statistics, None if it does not say."""
+    """Used and total KV blocks in one record of statistics, None if absent."""
     cache = stats.get("kvCacheStats") or {}
     used, total = cache.get("usedNumBlocks"), cache.get("maxNumBlocks")
     return (used, total) if type(used) is int and type(total) is int else None

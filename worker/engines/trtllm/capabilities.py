@@ -1,4 +1,4 @@
-"""What the installed TensorRT-LLM accepts, read from its classes. Nothing is run."""
+"""Arguments that the installed TensorRT-LLM accepts, by inspection of its classes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Package:
         version: Of the distribution.
         llm: The class ``LLM``.
         sampling_params: The class ``SamplingParams``.
-        disaggregated_params: The class ``DisaggregatedParams``, None where there is none.
+        disaggregated_params: The class ``DisaggregatedParams``, None if absent.
         request_error: The exception that ends one request.
-        sampling_fields: What ``SamplingParams`` accepts.
-        llm_fields: What ``LLM`` accepts.
-        generate_arguments: What ``LLM.generate_async`` accepts.
+        sampling_fields: Fields of ``SamplingParams``.
+        llm_fields: Arguments of ``LLM``.
+        generate_arguments: Arguments of ``LLM.generate_async``.
     """
 
     version: str
@@ -56,10 +56,10 @@ class Package:
 
 
 def read_package() -> Package:
-    """Import TensorRT-LLM and look at it.
+    """Import TensorRT-LLM and inspect it.
 
     Raises:
-        StartupError: it cannot be imported, or lacks something that every supported version has.
+        StartupError: it cannot be imported, or lacks an attribute of every supported version.
     """
     try:
         root = importlib.import_module("tensorrt_llm")

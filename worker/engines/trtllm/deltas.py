@@ -1,10 +1,10 @@
-"""TensorRT-LLM's cumulative outputs cut into deltas.
+"""Deltas of TensorRT-LLM's cumulative outputs.
 
-Its ids may shrink at the end, because a stop word is taken back, and whether the token that ended
-an answer is among them depends on which list it was in, and on the version. Here it is shown
-exactly if the request asked for it. Of several sequences only the last one to end is given a finish
-reason, and the token that a prefill worker handed over may not count for the length limit: so end
-tokens and the limit are looked for here, whatever TensorRT-LLM says.
+Its ids may shrink at the end, when a stop word is removed, and whether the token that ended an
+answer is among them depends on its kind and on the version; here it is shown exactly if the request
+wants it. Of several sequences only the last one to end gets a finish reason, and the first token of
+a prefill worker may not count towards the length limit: so end tokens and the limit are detected
+here, whatever TensorRT-LLM reports.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ _FINISH: dict[str, FinishReason] = {
 
 @dataclass(slots=True)
 class Cursor:
-    """What of one choice has been told.
+    """What has been sent of one choice.
 
     Attributes:
         index: The choice.
         end_token_ids: Ids that end the answer.
-        default_end: The id that TensorRT-LLM's own tokenizer ends answers with, None if it must
-            not.
+        default_end: The end token of TensorRT-LLM's own tokenizer, None if it must not end answers.
         shows_end: Whether the id that ended the answer is part of it.
-        num_logprobs: Likeliest tokens to report with each, None for no log probabilities.
-        max_tokens: Longest answer, None for whatever TensorRT-LLM generates.
-        num_sent: Tokens told so far.
+        num_logprobs: Top-n to report for each token, None for no log probabilities.
+        max_tokens: Longest answer, None for TensorRT-LLM's own limit.
+        num_sent: Tokens sent so far.
         finished: Whether the last delta has been made.
     """
 
@@ -49,9 +48,7 @@ class Cursor:
     finished: bool = field(default=False)
 
     def advance(self, output: Any, *, is_last: bool = False) -> TokenDelta | None:
-        """What is new in a ``CompletionOutput``, None if nothing is. ``is_last``: there will be
-        no further one.
-        """
+        """The new part of a ``CompletionOutput``, None if nothing is; ``is_last``: it is final."""
         if self.finished:
             return None
         tokens = list(output.token_ids or ())
@@ -71,8 +68,9 @@ class Cursor:
         return delta if delta.token_ids or self.finished else None
 
     def _finish_unsaid(self, delta: TokenDelta) -> None:
-        """A sequence that ended without a reason, an end token or its last token: the version
-        hides the end token.
+        """A sequence that ended without a reason, an end token or its last token.
+
+        This version hides the end token.
         """
         if self.default_end is None:
             delta.finish_reason, delta.error = "error", "TensorRT-LLM ended the request without a reason"
@@ -87,9 +85,9 @@ class Cursor:
 
     def _end_at_first(self, delta: TokenDelta) -> None:
         """The first end token ends the answer, whether TensorRT-LLM stops there or not."""
-        for place, token_id in enumerate(delta.token_ids):
+        for index, token_id in enumerate(delta.token_ids):
             if token_id in self.end_token_ids:
-                del delta.token_ids[place + 1 :]
+                del delta.token_ids[index + 1 :]
                 delta.finish_reason, delta.stop_reason = "stop", token_id
                 return
 
@@ -121,7 +119,7 @@ def _finish(delta: TokenDelta, reason: str, stop_reason: Any) -> None:
 
 
 def _entries(token_id: int, found: Mapping[int, Any], count: int) -> list[TokenLogprob]:
-    """The sampled token first, whatever the version's order; then the likeliest by rank."""
+    """The sampled token first, whatever the version's order; then the top-n by rank."""
     entries = [TokenLogprob(each, float(at.logprob), int(at.rank or 0)) for each, at in found.items()]
     sampled = [entry for entry in entries if entry.token_id == token_id]
     top = sorted((entry for entry in entries if 0 < entry.rank <= count), key=lambda entry: entry.rank)
@@ -129,5 +127,5 @@ def _entries(token_id: int, found: Mapping[int, Any], count: int) -> list[TokenL
 
 
 def entries_of(step: Sequence[tuple[int, float, int]]) -> list[TokenLogprob]:
-    """The same from what a chain reported."""
+    """The same from a chain's report."""
     return [TokenLogprob(token_id, logprob, rank) for token_id, logprob, rank in step]

@@ -15,15 +15,15 @@ from adapters.trtllm import ChainAdapter, Failure, Step
 from adapters.trtllm.side_channel import SideChannel
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineInfo, KeepKv, ReadKv, TokenDelta, TokenLogprob
-from worker.engines.trtllm import handoff
+from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.cache_reports import kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor, entries_of
-from worker.engines.trtllm.flight import Flight
 from worker.engines.trtllm.health import Watch, described, submission_error
 from worker.engines.trtllm.params import NativeRequest, Served, callable_of, native_request
 from worker.engines.trtllm.probes import NUM_TOKENS, CallProbe, Calls, ProbeRefused, find_honoured, judge_calls
 from worker.engines.trtllm.reports import RuntimeReports
+from worker.engines.trtllm.running_request import RunningRequest
 from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts
 from worker.errors import (
     Draining,
@@ -43,10 +43,10 @@ PROBE_PROMPT = [5, 6]
 PROBE_TOKEN = 7
 
 SHUTDOWN_S = 30.0
-"""How long the executor may take to end."""
+"""Time for the executor to shut down."""
 
 _MIN_DISAGG_ID = 2**42
-"""Ids below are TensorRT-LLM's own."""
+"""Lower ids are TensorRT-LLM's own."""
 
 
 class TrtllmEngine(RuntimeReports):
@@ -61,8 +61,9 @@ class TrtllmEngine(RuntimeReports):
         self._package: Package | None = None
         self._served: Served | None = None
         self._channel = SideChannel(self._on_failure, self._on_step)
-        self._flights: dict[str, Flight] = {}
-        self._by_number: dict[str, Flight] = {}  # ids are used again; a late report must not meet the next request
+        self._requests: dict[str, RunningRequest] = {}
+        # by number, since request ids are reused and a late report must not reach the next request
+        self._by_number: dict[str, RunningRequest] = {}
         self._probe_steps: list[Step] = []
         self._numbers = count()
         self._refusal: ServingError | None = None
@@ -71,15 +72,15 @@ class TrtllmEngine(RuntimeReports):
 
     def __repr__(self) -> str:
         state = "not started" if self._info is None else repr(self._refusal) if self._refusal else "serving"
-        return f"TrtllmEngine({state}, {len(self._flights)} unfinished)"
+        return f"TrtllmEngine({state}, {len(self._requests)} unfinished)"
 
     # Start and stop
 
     async def start(self) -> EngineInfo:
-        """Load the model and find out what this version does.
+        """Load the model and probe this version's behaviour.
 
         Raises:
-            StartupError: with one clear line.
+            StartupError: in one line.
         """
         if self._info is not None:
             raise StartupError("the TensorRT-LLM engine was started twice")
@@ -88,8 +89,8 @@ class TrtllmEngine(RuntimeReports):
         context_length, eos_token_ids = checkpoint_facts(self.config.model_path)
         arguments = self.config.llm_arguments(package.llm_fields, package.version)
         try:
-            # in the event loop, as Dynamo's own worker does: the executor's queues belong to the
-            # loop of this thread
+            # in the event loop, as in Dynamo's own worker: the executor's queues belong to this
+            # thread's loop
             self._llm = package.llm(model=self.config.model_path, **arguments)
         except Exception as error:  # the start-up boundary
             raise StartupError(f"TensorRT-LLM {package.version}: {' '.join(str(error).split())}") from error
@@ -121,24 +122,24 @@ class TrtllmEngine(RuntimeReports):
         if llm is not None:
             try:
                 await asyncio.wait_for(asyncio.to_thread(llm.shutdown), SHUTDOWN_S)
-            except asyncio.TimeoutError:  # a dead executor may keep it waiting for ever
+            except asyncio.TimeoutError:  # a dead executor may block it forever
                 logger.warning("TensorRT-LLM did not shut down within %g s", SHUTDOWN_S)
         self._channel.close()
 
     async def _drain_prefill(self) -> None:
-        """KV that decode workers have not fetched is lost with the executor."""
+        """Wait for KV transfers: unfetched KV is lost with the executor."""
         if self.config.role == "prefill" and not isinstance(self._refusal, EngineBroken):
             wait = self._last_prefill + self.config.kv_lease_s - asyncio.get_running_loop().time()
             if wait > 0:
                 await asyncio.sleep(wait)
 
     async def _probe_calls(self, package: Package, eos_token_ids: tuple[int, ...]) -> Calls:
-        """How logits processors are called, and the tokenizer made ready where they will run."""
+        """Probe how logits processors are called, and load the tokenizer in their process."""
         calls = await self._probe_once(None)
         if calls.lags and self.config.history == "exact":
             raise StartupError(
                 f"TensorRT-LLM {package.version} shows logits processors a history that lacks the newest token, "
-                "although overlapped steps are off; --history lagged accepts that"
+                "although overlapped scheduling is off; --history lagged accepts that"
             )
         vocabulary = Vocabulary(calls.vocab_size, eos_token_ids=eos_token_ids, path=self.config.model_path)
         await self._probe_once(vocabulary)
@@ -156,7 +157,7 @@ class TrtllmEngine(RuntimeReports):
         return judge_calls(self._probe_steps, tokens, PROBE_TOKEN, len(PROBE_PROMPT))
 
     async def _ask(self, **fields: Any) -> Any:
-        """One short request of the probes. Raises `ProbeRefused` or `StartupError`."""
+        """Run one short probe request. Raises `ProbeRefused` or `StartupError`."""
         assert self._package is not None
         unknown = set(fields) - self._package.sampling_fields
         if unknown:
@@ -175,7 +176,7 @@ class TrtllmEngine(RuntimeReports):
         args = getattr(self._llm, "args", None)
         length = getattr(args, "max_seq_len", None) or context_length
         if length is None:
-            raise StartupError("the checkpoint does not say how long a context may be; give --context-length")
+            raise StartupError("the checkpoint does not say the context length; give --context-length")
         block, total = await self._kv_capacity(args)
         return EngineInfo(
             name="trtllm",
@@ -192,10 +193,10 @@ class TrtllmEngine(RuntimeReports):
         )
 
     async def _kv_capacity(self, args: Any) -> tuple[int, int]:
-        """Tokens per KV block, and blocks; (…, 0) where the version does not tell."""
+        """Tokens per KV block, and number of blocks; (…, 0) if the version does not report it."""
         if hasattr(self._llm, "get_kv_cache_capacity"):
             capacity = self._llm.get_kv_cache_capacity()
-            if capacity:  # empty where the version finds no KV cache, or no count of its blocks
+            if capacity:  # empty if the version reports no KV cache, or no number of blocks
                 return int(capacity["tokensPerBlock"]), int(capacity["maxNumBlocks"])
         cache = getattr(args, "kv_cache_config", None)
         block = int(getattr(cache, "tokens_per_block", 32))
@@ -231,26 +232,27 @@ class TrtllmEngine(RuntimeReports):
         cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
-        flight = await self._submit(request_id, list(prompt_token_ids), sampling_params, kv, cache_salt)
+        request = await self._submit(request_id, list(prompt_token_ids), sampling_params, kv, cache_salt)
         try:
             while True:
-                yield await flight.take()
-                if flight.is_exhausted:
+                yield await request.take()
+                if request.is_exhausted:
                     return
         finally:
-            self._release(flight)
+            self._release(request)
 
     def abort(self, request_id: str) -> None:
-        """Stop decoding a request; its stream ends as ``cancelled``. A decode worker first gets
-        the whole KV.
+        """Abort a request; its stream ends as ``cancelled``.
+
+        On a decode worker only after the KV transfer has completed.
         """
-        flight = self._flights.get(request_id)
-        if flight is not None:
-            flight.abort()
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.abort()
 
     def num_unfinished(self) -> int:
         """Requests admitted and not yet finished."""
-        return len(self._flights)
+        return len(self._requests)
 
     def migrate_all(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many
@@ -265,29 +267,29 @@ class TrtllmEngine(RuntimeReports):
         params: SamplingParams,
         kv: KeepKv | ReadKv | None,
         cache_salt: str | None,
-    ) -> Flight:
+    ) -> RunningRequest:
         if self._refusal is not None:
             raise self._refusal
         if self._info is None or self._served is None or self._package is None:
             raise EngineBroken("the engine has not been started")
-        if request_id in self._flights:
+        if request_id in self._requests:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
         _check_prompt(prompt, self._info)
         if cache_salt is not None and "cache_salt" not in self._package.generate_arguments:
-            raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not keep salts apart")
+            raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
         number = next(self._numbers)
         made = native_request(params, prompt, number, self._served)
-        if len(self._flights) >= self.config.max_num_seqs + self.config.max_queue:
+        if len(self._requests) >= self.config.max_num_seqs + self.config.max_queue:
             raise Overloaded(
                 f"the queue is full: {self.config.max_num_seqs} requests may run and {self.config.max_queue} wait; "
                 "retry later or elsewhere"
             )
-        flight = self._flight(request_id, made, params, self._info.context_length - len(prompt))
-        flight.number = str(number)
-        adapter = self._adapter(flight, made, params)
-        arguments = self._disaggregated(flight, kv, params)
+        request = self._running_request(request_id, made, params, self._info.context_length - len(prompt))
+        request.number = str(number)
+        adapter = self._adapter(request, made, params)
+        arguments = self._disaggregated(request, kv, params)
         if adapter is not None:
-            adapter.handed_over = flight.handed_over
+            adapter.handed_over = request.handed_over
         if cache_salt is not None:
             arguments["cache_salt"] = cache_salt
         streaming = not isinstance(kv, KeepKv)
@@ -295,15 +297,17 @@ class TrtllmEngine(RuntimeReports):
             native = self._package.sampling_params(**made.fields)
             if adapter is not None:
                 native.logits_processor = [adapter]
-            flight.result = self._llm.generate_async(prompt, native, streaming=streaming, **arguments)
+            request.result = self._llm.generate_async(prompt, native, streaming=streaming, **arguments)
         except Exception as error:  # the engine's boundary: classified, never the worker's end by itself
             refusal = submission_error(error, self._package, made.fields)
             raise refusal or await self._blame(error) from error
-        self._flights[request_id] = self._by_number[flight.number] = flight
-        flight.pump = asyncio.create_task(self._pump(flight, params, kv))
-        return flight
+        self._requests[request_id] = self._by_number[request.number] = request
+        request.pump = asyncio.create_task(self._pump(request, params, kv))
+        return request
 
-    def _flight(self, request_id: str, made: NativeRequest, params: SamplingParams, room: int) -> Flight:
+    def _running_request(
+        self, request_id: str, made: NativeRequest, params: SamplingParams, room: int
+    ) -> RunningRequest:
         """``room``: tokens that fit into the context after the prompt; TensorRT-LLM ends there
         too.
         """
@@ -313,7 +317,7 @@ class TrtllmEngine(RuntimeReports):
         default_end = None if params.ignore_eos or not eos else eos[0]
         native_logprobs = params.logprobs if made.chain is None else None
         shows_end = params.include_stop_str_in_output
-        return Flight(
+        return RunningRequest(
             request_id,
             [
                 Cursor(index, made.end_token_ids, default_end, shows_end, native_logprobs, max_tokens)
@@ -324,80 +328,79 @@ class TrtllmEngine(RuntimeReports):
             fails_open=self.config.fails_open,
         )
 
-    def _adapter(self, flight: Flight, made: NativeRequest, params: SamplingParams) -> ChainAdapter | None:
+    def _adapter(self, request: RunningRequest, made: NativeRequest, params: SamplingParams) -> ChainAdapter | None:
         assert self._served is not None
         eos = self._served.eos_token_ids
         end_id = params.end_id if params.end_id is not None else eos[0] if eos else None
         adapter = callable_of(made, end_id, lagged=self._served.lagged)
         if adapter is None:
             return None
-        reporter = self._channel.reporter(flight.number)
+        reporter = self._channel.reporter(request.number)
         adapter.report, adapter.watch = reporter, reporter.step
         adapter.fails_open = self.config.fails_open
         if int(self.config.options.get("tensor_parallel_size", 1)) > 1:
-            # Ranks must agree on every token, and a clock differs between them: the worker keeps
+            # Ranks must agree on every token, and clocks differ between them: the worker enforces
             # the budget instead.
-            flight.step_budget_s, adapter.chain.step_budget_s = adapter.chain.step_budget_s, math.inf
+            request.step_budget_s, adapter.chain.step_budget_s = adapter.chain.step_budget_s, math.inf
         return adapter
 
-    def _disaggregated(self, flight: Flight, kv: KeepKv | ReadKv | None, params: SamplingParams) -> dict[str, Any]:
-        """Arguments of ``generate_async`` that say which part of the work this is: both for a
-        health probe.
-        """
+    def _disaggregated(
+        self, request: RunningRequest, kv: KeepKv | ReadKv | None, params: SamplingParams
+    ) -> dict[str, Any]:
+        """Disaggregation arguments of ``generate_async``; none for a health probe."""
         assert self._package is not None
         if kv is None:
-            if self.config.role == "decode" and flight.chain is not None:  # this executor computes the prompt itself
-                flight.chain.receipt.mode = "local prefill"
+            if self.config.role == "decode" and request.chain is not None:  # this executor computes the prompt itself
+                request.chain.receipt.mode = "local prefill"
             return {}
         if params.n > 1:
             raise InvalidRequest("sampling_params.n", "must be 1 in disaggregated serving: one sequence is handed over")
         if self.config.role != ("prefill" if isinstance(kv, KeepKv) else "decode"):
-            raise InvalidRequest(handoff.FIELD, f"this worker serves {self.config.role}")
-        given = _context_only(self._package) if isinstance(kv, KeepKv) else self._handed_over(flight, kv.handle)
-        flight.disaggregated_params = given
+            raise InvalidRequest(disaggregated_params.FIELD, f"this worker serves {self.config.role}")
+        given = _context_only(self._package) if isinstance(kv, KeepKv) else self._handed_over(request, kv.handle)
+        request.disaggregated_params = given
         return {"disaggregated_params": given}
 
-    def _handed_over(self, flight: Flight, hand_off: Mapping[str, Any]) -> Any:
-        """The ``DisaggregatedParams`` of a hand-off, and a flight that knows of its token."""
+    def _handed_over(self, request: RunningRequest, hand_off: Mapping[str, Any]) -> Any:
+        """The ``DisaggregatedParams`` of a prefill; records its first token in the request."""
         assert self._package is not None
         from tensorrt_llm.executor.result import Logprob
 
-        given = handoff.decode(hand_off, self._package.disaggregated_params, Logprob)
-        flight.handed_over = len(given.first_gen_tokens)
-        flight.handed_logprobs = _logprobs_of(hand_off)
-        flight.must_not_abort = True
-        if flight.chain is not None:
-            flight.chain.receipt.mode = "disaggregated"
+        given = disaggregated_params.decode(hand_off, self._package.disaggregated_params, Logprob)
+        request.handed_over = len(given.first_gen_tokens)
+        request.handed_logprobs = _logprobs_of(hand_off)
+        request.must_not_abort = True
+        if request.chain is not None:
+            request.chain.receipt.mode = "disaggregated"
         return given
 
-    async def _pump(self, flight: Flight, params: SamplingParams, kv: KeepKv | ReadKv | None) -> None:
-        """Turn the engine's outputs into the flight's deltas until it ends."""
+    async def _pump(self, request: RunningRequest, params: SamplingParams, kv: KeepKv | ReadKv | None) -> None:
+        """Convert the engine's outputs to the request's deltas until it ends."""
         assert self._package is not None
         try:
             if isinstance(kv, KeepKv):
-                await self._finish_prefill(flight, await flight.result, params)
+                await self._finish_prefill(request, await request.result, params)
             else:
-                await self._follow(flight)
+                await self._follow(request)
         except self._package.request_error as error:
-            self._channel.poll()  # a processor that failed is the better reason
-            flight.fail_alone(" ".join(str(error).split()))
+            self._channel.poll()  # a processor failure is the better reason
+            request.fail_alone(" ".join(str(error).split()))
             if self._watch is not None:
                 self._watch.suspect()
         except RequestFailed as error:
-            flight.fail_alone(str(error))
-        except Exception as error:  # the engine's boundary: not what it calls a request's error
+            request.fail_alone(str(error))
+        except Exception as error:  # the engine boundary: not a request error
             failure = await self._blame(error)
-            if isinstance(failure, RequestFailed):  # the others have ended every stream
-                flight.abandon(str(failure))
+            if isinstance(failure, RequestFailed):  # otherwise every stream has ended
+                request.abandon(str(failure))
 
     async def _blame(self, error: Exception) -> ServingError:
-        """Whose fault an exception is that TensorRT-LLM does not call a request's: the engine's if
-        that is dead.
+        """Classify an exception that is not a request error: fatal if the executor is dead.
 
-        A dead executor is reported through whichever request listens first. But most of a request
-        runs on the client's side of the library, in this process, and what is raised there (an
-        assertion on the length of the log probabilities, an unknown finish reason) says nothing of
-        the executor.
+        A dead executor is reported through the first request that waits. But most of a request runs
+        on the client side of the library, in this process, and exceptions from there (an assertion
+        on the length of the log probabilities, an unknown finish reason) say nothing about the
+        executor.
         """
         assert self._watch is not None
         logger.error("TensorRT-LLM raised %s", type(error).__name__, exc_info=error)
@@ -410,51 +413,49 @@ class TrtllmEngine(RuntimeReports):
         self._break(f"{cause}; {problem}")
         return EngineBroken(f"{cause}; {problem}")
 
-    async def _follow(self, flight: Flight) -> None:
-        async for output in flight.result:
+    async def _follow(self, request: RunningRequest) -> None:
+        async for output in request.result:
             self._heard()
-            flight.advance(output.outputs)
-            if flight.done:
+            request.advance(output.outputs)
+            if request.done:
                 return
-        flight.fail_alone("TensorRT-LLM ended the request without a reason")
+        request.fail_alone("TensorRT-LLM ended the request without a reason")
 
-    async def _finish_prefill(self, flight: Flight, output: Any, params: SamplingParams) -> None:
-        """The only delta of a prefill: the first token and the hand-off, or the answer if that
-        token ended it.
-        """
+    async def _finish_prefill(self, request: RunningRequest, output: Any, params: SamplingParams) -> None:
+        """The only delta of a prefill: first token and KV handle, or the complete answer."""
         self._heard()
         self._last_prefill = asyncio.get_running_loop().time()
         (choice,) = output.outputs
-        if choice.finish_reason in handoff.GOES_ON:
-            chain_logprobs = flight.first_logprobs() if flight.chain_logprobs else None
-            passed_on = handoff.complete(choice, flight.disaggregated_params)
-            flight.hand_off = handoff.encode(passed_on, seed=params.seed, logprobs=chain_logprobs)
-        flight.advance(output.outputs)
+        if choice.finish_reason in disaggregated_params.GOES_ON:
+            chain_logprobs = request.first_logprobs() if request.chain_logprobs else None
+            passed_on = disaggregated_params.complete(choice, request.disaggregated_params)
+            request.passed_on = disaggregated_params.encode(passed_on, seed=params.seed, logprobs=chain_logprobs)
+        request.advance(output.outputs)
 
     def _heard(self) -> None:
-        self._channel.poll()  # what processors said of these tokens was sent before them
+        self._channel.poll()  # reports on these tokens were sent before them
         if self._watch is not None:
             self._watch.heard()
 
-    def _release(self, flight: Flight) -> None:
-        if self._flights.get(flight.request_id) is flight:
-            del self._flights[flight.request_id]
-        self._by_number.pop(flight.number, None)
-        if not flight.done:
-            flight.done = True
-            flight.abort()
-        if flight.pump is not None and not flight.must_not_abort:
-            flight.pump.cancel()
+    def _release(self, request: RunningRequest) -> None:
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+        self._by_number.pop(request.number, None)
+        if not request.done:
+            request.done = True
+            request.abort()
+        if request.pump is not None and not request.must_not_abort:
+            request.pump.cancel()
 
     def _end_all(self, failure: ServingError) -> int:
-        """Fail every stream and refuse new requests, for the first reason ever given."""
+        """Fail every stream and refuse new requests, with the first reason given."""
         self._refusal = self._refusal or failure
-        flights, self._flights = self._flights, {}
-        for flight in flights.values():
-            if not flight.done and not isinstance(failure, EngineBroken):
-                flight.abort()
-            flight.fail(failure)
-        return len(flights)
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            if not request.done and not isinstance(failure, EngineBroken):
+                request.abort()
+            request.fail(failure)
+        return len(requests)
 
     def _break(self, cause: str) -> None:
         self._end_all(EngineBroken(cause))
@@ -462,10 +463,10 @@ class TrtllmEngine(RuntimeReports):
             self._on_broken(cause)
 
     def _on_failure(self, failure: Failure) -> None:
-        flight = self._by_number.get(failure.request_id)
-        if flight is not None:
-            logger.warning("request %s: %s", flight.request_id, failure)
-            flight.noted(failure)
+        request = self._by_number.get(failure.request_id)
+        if request is not None:
+            logger.warning("request %s: %s", request.request_id, failure)
+            request.noted(failure)
 
     def _on_step(self, request_id: str, step: Step) -> None:
         if request_id == PROBE:
@@ -475,9 +476,7 @@ class TrtllmEngine(RuntimeReports):
 
     @property
     def honoured(self) -> list[str]:
-        """Controls that this version honours with the worker's own meaning; the others run as
-        processors.
-        """
+        """Controls that this version honours exactly; the others run as processors."""
         return sorted(self._served.honoured) if self._served is not None else []
 
 
@@ -487,9 +486,9 @@ def _check_prompt(prompt: list[int], info: EngineInfo) -> None:
     if len(prompt) >= info.context_length:
         problem = f"must be shorter than the context of {info.context_length} tokens, got {len(prompt)}"
         raise InvalidRequest("prompt_token_ids", problem)
-    for place, token_id in enumerate(prompt):
+    for index, token_id in enumerate(prompt):
         if type(token_id) is not int or not 0 <= token_id < info.vocab_size:
-            problem = f"must be token ids from 0 to {info.vocab_size - 1}, got {token_id!r} at index {place}"
+            problem = f"must be token ids from 0 to {info.vocab_size - 1}, got {token_id!r} at index {index}"
             raise InvalidRequest("prompt_token_ids", problem)
 
 
@@ -507,4 +506,4 @@ def _logprobs_of(hand_off: Mapping[str, Any]) -> list[TokenLogprob] | None:
     try:
         return entries_of([(int(token), float(value), int(rank)) for token, value, rank in entries])
     except (TypeError, ValueError):
-        raise InvalidRequest(f"{handoff.FIELD}.logprobs", "is malformed") from None
+        raise InvalidRequest(f"{disaggregated_params.FIELD}.logprobs", "is malformed") from None

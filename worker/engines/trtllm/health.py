@@ -1,9 +1,8 @@
-"""Whether TensorRT-LLM's executor lives: its own health check, and a canary where nothing else is
-heard of it.
+"""Liveness of TensorRT-LLM's executor: its health check, and a canary when it is silent.
 
-A failed request says nothing: one processor that raises fails every request of its batch with the
-same error. What is not a request's error may come from a dead executor, which may leave requests
-waiting for ever, or from the library's part in this process: `Watch.verdict` tells them apart.
+A failed request proves nothing: one processor that raises fails every request of its batch with the
+same error. Other exceptions may come from a dead executor, which can leave requests waiting
+forever, or from the library's client side in this process: `Watch.verdict` distinguishes them.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ def described(error: Exception) -> str:
 
 
 def submission_error(error: Exception, package: Package, fields: Iterable[str] = ()) -> ServingError | None:
-    """What an exception out of ``SamplingParams`` or ``generate_async`` means; None if it is no
-    refusal.
+    """What an exception of ``SamplingParams`` or ``generate_async`` means; None if no refusal.
 
     Nothing was queued: only this request is concerned.
 
     Args:
         error: The exception.
         package: For the class of its errors.
-        fields: Those that were given, of which the refusal names one.
+        fields: The given fields, of which the refusal names one.
     """
     text = _text(error)
     if isinstance(error, (AttributeError, pickle.PicklingError)) or "pickle" in text:
@@ -46,10 +44,10 @@ def submission_error(error: Exception, package: Package, fields: Iterable[str] =
 
 
 def _named_in(text: str, fields: Iterable[str]) -> str:
-    """The field that a refusal is about, as far as its text tells."""
+    """The field that a refusal's text names, if any."""
     words = re.findall(r"\w+", text)
-    places = {field: words.index(field) for field in fields if field in words}
-    return f"sampling_params.{min(places, key=places.__getitem__)}" if places else "request"
+    offsets = {field: words.index(field) for field in fields if field in words}
+    return f"sampling_params.{min(offsets, key=offsets.__getitem__)}" if offsets else "request"
 
 
 def _text(error: Exception) -> str:
@@ -57,13 +55,13 @@ def _text(error: Exception) -> str:
 
 
 class Watch:
-    """Looks after the executor.
+    """Monitors the executor.
 
     Args:
-        healthy: Its own health check, None where the version has none.
+        healthy: Its own health check, None if the version has none.
         canary: Runs a request of one token.
         package: For the class of its errors.
-        interval_s: Seconds between looks; a canary is sent when nothing was `heard` in between.
+        interval_s: Seconds between checks; a canary is sent if nothing was `heard` in between.
         timeout_s: Seconds that the canary may take.
         broken: Called once, with the reason.
     """
@@ -93,13 +91,11 @@ class Watch:
         self._heard = True
 
     def suspect(self) -> None:
-        """A request failed in the executor: look now."""
+        """A request failed in the executor: check now."""
         self._suspicious.set()
 
     async def verdict(self) -> str | None:
-        """Look now, once for all who ask meanwhile; what is wrong with the executor, None if it
-        lives.
-        """
+        """Check now, once for all concurrent callers; the problem, or None if it is alive."""
         if self._problem is not None:
             return self._problem
         asking: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -108,7 +104,7 @@ class Watch:
         return await asking
 
     async def run(self) -> None:
-        """Look until the executor is found dead, or this task is cancelled."""
+        """Check until the executor is found dead, or this task is cancelled."""
         try:
             while self._problem is None:
                 await self._wait()
@@ -118,7 +114,7 @@ class Watch:
                 _answer(asking, self._problem)
             self._broken(self._problem)
         finally:
-            self._problem = self._problem or "nobody looks after TensorRT-LLM any more"
+            self._problem = self._problem or "TensorRT-LLM is no longer monitored"
             _answer(self._asking, self._problem)
 
     async def _wait(self) -> None:
@@ -135,7 +131,7 @@ class Watch:
             return True
         try:
             return bool(self._healthy())
-        except Exception:  # the engine's boundary: a check that raises has failed
+        except Exception:  # the engine boundary: a check that raises has failed
             logger.exception("TensorRT-LLM's own health check")
             return False
 
@@ -151,7 +147,7 @@ class Watch:
             return None if self._heard else f"TensorRT-LLM did not answer a canary within {self._timeout_s:g} s"
         except self._package.request_error as error:
             logger.warning("the canary was refused: %s", error)  # it was answered
-        except Exception as error:  # whatever else it is, it is not a request's
+        except Exception as error:  # any other exception is not a request error
             return described(error)
         return None
 

@@ -16,7 +16,7 @@ from typing import Any
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import Context
 from adapters.trtllm import ChainAdapter
-from adapters.trtllm.seeded_draw import SeededDraw
+from adapters.trtllm.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 from worker.engines.chain_members import chain_of, dense_bias, other_members
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
@@ -99,7 +99,7 @@ def native_request(params: SamplingParams, prompt: list[int], number: int, serve
         rest, chain = with_field_processors(rest, chain, prompt, context, extra, by_sampler=ALWAYS_NATIVE, late=late)
         if chain_samples:
             chain = chain or _empty_chain(context, prompt)
-            chain.add([SeededDraw(seed if random else None)], last=True)
+            chain.add([SeededSampler(seed if random else None)], last=True)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     _check_choices(params, chain)

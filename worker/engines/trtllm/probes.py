@@ -1,9 +1,8 @@
-"""What the loaded engine does with a control, found out by asking it: a few short greedy requests
-at start.
+"""Probes which controls the loaded engine honours, by a few short greedy requests at start.
 
-Versions take controls that they do nothing about, in silence. Each probe compares answers that an
-engine which ignores the control cannot give. One that is not sure says no: then the control runs as
-one of our processors, which is always right.
+Some versions silently ignore controls that they accept. Each probe compares answers that an engine
+which ignores the control cannot give. An inconclusive probe counts as no: the control then runs as
+a processor of this package, which is always exact.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ _STRONG = 1000.0
 
 Tokens = list[int]
 Ask = Callable[..., Awaitable[Any]]
-"""Runs the probe's prompt greedily with fields of ``SamplingParams``; the finished
-``RequestOutput``.
-"""
+"""Runs the probe prompt greedily with ``SamplingParams`` fields; the final ``RequestOutput``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class Calls:
 
     Attributes:
         vocab_size: Width of a row.
-        lags: The token ids that it shows lack the newest token.
+        lags: The token ids that it passes lack the newest token.
     """
 
     vocab_size: int
@@ -45,14 +42,13 @@ class Calls:
 
 
 class CallProbe(TrtllmAdapter):
-    """A callable that says how it was called, and forces one token.
+    """A callable that reports how it was called, and forces one token.
 
     Args:
-        reporter: Told of every call: position, and ``(width, dtype, leading dimensions)`` in place
-            of members.
+        reporter: Receives every call: position, and ``(width, dtype, leading dimensions)`` instead
+            of edits.
         token_id: The token.
-        vocabulary: One to make ready in the engine's process, so that no request waits for its
-            tokenizer.
+        vocabulary: Loaded in the engine's process, so that no request waits for its tokenizer.
     """
 
     def __init__(self, reporter: Reporter, token_id: int, vocabulary: Vocabulary | None = None) -> None:
@@ -73,15 +69,15 @@ class CallProbe(TrtllmAdapter):
 
 
 def judge_calls(steps: Sequence[Step], tokens: Tokens, token_id: int, prompt_length: int) -> Calls:
-    """What the calls of a `CallProbe` say.
+    """The calling convention seen by a `CallProbe`.
 
     Raises:
-        StartupError: processors are not called, or not heard, or their edits do nothing.
+        StartupError: processors are not called, cannot report, or their edits have no effect.
     """
     if not steps:
         raise StartupError("logits processors of TensorRT-LLM were not called, or cannot reach the worker's socket")
     if tokens != [token_id] * len(tokens):
-        raise StartupError("what logits processors do to the logits does not reach TensorRT-LLM's sampler")
+        raise StartupError("edits of logits processors do not reach TensorRT-LLM's sampler")
     positions = [step.position for step in steps]
     if max(positions) == prompt_length + len(tokens) - 1:
         lags = False
@@ -89,19 +85,19 @@ def judge_calls(steps: Sequence[Step], tokens: Tokens, token_id: int, prompt_len
         lags = True
     else:
         raise StartupError(f"logits processors were called at positions {positions} for {len(tokens)} tokens")
-    return Calls(steps[0].asked[0][0], lags)
+    return Calls(steps[0].edits[0][0], lags)
 
 
 async def find_honoured(ask: Ask, package: Package, prompt: Tokens, vocab_size: int) -> frozenset[str]:
-    """Names of the controls that this engine honours with the meaning that the worker gives them.
+    """Names of the engine-native controls that are exact.
 
-    Besides fields of ``SamplingParams``: ``logprobs_of_sampled`` (``logprobs=0`` reports the
-        sampled token).
+    Besides fields of ``SamplingParams``: ``logprobs_of_sampled``, where ``logprobs=0`` reports the
+    sampled token.
     """
     base = await _tokens(ask)
     honoured = set()
     for name in ("presence_penalty", "frequency_penalty"):
-        if "prompt_ignore_length" in package.sampling_fields:  # the penalties are of generated tokens alone
+        if "prompt_ignore_length" in package.sampling_fields:  # the penalties are on generated tokens only
             more = await _tokens(ask, prompt_ignore_length=len(prompt), **{name: -_STRONG})
             less = await _tokens(ask, prompt_ignore_length=len(prompt), **{name: _STRONG})
             if _repeats(more) and more[:1] == base[:1] and _differ(less):
@@ -143,7 +139,7 @@ async def _reports_sampled(ask: Ask) -> bool:
 
 
 async def _tokens(ask: Ask, **fields: Any) -> Tokens:
-    """The answer, empty where the engine refuses the fields."""
+    """The answer, empty if the engine refuses the fields."""
     try:
         return list((await ask(**fields)).outputs[0].token_ids)
     except _REFUSALS:
@@ -151,7 +147,7 @@ async def _tokens(ask: Ask, **fields: Any) -> Tokens:
 
 
 class ProbeRefused(Exception):
-    """The engine does not take these fields."""
+    """The engine refused the fields of a probe."""
 
 
 _REFUSALS = (ProbeRefused,)

@@ -1,6 +1,4 @@
-"""What the engine tells the runtime of its own accord: that it broke, how full the KV cache is,
-and what it holds.
-"""
+"""What the engine reports to the runtime: executor failure, KV cache load, KV events."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from worker.engines.trtllm.settings import TrtllmConfig
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
-"""Between two questions to the executor that bring nothing."""
+"""Pause between polls without a result."""
 
 MAX_PAUSE_S = 5.0
-"""Longest pause between questions that the executor does not answer."""
+"""Longest pause between polls that fail."""
 
 
 class RuntimeReports:
@@ -39,29 +37,23 @@ class RuntimeReports:
         self._on_load: Callable[[int, int], None] | None = None
 
     def tell_broken(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` with the reason when the executor dies, whether or not a request is
-        waiting.
-        """
+        """Call ``callback`` with the reason when the executor dies, with or without requests."""
         self._on_broken = callback
 
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
-        """Call ``callback`` with used and all KV blocks whenever the executor says how many
-        there are.
-        """
+        """Call ``callback`` with used and total KV blocks whenever the executor reports them."""
         self._on_load = callback
 
     def num_leased(self) -> int:
-        """None that the worker knows of: TensorRT-LLM holds and moves KV itself."""
+        """Always 0: TensorRT-LLM pins and transfers KV itself."""
         return 0
 
     def transfers(self) -> Mapping[str, float]:
-        """None that the worker knows of."""
+        """Always empty: TensorRT-LLM transfers KV itself."""
         return {}
 
     def report_blocks(self, sink: KvEventSink) -> None:
-        """Tell `sink` which prefixes the KV cache holds, if the event buffer is on. From any
-        thread.
-        """
+        """Report the cached prefixes to `sink`, if the event buffer is on. Thread-safe."""
         assert self._info is not None
         if not self.has_events:
             return
@@ -91,10 +83,10 @@ class RuntimeReports:
         ask: Callable[[], AsyncIterator[Mapping[str, Any]]],
         take: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Pass on what the executor reports until this task is cancelled.
+        """Forward the executor's reports until this task is cancelled.
 
-        A record that cannot be read is left out, and an executor that does not answer is asked
-        again: whether it lives is `health.Watch`'s to find out. The log says each problem once.
+        An unreadable record is skipped, and an executor that does not answer is polled again: its
+        liveness is the concern of `health.Watch`. Each problem is logged once.
         """
         pause, told = PAUSE_S, ""
         while True:
@@ -112,9 +104,9 @@ class RuntimeReports:
 
 
 def _taken(take: Callable[[Mapping[str, Any]], None], record: Mapping[str, Any]) -> str:
-    """Pass one record on; why that was impossible, or nothing."""
+    """Forward one record; returns why it was impossible, else an empty string."""
     try:
         take(record)
-    except Exception as error:  # the engine's boundary: a form of records that this worker does not know
-        return f"a record was left out: {type(error).__name__}: {error}"
+    except Exception as error:  # the engine boundary: an unknown form of records
+        return f"a record was skipped: {type(error).__name__}: {error}"
     return ""

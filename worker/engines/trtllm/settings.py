@@ -1,6 +1,4 @@
-"""The arguments of ``tensorrt_llm.LLM``: from the worker's options, and a YAML file with
-TensorRT-LLM's names.
-"""
+"""Arguments of ``tensorrt_llm.LLM``: from the worker's options and a YAML file."""
 
 from __future__ import annotations
 
@@ -16,16 +14,14 @@ from worker.errors import ConfigurationError, StartupError
 Role = Literal["aggregated", "prefill", "decode"]
 
 EVENT_BUFFER = 100_000
-"""KV events that TensorRT-LLM keeps until they are taken, as many as for Dynamo's own worker;
-older ones get lost.
-"""
+"""Size of TensorRT-LLM's KV event buffer, as in Dynamo's own worker; older events are lost."""
 
-_PROCESSORS = "logits processors and it do not work together"
+_PROCESSORS = "is not compatible with logits processors"
 
 REFUSED: dict[str, str] = {
     "model": "is --model-path",
     "tokenizer": "is the checkpoint's own",
-    "skip_tokenizer_init": "stop tokens are set up by TensorRT-LLM's tokenizer",
+    "skip_tokenizer_init": "TensorRT-LLM's tokenizer sets up stop tokens",
     "trust_remote_code": "code in a checkpoint is never run",
     "disable_overlap_scheduler": "is --history",
     "speculative_config": _PROCESSORS,
@@ -35,7 +31,7 @@ REFUSED: dict[str, str] = {
     "guided_decoding_backend": "grammars run as logits processors",
     "reasoning_parser": "thinking budgets run as logits processors, and the frontend parses reasoning",
     "num_postprocess_workers": "the worker sends token ids",
-    "stream_interval": "every token is a delta",
+    "stream_interval": "every token must be a delta",
     "batched_logits_processor": "only the TensorRT backend calls it",
 }
 """Names that the YAML file may not set, with the reason."""
@@ -47,20 +43,19 @@ class TrtllmConfig:
 
     Attributes:
         model_path: Directory of the checkpoint.
-        options: Arguments of ``LLM`` besides the model. What is in `optional` is left out where a
-            version lacks it.
+        options: Arguments of ``LLM`` besides the model. Those in `optional` are omitted if a
+            version lacks them.
         optional: Names in `options` that the worker sets by itself.
-        max_num_seqs: Requests decoded in one step at most.
-        max_queue: Requests that may wait for a place.
-        history: ``exact`` shows processors every sampled token; ``lagged`` overlaps steps, and they
-            see it late.
-        fails_open: What Dynamo's own adapter does with a failing processor: the request goes on
-            without it.
-        role: ``prefill`` and ``decode`` hand over through TensorRT-LLM's cache transceiver.
-        kv_lease_s: Seconds that a prefill worker stays after its last prompt, so that decode
-            workers can fetch the KV.
+        max_num_seqs: Largest batch.
+        max_queue: Length of the waiting queue.
+        history: ``exact`` shows processors every sampled token; ``lagged`` uses overlapped
+            scheduling, where they see it late.
+        fails_open: As in Dynamo's own adapter, a request continues without a failing processor.
+        role: ``prefill`` and ``decode`` transfer KV through TensorRT-LLM's cache transceiver.
+        kv_lease_s: Seconds that a prefill worker stays after its last prompt, for decode workers to
+            fetch the KV.
         canary_interval_s: Seconds without a response after which a canary is sent.
-        canary_timeout_s: Seconds that its answer may take.
+        canary_timeout_s: Timeout of the canary.
     """
 
     model_path: str
@@ -79,7 +74,7 @@ class TrtllmConfig:
         """Arguments for the installed version.
 
         Raises:
-            StartupError: it does not know one that the operator gave, or one that exactness needs.
+            StartupError: it lacks an argument that the operator gave, or one that exactness needs.
         """
         chosen = {}
         for name, value in self.options.items():
@@ -91,7 +86,7 @@ class TrtllmConfig:
 
 
 def config_from(arguments: Arguments) -> TrtllmConfig:
-    """The settings that the worker's options and the YAML file ask for.
+    """Settings from the worker's options and the YAML file.
 
     Raises:
         ConfigurationError: they contradict each other, or a name may not be set.
@@ -108,7 +103,7 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
     if role != "aggregated":
         options.default("cache_transceiver_config", {"backend": "DEFAULT"})
     # a context-only request takes one step, so there is nothing to overlap; versions of 2025 refuse
-    # it otherwise
+    # overlap
     overlaps = arguments.history == "lagged" and role != "prefill"
     options.default("disable_overlap_scheduler", not overlaps, needed=True)
     options.default("enable_chunked_prefill", arguments.history == "exact")
@@ -156,7 +151,7 @@ def _add_cache(options: _Options, arguments: Arguments) -> None:
 
 
 class _Options:
-    """Values by name; those of the YAML file come first, and a flag may not contradict them."""
+    """Values by name; those of the YAML file have priority, and a flag must not contradict them."""
 
     def __init__(self, given: Mapping[str, Any], path: str | None) -> None:
         self.values = dict(given)
@@ -164,9 +159,7 @@ class _Options:
         self.optional: set[str] = set()
 
     def flag(self, name: str, arguments: Arguments, option: str, *, always: bool = False) -> None:
-        """Take an option of the worker. One that nobody gave leaves TensorRT-LLM's default,
-        unless ``always``.
-        """
+        """Take an option of the worker if it was given, or ``always``."""
         value = getattr(arguments, option)
         if option in arguments.given:
             self.same(name, value, next(each.flag for each in OPTIONS if each.name == option))
@@ -174,15 +167,13 @@ class _Options:
             self.values.setdefault(name, value)
 
     def same(self, name: str, value: Any, flag: str) -> None:
-        """Set a value, which the file may repeat but not contradict."""
+        """Set a value that the file may repeat but not contradict."""
         if self.values.setdefault(name, value) != value:
             problem = f"{flag} asks for {name}: {value}, but {self.path} says {self.values[name]}; give it in one place"
             raise ConfigurationError(problem)
 
     def default(self, name: str, value: Any, *, needed: bool = False) -> None:
-        """Set a value where the file does not; a version that lacks it does without unless it is
-        ``needed``.
-        """
+        """Set a value that the file lacks; versions without it are refused only if ``needed``."""
         if name not in self.values:
             self.values[name] = value
             if not needed:
@@ -190,7 +181,7 @@ class _Options:
 
 
 def checkpoint_facts(model_path: str) -> tuple[int | None, tuple[int, ...]]:
-    """Longest context, None if the checkpoint does not say, and the ids that end an answer.
+    """Context length, None if the checkpoint does not say, and the end token ids.
 
     Raises:
         StartupError: a file cannot be read.

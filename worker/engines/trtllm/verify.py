@@ -1,9 +1,8 @@
-"""``python -m worker.engines.trtllm.verify REPORT``: the checklist of `docs/tensorrt-llm.md` on the
-installed version.
+"""``python -m worker.engines.trtllm.verify REPORT``: the checklist of `docs/tensorrt-llm.md`.
 
 Takes a file for the report, in Markdown, and the worker's own options; exits with 1 if a check
-fails. The report is no standard output because TensorRT-LLM, its executor and MPI print there, from
-the import on.
+fails. The report does not go to standard output because TensorRT-LLM, its executor and MPI print
+there, from the import on.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from worker.sampling import SamplingParams
 
 PROMPT = [9, 30, 41, 77, 12]
 NUM_TOKENS = 24
-STRANGERS = 8
+NUM_OTHERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: What is claimed.
+        name: The claim.
         ok: Whether it holds.
-        found: What was seen.
+        found: The observation.
     """
 
     name: str
@@ -54,14 +53,14 @@ class Finding:
 
 
 class _Raises:
-    """A third party's processor with a fault."""
+    """A faulty third-party processor."""
 
     def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
         raise RuntimeError("a fault for the checklist")
 
 
 class Checklist:
-    """Runs the checks on one engine that has started."""
+    """Runs the checks on one started engine."""
 
     def __init__(self, engine: TrtllmEngine, info: EngineInfo) -> None:
         self.engine = engine
@@ -90,7 +89,7 @@ class Checklist:
     async def _guarded(self, check: Callable[[], Awaitable[Finding]]) -> Finding:
         try:
             return await asyncio.wait_for(check(), 300)
-        except Exception as error:  # the check's boundary: whatever it met belongs into the report
+        except Exception as error:  # the check boundary: any error goes into the report
             return Finding(check.__name__, False, f"{type(error).__name__}: {error}")
 
     async def repeatable(self) -> Finding:
@@ -122,26 +121,28 @@ class Checklist:
         return Finding("no stop token ends an answer before min_tokens", ok, f"{len(found.token_ids)} tokens")
 
     async def seeded(self) -> Finding:
-        async def drawn(seed: int) -> list[int]:
+        async def sampled(seed: int) -> list[int]:
             return await self._tokens(temperature=1.0, seed=seed)
 
-        alone = await drawn(7)
-        _, together = await asyncio.gather(self._strangers(), drawn(7))
-        other = await drawn(8)
-        return Finding("a seed fixes the draws in any batch", alone == together != other, f"{alone[:8]} ...")
+        alone = await sampled(7)
+        _, together = await asyncio.gather(self._others(), sampled(7))
+        other = await sampled(8)
+        return Finding("a seed fixes the sampled tokens in any batch", alone == together != other, f"{alone[:8]} ...")
 
     async def undisturbed(self) -> Finding:
         alone = await self._tokens(self._chain(ForcedPrefix, token_ids=[40, 41, 42]))
-        strangers, together = await asyncio.gather(
-            self._strangers(), self._tokens(self._chain(ForcedPrefix, token_ids=[40, 41, 42]))
+        others, together = await asyncio.gather(
+            self._others(), self._tokens(self._chain(ForcedPrefix, token_ids=[40, 41, 42]))
         )
         same = sum(a == b for a, b in zip(alone, together, strict=False))
-        ok = together[:3] == [40, 41, 42] and len(set(map(tuple, strangers))) == STRANGERS
-        return Finding("strangers in a batch keep their own processors", ok, f"{same} of {len(alone)} tokens as alone")
+        ok = together[:3] == [40, 41, 42] and len(set(map(tuple, others))) == NUM_OTHERS
+        return Finding(
+            "other requests in a batch keep their own processors", ok, f"{same} of {len(alone)} tokens as alone"
+        )
 
     async def chunked(self) -> Finding:
         length = min(self.info.max_num_batched_tokens * 2 + 3, self.info.context_length - NUM_TOKENS - 1)
-        prompt = [20 + (7 * place) % 200 for place in range(length)]
+        prompt = [20 + (7 * index) % 200 for index in range(length)]
         try:
             found = await self._tokens(self._chain(ForcedPrefix, prompt, token_ids=[40, 41, 42]), prompt=prompt)
         except InvalidRequest as error:
@@ -151,7 +152,7 @@ class Checklist:
 
     async def faulty(self) -> Finding:
         broken = create_trtllm_adapters([_Raises()], end_id=0)
-        _, failed = await asyncio.gather(self._strangers(), self._answer(broken))
+        _, failed = await asyncio.gather(self._others(), self._answer(broken))
         after = await self._answer()
         ok = failed.finish_reason == "error" and after.finish_reason in ("stop", "length")
         return Finding("a faulty processor fails its request alone", ok, str(failed.error))
@@ -189,19 +190,19 @@ class Checklist:
         async def rate(make: Callable[[], Any]) -> float:
             began = time.perf_counter()
             found = await asyncio.gather(
-                *(self._tokens(make(), max_tokens=128, ignore_eos=True) for _ in range(STRANGERS))
+                *(self._tokens(make(), max_tokens=128, ignore_eos=True) for _ in range(NUM_OTHERS))
             )
             return sum(map(len, found)) / (time.perf_counter() - began)
 
         plain = await rate(lambda: None)
         masked = await rate(lambda: self._chain(BannedTokens, token_ids=[3]))
         return Finding(
-            "speed (no claim)", True, f"{plain:.0f} tokens/s, {masked:.0f} with a processor each, {STRANGERS} requests"
+            "speed (no claim)", True, f"{plain:.0f} tokens/s, {masked:.0f} with a processor each, {NUM_OTHERS} requests"
         )
 
-    async def _strangers(self) -> list[list[int]]:
+    async def _others(self) -> list[list[int]]:
         return await asyncio.gather(
-            *(self._tokens(self._chain(ForcedPrefix, token_ids=[50 + i] * 4)) for i in range(STRANGERS))
+            *(self._tokens(self._chain(ForcedPrefix, token_ids=[50 + i] * 4)) for i in range(NUM_OTHERS))
         )
 
     def _chain(self, kind: type[Processor], prompt: Sequence[int] = PROMPT, **args: Any) -> Any:
@@ -256,7 +257,7 @@ def _cell(text: str) -> str:
 
 
 async def verify(argv: Sequence[str], write: Callable[[str], object]) -> bool:
-    """Have the report written; whether every check passed.
+    """Write the report; returns whether every check passed.
 
     Raises:
         ServingError: the engine does not start. There is no report then.
@@ -274,7 +275,7 @@ async def verify(argv: Sequence[str], write: Callable[[str], object]) -> bool:
 
 
 def _check_writable(path: Path) -> None:
-    """Better now than when the report is made. Raises `ConfigurationError`."""
+    """Fail early if the report cannot be written. Raises `ConfigurationError`."""
     try:
         path.write_text("")
     except OSError as error:
@@ -295,6 +296,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from worker.engines.trtllm import verify as module  # the engine's process must find `_Raises` by its own name
+    from worker.engines.trtllm import verify as module  # the engine's process must find `_Raises` by this module's name
 
     sys.exit(module.main())

@@ -1,8 +1,8 @@
 """Megatron-Core's `TextGenerationController`, under its public names.
 
-`controller` is the class; `types` what goes in and comes out; `text` tokenises and detokenises;
-`padding` are padded batches, `sampling` samples from given logits, `stream` copies requests for
-their streams, `state` is what is kept of them.
+`controller` is the class; `types` its inputs and outputs; `text` tokenises and detokenises;
+`padding` handles padded batches, `sampling` samples from given logits, `stream` copies requests for
+their streams, `state` is the state of running requests.
 """
 
 from worker.engines.embedded.controller.controller import TextGenerationController

@@ -1,9 +1,8 @@
-"""`TextGenerationController`: prompts to answers in dynamic and in static batches, under
-Megatron-Core's public names.
+"""`TextGenerationController`: dynamic and static batches, under Megatron-Core's public names.
 
 `docs/controller.md` maps each member of Megatron-Core's class to this one. Both kinds of batch run
-through the same step, so that an answer does not depend on the kind. One rank: nothing here is
-split over processes.
+through the same step, so that an answer does not depend on the kind. Single rank: nothing is split
+over processes.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ from worker.engines.embedded.host import FairLock
 from worker.engines.embedded.offline import Engine
 
 NO_TOKEN = -1
-"""What `TextGenerationController.sample_from_logits` gives for a row that holds no token that
-may be sampled.
-"""
+"""Token id in `TextGenerationController.sample_from_logits` for a row that cannot be sampled."""
 
 StopWordCallback = Callable[[list[RequestId]], Iterable[RequestId]]
 
@@ -45,19 +42,19 @@ _Key = TypeVar("_Key", bound=RequestId)
 class TextGenerationController(PaddedBatches, Streaming):
     """Tokenises, decodes, samples and detokenises.
 
-    Methods that change requests may be called from any thread; they wait for each other.
+    Methods that change requests are thread-safe; they wait for each other.
 
     Args:
-        engine: The loaded model. This controller alone may use it.
+        engine: The loaded engine, for this controller's exclusive use.
         tokenizer: The engine's own by default.
 
     Raises:
         ValueError: the model has no tokenizer, and none is given.
 
     Attributes:
-        engine: As given.
-        tokenizer: In use.
-        sampling_errors: Why rows of the last `sample_from_logits` have no token.
+        engine: The engine.
+        tokenizer: The tokenizer in use.
+        sampling_errors: Why rows of the last `sample_from_logits` could not be sampled.
     """
 
     def __init__(self, engine: Engine, tokenizer: ControllerTokenizer | None = None) -> None:
@@ -88,12 +85,11 @@ class TextGenerationController(PaddedBatches, Streaming):
         *,
         positions: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """A token for each row, and the likeliest ones of it.
+        """Sample a token for each row, and collect its top-n.
 
-        A draw is a function of the row's seed, its number, its position and the row itself; without
-        a seed it is drawn anew by each call. A row without a token (NaN, +inf, all -inf) gets
-        `NO_TOKEN`, the others are what they would have been, and `sampling_errors` says why. The
-        logits are not changed.
+        A token is a function of the row's seed, index, position and logits; without a seed, each
+        call uses a new one. A row that cannot be sampled (NaN, +inf, all -inf) gets `NO_TOKEN` and
+        an entry in `sampling_errors`; other rows are unaffected. The logits are not changed.
 
         Args:
             last_token_logits: floating ``[B, V]``.
@@ -101,17 +97,16 @@ class TextGenerationController(PaddedBatches, Streaming):
                 top-n.
             vocab_size: Ids from it on are padding and never sampled.
             generation_started: bool ``[B]``: rows past their prompt; needed for top-n.
-            top_n_logprobs_dict: By row, a list to which this call adds what is likeliest: one entry
-                if the row is past its prompt or asks for the prompt's, too.
-            logits: floating ``[B, S, V]``: rows of the prompt, of which each adds an entry instead.
+            top_n_logprobs_dict: By row, a list to which this call appends the top-n: one entry if
+                the row is past its prompt or requests the prompt's too.
+            logits: floating ``[B, S, V]``: prompt rows, each of which appends an entry instead.
             positions: Absolute position of each row's token; 0 by default.
 
         Returns:
             int64 ``[B]`` on the device of the logits.
 
         Raises:
-            ValueError: a shape does not fit, or something is asked for that needs a request's
-                history.
+            ValueError: a shape does not fit, or a control needs a request's history.
         """
         count, width = last_token_logits.shape
         params = [sampling_params] * count if isinstance(sampling_params, InferenceParams) else list(sampling_params)
@@ -129,22 +124,23 @@ class TextGenerationController(PaddedBatches, Streaming):
         """Queue a request for the dynamic batch.
 
         Args:
-            request: Filled in as it goes on; `InferenceRequest.status` says how far.
-            stream: Gets a copy of what there is, at each step that adds to it.
+            request: Filled in step by step; see `InferenceRequest.status`.
+            stream: Gets a copy of the request at each step that changes it.
 
         Raises:
             MaxSequenceLengthOverflowError: prompt and answer do not fit into the context.
             InvalidRequest: it cannot be served.
-            ValueError: the id is taken, or a static batch is unfinished.
+            ValueError: the id is in use, or a static batch is unfinished.
         """
         with self._lock:
             if self._in_static_batch:
-                raise ValueError("a static batch is unfinished; nothing joins it")
+                raise ValueError("a static batch is unfinished; requests cannot join it")
             self._add([request], {} if stream is None else {request.request_id: stream})
 
     def suspend_request(self, request_id: RequestId) -> None:
-        """Take a request out of the batch; nothing of it is lost. Raises `KeyError` if there is
-        none.
+        """Take a request out of the batch; it can be resumed.
+
+        Raises `KeyError` if there is none of that id.
         """
         with self._lock:
             running = self._find(request_id)
@@ -154,14 +150,14 @@ class TextGenerationController(PaddedBatches, Streaming):
                 self._paused.append(request_id)
 
     def resume_request(self, request_id: RequestId) -> None:
-        """Go on with a suspended request. Raises `KeyError` if it is not."""
+        """Resume a suspended request. Raises `KeyError` if it is not suspended."""
         with self._lock:
             running = self._find(request_id)
             self._session.resume(running.group.id)
             running.request.status = Status.ACTIVE
 
     def abort_request(self, request_id: RequestId) -> None:
-        """End a request with what it has; unknown ids are ignored."""
+        """End a request with the tokens it has; unknown ids are ignored."""
         with self._lock:
             running = next((one for one in self._running.values() if one.request.request_id == request_id), None)
             if running is not None:
@@ -169,27 +165,26 @@ class TextGenerationController(PaddedBatches, Streaming):
                 self._close(running)
 
     def set_stop_word_finished_ids_callback(self, callback: StopWordCallback | None) -> None:
-        """Have `callback` say, in each step, which of the active requests are to end with it.
+        """Set a callback that returns, at each step, the active requests to end.
 
-        It is called with the ids of requests that got a token and are not over; the newest token is
-        the last of their ``generated_tokens``, and stays there. None removes it.
+        It is called with the ids of unfinished requests that got a token; the newest token is the
+        last of their ``generated_tokens``, and is kept. None removes it.
         """
         self._stop_callback = callback
 
     # Batches
 
     async def async_generate_output_tokens_dynamic_batch(self) -> DynamicStep | None:
-        """One step of the dynamic batch, beside the event loop; None if there is nothing to
-        compute.
+        """One step of the dynamic batch, off the event loop; None if there is nothing to compute.
 
         Raises:
             ValueError: the stop-word callback named a request that is not active; the step has been
-                taken.
+                done.
         """
         return await asyncio.to_thread(self.generate_output_tokens_dynamic_batch)
 
     def generate_output_tokens_dynamic_batch(self) -> DynamicStep | None:
-        """The same in the caller's thread."""
+        """As `async_generate_output_tokens_dynamic_batch`, in the caller's thread."""
         with self._lock:
             return None if self._session.is_idle else self._step()
 
@@ -198,22 +193,21 @@ class TextGenerationController(PaddedBatches, Streaming):
         active_requests: Mapping[_Key, InferenceRequest],
         active_streams: Mapping[_Key, TokenStream] | None = None,
     ) -> Mapping[_Key, InferenceRequest]:
-        """Answer a batch that nothing joins; each request by its own parameters.
+        """Generate a static batch, each request with its own parameters.
 
         Args:
             active_requests: Filled in.
-            active_streams: By the same keys; each gets a copy of what there is, at each step that
-                adds to it.
+            active_streams: By the same keys; each gets a copy of its request at each step that
+                changes it.
 
         Returns:
-            `active_requests`. A request that failed while it ran says so, and leaves the others as
-            they are.
+            `active_requests`. A request that failed has its error set; the others are unaffected.
 
         Raises:
             MaxSequenceLengthOverflowError: prompt and answer of a request do not fit into the
                 context.
             InvalidRequest: a request cannot be served.
-            ValueError: there are more answers than the engine has places, or a dynamic batch is
+            ValueError: there are more answers than the engine's batch size, or a dynamic batch is
                 unfinished.
         """
         streams = {active_requests[key].request_id: stream for key, stream in (active_streams or {}).items()}
@@ -229,9 +223,7 @@ class TextGenerationController(PaddedBatches, Streaming):
         return active_requests
 
     def dummy_forward(self) -> None:
-        """Nothing: an idle rank of several would have to take part in their collectives, and
-        there is one rank.
-        """
+        """No-op: its purpose is collectives on an idle rank, and there is one rank."""
 
     # The step
 
@@ -242,17 +234,18 @@ class TextGenerationController(PaddedBatches, Streaming):
             raise ValueError(f"{len(self._running)} requests of a dynamic batch are unfinished")
         answers = sum(one.sampling_params.best_of or one.sampling_params.n for one in requests)
         if answers > self.engine.info.max_num_seqs:
-            raise ValueError(f"batch size {answers} is above the most, {self.engine.info.max_num_seqs}")
+            raise ValueError(f"batch size {answers} exceeds the maximum, {self.engine.info.max_num_seqs}")
         self._add(requests, streams)
         self._in_static_batch = True
 
     def _step_static_batch(self) -> bool:
-        """One step; whether there is more to do. Between steps requests may be suspended,
-        resumed and aborted.
+        """One step; returns whether there is more to do.
+
+        Between steps requests may be suspended, resumed and aborted.
         """
         more = False
         try:
-            if self._session.is_idle:  # all is suspended
+            if self._session.is_idle:  # all requests are suspended
                 self._session.wait()
             with self._lock:
                 if self._running:
@@ -277,8 +270,8 @@ class TextGenerationController(PaddedBatches, Streaming):
             if taken.count(request_id) > 1:
                 raise ValueError(f"request id {request_id!r} is taken")
         prompts = [self._prompt_tokens(one) for one in requests]
-        for place, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
-            self._check_length(f"prompts[{place}]", request.sampling_params, len(prompt))
+        for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+            self._check_length(f"prompts[{index}]", request.sampling_params, len(prompt))
         params = [
             one.sampling_params.to_sampling_params(len(prompt)) for one, prompt in zip(requests, prompts, strict=True)
         ]
@@ -331,7 +324,7 @@ class TextGenerationController(PaddedBatches, Streaming):
             active[request_id].follow()
 
     def _close(self, running: Running) -> None:
-        """Fill in the request, and let go of it."""
+        """Complete the request, and forget it."""
         running.complete()
         request = running.request
         assert request.prompt_tokens is not None

@@ -1,4 +1,4 @@
-"""Padded batches, for models that take them; the engine's own packs rows and needs none of it."""
+"""Padded batches, for models that take them; this engine's own packs rows instead."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _Key = TypeVar("_Key", bound=RequestId)
 
 
 class PaddedBatches(Texts):
-    """The part of `TextGenerationController` that is about rows filled up to one length."""
+    """The part of `TextGenerationController` about rows padded to one length."""
 
     def pad_input_prompt_tokens(
         self, batch_prompt_tokens_list: Sequence[Sequence[int]], padded_batch_size: int, padded_sequence_length: int
     ) -> torch.Tensor:
-        """int64 ``[padded_batch_size, padded_sequence_length]``, filled up with ``eod``. The lists
-        are not changed.
+        """int64 ``[padded_batch_size, padded_sequence_length]``, padded with ``eod``.
+
+        The lists are not changed.
 
         Raises:
             ValueError: there are more prompts, or a prompt has more tokens.
@@ -48,17 +49,16 @@ class PaddedBatches(Texts):
         active_requests: Mapping[_Key, InferenceRequest],
         use_attention_mask: bool = False,
     ) -> dict[str, torch.Tensor | None]:
-        """Input of a model that takes padded batches. The engine's own packs rows and needs none of
-        it.
+        """Input of a model that takes padded batches; this engine's own packs rows instead.
 
         Args:
             prompts_tokens: int64 ``[B, T]``, from `pad_input_prompt_tokens`.
             active_requests: Of the first rows, in their order; with prompt tokens.
-            use_attention_mask: For a forward over whole prompts of several lengths.
+            use_attention_mask: For a forward pass over whole prompts of different lengths.
 
         Returns:
             ``tokens`` as given, ``position_ids`` int64 ``[B, T]``, and ``attention_mask``: None, or
-            bool ``[B, 1, T, T]``, true where a token must not look: ahead, and at padding.
+            bool ``[B, 1, T, T]``, true where attention is masked: later tokens, and padding.
         """
         count, length = prompts_tokens.shape
         positions = torch.arange(length).expand(count, length)
@@ -79,8 +79,7 @@ class PaddedBatches(Texts):
         generated_sequence_lengths: torch.Tensor,
         termination_id: int | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which rows are done, and how many tokens each has generated; the end token is not
-        counted.
+        """Which rows are done, and their generated lengths; the end token is not counted.
 
         Args:
             updated_prompts_tokens: int ``[B, T]``.

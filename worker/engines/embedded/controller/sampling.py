@@ -1,4 +1,4 @@
-"""Sampling from rows of logits that belong to no request of the engine."""
+"""Sampling from given logits, independent of the engine's requests."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NEEDS_HISTORY = ("repetition_penalty", "presence_penalty", "frequency_penalty",
 def sample_rows(
     logits: torch.Tensor, params: Sequence[InferenceParams], vocab_size: int | None, positions: Sequence[int] | None
 ) -> Samples:
-    """A token for each row ``[B, V]``, which stays as it is; arguments checked by
-    `check_sampling`.
-    """
-    places = positions or [0] * len(params)
-    requests = tuple(_row_request(row, one, place) for row, (one, place) in enumerate(zip(params, places, strict=True)))
+    """Sample a token from each row ``[B, V]``, out of place; `check_sampling` checks arguments."""
+    wanted = positions or [0] * len(params)
+    requests = tuple(
+        _row_request(row, one, position) for row, (one, position) in enumerate(zip(params, wanted, strict=True))
+    )
     never = () if vocab_size is None else tuple(range(vocab_size, logits.shape[1]))
     sampler = Sampler(logits.shape[1], never, logits.device)
     with torch.inference_mode():
@@ -37,9 +37,7 @@ def check_sampling(
     vocab_size: int | None,
     positions: Sequence[int] | None,
 ) -> None:
-    """Raises `ValueError` if a shape does not fit, or something is asked for that needs a
-    request's history.
-    """
+    """Raise `ValueError` if a shape does not fit, or a control needs a request's history."""
     default = InferenceParams()
     if len(params) != count or (positions is not None and len(positions) != count):
         raise ValueError(f"there are {count} rows, {len(params)} sampling_params and {positions} as positions")
@@ -59,11 +57,10 @@ def add_top_n(
     target: MutableMapping[int, list[TopN]] | None,
     logits: torch.Tensor | None,
 ) -> None:
-    """Add to `target` what is likeliest in each row that asks; see
-    `TextGenerationController.sample_from_logits`.
+    """Add the top-n of each row that asks; see `TextGenerationController.sample_from_logits`.
 
     Raises:
-        ValueError: something is missing for it, or the prompt's are both given and to be skipped.
+        ValueError: an argument is missing, or the prompt's logits are given and to be skipped.
     """
     if target is None or started is None:
         raise ValueError("top_n_logprobs needs generation_started and top_n_logprobs_dict")
@@ -79,13 +76,13 @@ def add_top_n(
 
 
 def _top_n(rows: torch.Tensor, count: int) -> list[TopN]:
-    """The likeliest of each row of ``[S, V]``."""
+    """The top-n of each row of ``[S, V]``."""
     tokens = rows.nan_to_num(-torch.inf).argmax(-1).tolist()
     return [entry(one) for one in token_logprobs(rows, tokens, [count] * len(tokens))]
 
 
 def _row_request(row: int, params: InferenceParams, position: int) -> Request:
-    """What the sampler needs to know of a row."""
+    """A request of the engine with the controls of one row."""
     seed = secrets.randbits(64) if params.seed is None else params.seed
     controls = SamplingParams(
         temperature=params.temperature,

@@ -1,6 +1,4 @@
-"""What the `TextGenerationController` keeps of a request while it runs, and of a step while it
-is put together.
-"""
+"""State of a running request, and of a step's report, in the `TextGenerationController`."""
 
 from __future__ import annotations
 
@@ -27,14 +25,14 @@ class Running:
     """A request and the session's group of answers to it.
 
     Args:
-        request: Filled in as it goes on.
-        group: The session's.
-        stream: Of the request, if it has one.
+        request: Filled in step by step.
+        group: The session's group.
+        stream: The request's stream, if any.
 
     Attributes:
-        num_streamed: Tokens that the stream has been given.
-        is_reported: Whether a step has told of it.
-        scores_only: No token is wanted; the one that is generated is thrown away.
+        num_streamed: Tokens passed to the stream.
+        is_reported: Whether a step has reported it.
+        scores_only: Only the prompt is scored; the one generated token is dropped.
     """
 
     def __init__(self, request: InferenceRequest, group: RequestGroup, stream: TokenStream | None) -> None:
@@ -46,13 +44,13 @@ class Running:
         self.scores_only = request.sampling_params.max_tokens(len(group.prompt_token_ids)) == 0
 
     def follow(self) -> None:
-        """Keep the request's tokens up to date."""
+        """Update the request's tokens."""
         if not self.scores_only:
             self.request.generated_tokens = list(self.group.answers[0].token_ids)
             self.request.generated_length = len(self.request.generated_tokens)
 
     def complete(self) -> None:
-        """Fill in all that the answers say."""
+        """Fill in the results of all answers."""
         request, params, result = self.request, self.request.sampling_params, self.group.result()
         request.prompt_logits = result.context_logits
         self._fill_prompt(params)
@@ -90,7 +88,7 @@ class Running:
 
 
 class StepReport:
-    """What a step has done, while it is put together."""
+    """Accumulates a `DynamicStep`."""
 
     def __init__(self) -> None:
         self.finished: list[RequestId] = []
@@ -101,21 +99,21 @@ class StepReport:
         self._top_n: dict[int, list[TopN]] = {}
 
     def add(self, running: Running, event: Event) -> None:
-        """One answer's token."""
+        """Add one answer's token."""
         if event.token_id is None:
             return
-        params, place = running.request.sampling_params, len(self._ids)
+        params, index = running.request.sampling_params, len(self._ids)
         self._ids.append(running.request.request_id)
         self._choices.append(event.answer.request.choice)
         self._tokens.append(event.token_id)
         entries = self._entries(running, event.answer)
         self._log_probs.append([one[0].logprob for one in entries] if params.return_log_probs else None)
         if params.top_n_logprobs:
-            self._top_n[place] = [entry(one) for one in entries]
+            self._top_n[index] = [entry(one) for one in entries]
 
     @staticmethod
     def _entries(running: Running, answer: Answer) -> list[list[TokenLogprob]]:
-        """Log probabilities that are new: of the prompt, once, and of the token."""
+        """New log probabilities: of the prompt, once, and of the token."""
         collector = answer.collector
         scores = None if collector is None or running.is_reported else collector.prompt_logprobs
         running.is_reported = True

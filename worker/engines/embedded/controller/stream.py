@@ -1,4 +1,4 @@
-"""Copies of requests as far as they are, for their streams."""
+"""Streaming: copies of unfinished requests."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ class Streaming(Texts):
     ) -> None:
         """Give each stream a request with what has been generated so far.
 
-        A stream that is finished, whose request has not started, or which would get no token is
-        passed over; it ends when the generation is done or has its full length.
+        Skips streams that are finished, whose request has not started, or without a new token; a
+        stream ends when its generation is done or has its full length.
 
         Args:
-            sampling_params: Of all of them.
-            request_ids: One per stream, as is everything that follows.
-            requests: What the copies are made of.
-            streams: Where they go.
-            generation_started: Whether the prompt is over.
-            is_generation_done: Whether no more will come.
+            sampling_params: Of all requests.
+            request_ids: One per stream, as all following arguments.
+            requests: The requests to copy.
+            streams: Their streams.
+            generation_started: Whether the prompt is done.
+            is_generation_done: Whether the generation is done.
             tokens: Ids, prompt and answer.
             prompt_lengths: Tokens of the prompt.
             generated_lengths: Tokens of the answer.
-            output_log_probs: Of all tokens but the first; None: of none.
+            output_log_probs: Of all tokens but the first, or None.
             texts: The answers' texts, made from the tokens by default.
         """
-        for place, (request_id, request, stream) in enumerate(zip(request_ids, requests, streams, strict=True)):
-            start, count = int(prompt_lengths[place]), int(generated_lengths[place])
+        for index, (request_id, request, stream) in enumerate(zip(request_ids, requests, streams, strict=True)):
+            start, count = int(prompt_lengths[index]), int(generated_lengths[index])
             most = sampling_params.max_tokens(start)
-            if bool(generation_started[place]) and not stream.finished and most != 0:
-                ids = [int(one) for one in tokens[place][start : start + count]]
-                log_probs = None if output_log_probs is None else output_log_probs[place]
-                text = None if texts is None else texts[place]
+            if bool(generation_started[index]) and not stream.finished and most != 0:
+                ids = [int(one) for one in tokens[index][start : start + count]]
+                log_probs = None if output_log_probs is None else output_log_probs[index]
+                text = None if texts is None else texts[index]
                 with_segments = sampling_params.return_segments
                 stream.put(self._partial(request_id, request, ids, start, log_probs, text, with_segments))
-                if bool(is_generation_done[place]) or count == most:
+                if bool(is_generation_done[index]) or count == most:
                     stream.finish()
 
     def _stream(self, running: Running) -> None:
@@ -69,7 +69,7 @@ class Streaming(Texts):
         running.num_streamed = count
         log_probs = None
         if request.sampling_params.return_log_probs:
-            padding = [0.0] * (len(running.group.prompt_token_ids) - 1)  # the prompt's are not streamed
+            padding = [0.0] * (len(running.group.prompt_token_ids) - 1)  # for the prompt's, which are not streamed
             log_probs = padding + [one[0].logprob for one in answer.token_logprobs]
         self.stream_tokens(
             request.sampling_params,

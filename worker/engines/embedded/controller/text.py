@@ -1,6 +1,4 @@
-"""Text to tokens and back: the tokenizer that Megatron-Core's controller asks for, and what is
-done with it.
-"""
+"""Tokenising and detokenising for the controller, with Megatron-Core's tokenizer interface."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from worker.engines.embedded.offline import IncrementalText
 
 
 class ControllerTokenizer(Protocol):
-    """What the controller needs of a tokenizer.
+    """The controller's tokenizer interface.
 
     Attributes:
-        bos: Id that a prompt may begin with, None if there is none.
+        bos: Id that begins a prompt, None if there is none.
         eod: Id that ends a text.
     """
 
@@ -28,7 +26,7 @@ class ControllerTokenizer(Protocol):
     @property
     def eod(self) -> int: ...
     @property
-    def detokenize(self) -> Any: ...  # its signature is looked at: not each one takes skip_special_tokens
+    def detokenize(self) -> Any: ...  # its signature is inspected: skip_special_tokens is optional
     def tokenize(self, text: str) -> list[int]: ...
     def offsets(self, ids: list[int], text: str) -> list[int]: ...
 
@@ -39,7 +37,7 @@ class HfControllerTokenizer:
     Args:
         tokenizer: Hugging Face fast tokenizer.
         eod: Id that ends a text.
-        bos: Id that a prompt may begin with; the tokenizer's own by default.
+        bos: Id that begins a prompt; the tokenizer's own by default.
     """
 
     def __init__(self, tokenizer: Any, eod: int, bos: int | None = None) -> None:
@@ -59,24 +57,24 @@ class HfControllerTokenizer:
         return text
 
     def offsets(self, ids: list[int], text: str) -> list[int]:
-        """Where in `text`, the text of `ids` with or without special tokens, each token begins.
+        """Offset of each token in `text`, the text of `ids` with or without special tokens.
 
-        A character that several tokens make up belongs to the last of them.
+        A character of several tokens belongs to the last of them.
         """
         skips = self.detokenize(ids) == text
         pieces = IncrementalText(partial(self.detokenize, skip_special_tokens=skips))
-        places, place = [], 0
+        offsets, offset = [], 0
         for token_id in ids:
-            places.append(place)
-            place = min(len(text), place + len(pieces.append(token_id)))
-        return places
+            offsets.append(offset)
+            offset = min(len(text), offset + len(pieces.append(token_id)))
+        return offsets
 
 
 class Texts:
-    """The part of `TextGenerationController` that is about text.
+    """The part of `TextGenerationController` about text.
 
     Args:
-        tokenizer: In use.
+        tokenizer: The tokenizer.
     """
 
     def __init__(self, tokenizer: ControllerTokenizer) -> None:
@@ -84,16 +82,16 @@ class Texts:
 
     @staticmethod
     def tokenize_prompt(tokenizer: ControllerTokenizer, prompt: str, add_BOS: bool = False) -> list[int]:  # noqa: N803
-        """Ids of `prompt`: every ``bos`` at its head is dropped, and one put there if asked for.
+        """Ids of `prompt`: every leading ``bos`` is dropped, and one added with `add_BOS`.
 
         Raises:
-            ValueError: one is asked for, and the tokenizer has none.
+            ValueError: `add_BOS`, and the tokenizer has no ``bos``.
         """
         ids = list(tokenizer.tokenize(prompt))
         bos = tokenizer.bos
         if add_BOS and bos is None:
             raise ValueError("add_BOS: the tokenizer has no bos")
-        first = next((place for place, token_id in enumerate(ids) if token_id != bos), len(ids))
+        first = next((index for index, token_id in enumerate(ids) if token_id != bos), len(ids))
         return [bos, *ids[first:]] if add_BOS and bos is not None else ids[first:]
 
     @staticmethod
@@ -106,10 +104,9 @@ class Texts:
         """Text of `tokens`.
 
         Args:
-            tokenizer: Its ``detokenize`` is given `skip_special_tokens` only if it takes it.
+            tokenizer: Its ``detokenize`` gets `skip_special_tokens` only if it takes it.
             tokens: Ids.
-            remove_EOD: Drop every ``eod`` at the end.
-            skip_special_tokens: Leave special tokens out.
+            remove_EOD: Drop every ``eod`` at the end. skip_special_tokens: Omit special tokens.
         """
         ids = list(tokens)
         while remove_EOD and ids and ids[-1] == tokenizer.eod:
@@ -144,9 +141,9 @@ class Texts:
         text = self.detokenize(self.tokenizer, ids, skip_special_tokens=skip_special_tokens)
         if not detokenize_segments:
             return text, None
-        places = [min(place, len(text)) for place in self.tokenizer.offsets(ids, text)]
-        ends = [*places[1:], len(text)]
-        return text, [[text[start:end] for start, end in zip(places, ends, strict=True)] if ids else []]
+        offsets = [min(offset, len(text)) for offset in self.tokenizer.offsets(ids, text)]
+        ends = [*offsets[1:], len(text)]
+        return text, [[text[start:end] for start, end in zip(offsets, ends, strict=True)] if ids else []]
 
     def _prompt_tokens(self, request: InferenceRequest) -> list[int]:
         if request.prompt_tokens is not None:

@@ -1,6 +1,4 @@
-"""What goes into the `TextGenerationController` and comes out of it, under Megatron-Core's
-names.
-"""
+"""Inputs and outputs of the `TextGenerationController`, under Megatron-Core's names."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ from worker.sampling import SamplingParams
 
 RequestId = int | str
 TopN = dict[int, float]
-"""Log probability by token id. By id and not by text as in Megatron-Core, where two ids of equal
-text are one entry.
+"""Log probability by token id.
+
+Megatron-Core's is by text, where two ids of equal text are one entry.
 """
 
 MEGATRON_OFF = 0
@@ -34,7 +33,7 @@ class MaxSequenceLengthOverflowError(InvalidRequest):
 
 
 class Status(Enum):
-    """Where a request is."""
+    """Status of a request."""
 
     WAITING_IN_QUEUE = 1
     ACTIVE = 2
@@ -46,34 +45,34 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceParams:
-    """Sampling controls under Megatron-Core's names and defaults, and those of ours that it lacks.
+    """Sampling controls under Megatron-Core's names and defaults, plus the worker's own.
 
     Attributes:
         temperature: 0 is greedy.
-        top_k: 0 is off, 1 greedy. Together with `top_p` it goes first.
+        top_k: 0 is off, 1 greedy. Applied before `top_p`.
         top_p: 0.0 is off, as is 1.0.
-        num_tokens_to_generate: Most tokens of the answer; 0 scores the prompt alone; None: up to
-            the context's end.
+        num_tokens_to_generate: Most tokens of the answer; 0 scores only the prompt; None: up to the
+            context length.
         num_tokens_total: The same, with the prompt's tokens; not both.
         termination_id: The token that ends the answer; None: the model's own, -1: none.
-        stop_words: Stop strings, wherever tokens are cut.
+        stop_words: Stop strings, independent of token boundaries.
         detokenize_stop_sequence: Keep the stop word or the end token in the answer; special tokens
-            then are text.
+            are then text.
         add_BOS: Begin a prompt given as text with the tokenizer's first token.
         return_log_probs: Of generated tokens, and of the prompt's unless `skip_prompt_log_probs`.
-        top_n_logprobs: Likeliest tokens at each position, likewise.
-        logprobs_mode: ``raw``: the model's own; ``processed``: what the token was drawn from. The
-            prompt's are raw.
+        top_n_logprobs: Number of most likely tokens at each position, likewise.
+        logprobs_mode: ``raw``: the model's own; ``processed``: the distribution that was sampled.
+            The prompt's are raw.
         return_segments: The text of each token.
         return_logits: The rows that tokens were sampled from.
         return_prompt_logits: The rows of the prompt's tokens.
         n: Answers to return.
-        best_of: Answers to make, of which the `n` likeliest are returned; `n` by default.
+        best_of: Answers to generate, of which the `n` most likely are returned; `n` by default.
         logits_processor: Callables under TensorRT-LLM's contract.
         processors: Logits processors by name, ``{"name": ..., "args": {...}}``.
 
     Raises:
-        ValueError: a value is out of its range; the message starts with the field's name.
+        ValueError: a value is out of range; the message starts with the field's name.
     """
 
     temperature: float = 1.0
@@ -116,26 +115,23 @@ class InferenceParams:
         self.to_sampling_params(1)
 
     def max_tokens(self, prompt_length: int) -> int | None:
-        """Most tokens of an answer to a prompt of that length, None if only the context bounds
-        it.
-        """
+        """Most tokens of an answer to such a prompt, None if only the context limits it."""
         if self.num_tokens_total is not None:
             return max(0, self.num_tokens_total - prompt_length)
         return self.num_tokens_to_generate
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether any log probabilities are asked for."""
+        """Whether any log probabilities are requested."""
         return self.return_log_probs or self.top_n_logprobs > 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the prompt's are asked for, too."""
+        """Whether the prompt's are requested too."""
         return self.wants_logprobs and not self.skip_prompt_log_probs
 
     def to_sampling_params(self, prompt_length: int) -> SamplingParams:
-        """The same in the engine's own names. An answer of no tokens becomes one that is thrown
-        away.
+        """The same under the engine's names; 0 tokens to generate become one that is dropped.
 
         Raises:
             ValueError: as the class.
@@ -171,14 +167,14 @@ class InferenceParams:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class InferenceRequest:
-    """A prompt, and what comes of it.
+    """A prompt and its results.
 
     Attributes:
         request_id: The caller's.
         prompt: Text; not needed where `prompt_tokens` are given.
         prompt_tokens: Ids; never changed.
-        sampling_params: What is asked for.
-        status: Where it is.
+        sampling_params: Its controls.
+        status: Its status.
         text: Prompt and answer.
         generated_text: The answer; None without a tokenizer.
         generated_tokens: Its ids.
@@ -186,13 +182,12 @@ class InferenceRequest:
         segments: The text of each token, prompt and answer.
         generated_segments: The answer's alone; in a stream.
         prompt_log_probs: Of the prompt's tokens, without the first, which nothing precedes.
-        prompt_top_n_logprobs: The likeliest at the same places.
+        prompt_top_n_logprobs: The top-n at the same positions.
         generated_log_probs: Of `generated_tokens`.
-        generated_top_n_logprobs: The likeliest at the same places.
+        generated_top_n_logprobs: The top-n at the same positions.
         prompt_logits: float32 ``[prompt tokens, V]``.
         generated_logits: float32 ``[generated_length, V]``.
-        tpot: Seconds that each of `generated_tokens` took; the first with its prompt and its time
-            in the queue.
+        tpot: Seconds per token of `generated_tokens`; the first includes queueing and prefill.
         finish_reason: ``stop``, ``length``, ``cancelled`` or ``error``.
         stop_reason: The stop token or stop word, if one ended the answer.
         error: Why it failed.
@@ -224,18 +219,19 @@ class InferenceRequest:
 
 
 class DynamicStep(TypedDict):
-    """What one step of a dynamic batch has done. The lists of the first four keys go together.
+    """Result of one step of a dynamic batch. The lists of the first four keys correspond.
 
-    Keys: active_request_ids: Requests that got a token; once for each of their answers. choices:
-        Which of the request's answers it was. sample: int64, the tokens, end tokens too. log_probs:
-        Of each, None if it asked for none: that of the token, at a request's first step after those
-        of its
-            prompt. Empty for an end token that is not shown.
-        top_n_logprobs: By place in `active_request_ids`, likewise; None if nobody asked.
-        finished_request_ids: Requests that are over with this step.
+    Keys:
+        active_request_ids: Requests that got a token, once per answer.
+        choices: Index of the answer.
+        sample: int64, the tokens, end tokens too.
+        log_probs: Of each, None if not requested: that of the token, at a request's first step
+            preceded by those of its prompt. Empty for an end token that is not shown.
+        top_n_logprobs: By index into `active_request_ids`, likewise; None if not requested.
+        finished_request_ids: Requests that finished with this step.
         newly_paused_request_ids: Requests suspended since the last step.
-        accepted_tokens: None: nothing is drafted.
-        cuda_graph_request_count: None: there are no graphs.
+        accepted_tokens: None: no speculative decoding.
+        cuda_graph_request_count: None: no CUDA graphs.
     """
 
     active_request_ids: list[RequestId]
@@ -250,11 +246,11 @@ class DynamicStep(TypedDict):
 
 
 class TokenStream:
-    """Megatron-Core's ``AsyncStream``: takes items from any thread, gives them to one consumer.
+    """Megatron-Core's ``AsyncStream``: items from any thread, for one consumer.
 
     Args:
-        request_id: Whose it is.
-        cancel: Called with the id if the consumer leaves before the end.
+        request_id: Its request.
+        cancel: Called with the id if the consumer stops before the end.
     """
 
     def __init__(self, request_id: RequestId, cancel: Callable[[RequestId], object] | None = None) -> None:
@@ -268,7 +264,7 @@ class TokenStream:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the stream has ended."""
         return self._finished
 
     def put(self, item: InferenceRequest) -> None:
@@ -279,9 +275,7 @@ class TokenStream:
                 self._wake()
 
     def finish(self, exception: BaseException | None = None) -> None:
-        """Nothing more will come; the consumer gets `exception` after the last item. Once more
-        changes nothing.
-        """
+        """End the stream; the consumer gets `exception` after the last item. Idempotent."""
         with self._lock:
             if not self._finished:
                 self._finished, self._failure = True, exception
@@ -314,7 +308,7 @@ class TokenStream:
         try:
             waiter.get_loop().call_soon_threadsafe(_set, waiter)
         except RuntimeError:
-            if not waiter.get_loop().is_closed():  # closed: nobody is left to tell
+            if not waiter.get_loop().is_closed():  # closed: no consumer is left
                 raise
 
 

@@ -1,8 +1,8 @@
-"""The engine without services: prompts in, results out, in the caller's own thread.
+"""Offline inference: prompts in, results out, in the caller's own thread.
 
-`engine` is the public `Engine`; `request_builder` makes requests of prompts and `SamplingParams`;
-`session` drives the steps; `results` are the answers while they grow and what callers get;
-`stop_strings` ends an answer at a text.
+`engine` is the public `Engine`; `request_builder` makes requests from prompts and `SamplingParams`;
+`session` drives the steps; `results` are the growing answers and the final results; `stop_strings`
+detokenises incrementally and ends an answer at a stop string.
 """
 
 from worker.engines.embedded.offline.engine import Engine

@@ -1,4 +1,4 @@
-"""The engine without services: prompts in, results out, in the caller's own thread."""
+"""Offline inference: prompts in, results out, in the caller's own thread."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Prompt = str | Sequence[int]
 
 
 class Engine:
-    """Answers prompts offline, for one thread; others may suspend, resume and abort::
+    """Offline engine for one thread; other threads may suspend, resume and abort::
 
         engine = Engine("/models/tiny", max_num_seqs=8)
         for result in engine.generate(["Once upon", "The end"], SamplingParams(max_tokens=16)):
             print(result.text)
 
     Args:
-        model_path: Directory of the checkpoint. It needs a tokenizer only where text goes in or
-            comes out.
+        model_path: Directory of the checkpoint. A tokenizer is needed only for text input or
+            output.
         model: A model to use instead of the checkpoint's; the tokenizer is still read from
             `model_path`.
         catalog: Logits processors that may be named; the built-in ones by default.
-        settings: Of `EmbeddedConfig`; prompts are computed in whole steps unless `max_mixed_chunk`
-            is among them.
+        settings: Of `EmbeddedConfig`; prompts are not chunked for mixed batches unless
+            `max_mixed_chunk` is set.
 
     Raises:
         StartupError: the checkpoint or a setting cannot be served.
@@ -48,7 +48,7 @@ class Engine:
     Attributes:
         config: The settings.
         info: Of the loaded model.
-        session: What computes; for `worker.engines.embedded.controller.controller`.
+        session: Drives the steps; used by the `TextGenerationController`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Engine:
     ) -> None:
         self.config = EmbeddedConfig(model_path=model_path, **settings)
         stepper, self.info = load(self.config, model)
-        if self.config.max_mixed_chunk is None:  # what counts is when the last answer ends
+        if self.config.max_mixed_chunk is None:  # offline, throughput matters and latency does not
             stepper.scheduler.max_mixed_chunk = None
         vocabulary = _vocabulary(Path(model_path), self.info.vocab_size, self.info.eos_token_ids)
         builder = RequestBuilder(stepper.model, self.info.context_length, vocabulary, catalog or Catalog.default())
@@ -85,21 +85,20 @@ class Engine:
         *,
         processors: Sequence[Named] | Sequence[Sequence[Named]] | None = None,
     ) -> list[Result]:
-        """Answer prompts; returns one result each, in their order.
+        """Generate answers; returns one result per prompt, in order.
 
-        An answer that fails while it runs ends with ``finish_reason`` ``error`` and leaves the
-        others as they are.
+        An answer that fails ends with ``finish_reason`` ``error``; the others are unaffected.
 
         Args:
             prompts: Texts or lists of token ids, or a single one.
             sampling_params: For all prompts, or one for each; `SamplingParams()` by default.
             progress: Show a progress bar if standard error is a terminal.
             processors: Logits processors by name, ``[{"name": "min_tokens", "args": {"n": 8}}]``:
-                one list for all prompts, or a list for each. Every answer has its own.
+                one list for all prompts, or a list for each. Every answer gets its own instances.
 
         Raises:
-            InvalidRequest: a prompt cannot be served; no prompt has been started. The field names
-                its place.
+            InvalidRequest: a prompt cannot be served; no prompt has been started. The field has its
+                index.
             ValueError: there are not as many parameters or lists of processors as prompts.
         """
         asked = _prompts(prompts)
@@ -114,7 +113,7 @@ class Engine:
             with tqdm(total=len(groups), disable=hidden, unit="prompt", dynamic_ncols=True) as bar:
                 while len(results) < len(groups):
                     done = self._advance()
-                    if not done and self.session.is_idle:  # all is suspended, or has been aborted
+                    if not done and self.session.is_idle:  # all prompts are suspended or aborted
                         self.session.wait()
                         done = [group.result() for group in groups if group.is_done and group.id not in results]
                     results |= {one.request_id: one for one in done if one.request_id in mine}
@@ -138,7 +137,7 @@ class Engine:
         return group.id
 
     def step(self) -> list[Result]:
-        """Compute one step; returns the prompts that are done with it."""
+        """Compute one step; returns the results that it finished."""
         earlier, self._done = self._done, []
         return earlier + self._advance()
 
@@ -150,15 +149,11 @@ class Engine:
         return None if group is None else group.result()
 
     def suspend(self, request_id: str) -> None:
-        """Take a prompt out of the engine, so that others have its place. Raises `KeyError` if
-        it is not here.
-        """
+        """Take a prompt out of the engine to make room. Raises `KeyError` if it is not here."""
         self.session.suspend(request_id)
 
     def resume(self, request_id: str) -> None:
-        """Go on with a suspended prompt: its answers are what they would have been. Raises
-        `KeyError` if it is not.
-        """
+        """Continue a suspended prompt with unchanged results. Raises `KeyError` if it is not."""
         self.session.resume(request_id)
 
     @property
@@ -180,9 +175,9 @@ def _vocabulary(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabu
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (len(prompts) and all(type(one) is int for one in prompts)):
         return [prompts]  # type: ignore[list-item]  # mypy does not see that all of them are integers
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         if not isinstance(prompt, (str, list, tuple)):
-            raise InvalidRequest(f"prompts[{place}]", f"must be a text or a list of token ids, got {prompt!r}")
+            raise InvalidRequest(f"prompts[{index}]", f"must be a text or a list of token ids, got {prompt!r}")
     return list(prompts)  # type: ignore[arg-type]  # as above
 
 

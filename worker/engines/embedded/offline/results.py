@@ -1,4 +1,4 @@
-"""Answers while they grow, and the results that callers get of them."""
+"""Growing answers, and the results that callers get."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Completion:
     """One answer.
 
     Attributes:
-        index: Which of the answers to its prompt, 0 first; with ``best_of`` 0 is the best.
+        index: Index of the answer; with ``best_of``, 0 is the best.
         text: None without a tokenizer, or with ``detokenize=False``.
         token_ids: Generated ids. Neither a stop token nor a token that holds any part of a stop
             string is among them, unless ``include_stop_str_in_output`` is set.
         logprobs: Of each of `token_ids` itself first, then the top-n; with
             ``logprobs_simple_format`` its own alone.
-        cumulative_logprob: Sum over `token_ids`; None if no log probabilities were asked for.
+        cumulative_logprob: Sum over `token_ids`; None if no log probabilities were requested.
         finish_reason: ``stop``, ``length``, ``cancelled`` or ``error``.
         stop_reason: The stop token or the stop string that ended the answer, if one did.
-        generation_logits: float32 ``[len(token_ids), V]``, the model's own, if asked for.
+        generation_logits: float32 ``[len(token_ids), V]``, the model's own, if requested.
         error: Why it failed, exactly when `finish_reason` is ``error``.
         receipt: What its logits processors did, if it had any.
-        token_times_s: When each of `token_ids` came, in seconds since the request was added.
-        num_cached_tokens: Tokens of the prompt whose KV was known already.
+        token_times_s: Time of each of `token_ids`, seconds since the request was added.
+        num_cached_tokens: Cached tokens: prompt tokens whose KV came from the prefix cache.
     """
 
     index: int
@@ -55,17 +55,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What has come of one prompt.
+    """Result of one prompt.
 
     Attributes:
-        request_id: Given by the engine.
+        request_id: Assigned by the engine.
         prompt: Its text, None if it came as token ids.
         prompt_token_ids: Its ids.
         outputs: The answers, ``n`` of them.
-        prompt_logprobs: Of each prompt token; None in place of the first one's, which nothing
-            precedes. With ``prompt_logprobs_simple_format`` one number each. Shorter where the
-            first answer was cancelled, or failed, before the prompt had been computed.
-        context_logits: float32 ``[len(prompt_token_ids), V]``, the model's own, if asked for;
+        prompt_logprobs: Of each prompt token; None for the first, which has no context. With
+            ``prompt_logprobs_simple_format`` one number each. Shorter if the first answer was
+            cancelled, or failed, before the prompt had been computed.
+        context_logits: float32 ``[len(prompt_token_ids), V]``, the model's own, if requested;
             shorter likewise.
     """
 
@@ -78,9 +78,7 @@ class Result:
 
     @property
     def text(self) -> str | None:
-        """Text of the only answer. This and the next three raise `ValueError` if there are
-        several.
-        """
+        """Text of the only answer; as the next three, raises `ValueError` if there are several."""
         return self._only.text
 
     @property
@@ -106,20 +104,20 @@ class Result:
 
 
 class Answer:
-    """One answer while it grows: a `Request` of the engine, and what has come of it.
+    """One growing answer: a `Request` of the engine, and its output so far.
 
     Args:
         request: Admitted, not queued yet.
-        text: None if there is no tokenizer.
-        collector: The request's tap, None if it has none.
+        text: None without a tokenizer.
+        collector: Collects logits and prompt log probabilities, if requested.
 
     Attributes:
-        token_ids: Shown tokens; those that belong to a stop string go when it is found.
-        token_times_s: When they came.
-        token_logprobs: Of each, if asked for.
-        last_logprobs: Of the newest token, also if it has gone with a stop string; None if it is
+        token_ids: Shown tokens; those of a stop string are removed when it is found.
+        token_times_s: Their times.
+        token_logprobs: Of each, if requested.
+        last_logprobs: Of the newest token, even if removed with a stop string; None if it is
             not shown.
-        finish_reason: None while it grows.
+        finish_reason: None while unfinished.
     """
 
     def __init__(self, request: Request, text: AnswerText | None, collector: LogitsCollector | None) -> None:
@@ -137,18 +135,16 @@ class Answer:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum over the tokens; None if no log probabilities were asked for."""
+        """Sum over the tokens; None if no log probabilities were requested."""
         return None if self.request.params.logprobs is None else sum(one[0].logprob for one in self.token_logprobs)
 
     @property
     def num_shown(self) -> int:
-        """Tokens that stay, whatever comes next."""
+        """Number of tokens that are final."""
         return len(self.token_ids) if self.text is None else min(self.text.num_shown_tokens, len(self.token_ids))
 
     def take(self, output: Output, time_s: float) -> None:
-        """Add what a step says; it is over when `finish_reason` is set, also if `output` has
-        none.
-        """
+        """Add a step's output; the answer has ended when `finish_reason` is set."""
         ended = False
         self.last_logprobs = output.logprobs
         if not self.token_ids:
@@ -183,7 +179,7 @@ class Answer:
             del one[count:]
 
     def completion(self, index: int, wanted: SamplingParams) -> Completion:
-        """The result, of what the caller asked for."""
+        """The completion with the fields that the caller requested."""
         assert self.finish_reason is not None
         chain = self.request.chain
         logprobs: Logprobs | None = None
@@ -210,12 +206,12 @@ class RequestGroup:
     """One prompt and its answers.
 
     Attributes:
-        id: Given by the engine.
+        id: Assigned by the engine.
         prompt: Text, None if it came as token ids.
         prompt_token_ids: Its ids.
-        wanted: What the caller asked for.
+        wanted: The caller's parameters.
         answers: ``best_of`` of them.
-        started_s: When it was added.
+        started_s: Time when it was added.
     """
 
     id: str
@@ -232,9 +228,7 @@ class RequestGroup:
 
     @property
     def best(self) -> list[Answer]:
-        """The ``n`` answers to return: with a larger ``best_of`` the likeliest first, failed
-        ones last.
-        """
+        """The ``n`` answers to return, of ``best_of`` the most likely first, failed ones last."""
         if len(self.answers) <= self.wanted.n:
             return self.answers
         return sorted(self.answers, key=_rank)[: self.wanted.n]

@@ -1,6 +1,4 @@
-"""Prompts to answers without an event loop: what the offline `Engine` and the
-`TextGenerationController` share.
-"""
+"""Prompts to answers without an event loop, for `Engine` and `TextGenerationController`."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _LONGEST_WAIT_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one step has done to one answer.
+    """Result of one step for one answer.
 
     Attributes:
         group: The answers to its prompt.
@@ -39,15 +37,14 @@ class Event:
 
 
 class Session:
-    """Drives a `Stepper`. Every method may be called from any thread; they wait for each other, and
-    for the step.
+    """Drives a `Stepper`. Thread-safe: calls wait for each other and for the step.
 
-    What a step calls, such as a logits processor, must not call back: that is a `RuntimeError`.
+    Callees of a step, such as logits processors, must not call back: that is a `RuntimeError`.
 
-    The answers to one prompt wait for the first of them, whose prompt they share.
+    The answers to one prompt wait for the first one, whose prompt KV they share.
 
     Args:
-        stepper: Used by this session alone.
+        stepper: For this session's exclusive use.
         info: Of the engine.
         builder: Checks prompts and makes requests of them.
     """
@@ -82,7 +79,7 @@ class Session:
         """Check prompts and make requests of them; nothing is queued yet.
 
         Raises:
-            InvalidRequest: one of them cannot be served; the field starts with its place.
+            InvalidRequest: one of them cannot be served; the field starts with its index.
         """
         uses: Counter[int] = Counter()
         for one in params:
@@ -162,9 +159,7 @@ class Session:
             self._changed.set()
 
     def wait(self) -> None:
-        """Return when there may be something to compute, or a prompt has been ended by another
-        thread.
-        """
+        """Wait until there may be something to compute, or another thread ended a prompt."""
         if self.is_idle:
             self._changed.wait(_LONGEST_WAIT_S)
         self._changed.clear()
@@ -185,7 +180,7 @@ class Session:
 
     def _check_not_stepping(self) -> None:
         if self._is_stepping:
-            raise RuntimeError("a step is under way, and what it calls must not call back")
+            raise RuntimeError("a step is in progress, and its callees must not call back")
 
     def _fill(self) -> None:
         while self._waiting and len(self._live) < self.info.max_num_seqs:
@@ -200,7 +195,7 @@ class Session:
         answer.take(output, time_s - group.started_s)
         if answer.finish_reason is not None:
             if output.finish_reason is None:
-                self._end_live(answer)  # a stop string, of which the engine knows nothing
+                self._end_live(answer)  # a stop string, which the engine does not see
             else:
                 del self._live[output.request_id]
             self._close(group)

@@ -1,40 +1,35 @@
-"""The text of an answer while it grows: decoded token by token, and ended by stop strings
-wherever tokens are cut.
-"""
+"""The text of a growing answer: incremental detokenisation, and stop strings across tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
-"""Text of token ids; bytes that are no UTF-8, and an unfinished character at the end, become
-U+FFFD.
-"""
+"""Text of token ids; invalid UTF-8 and an incomplete last character become U+FFFD."""
 
 _UNFINISHED = "\ufffd"
 _CONTEXT = 6
 _WINDOW = 16
 
 _LONGEST = 32
-"""Tokens of a window that does not end in a whole character; a character has four bytes at most."""
+"""Longest window that does not end in a whole character; a character has at most four bytes."""
 
 _KEPT = 8
-"""Newest tokens of such a window that stay, more than a character may lack."""
+"""Newest tokens of such a window that are kept, more than a character can lack."""
 
 _STRAY = 4
-"""Tokens of which some are no UTF-8 in any case, whatever follows."""
+"""Tokens of which some are invalid UTF-8 whatever follows."""
 
 
 class IncrementalText:
-    """Decodes a growing list of tokens, a few at a time; all of its text is that of all tokens
-    decoded at once.
+    """Incremental detokenisation; all pieces together are the text of all tokens at once.
 
-    What has been given out stays. Tokenizers with byte fallback take whole characters back where a
-    stray byte follows them without another token in between; here these stay, too.
+    Text that was returned is final. Tokenizers with byte fallback revise whole characters if a
+    stray byte directly follows them; here these are final too.
 
     Args:
         decode: Of the tokenizer.
-        context: Tokens before the first one; the last few matter to tokenizers that drop a leading
+        context: Tokens before the first one; the last few matter for tokenizers that drop a leading
             space.
     """
 
@@ -42,18 +37,20 @@ class IncrementalText:
         self._decode = decode
         self._tokens = list(context[-_CONTEXT:])  # the window: decoded as a whole for every token
         self._text = decode(self._tokens) if self._tokens else ""
-        if self._text.endswith(_UNFINISHED):  # the answer is not to complete a character of the prompt
+        if self._text.endswith(_UNFINISHED):  # the answer must not complete a character of the prompt
             self._tokens, self._text = [], ""
-        self._num_given = len(self._text)  # characters of the window's text that have been given out, or are not ours
-        self._cut = 0  # tokens of the window that may go, because a character ends there; 0: not known yet
+        self._num_given = len(
+            self._text
+        )  # characters of the window's text that were returned, or belong to the context
+        self._cut = 0  # tokens of the window that can be dropped, because a character ends there; 0: unknown
 
     @property
     def num_held_back(self) -> int:
-        """Characters at the end that the next token may change."""
+        """Number of characters at the end that the next token may change."""
         return max(0, len(self._text) - self._num_given)
 
     def append(self, *token_ids: int) -> str:
-        """The text that the tokens complete; empty if they end inside its first character."""
+        """The text completed by the tokens; empty if they end inside its first character."""
         self._tokens += token_ids
         self._text = self._decode(self._tokens)
         whole = len(self._text.rstrip(_UNFINISHED))
@@ -66,7 +63,7 @@ class IncrementalText:
         return piece
 
     def finish(self) -> str:
-        """What has been held back."""
+        """Flush the held-back text."""
         piece = self._text[self._num_given :]
         self._num_given = len(self._text)
         return piece
@@ -81,9 +78,7 @@ class IncrementalText:
             self._cut = len(self._tokens)
 
     def _shorten_window(self) -> str:
-        """Let go of the beginning of a window that never ended in a whole character; returns its
-        text.
-        """
+        """Drop the beginning of a window without a whole character at its end; returns its text."""
         tokens = self._shorter()
         text = self._decode(tokens)
         final = max(0, len(self._text) - len(text))
@@ -99,15 +94,14 @@ class IncrementalText:
             tokens = self._tokens
         elif len(tokens) <= _WINDOW:
             return tokens
-        # whatever holds for the text without its last tokens does not depend on how its last
-        # character is completed
+        # the text without its last tokens does not depend on how its last character is completed
         ends = [len(tokens) - count for count in range(_STRAY)]
         whole = [self._decode(tokens[:end]) for end in ends]
         for cut in range(len(tokens) - _KEPT, 0, -1):
             before = self._decode(tokens[:cut])
             if all(before + self._decode(tokens[cut:end]) == text for end, text in zip(ends, whole, strict=True)):
                 return tokens[cut:]
-        # with byte fallback one stray byte makes U+FFFD of every byte of a run, so it has to stay
+        # with byte fallback one stray byte turns every byte of a run into U+FFFD, so it must stay
         # in front of the rest
         for first in range(len(tokens) - _KEPT - _STRAY + 1):
             kept = tokens[first : first + _STRAY] + tokens[-_KEPT:]
@@ -119,21 +113,20 @@ class IncrementalText:
 class AnswerText:
     """The text of one answer, up to the first stop string.
 
-    Of several stop strings the one that ends first counts, and of those that end together the
-    longest; so the text does not depend on how it is cut into tokens.
+    Of several stop strings the first to end counts, and of those that end together the longest, so
+    that the text does not depend on token boundaries.
 
     Args:
         decode: Of the tokenizer.
-        stops: Not empty strings.
+        stops: Non-empty strings.
         include: Whether the stop string is part of the answer.
         context: Tokens of the prompt.
-        is_too_short: Asked with every token: whether a stop string that is complete with it is text
-            like any other.
+        is_too_short: Called for every token: whether a stop string that it completes is ignored.
 
     Attributes:
         stopped_by: The stop string, None while there is none.
-        num_tokens: Tokens of the answer: those before the stop string, of which they hold no part,
-            or, if it is included, up to the one that completes it.
+        num_tokens: Tokens of the answer: those before the stop string and without a part of it or,
+            if it is included, up to the one that completes it.
     """
 
     def __init__(
@@ -150,25 +143,23 @@ class AnswerText:
         self._longest = max(map(len, self._stops), default=0)
         self._include = include
         self._is_too_short = is_too_short
-        self._floor = 0  # a stop string that ends at or before it does not count
-        self._ends: list[int] = []  # of each token, the number of characters up to the last that it is a part of
-        self._later: list[int] = []  # tokens that are decoded when the text is asked for, as no stop string waits
+        self._floor = 0  # stop strings that end at or before it are ignored
+        self._ends: list[int] = []  # of each token, the offset of the end of its last character
+        self._later: list[int] = []  # tokens decoded lazily, when the text is read and there are no stop strings
         self._text = ""
         self.stopped_by: str | None = None
         self.num_tokens = 0
 
     @property
     def text(self) -> str:
-        """All of it so far, or up to where a stop string has ended it."""
+        """The text so far, or up to the stop string."""
         if self._later:
             self._decode_later()
         return self._text
 
     @property
     def shown(self) -> str:
-        """What of the text will stay, whatever comes next: without an end that may be the start
-        of a stop string.
-        """
+        """The text that is final: without a suffix that may be the start of a stop string."""
         if self.stopped_by is not None:
             return self.text
         for length in range(min(self._longest - 1, len(self.text)), 0, -1):
@@ -179,13 +170,13 @@ class AnswerText:
 
     @property
     def num_shown_tokens(self) -> int:
-        """Tokens of which every character is in `shown`."""
+        """Number of tokens whose every character is in `shown`."""
         if self.stopped_by is not None:
             return self.num_tokens
         return self._num_within(len(self.shown))
 
     def append(self, token_id: int) -> bool:
-        """Take the next token; whether the answer ends here."""
+        """Take the next token; returns whether the answer ends here."""
         self.num_tokens += 1
         if not self._stops:
             self._later.append(token_id)
@@ -195,9 +186,7 @@ class AnswerText:
         return self._stop()
 
     def finish(self) -> bool:
-        """No more tokens come: what was held back becomes text. Whether that completed a stop
-        string.
-        """
+        """Flush the held-back text at the end; returns whether that completed a stop string."""
         if self.stopped_by is None:
             self._decode_later()
             self._add(self._pieces.finish())
@@ -230,9 +219,7 @@ class AnswerText:
         return True
 
     def _first_stop(self) -> tuple[int, int] | None:
-        """Start and end of the stop string that ends first after `_floor`, the longest of those
-        that end there.
-        """
+        """Start and end of the first stop string ending after `_floor`; the longest of several."""
         found: list[tuple[int, int]] = []
         for stop in self._stops:
             start = self._text.find(stop, max(0, self._floor + 1 - len(stop)))

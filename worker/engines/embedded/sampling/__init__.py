@@ -1,10 +1,10 @@
 """From logits and edits to tokens.
 
-`sampler` follows the order law over a batch, whose rows `rows` sorts by what they need;
-`truncation` and `device_truncation` are temperature, min-p, top-k, top-p and the draw on the CPU
-and on a device (`device_sampler`, `selection_kernels`, `triton_select`), both over
-`integer_weights`; `logprobs` and `prompt_logprobs` are log probabilities; `row_errors` says why a
-row has no token.
+`sampler` follows the order law over a batch, whose rows `rows` groups by their controls;
+`truncation` and `device_truncation` are temperature, min-p, top-k, top-p and sampling on the CPU
+and on a device (sync-free: `device_sampler`, `selection_kernels`, `triton_select`), both over
+`integer_weights`; `logprobs` and `prompt_logprobs` are log probabilities; `row_errors` are the
+reasons why a row cannot be sampled.
 """
 
 from worker.engines.embedded.sampling.logprobs import token_logprobs

@@ -1,6 +1,4 @@
-"""A step's tokens on a device: what is begun between logits and tokens, and what is read once
-they are on the host.
-"""
+"""Sampling on a device: started between logits and tokens, read when they reach the host."""
 
 from __future__ import annotations
 
@@ -12,26 +10,26 @@ from adapters.chain import Planned
 from adapters.devices import upload_ids
 from worker.engines.embedded.host import HostCopy
 from worker.engines.embedded.plan import Samples
-from worker.engines.embedded.sampling.device_truncation import Select, draw_rows
+from worker.engines.embedded.sampling.device_truncation import Select, truncate_and_sample_rows
 from worker.engines.embedded.sampling.integer_weights import logarithms, weight_bits
 from worker.engines.embedded.sampling.logprobs import Logprobs
 from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 
 _MOST_ROWS = 32
-"""Rows that are weighed together. Their weights take ten times the memory of their logits."""
+"""Rows whose weights are computed at once: they take ten times the memory of the logits."""
 
 
 class DeviceStep:
-    """The choice of tokens for one step, begun by making it, without a value on the host.
+    """The sampling of one step, launched by the constructor without a host synchronisation.
 
     Args:
         logits: float32 ``[B, V]``, after all edits.
         table: Of these rows.
-        planned: What the chains ask for.
+        planned: The chains' plans.
         raw: Logits before all edits, of the rows ``table.raw``; None if there are none.
-        errors: Rows that are known to have failed.
-        select: How prefixes are found.
+        errors: Rows already known to have failed.
+        select: Finds where prefixes end.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class DeviceStep:
         self._forced = forced_rows(planned)
         highest = logits.amax(-1)
         tokens = logits.argmax(-1) if table.greedy else torch.empty_like(highest, dtype=torch.int64)
-        weights = self._draw(logits, highest, tokens, select) if table.random else None
+        weights = self._sample(logits, highest, tokens, select) if table.random else None
         values = self._force(logits, tokens)
         self._copy = HostCopy(tokens, highest, values)
         self._logprobs: list[tuple[list[int], Logprobs]] = []
@@ -61,7 +59,7 @@ class DeviceStep:
             self._start_logprobs(self._distributions(logits, index, weights), tokens, table.processed, index)
 
     def collect(self) -> Samples:
-        """The tokens; waits for them, and for what is asked for about them."""
+        """The tokens and log probabilities; synchronises with the device."""
         tokens, highest, values = (one.tolist() for one in self._copy.wait())
         samples = Samples(tokens, self._errors)
         samples.errors |= unfit(highest, self._planned, samples.errors)
@@ -72,30 +70,28 @@ class DeviceStep:
             samples.logprobs |= dict(zip(rows, logprobs.read(), strict=True))
         return samples
 
-    def _draw(
+    def _sample(
         self, logits: torch.Tensor, highest: torch.Tensor, tokens: torch.Tensor, select: Select
     ) -> torch.Tensor | None:
-        """Draws into `tokens`; returns the weights of ``drawn.processed_rows``, None if there
-        are none.
-        """
-        drawn = self._table.drawn
-        if drawn.padded_index is not None:
-            logits = logits.index_select(0, drawn.padded_index)
-            highest = highest.index_select(0, drawn.padded_index)
-        numbers = drawn.numbers()
+        """Sample into `tokens`; returns the weights of ``processed_rows``, None if none."""
+        random = self._table.random_rows
+        if random.padded_index is not None:
+            logits = logits.index_select(0, random.padded_index)
+            highest = highest.index_select(0, random.padded_index)
+        uniforms = random.uniforms()
         found, weights = [], []
         for start in range(0, len(logits), _MOST_ROWS):
             part = slice(start, start + _MOST_ROWS)
-            columns = drawn.columns.part(part)
-            ids, kept = draw_rows(logits[part], highest[part, None], columns, numbers[part], select)
+            columns = random.columns.part(part)
+            ids, kept = truncate_and_sample_rows(logits[part], highest[part, None], columns, uniforms[part], select)
             found.append(ids)
-            if drawn.num_processed:
+            if random.num_processed:
                 weights.append(kept)
-        tokens.index_copy_(0, drawn.index, torch.cat(found)[: len(self._table.random)])
-        return torch.cat(weights).index_select(0, drawn.processed_rows) if weights else None
+        tokens.index_copy_(0, random.index, torch.cat(found)[: len(self._table.random)])
+        return torch.cat(weights).index_select(0, random.processed_rows) if weights else None
 
     def _force(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Overrides tokens by those that are forced; returns their logits."""
+        """Override tokens by forced ones; returns the logits of the forced tokens."""
         if not self._forced:
             return logits.new_empty(0)
         width = logits.shape[1]
@@ -105,18 +101,16 @@ class DeviceStep:
         return logits.view(-1).index_select(0, rows * width + ids)
 
     def _distributions(self, logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """What the rows ``table.processed`` are drawn from, float64 ``[m, V]``: logarithms, not
-        normalised.
-        """
+        """Unnormalised log weights that ``table.processed`` sample from, float64 ``[m, V]``."""
         final = logits.index_select(0, index).double()
         if weights is not None:
             logarithms_ = logarithms(weights, weight_bits(logits.shape[1]))
-            final.index_copy_(0, self._table.drawn.processed_places, logarithms_)
+            final.index_copy_(0, self._table.random_rows.processed_entries, logarithms_)
         forced = {one.row: one.token_id for one in self._forced}
-        places = [(place, forced[row]) for place, row in enumerate(self._table.processed) if row in forced]
-        if places:
-            final.index_fill_(0, upload_ids([place for place, _ in places], logits.device), -torch.inf)
-            flat = [place * logits.shape[1] + token_id for place, token_id in places]
+        entries = [(entry, forced[row]) for entry, row in enumerate(self._table.processed) if row in forced]
+        if entries:
+            final.index_fill_(0, upload_ids([entry for entry, _ in entries], logits.device), -torch.inf)
+            flat = [entry * logits.shape[1] + token_id for entry, token_id in entries]
             final.view(-1).index_fill_(0, upload_ids(flat, logits.device), 0.0)
         return final
 

@@ -1,9 +1,9 @@
-"""Temperature, min-p, top-k, top-p and the draw on a device, without ever looking at a value from
-the host.
+"""Temperature, min-p, top-k, top-p and sampling on a device, sync-free.
 
-The same tokens, bit for bit, as `truncation` finds on the CPU: the weights are integers, so that it
-does not matter in which order a GPU adds them up. Every row is weighed whole; shapes depend on the
-number of rows alone, which is padded to a few sizes, so that a CUDA graph can hold it.
+The same tokens, bit for bit, as `truncation` samples on the CPU: weights are integers, so the order
+in which a GPU adds them does not matter. No value is read on the host. The weights of every row are
+computed in full; shapes depend on the number of rows alone, which is padded to a few sizes, so that
+a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from worker.engines.embedded.sampling.integer_weights import as_units, exponenti
 from worker.engines.embedded.sampling.truncation import Controls
 
 Select = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Where prefixes end: `select_by_sorting`, or a kernel that does the same."""
+"""Finds where prefixes end: `select_by_sorting`, or a kernel with the same results."""
 
 _STEP = 8
 
 
 def padded(count: int) -> int:
-    """Rows that a batch of `count` rows is filled up to: 1, 2, 4, and then multiples of 8."""
+    """Number of rows that `count` rows are padded to: 1, 2, 4, then multiples of 8."""
     return next((size for size in (1, 2, 4) if count <= size), -(-count // _STEP) * _STEP)
 
 
 @dataclass(frozen=True, slots=True)
-class DrawColumns:
-    """What each of P rows asks for, ``[P, 1]`` on a device; None where no row asks for it.
+class SamplingColumns:
+    """Controls of P rows, ``[P, 1]`` each on a device; None where they are off in all rows.
 
     Attributes:
         temperature: float64.
@@ -45,8 +45,8 @@ class DrawColumns:
     top_p: torch.Tensor | None
 
     @classmethod
-    def of(cls, controls: Sequence[Controls], vocab_size: int, device: torch.device) -> DrawColumns:
-        """The columns of some rows' controls."""
+    def of(cls, controls: Sequence[Controls], vocab_size: int, device: torch.device) -> SamplingColumns:
+        """From the controls of some rows."""
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
             return upload(torch.tensor(values, dtype=dtype)[:, None], device)
@@ -59,9 +59,9 @@ class DrawColumns:
             column([one.top_p for one in controls]) if any(one.top_p < 1 for one in controls) else None,
         )
 
-    def part(self, rows: slice) -> DrawColumns:
-        """Those of some of the rows."""
-        return DrawColumns(
+    def part(self, rows: slice) -> SamplingColumns:
+        """The columns of a slice of the rows."""
+        return SamplingColumns(
             self.temperature[rows],
             None if self.depth is None else self.depth[rows],
             None if self.top_k is None else self.top_k[rows],
@@ -69,25 +69,25 @@ class DrawColumns:
         )
 
 
-def draw_rows(
+def truncate_and_sample_rows(
     logits: torch.Tensor,
     highest: torch.Tensor,
-    columns: DrawColumns,
-    numbers: torch.Tensor,
+    columns: SamplingColumns,
+    uniforms: torch.Tensor,
     select: Select,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row.
+    """Sample a token for each row.
 
     Args:
         logits: float32 ``[P, V]``. A row with NaN or +inf, or with nothing but -inf, gets any
             token.
         highest: float32 ``[P, 1]``, of each row.
-        columns: What the rows ask for.
-        numbers: float64 ``[P, 1]``, in [0, 1).
-        select: How prefixes are found.
+        columns: Controls of the rows.
+        uniforms: Random numbers, float64 ``[P, 1]``, in [0, 1).
+        select: Finds where prefixes end.
 
     Returns:
-        Tokens, int64 ``[P]``, and the weights that they were drawn from, int64 ``[P, V]``.
+        Tokens, int64 ``[P]``, and the weights that they were sampled from, int64 ``[P, V]``.
     """
     below = logits.double() - highest.double()
     weights = as_units(exponential_(below / columns.temperature), weight_bits(logits.shape[1]))
@@ -99,11 +99,12 @@ def draw_rows(
     if columns.top_p is not None:
         targets = share_of(weights.sum(-1, keepdim=True), columns.top_p)
         last, before = select(logits, weights, targets)
+        # of the tokens that tie with the last key, the lower ids are kept until the target is met
         tied = logits == last
         spent = before + (weights * tied).cumsum(-1) - weights
         weights.masked_fill_((logits < last) | (tied & (spent >= targets)), 0)
     cumulative = weights.cumsum(-1)
-    points = points_in(cumulative[:, -1:], numbers)
+    points = points_in(cumulative[:, -1:], uniforms)
     tokens = (cumulative <= points).sum(-1)
     return tokens.clamp_(max=logits.shape[1] - 1), weights
 
@@ -111,12 +112,11 @@ def draw_rows(
 def select_by_sorting(
     keys: torch.Tensor, masses: torch.Tensor | None, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the shortest prefixes, by falling key, end that have a mass of at least `targets`.
+    """Where the shortest prefixes, by falling key, of mass at least `targets` end.
 
     Args:
         keys: float32 ``[P, V]``. A row with NaN ends anywhere.
-        masses: int64 ``[P, V]``, at least 0, with a sum below 2**62 in each row; 1 each if it is
-            None.
+        masses: int64 ``[P, V]``, at least 0, row sums below 2**62; 1 each if None.
         targets: int64 ``[P, 1]``, from 1 to the sum.
 
     Returns:

@@ -1,10 +1,9 @@
 """Weights of tokens as integers, whose sums do not depend on the order in which they are added.
 
 A token's weight is ``exp((z - max z) / T)``, computed in float64 and rounded to a multiple of
-``2**-weight_bits(V)``; here it is counted in these units. The weights of a row sum to less than
-2**62, so that every sum of them is exact in int64, whoever adds them up and in whatever order: a
-few candidates, a whole row, or the threads of a GPU. A token with a weight below half a unit, 3e-14
-of the likeliest token's, is never drawn.
+``2**-weight_bits(V)``, its unit. The weights of a row sum to less than 2**62, so that every sum of
+them is exact in int64 in any order: over candidates, over a whole row, or by the threads of a GPU.
+A token with a weight below half a unit, 3e-14 of the highest, is never sampled.
 """
 
 from __future__ import annotations
@@ -22,29 +21,24 @@ _NUMPY_IS_FASTER = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def weight_bits(vocab_size: int) -> int:
-    """Binary places of a weight: 44, and one less for each doubling of a vocabulary from 262,144
-    tokens on.
-    """
+    """Fractional bits of a weight: 44, one less per doubling of the vocabulary from 262,144 on."""
     return min(_MOST_BITS, 62 - vocab_size.bit_length())
 
 
 @lru_cache
 def rounding(bits: int) -> tuple[float, int]:
-    """A number that, added to a weight in [0, 1], leaves `bits` binary places of it; and its bits,
-    as an int64.
+    """The float64 that rounds a weight in [0, 1] to `bits` bits when added; and its own bits.
 
-    Between it and the next power of two, float64 numbers are ``2**-bits`` apart. So the bits of a
-    sum, less the bits of the number, are the weight in units, rounded to the nearest, of two
-    equally near ones to the even.
+    Between this offset and the next power of two, float64 numbers are ``2**-bits`` apart. So the
+    int64 bits of a sum, minus the bits of the offset, are the weight in units, rounded to nearest,
+    ties to even: one addition replaces a multiplication, a rounding and a conversion.
     """
     offset = 1.5 * 2.0 ** (52 - bits)
     return offset, int.from_bytes(struct.pack("<d", offset), "little")
 
 
 def exponential_(values: torch.Tensor) -> torch.Tensor:
-    """``values.exp_()`` of contiguous float64, by whichever of torch and numpy is the faster on
-    this processor.
-    """
+    """``values.exp_()`` of contiguous float64, by torch or numpy, whichever is faster here."""
     if values.device.type == "cpu" and _NUMPY_IS_FASTER:
         array = values.numpy()
         np.exp(array, out=array)
@@ -53,29 +47,25 @@ def exponential_(values: torch.Tensor) -> torch.Tensor:
 
 
 def as_units(weights: torch.Tensor, bits: int) -> torch.Tensor:
-    """int64, of weights in [0, 1] in float64, whose memory it takes over. Of NaN any number."""
+    """int64 units of float64 weights in [0, 1], in place in their memory; undefined for NaN."""
     offset, zero = rounding(bits)
     return weights.add_(offset).view(torch.int64).sub_(zero)
 
 
 def logarithms(units: torch.Tensor, bits: int) -> torch.Tensor:
-    """float64: the logarithms of weights, 0 for the likeliest token's, -inf for none."""
+    """float64 logarithms of weights: 0 for the highest logit, -inf for weight 0."""
     return units.double().mul_(2.0**-bits).log_()
 
 
 def share_of(totals: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """The least integers that are at least `shares` (float64) of `totals` (int64), at most all;
-    a share of 1 is all.
-    """
+    """ceil(`totals` (int64) * `shares` (float64)), at most `totals`; a share of 1 is all."""
     wanted = (totals.double() * shares).ceil_().to(torch.int64)
     return torch.where(shares < 1, torch.minimum(wanted, totals), totals)
 
 
-def points_in(totals: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Where `numbers` (float64, in [0, 1]) fall in ``range(totals)``: the token with this unit
-    of weight is drawn.
-    """
-    return torch.minimum((totals.double() * numbers).to(torch.int64), totals - 1)
+def points_in(totals: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The unit in ``range(totals)`` that each of `uniforms` (float64 in [0, 1]) falls on."""
+    return torch.minimum((totals.double() * uniforms).to(torch.int64), totals - 1)
 
 
 def share_of_one(total: int, share: float) -> int:
@@ -83,6 +73,6 @@ def share_of_one(total: int, share: float) -> int:
     return min(math.ceil(float(total) * share), total) if share < 1 else total
 
 
-def point_in_one(total: int, number: float) -> int:
+def point_in_one(total: int, uniform: float) -> int:
     """`points_in` of one row."""
-    return min(int(float(total) * number), total - 1)
+    return min(int(float(total) * uniform), total - 1)

@@ -1,4 +1,4 @@
-"""Log probabilities of sampled tokens and of their likeliest rivals."""
+"""Log probabilities of sampled tokens and of the top-n alternatives."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from worker.engines.embedded.host import HostCopy
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[list[TokenLogprob]]:
     """The sampled token, then the top-n, for each row.
 
-    Ranks are 1-based, by falling probability and then rising id. Tokens that cannot occur are not
-    in the top-n.
+    Ranks are 1-based, by falling probability, ties by rising id. The top-n excludes masked tokens.
 
     Args:
         logits: floating ``[m, V]``, not normalised.
@@ -26,12 +25,12 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Seque
 
 
 class Logprobs:
-    """As `token_logprobs`, in two steps: making one needs no value on the host.
+    """As `token_logprobs` in two steps, of which the constructor is sync-free.
 
     Args:
-        logits: As there.
+        logits: floating ``[m, V]``, not normalised.
         token_ids: int64 ``[m]``, on the device of `logits`.
-        counts: As there.
+        counts: n of each row's top-n.
     """
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> None:
@@ -43,13 +42,12 @@ class Logprobs:
         ahead = (self._logprobs > chosen) | ((self._logprobs == chosen) & (ids < sampled))
         found = [token_ids, chosen[:, 0], ahead.sum(-1) + 1]
         if max(counts):
-            # one more than asked for, to see whether `topk`, which takes any of equal values, had a
-            # choice
+            # one more than wanted, to detect a tie with the last value, of which `topk` takes any
             found += self._logprobs.topk(min(max(counts) + 1, logits.shape[-1]))
         self._copy = HostCopy(*found)
 
     def read(self) -> list[list[TokenLogprob]]:
-        """What `token_logprobs` returns; waits for it."""
+        """The result of `token_logprobs`; synchronises with the device."""
         token_ids, values, ranks, *found = (one.tolist() for one in self._copy.wait())
         tops = self._tops(*found) if found else [[]] * len(token_ids)
         return [[TokenLogprob(token_ids[row], values[row], ranks[row]), *top] for row, top in enumerate(tops)]

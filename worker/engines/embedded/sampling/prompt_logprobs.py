@@ -1,6 +1,4 @@
-"""Log probabilities of a prompt's tokens, and the logits themselves, for requests that ask: what
-a tap collects.
-"""
+"""Prompt log probabilities and logits, for the requests that ask for them."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from worker.engines import TokenLogprob
 from worker.engines.embedded.sampling.logprobs import token_logprobs
 
 _ROWS_AT_ONCE = 32
-"""Rows that are turned into float64 log probabilities at a time; a whole chunk of a large
-vocabulary would not fit.
-"""
+"""Rows converted to float64 log probabilities at a time; a whole chunk would not fit in memory."""
 
 
 class LogitsCollector:
@@ -24,7 +20,7 @@ class LogitsCollector:
         prompt: Token ids of the prompt.
         top_n: Alternatives per prompt token, 0 for the tokens themselves alone, None for no log
             probabilities.
-        never: Ids that are never sampled; they take no part in log probabilities, as in those of
+        never: Ids that are never sampled; they are masked in log probabilities, as in those of
             sampled tokens.
         keep_prompt: Keep the logits of the prompt.
         keep_generated: Keep the logits that tokens are sampled from.
@@ -51,15 +47,11 @@ class LogitsCollector:
 
     @property
     def wants_prompt(self) -> bool:
-        """Whether the prompt is asked for and has not been seen to its end; what is computed
-        again is not wanted.
-        """
+        """Whether prompt rows are still wanted; recomputed ones are not."""
         return (self._keep_prompt or self._top_n is not None) and self._num_seen < len(self._prompt)
 
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        """Rows ``[n, V]`` of the tokens from `start` on; what was seen before, or is no prompt,
-        is passed over.
-        """
+        """Take rows ``[n, V]`` from `start` on; rows seen before or past the prompt are skipped."""
         rows = logits[: max(0, len(self._prompt) - start)]
         if not len(rows) or start + len(rows) <= self._num_seen:
             return
@@ -87,20 +79,16 @@ class LogitsCollector:
 
     @property
     def prompt_logprobs(self) -> list[list[TokenLogprob] | None] | None:
-        """Of each prompt token, itself first and then the top-n; None for the first one, which
-        nothing precedes.
-        """
+        """For each prompt token, itself and then the top-n; None for the first."""
         return None if self._top_n is None else self._logprobs
 
     @property
     def prompt_logits(self) -> torch.Tensor | None:
-        """float32 ``[prompt tokens, V]`` on the CPU, None if they were not asked for."""
+        """float32 ``[prompt tokens, V]`` on the CPU, None if they were not requested."""
         return torch.cat(self._prompt_logits) if self._keep_prompt and self._prompt_logits else None
 
     def generated_logits(self, count: int) -> torch.Tensor | None:
-        """float32 ``[count, V]`` on the CPU: of the first `count` generated tokens, None if they
-        were not asked for.
-        """
+        """float32 ``[count, V]`` on the CPU of the first `count` generated tokens, or None."""
         if not self.wants_generated or not count:
             return None
         first = len(self._prompt)

@@ -1,4 +1,4 @@
-"""Why a row has no token: judged on the host, from values that were read."""
+"""Why a row cannot be sampled, decided on the host from values read from the device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ _NOT_FINITE = "the row of logits holds NaN or +inf"
 
 
 def unfit(highest: list[float], planned: Iterable[Planned], known: dict[int, str]) -> dict[int, str]:
-    """Why nothing can be drawn from a row, for the rows that are not in `known`; their chains hear
-    of it.
+    """Why a row cannot be sampled, for rows not in `known`; reported to their chains too.
 
     Args:
         highest: The highest logit of each row, NaN if it holds NaN.
         planned: The rows that have a chain.
-        known: Rows whose failure is known.
+        known: Rows already known to have failed.
     """
     if all(map(math.isfinite, highest)):
         return {}
@@ -37,10 +36,10 @@ def unfit(highest: list[float], planned: Iterable[Planned], known: dict[int, str
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """A row whose token is decided by a processor.
+    """A row whose token is forced by a processor.
 
     Attributes:
-        row: Which.
+        row: Index of the row.
         token_id: The token.
     """
 
@@ -50,12 +49,12 @@ class Forced:
     plan: RowPlan
 
     def refuse(self) -> str:
-        """The failure of forcing a token that this engine never samples; the chain hears of it."""
+        """Record and return the failure of forcing a token that this engine never samples."""
         name = self.plan.forced_by.name if self.plan.forced_by is not None else "model"
         message = f"forces token {self.token_id}, which this model never samples, at position {self.chain.position}"
         return str(self.chain.fail(name, "unsatisfiable", message))
 
 
 def forced_rows(planned: Iterable[Planned]) -> list[Forced]:
-    """The rows whose token is decided."""
+    """The rows with a forced token."""
     return [Forced(row, plan.force, chain, plan) for row, chain, plan in planned if plan.force is not None]

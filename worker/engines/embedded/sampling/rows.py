@@ -1,4 +1,4 @@
-"""Which rows of a batch need which treatment."""
+"""Rows of a batch grouped by their sampling controls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from adapters.contract import SAMPLE, uniform_rows
 from adapters.devices import upload, upload_ids
 from worker.engines.embedded.plan import Request
-from worker.engines.embedded.sampling.device_truncation import DrawColumns, padded
+from worker.engines.embedded.sampling.device_truncation import SamplingColumns, padded
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows
 from worker.sampling import SamplingParams
 
 
 class RowTable:
-    """Which rows of a batch need which treatment; made once per set of rows, not once per step.
+    """Sampling metadata of a batch; made once per set of rows, not once per step.
 
     Args:
         requests: The sampled requests.
@@ -30,12 +30,11 @@ class RowTable:
 
     Attributes:
         owners: Of each row: its request, and how many of the request's rows come before it.
-        greedy: Rows that take the likeliest token.
-        random: Rows that draw, and `controls`, what each of them asks for.
-        raw: Rows whose raw log probabilities are asked for.
-        processed: Rows whose processed ones are.
-        logprob_counts: Of each row: how many tokens' log probabilities are asked for, beside its
-            own token's.
+        greedy: Rows that take the argmax.
+        random: Rows that sample randomly; `controls` has the temperature and truncation of each.
+        raw: Rows with raw log probabilities.
+        processed: Rows with processed log probabilities.
+        logprob_counts: n of each row's top-n log probabilities.
 
     Raises:
         ValueError: the offsets do not start at 0, fall, or do not fit the requests.
@@ -62,7 +61,7 @@ class RowTable:
         self.controls = {row: controls_of(params[row]) for row in self.random}
 
     def is_for(self, requests: tuple[Request, ...], offsets: Sequence[int] | None) -> bool:
-        """Whether these are the same objects as those that the table was made of."""
+        """Whether the table was made from these very objects."""
         return self.requests is requests and self.offsets is offsets
 
     @cached_property
@@ -77,43 +76,43 @@ class RowTable:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The rows that draw, by strategy."""
+        """The randomly sampled rows, grouped for the CPU."""
         return group_rows(self.controls, self.vocab_size, self.device)
 
     @cached_property
-    def drawn(self) -> DrawnRows:
-        """The rows that draw, for a device."""
-        return DrawnRows(self)
+    def random_rows(self) -> RandomRows:
+        """The randomly sampled rows, for a device."""
+        return RandomRows(self)
 
     def positions(self) -> list[int]:
-        """Where the tokens are to be that this step draws."""
+        """Absolute positions of the tokens that this step samples randomly."""
         return [len(request.tokens) + depth for request, depth in (self.owners[row] for row in self.random)]
 
-    def numbers(self, positions: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """The number of each row that draws, ``[R]``."""
+    def uniforms_at(self, positions: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """The random number of each randomly sampled row, ``[R]``."""
         return uniform_rows(self._seeds, self._choices, positions, SAMPLE)
 
     def uniforms(self) -> dict[int, float]:
-        """This step's number by row, for each row that draws."""
+        """This step's random number of each randomly sampled row."""
         if not self.random:
             return {}
-        return dict(zip(self.random, self.numbers(self.positions()).tolist(), strict=True))
+        return dict(zip(self.random, self.uniforms_at(self.positions()).tolist(), strict=True))
 
 
-class DrawnRows:
-    """The rows of a table that draw, on its device, filled up to a number that many batches share.
+class RandomRows:
+    """The randomly sampled rows of a table, on its device, padded to a common batch size.
 
     Args:
-        table: At least one row of it draws.
+        table: With at least one randomly sampled row.
 
     Attributes:
-        index: Which rows they are, int64 ``[R]``.
-        padded_index: The same with the first one again and again, int64 ``[padded(R)]``; None if
-            every row draws and none has to be added.
-        columns: What they ask for.
-        num_processed: How many of ``table.processed`` draw.
-        processed_places: Their places in ``table.processed``, int64.
-        processed_rows: Their places in `index`, int64.
+        index: Their rows, int64 ``[R]``.
+        padded_index: `index` padded with its first entry, int64 ``[padded(R)]``; None if that is
+            all rows in order.
+        columns: Their controls.
+        num_processed: Number of rows in ``table.processed`` that are randomly sampled.
+        processed_entries: Their indices in ``table.processed``, int64.
+        processed_rows: Their indices in `index`, int64.
     """
 
     def __init__(self, table: RowTable) -> None:
@@ -123,29 +122,29 @@ class DrawnRows:
         self.index = upload_ids(table.random, table.device)
         every = not self._extra and len(rows) == len(table.owners)
         self.padded_index = None if every else upload_ids(rows, table.device)
-        self.columns = DrawColumns.of([table.controls[row] for row in rows], table.vocab_size, table.device)
-        place_of = {row: place for place, row in enumerate(table.random)}
-        both = [(place, place_of[row]) for place, row in enumerate(table.processed) if row in place_of]
+        self.columns = SamplingColumns.of([table.controls[row] for row in rows], table.vocab_size, table.device)
+        index_of = {row: index for index, row in enumerate(table.random)}
+        both = [(entry, index_of[row]) for entry, row in enumerate(table.processed) if row in index_of]
         self.num_processed = len(both)
-        self.processed_places = upload_ids([place for place, _ in both], table.device)
+        self.processed_entries = upload_ids([entry for entry, _ in both], table.device)
         self.processed_rows = upload_ids([row for _, row in both], table.device)
         self._next: tuple[list[int], torch.Tensor] | None = None
 
-    def numbers(self) -> torch.Tensor:
-        """This step's numbers, float64 ``[padded(R), 1]`` on the device."""
+    def uniforms(self) -> torch.Tensor:
+        """This step's random numbers, float64 ``[padded(R), 1]`` on the device."""
         positions = self._table.positions()
         if self._next is not None and self._next[0] == positions:
             return self._next[1]
         return self._upload(positions)
 
     def prepare_next(self) -> None:
-        """Bring the next step's numbers to the device, for when every row goes on by one token."""
+        """Upload the next step's random numbers, which are used if every row grows by one token."""
         positions = [position + 1 for position in self._table.positions()]
         self._next = (positions, self._upload(positions))
 
     def _upload(self, positions: Sequence[int]) -> torch.Tensor:
-        numbers = self._table.numbers(positions)
-        filled = np.concatenate((numbers, np.repeat(numbers[:1], self._extra)))
+        uniforms = self._table.uniforms_at(positions)
+        filled = np.concatenate((uniforms, np.repeat(uniforms[:1], self._extra)))
         return upload(torch.from_numpy(filled)[:, None], self._table.device)
 
 

@@ -1,6 +1,4 @@
-"""Logits to tokens, in the order law: the chains' edits, then temperature, truncation and the
-draw.
-"""
+"""Logits to tokens in the order law: the chains' edits, temperature, truncation, sampling."""
 
 from __future__ import annotations
 
@@ -21,22 +19,22 @@ from worker.engines.embedded.sampling.logprobs import token_logprobs
 from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.selection_kernels import choose_select
-from worker.engines.embedded.sampling.truncation import draw
+from worker.engines.embedded.sampling.truncation import truncate_and_sample
 
 _NARROW = 8192
-"""Up to this width searching all of a row is faster than searching by blocks."""
+"""Up to this width a plain argmax is faster than one by block maxima."""
 
 
 class Launched(Protocol):
-    """Tokens that a device may still be choosing."""
+    """Sampling that may still be running on a device."""
 
     def collect(self) -> Samples:
-        """The tokens; waits for them."""
+        """The tokens; synchronises with the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Tokens that are chosen already."""
+    """Sampling that has been done on the host."""
 
     samples: Samples
 
@@ -46,25 +44,25 @@ class Chosen:
 
 
 class Sampler:
-    """Chooses a token for each row; a row's result depends on that row alone.
+    """Samples a token for each row; batch-invariant.
 
     Args:
         vocab_size: Width of a row.
         undecodable_ids: Ids that are never sampled.
         device: Where logits are.
-        blind: Never look at a value on the host before the tokens are chosen, so that the host need
-            not wait for the device. By default so on every device but the CPU; the tokens are the
+        sync_free: Read no value on the host before the tokens are sampled, so that the host does
+            not wait for the device. The default on every device but the CPU; the tokens are the
             same either way.
     """
 
     def __init__(
-        self, vocab_size: int, undecodable_ids: tuple[int, ...], device: torch.device, blind: bool | None = None
+        self, vocab_size: int, undecodable_ids: tuple[int, ...], device: torch.device, sync_free: bool | None = None
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._never = _never(undecodable_ids, vocab_size, device)
         self._table = RowTable((), None, vocab_size, device)
-        self._select = choose_select(device) if (device.type != "cpu" if blind is None else blind) else None
+        self._select = choose_select(device) if (device.type != "cpu" if sync_free is None else sync_free) else None
 
     def sample(
         self,
@@ -74,7 +72,7 @@ class Sampler:
         offsets: Sequence[int] | None = None,
         bitmask: torch.Tensor | None = None,
     ) -> Samples:
-        """Tokens for ``plan.sampled``: `launch`, and `collect` at once."""
+        """Tokens for ``plan.sampled``: `launch` and `collect`."""
         return self.launch(logits, edits, plan, offsets, bitmask).collect()
 
     def launch(
@@ -85,12 +83,10 @@ class Sampler:
         offsets: Sequence[int] | None = None,
         bitmask: torch.Tensor | None = None,
     ) -> Launched:
-        """Begin to choose tokens for ``plan.sampled``; `logits` ``[n, V]`` is edited in place if it
-        is float32.
+        """Start sampling for ``plan.sampled``; float32 `logits` ``[n, V]`` are edited in place.
 
-        The requests' tokens must stay as they are until it returns. On a device it does not wait
-        for the logits, but for a request with a shaping processor that is not batched, whose result
-        is checked.
+        The requests' tokens must not change until it returns. On a device it does not synchronise,
+        except for a request with a shaping processor that is not batched, whose result is checked.
 
         Args:
             logits: One row per request, or as many as `offsets` say.
@@ -124,11 +120,9 @@ class Sampler:
         return Chosen(samples)
 
     def prepare_next(self) -> None:
-        """Prepare what the next step needs on the device, while it is busy with this one. Only
-        saves time.
-        """
+        """Upload what the next step needs while the device computes this one; only saves time."""
         if self._select is not None and self._table.random:
-            self._table.drawn.prepare_next()
+            self._table.random_rows.prepare_next()
 
     def _check_shapes(self, logits: torch.Tensor, bitmask: torch.Tensor | None) -> None:
         count, width = len(self._table.owners), self._vocab_size
@@ -160,33 +154,33 @@ class Sampler:
             return _choose_plain(logits, errors)
         maxima = block_maxima(logits)
         groups = table.groups
-        highest = maxima.amax(-1).tolist()  # NaN in a row is NaN here
-        hopeless = {row for row, value in enumerate(highest) if not math.isfinite(value)}
-        if hopeless:
+        highest = maxima.amax(-1).tolist()  # propagates NaN
+        unfit_rows = {row for row, value in enumerate(highest) if not math.isfinite(value)}
+        if unfit_rows:
             errors |= unfit(highest, planned, errors)
-            groups = [group.without(hopeless) for group in groups]
+            groups = [group.without(unfit_rows) for group in groups]
         samples = Samples([0] * len(table.owners), errors)
         if table.greedy:
             _take_highest(samples, logits, maxima, table)
-        drawn, distributions = draw(logits, groups, table.uniforms(), maxima, frozenset(table.processed))
-        for row, token_id in drawn.items():
+        sampled, distributions = truncate_and_sample(
+            logits, groups, table.uniforms(), maxima, frozenset(table.processed)
+        )
+        for row, token_id in sampled.items():
             samples.token_ids[row] = token_id
         forced = self._force(logits, samples, planned)
         if table.processed:
             final = logits[table.processed].double()
-            for place, row in enumerate(table.processed):
+            for entry, row in enumerate(table.processed):
                 if row in distributions:
-                    final[place] = distributions[row]
+                    final[entry] = distributions[row]
                 if row in forced:
-                    final[place] = -torch.inf
-                    final[place, forced[row]] = 0.0
+                    final[entry] = -torch.inf
+                    final[entry, forced[row]] = 0.0
             _attach_logprobs(samples, final, table, table.processed)
         return samples
 
     def _force(self, logits: torch.Tensor, samples: Samples, planned: list[Planned]) -> dict[int, int]:
-        """Override the sampled ids; returns the forced id by row. One that this engine never
-        samples is an error.
-        """
+        """Override the sampled ids; returns forced ids by row. Ids never sampled are errors."""
         rows = [one for one in forced_rows(planned) if one.row not in samples.errors]
         if not rows:
             return {}
@@ -210,13 +204,12 @@ def _take_highest(samples: Samples, logits: torch.Tensor, maxima: torch.Tensor, 
 
 
 def _choose_plain(logits: torch.Tensor, errors: dict[int, str]) -> Samples:
-    """The same for narrow rows that are all greedy and have no chain: one search, whose ties are
-    the lowest id.
+    """All-greedy narrow rows without chains: one argmax, ties to the lowest id.
 
-    By numpy: torch's maximum wakes a second thread for it, which takes longer than the search.
+    By numpy: torch's argmax wakes a second thread, which takes longer than the search.
     """
     rows = logits.numpy()
-    token_ids: list[int] = rows.argmax(-1).tolist()  # of a row with NaN, the first NaN
+    token_ids: list[int] = rows.argmax(-1).tolist()  # the first NaN of a row that has one
     values = [float(row[token]) for row, token in zip(rows, token_ids, strict=True)]
     if not all(map(math.isfinite, values)):
         errors |= unfit(values, [], errors)
@@ -224,7 +217,7 @@ def _choose_plain(logits: torch.Tensor, errors: dict[int, str]) -> Samples:
 
 
 def _never(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> slice | torch.Tensor | None:
-    """Ids as an index; padding is a tail nearly always, and a slice is much cheaper to fill."""
+    """Ids as an index: a slice, which is cheaper to fill, where they are a tail as padding is."""
     if not ids:
         return None
     if ids == tuple(range(ids[0], vocab_size)):

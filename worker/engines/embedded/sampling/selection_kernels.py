@@ -1,6 +1,4 @@
-"""Which function finds the ends of prefixes on a device: our Triton kernel where it runs and
-agrees, else sorting.
-"""
+"""Chooses how prefixes are selected on a device: the Triton kernel if verified, else sorting."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ logger = logging.getLogger(__name__)
 
 @lru_cache
 def choose_select(device: torch.device) -> Select:
-    """The fastest function that is known to be right on `device`.
+    """The fastest function verified on `device`.
 
     The kernel is compiled and compared with sorting here, once per device and process, so that a
-    machine without a compiler, or with a Triton that does something else, is as slow as sorting and
-    not wrong.
+    machine without a compiler, or with a deviating Triton, is slower but never wrong.
     """
     if device.type != "cuda":
         return select_by_sorting
@@ -38,16 +35,14 @@ def choose_select(device: torch.device) -> Select:
         logger.warning("prefixes are found by sorting: the Triton kernel does not run: %s", error)
         return select_by_sorting
     if not agrees:
-        logger.error("prefixes are found by sorting: the Triton kernel finds others")
+        logger.error("prefixes are found by sorting: the Triton kernel gives other results")
         return select_by_sorting
     return select_by_digits
 
 
 def agree(one: Select, other: Select, device: torch.device) -> bool:
-    """Whether two functions find the same ends, of a few rows with ties, masked tokens and both
-    signs.
-    """
-    width = 9008  # divisible by 16, as vocabularies are: kernels are compiled apart for others
+    """Whether two functions select the same prefixes, on rows with ties, masks and both signs."""
+    width = 9008  # divisible by 16, as vocabularies are: Triton specialises kernels on it
     generator = torch.Generator().manual_seed(1)
     keys = (torch.randn(4, width, generator=generator) * 3).to(device)
     keys[1] = (keys[1] * 2).round() / 2

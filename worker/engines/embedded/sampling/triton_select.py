@@ -1,11 +1,10 @@
-"""Where prefixes end, found digit by digit: a Triton kernel that gives what `select_by_sorting`
-gives, bit for bit.
+"""Radix select in Triton: where prefixes end, bit for bit as `select_by_sorting`.
 
-The bits of a float32 can be read as an integer that rises with it. From its highest digit (of four
-bits) to its lowest one, the masses of the tokens that agree with what is known so far are added up
-by their next digit; the prefix ends in the digit at which the sum reaches the target. Sums of
-integers do not depend on the order in which the programs add them up. A row is read eight times,
-mostly out of the cache, instead of being sorted.
+The bits of a float32, with the low 31 flipped for negative values, are an integer that rises with
+it. From the highest digit (of four bits) to the lowest, the masses of the keys that match the
+digits found so far are summed by their next digit; the end has the digit at which the cumulative
+sum reaches the target. Integer sums do not depend on the order of the atomic additions. A row is
+read eight times, mostly from cache, instead of being sorted.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ import triton.language as tl
 
 _BLOCK = 4096
 _DIGITS = 8
-"""Digits of four bits in a key."""
+"""Number of four-bit digits of a key."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _known(sums, target, row, num_digits, DIGITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Of a row's end: its first `num_digits` digits, and the mass of all tokens above them."""
+    """The first `num_digits` digits of a row's end, and the mass of all keys above them."""
     digit = tl.arange(0, 16)
     prefix = target * 0
     before = target * 0
-    for place in range(num_digits):
-        found = tl.load(sums + (row * DIGITS + place) * 16 + digit)
+    for digit_index in range(num_digits):
+        found = tl.load(sums + (row * DIGITS + digit_index) * 16 + digit)
         above = tl.sum(found, 0) - tl.cumsum(found, 0)
         reaching = before + above + found >= target
         chosen = tl.max(tl.where(reaching, digit, 0), 0)
@@ -44,22 +43,20 @@ def _add_digits(  # type: ignore[no-untyped-def]
     targets,
     sums,
     width,
-    place,
+    digit_index,
     HAS_MASSES: tl.constexpr,  # noqa: N803
     DIGITS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Adds a block's masses to ``sums[row, place]``, by digit number `place` of those that agree
-    in all before it.
-    """
+    """Add a block's masses to ``sums[row, digit_index]``, by that digit of keys with the prefix."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    prefix, _before = _known(sums, tl.load(targets + row), row, place, DIGITS)
-    # adding 0 makes 0.0 of -0.0
+    prefix, _before = _known(sums, tl.load(targets + row), row, digit_index, DIGITS)
+    # adding 0 turns -0.0 into 0.0
     bits = (tl.load(keys + row * width + column, mask=inside, other=0.0) + 0.0).to(tl.int32, bitcast=True)
     rising = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
-    here = rising >> (28 - 4 * place)
+    here = rising >> (28 - 4 * digit_index)
     inside = inside & ((here >> 4) == prefix)
     if HAS_MASSES:
         mass = tl.load(masses + row * width + column, mask=inside, other=0)
@@ -70,7 +67,7 @@ def _add_digits(  # type: ignore[no-untyped-def]
     found = tl.zeros([16], tl.int64)
     for one in tl.static_range(16):
         found = tl.where(digit == one, tl.sum(tl.where(own == one, mass, 0), 0), found)
-    tl.atomic_add(sums + (row * DIGITS + place) * 16 + digit, found, mask=found != 0)
+    tl.atomic_add(sums + (row * DIGITS + digit_index) * 16 + digit, found, mask=found != 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -86,7 +83,7 @@ def _finish(targets, sums, lasts, befores, DIGITS: tl.constexpr):  # type: ignor
 def select_by_digits(
     keys: torch.Tensor, masses: torch.Tensor | None, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `device_draw.select_by_sorting`, of contiguous tensors."""
+    """As `device_truncation.select_by_sorting`, for contiguous tensors."""
     with torch.cuda.device(keys.device) if keys.is_cuda else nullcontext():
         return _select(keys, masses, targets)
 
@@ -97,9 +94,17 @@ def _select(
     count, width = keys.shape
     sums = torch.zeros(count, _DIGITS, 16, dtype=torch.int64, device=keys.device)
     grid = (count, triton.cdiv(width, _BLOCK))
-    for place in range(_DIGITS):
+    for digit_index in range(_DIGITS):
         _add_digits[grid](
-            keys, keys if masses is None else masses, targets, sums, width, place, masses is not None, _DIGITS, _BLOCK
+            keys,
+            keys if masses is None else masses,
+            targets,
+            sums,
+            width,
+            digit_index,
+            masses is not None,
+            _DIGITS,
+            _BLOCK,
         )
     lasts, befores = torch.empty_like(targets, dtype=torch.float32), torch.empty_like(targets)
     _finish[(count,)](targets, sums, lasts, befores, _DIGITS)

@@ -1,11 +1,11 @@
-"""Temperature, min-p, top-k, top-p and the draw on the CPU: a row of logits and a uniform number to
-a token.
+"""Temperature, min-p, top-k, top-p and sampling on the CPU: logits and a uniform to a token.
 
 Order: temperature, then min-p, then top-k, renormalised, then top-p. Weights are those of
-`weights`, whose sums are exact, so that a token depends on its row, its controls and its number
-alone, bit for bit, however it is found. A few hundred of the highest logits nearly always hold all
-that can be drawn, and it is known when they do not: then the whole row is weighed, one row at a
-time. `device_draw` does the same without ever looking at a value.
+`integer_weights`, whose sums are exact, so that a token depends on its row, its controls and its
+uniform random number alone, bit for bit, whichever path finds it. A few hundred of the highest
+logits nearly always include every token that can be sampled. It is detected when they do not; then
+the weights of the whole row are computed, one row at a time. `device_truncation` gives the same
+tokens sync-free.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ from worker.engines.embedded.sampling.integer_weights import (
 )
 
 _WIDTHS = (32, 64, 128, 256, 512, 1024)
+"""Numbers of candidates: few distinct ones, so that rows of similar controls share a group."""
+
 _WIDTH_WITHOUT_TOP_K = 128
 _ROOM_FOR_TIES = 14
+"""Candidates beyond top-k, at least: logits that tie with the k-th are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What one row asks for.
+    """Temperature and truncation of one row.
 
     Attributes:
         temperature: Above 0.
-        min_p: Keep tokens at least this likely relative to the likeliest; off: 0.
+        min_p: Keep tokens of at least this probability relative to the highest; off: 0.
         top_k: Keep the k highest logits, and ties with the lowest of them; off: 0.
         top_p: Keep the shortest prefix, by falling logit and rising id, of at least this mass;
             above 0, off: 1.
@@ -56,53 +59,51 @@ class Controls:
 
     @property
     def min_p_depth(self) -> float:
-        """How far below the highest logit those are that min-p still keeps: at most 0, -inf if
-        it is off.
-        """
+        """Lowest logit that min-p keeps, relative to the highest: at most 0, -inf if off."""
         return self.temperature * math.log(self.min_p) if self.min_p > 0 else -math.inf
 
 
-def draw(
+def truncate_and_sample(
     logits: torch.Tensor,
     groups: Sequence[Group],
     uniforms: Mapping[int, float],
     maxima: torch.Tensor | None = None,
     wanted: AbstractSet[int] = frozenset(),
 ) -> tuple[dict[int, int], dict[int, torch.Tensor]]:
-    """Draw a token for every row of the groups.
+    """Sample a token for every row of the groups.
 
     Args:
         logits: float32 ``[B, V]`` on the CPU; the rows of `groups` hold a finite value, and
             otherwise finite ones or -inf.
         groups: From `group_rows`.
-        uniforms: A number in [0, 1) for each row.
+        uniforms: A random number in [0, 1) for each row.
         maxima: `adapters.candidates.block_maxima` of `logits`.
-        wanted: Rows whose distribution is asked for.
+        wanted: Rows whose distribution is returned.
 
     Returns:
         Token id by row; and for the rows `wanted`, float64 ``[V]``: the logarithm of each token's
-        weight, -inf for a token that cannot be drawn.
+        weight, -inf for a token that cannot be sampled.
     """
     if maxima is None:
         maxima = block_maxima(logits)
-    drawing = _Drawing(logits, maxima, uniforms, wanted)
+    sampling = _Sampling(logits, maxima, uniforms, wanted)
     for group in groups:
-        drawing.draw(group)
-    return drawing.token_ids, drawing.distributions
+        sampling.sample(group)
+    return sampling.token_ids, sampling.distributions
 
 
 class Group:
-    """Rows that are treated alike: the same number of candidates, found and weighed together.
+    """Rows with the same number of candidates, which are found and weighted together.
 
     Args:
         controls: By row; top-k below `vocab_size`.
-        width: Candidates per row; 0 for rows that are weighed whole.
+        width: Candidates per row; 0 for rows whose every logit gets a weight.
         vocab_size: Width of a row of logits.
         device: Where logits are.
 
     Attributes:
-        is_wide: Whether no row's prefix was among the candidates when the group was drawn last. The
-            next ones will likely not be either, so that looking for candidates would be in vain.
+        is_wide: Whether no row's nucleus was within the candidates at the last step. It likely will
+            not be at the next step either, so that searching for candidates is skipped.
     """
 
     def __init__(self, controls: dict[int, Controls], width: int, vocab_size: int, device: torch.device) -> None:
@@ -120,8 +121,8 @@ class Group:
         self.depth = column([one.min_p_depth for one in rows]) if any(one.min_p for one in rows) else None
         self.last = None
         if any(one.top_k for one in rows):
-            places = [min(one.top_k or width, width) - 1 for one in rows]
-            self.last = torch.tensor(places, dtype=torch.long, device=device)[:, None]
+            lasts = [min(one.top_k or width, width) - 1 for one in rows]
+            self.last = torch.tensor(lasts, dtype=torch.long, device=device)[:, None]
         self.top_p = None
         if any(one.top_p < 1 for one in rows):
             self.top_p = column([one.top_p for one in rows])
@@ -133,7 +134,7 @@ class Group:
 
 
 def group_rows(controls: Mapping[int, Controls], vocab_size: int, device: torch.device) -> list[Group]:
-    """Rows by strategy, so that none pays for what another asks."""
+    """Rows grouped by width, so that no row pays for another row's controls."""
     found: dict[int, dict[int, Controls]] = {}
     for row, one in controls.items():
         if one.top_k >= vocab_size:
@@ -143,14 +144,14 @@ def group_rows(controls: Mapping[int, Controls], vocab_size: int, device: torch.
 
 
 def _width(controls: Controls, vocab_size: int) -> int:
-    """Candidates that will do for nearly every row; depends on the row's own controls alone."""
+    """Candidates that suffice for nearly every row; depends on the row's own controls alone."""
     if controls.top_k:
         needed = controls.top_k + max(_ROOM_FOR_TIES, controls.top_k // 4)
     elif controls.min_p > 0 or controls.top_p < 1:
         needed = _WIDTH_WITHOUT_TOP_K
     else:
         return 0
-    # half the vocabulary as candidates would save nothing
+    # beyond the largest width, candidates save nothing over the whole row
     return next((min(width, vocab_size) for width in _WIDTHS if needed <= width), 0)
 
 
@@ -161,8 +162,8 @@ class _Candidates:
     Attributes:
         values: float32 ``[R, n]``.
         ids: int64 ``[R, n]``.
-        weights: int64 ``[R, n]``; 0 where min-p or top-k leave a token out.
-        complete: bool ``[R, 1]``; whether no token beyond the candidates has a weight.
+        weights: int64 ``[R, n]``; 0 where min-p or top-k exclude a token.
+        complete: bool ``[R, 1]``; whether every token with a weight is a candidate.
     """
 
     values: torch.Tensor
@@ -171,8 +172,8 @@ class _Candidates:
     complete: torch.Tensor
 
 
-class _Drawing:
-    """One call of `draw`."""
+class _Sampling:
+    """One call of `truncate_and_sample`."""
 
     def __init__(
         self, logits: torch.Tensor, maxima: torch.Tensor, uniforms: Mapping[int, float], wanted: AbstractSet[int]
@@ -194,9 +195,9 @@ class _Drawing:
         highest: list[float] = self._maxima.amax(-1).tolist()
         return highest
 
-    def draw(self, group: Group) -> None:
+    def sample(self, group: Group) -> None:
         if not group.width or group.is_wide:
-            kept = [self._draw_whole(row, group.controls[row]) for row in group.rows]
+            kept = [self._sample_whole(row, group.controls[row]) for row in group.rows]
             group.is_wide = min(kept, default=0) > group.width > 0
             return
         found = self._candidates(group)
@@ -205,7 +206,7 @@ class _Drawing:
         if not bool(found.complete.all()):
             done = self._settle_incomplete(group, found, targets)
         if len(done) < len(group.rows):
-            self._draw_candidates(group, found, targets, done)
+            self._sample_candidates(group, found, targets, done)
         group.is_wide = len(done) == len(group.rows) and group.depth is None and group.last is None
 
     def _candidates(self, group: Group) -> _Candidates:
@@ -226,26 +227,30 @@ class _Drawing:
         return _Candidates(values, ids, weights, complete)
 
     def _settle_incomplete(self, group: Group, found: _Candidates, targets: torch.Tensor | None) -> set[int]:
-        """Rows of which more than the candidates has a weight: `targets` for those whose prefix
-        ends among them all the same, tokens for the others. Returns which places in the group have
-        a token."""
+        """Resolve the rows for which the candidates do not hold all of the weight.
+
+        Sets `targets` for those whose prefix ends among the candidates all the same, samples the
+        others from the whole row. Returns the indices in the group that have a token now.
+        """
+        # Weight of the candidates that do not tie with the last one: they precede every token
+        # that is not a candidate, so a prefix of this weight is among the candidates.
         sure = (found.weights * (found.values > found.values[:, -1:])).sum(-1).tolist()
         done: set[int] = set()
-        for place, complete in enumerate(found.complete[:, 0].tolist()):
+        for index, complete in enumerate(found.complete[:, 0].tolist()):
             if complete:
                 continue
-            row = group.rows[place]
+            row = group.rows[index]
             controls = group.controls[row]
-            lowest = None if not controls.top_k else found.values[place, min(controls.top_k, group.width) - 1]
+            lowest = None if not controls.top_k else found.values[index, min(controls.top_k, group.width) - 1]
             target = self._weigh(row, controls, lowest)
-            if targets is not None and controls.top_p < 1 and sure[place] >= target:
-                targets[place] = target
+            if targets is not None and controls.top_p < 1 and sure[index] >= target:
+                targets[index] = target
             else:
-                self._draw_from_row(row, target)
-                done.add(place)
+                self._sample_from_row(row, target)
+                done.add(index)
         return done
 
-    def _draw_candidates(
+    def _sample_candidates(
         self, group: Group, found: _Candidates, targets: torch.Tensor | None, done: AbstractSet[int]
     ) -> None:
         weights = found.weights
@@ -253,33 +258,33 @@ class _Drawing:
             weights = weights * (weights.cumsum(-1) - weights < targets)
         ids, order = sort_ids(found.ids)
         cumulative = weights.gather(1, order).cumsum_(-1)
-        numbers = torch.tensor([self._uniforms[row] for row in group.rows], dtype=torch.float64)[:, None]
-        places = torch.searchsorted(cumulative, points_in(cumulative[:, -1:], numbers), right=True)
-        token_ids = ids.gather(1, places)[:, 0].tolist()
-        for place, row in enumerate(group.rows):
-            if place not in done:
-                self.token_ids[row] = token_ids[place]
+        uniforms = torch.tensor([self._uniforms[row] for row in group.rows], dtype=torch.float64)[:, None]
+        columns = torch.searchsorted(cumulative, points_in(cumulative[:, -1:], uniforms), right=True)
+        token_ids = ids.gather(1, columns)[:, 0].tolist()
+        for index, row in enumerate(group.rows):
+            if index not in done:
+                self.token_ids[row] = token_ids[index]
                 if row in self._wanted:
-                    self._keep_distribution(row, found.ids[place], weights[place])
+                    self._keep_distribution(row, found.ids[index], weights[index])
 
-    def _draw_whole(self, row: int, controls: Controls) -> int:
+    def _sample_whole(self, row: int, controls: Controls) -> int:
         lowest = self._logits[row].topk(controls.top_k).values[-1] if controls.top_k else None
-        return self._draw_from_row(row, self._weigh(row, controls, lowest))
+        return self._sample_from_row(row, self._weigh(row, controls, lowest))
 
     def _weigh(self, row: int, controls: Controls, lowest: torch.Tensor | None) -> int:
-        """Weighs the whole row; returns the weight that is to be kept of it."""
+        """Compute the weights of the whole row; returns the weight that top-p keeps."""
         total = self._row.weigh(self._logits[row], self._highest[row], controls, lowest)
         return share_of_one(total, controls.top_p)
 
-    def _draw_from_row(self, row: int, target: int) -> int:
-        """A token of the row that was weighed last; returns how many tokens top-p leaves of it."""
+    def _sample_from_row(self, row: int, target: int) -> int:
+        """Sample from the row weighed last; returns the number of tokens that top-p keeps."""
         weighed = self._row
         if target < weighed.total:
             ids, weights = weighed.prefix(self._logits[row], target)
-            cumulative = weights.numpy().cumsum()  # numpy's calls take half as long, and these are small
+            cumulative = weights.numpy().cumsum()  # numpy's calls cost half of torch's on small arrays
             point = point_in_one(int(cumulative[-1]), self._uniforms[row])
-            place = int(cumulative.searchsorted(point, "right"))
-            self.token_ids[row] = place if ids is None else int(ids[place])
+            column = int(cumulative.searchsorted(point, "right"))
+            self.token_ids[row] = column if ids is None else int(ids[column])
             if row in self._wanted:
                 self._keep_distribution(row, ids, weights)
             return int(np.count_nonzero(weights.numpy()))
@@ -295,30 +300,28 @@ class _Drawing:
 
 
 class _WholeRow:
-    """Weights of one row after the other, in one place: a fresh one per row would cost more than
-    the weighing.
+    """Weights of one row at a time in one buffer; allocating per row would cost more.
 
     Args:
         vocab_size: Width of a row.
 
     Attributes:
-        total: Weight of the row that was weighed last.
+        total: Weight of the row weighed last.
     """
 
     def __init__(self, vocab_size: int) -> None:
         offset, self._zero = rounding(weight_bits(vocab_size))
         self._offset = offset
         self._zero_of_block = _wrapped(BLOCK * self._zero)
-        # filled up to whole blocks with weights of 0; an integer is the weight and `_zero`
+        # Padded to whole blocks with weights of 0. The bits of a float are the weight plus `_zero`
+        # (`integer_weights.rounding`), so that sums of integers need one subtraction per block.
         self._all = torch.full((num_blocks(vocab_size) * BLOCK,), offset, dtype=torch.float64)
         self._floats = self._all[:vocab_size]
         self._integers = self._floats.view(torch.int64)
         self.total = 0
 
     def weigh(self, logits: torch.Tensor, highest: float, controls: Controls, lowest: torch.Tensor | None) -> int:
-        """Weigh `logits` ``[V]``, leaving out what is below `lowest` or left out by min-p;
-        returns the sum.
-        """
+        """Weigh `logits` ``[V]``, dropping those below `lowest` or min-p; returns the sum."""
         floats = self._floats
         floats.copy_(logits).sub_(highest)
         kept = None if lowest is None else logits >= lowest
@@ -340,15 +343,11 @@ class _WholeRow:
         return self._integers - self._zero
 
     def prefix(self, logits: torch.Tensor, target: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The shortest prefix with a weight of at least `target`: ids and weights; see
-        `prefix_of_mass`.
-        """
+        """Ids and weights of the shortest prefix of weight at least `target` (`prefix_of_mass`)."""
         return prefix_of_mass(logits, self._integers, self.total, target, self._zero)
 
     def token_at(self, point: int) -> int:
-        """The token whose units include the place `point`: first of the blocks, then of the
-        tokens of one block.
-        """
+        """The token whose units include `point`: by block sums first, then within one block."""
         cumulative = self._sums.numpy().cumsum()
         block = int(cumulative.searchsorted(point, "right"))
         before = int(cumulative[block - 1]) if block else 0
@@ -357,7 +356,5 @@ class _WholeRow:
 
 
 def _wrapped(value: int) -> int:
-    """What an int64 makes of a value that is too large: the low 64 bits, the highest of them for
-    the sign.
-    """
+    """`value` wrapped to a signed int64."""
     return (value + 2**63) % 2**64 - 2**63

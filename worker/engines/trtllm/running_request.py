@@ -1,4 +1,4 @@
-"""One request on its way through TensorRT-LLM."""
+"""State of one request that runs in TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from worker.errors import ServingError
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """State of one request; one event loop only.
+class RunningRequest:
+    """State of one request; used in one event loop only.
 
     Attributes:
         request_id: The worker's id.
-        cursors: Of each choice.
+        cursors: One per choice.
         chain: The worker's copy of its processors, which keeps the receipt; None if it has none.
         chain_logprobs: Log probabilities come from the chain's steps.
         fails_open: A failing processor does not end the request.
-        step_budget_s: Budget of a third party's processor for one step, enforced here; None where
-            the chain does it.
-        handed_over: Tokens that a prefill worker sampled under its own copy of the chain, and their
-            log probabilities.
-        must_not_abort: The KV of a prefill worker is still being fetched; an abort waits for the
+        step_budget_s: Budget of a third-party processor for one step, enforced here; None if the
+            chain enforces it.
+        handed_over: Number of tokens that a prefill worker sampled with its own copy of the chain.
+        handed_logprobs: Their log probabilities.
+        must_not_abort: The KV transfer from a prefill worker is unfinished; an abort waits for the
             first token.
-        number: What processors in the engine's process report under; never used again.
+        number: Id for reports of processors in the engine's process; never reused.
         result: The engine's ``RequestOutput``.
-        disaggregated_params: What the engine was given; where a prefill's result has none, it
-            stands in for it.
-        hand_off: What a prefill worker hands over, sent with its one delta.
+        disaggregated_params: Given to the engine; used where a prefill's result has none.
+        passed_on: Disaggregated parameters for the decode worker, sent with a prefill's only delta.
     """
 
     request_id: str
@@ -49,7 +48,7 @@ class Flight:
     number: str = ""
     result: Any = None
     disaggregated_params: Any = None
-    hand_off: dict[str, Any] | None = None
+    passed_on: dict[str, Any] | None = None
     pump: asyncio.Task[None] | None = None
     done: bool = False
     _abort_wanted: bool = False
@@ -66,7 +65,7 @@ class Flight:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether everything has been taken that there will be."""
+        """Whether the last delta has been taken."""
         return self.done and self._queue.empty()
 
     def fail(self, error: ServingError) -> None:
@@ -80,22 +79,20 @@ class Flight:
         self._put(self._error(message, self._processor_failure()))
 
     def abort(self) -> None:
-        """Tell the engine to stop decoding, as soon as that is safe."""
+        """Abort in the engine, as soon as that is safe."""
         if self.must_not_abort:
             self._abort_wanted = True
         elif self.result is not None:
             self.result.abort()
 
     def abandon(self, message: str) -> None:
-        """End the stream with an error of this request, and the request with it: nobody reads
-        its result any more.
-        """
+        """End the stream with an error of this request, and abort it: nobody reads its result."""
         self.fail_alone(message)
         self.must_not_abort = False
         self.abort()
 
     def noted(self, failure: Failure) -> None:
-        """A processor failed in the engine's process."""
+        """Record a processor failure reported by the engine's process."""
         if self._failure is None:
             self._failure = failure
         if not self.fails_open and not self.done:
@@ -103,12 +100,12 @@ class Flight:
             self.abort()
 
     def first_logprobs(self) -> tuple[tuple[int, float, int], ...] | None:
-        """Log probabilities of the first token, which the chain reported."""
+        """Log probabilities of the first token, as reported by the chain."""
         step = None if self.chain is None else self._steps.get(self.chain.position)
         return None if step is None else step.logprobs
 
     def noted_step(self, step: Step) -> None:
-        """The chain was asked for a position; of several calls the last counts."""
+        """Record the chain's report for a position; of several calls the last counts."""
         self._steps[step.position] = step
 
     def advance(self, outputs: Any) -> None:
@@ -118,16 +115,16 @@ class Flight:
             if self._abort_wanted:
                 self.abort()
         is_last = bool(self.result.finished)
-        unsaid = is_last and len(self.cursors) > 1  # of several only the last one to end is told why
+        unsaid = is_last and len(self.cursors) > 1  # of several only the last one to end gets a reason
         for output, cursor in zip(outputs, self.cursors, strict=True):
             delta = cursor.advance(output, is_last=unsaid)
             if delta is not None and not self.done:
                 if delta.finish_reason == "length":
-                    delta.kv = self.hand_off
+                    delta.kv = self.passed_on
                 delta.num_cached_tokens = int(getattr(self.result, "cached_tokens", 0) or 0)
                 self._put(self._confirmed(delta))
         if self.done and not is_last:
-            self.abort()  # ended here, by a token or a failure that the engine does not know of
+            self.abort()  # ended here, by a token or a failure unknown to the engine
 
     def _put(self, delta: TokenDelta) -> None:
         if self.done:
@@ -136,9 +133,7 @@ class Flight:
         self._queue.put_nowait(delta)
 
     def _confirmed(self, delta: TokenDelta) -> TokenDelta:
-        """The delta with what the chain did to its tokens; an error if it was not asked about
-        one of them.
-        """
+        """The delta with the edits made to its tokens; an error if the chain missed a token."""
         chain = self.chain
         if chain is None:
             return delta
@@ -172,13 +167,13 @@ class Flight:
             return chain.fail(", ".join(dict.fromkeys(member.name for member in chain.members)), "skipped", message)
         step = step or Step(position)
         over = self._over_budget(chain, step)
-        chain.record(token_id, step.asked)
+        chain.record(token_id, step.edits)
         logprobs.append(entries_of(step.logprobs or ()))
         return over
 
     def _over_budget(self, chain: ProcessorChain, step: Step) -> ProcessorFailed | None:
         budget = math.inf if self.step_budget_s is None else self.step_budget_s
-        for member, seconds in zip(chain.members, step.seconds):  # noqa: B905  # none where a step has failed
+        for member, seconds in zip(chain.members, step.seconds):  # noqa: B905  # empty if a step has failed
             took, member.record.seconds = seconds - member.record.seconds, seconds
             failure = chain.over_budget(member, took, budget)
             if failure is not None:

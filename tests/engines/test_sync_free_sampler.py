@@ -39,7 +39,12 @@ from adapters.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
 from worker.engines.embedded.plan import Edits, Output, Plan, Request, Samples
 from worker.engines.embedded.sampling.device_sampler import DeviceStep
-from worker.engines.embedded.sampling.device_truncation import DrawColumns, draw_rows, padded, select_by_sorting
+from worker.engines.embedded.sampling.device_truncation import (
+    SamplingColumns,
+    padded,
+    select_by_sorting,
+    truncate_and_sample_rows,
+)
 from worker.engines.embedded.sampling.integer_weights import (
     exponential_,
     logarithms,
@@ -50,7 +55,7 @@ from worker.engines.embedded.sampling.integer_weights import (
     weight_bits,
 )
 from worker.engines.embedded.sampling.sampler import Sampler
-from worker.engines.embedded.sampling.truncation import Controls, draw, group_rows
+from worker.engines.embedded.sampling.truncation import Controls, group_rows, truncate_and_sample
 from worker.engines.embedded.step import plan_edits
 from worker.sampling import SamplingParams
 
@@ -91,11 +96,11 @@ def logits_of(seed: int, count: int, width: int, grain: float, scale: float) -> 
 
 def both(logits: torch.Tensor, requests: tuple[Request, ...], bitmask: torch.Tensor | None) -> tuple[Samples, Samples]:
     width = logits.shape[1]
-    looking, blind = (Sampler(width, (3, width - 1), CPU, blind=blind) for blind in (False, True))
+    looking, sync_free = (Sampler(width, (3, width - 1), CPU, sync_free=sync_free) for sync_free in (False, True))
     plan = Plan(requests, (), requests)
     return (
         looking.sample(logits.clone(), Edits(), plan, bitmask=bitmask),
-        blind.sample(logits.clone(), Edits(), plan, bitmask=bitmask),
+        sync_free.sample(logits.clone(), Edits(), plan, bitmask=bitmask),
     )
 
 
@@ -122,13 +127,13 @@ def test_both_paths_find_the_same(
     if spoilt is not None:
         logits[0] = spoilt if spoilt == -math.inf else torch.where(torch.arange(width) == width // 3, spoilt, logits[0])
     bitmask = bitmask_of(range(0, width, 2), width).repeat(len(wanted), 1) if masked else None
-    looking, blind = both(logits, tuple(request_of(i, one) for i, one in enumerate(wanted)), bitmask)
-    assert blind.errors == looking.errors
-    assert (spoilt is not None) == bool(blind.errors)
+    looking, sync_free = both(logits, tuple(request_of(i, one) for i, one in enumerate(wanted)), bitmask)
+    assert sync_free.errors == looking.errors
+    assert (spoilt is not None) == bool(sync_free.errors)
     for row in range(len(wanted)):
         if row not in looking.errors:
-            assert blind.token_ids[row] == looking.token_ids[row]
-            assert blind.logprobs.get(row) == looking.logprobs.get(row)
+            assert sync_free.token_ids[row] == looking.token_ids[row]
+            assert sync_free.logprobs.get(row) == looking.logprobs.get(row)
 
 
 def drawn_both_ways(
@@ -137,12 +142,12 @@ def drawn_both_ways(
     """Of each row: its token, and the logarithms of the weights that it was drawn from."""
     width, rows = logits.shape[1], range(len(controls))
     groups = group_rows(dict(enumerate(controls)), width, CPU)
-    ids, spread = draw(logits, groups, dict(enumerate(numbers)), wanted=set(rows))
-    columns, highest = DrawColumns.of(controls, width, CPU), logits.amax(-1, keepdim=True)
+    ids, spread = truncate_and_sample(logits, groups, dict(enumerate(numbers)), wanted=set(rows))
+    columns, highest = SamplingColumns.of(controls, width, CPU), logits.amax(-1, keepdim=True)
     column = torch.tensor(numbers, dtype=torch.float64)[:, None]
-    tokens, weights = draw_rows(logits, highest, columns, column, select_by_sorting)
-    blind = logarithms(weights, weight_bits(width)).tolist()
-    return [(ids[row], spread[row].tolist()) for row in rows], list(zip(tokens.tolist(), blind, strict=True))
+    tokens, weights = truncate_and_sample_rows(logits, highest, columns, column, select_by_sorting)
+    sync_free = logarithms(weights, weight_bits(width)).tolist()
+    return [(ids[row], spread[row].tolist()) for row in rows], list(zip(tokens.tolist(), sync_free, strict=True))
 
 
 @given(power=st.integers(0, 9), part=st.data())
@@ -155,9 +160,9 @@ def test_both_paths_agree_at_exact_boundaries(power: int, part: st.DataObject) -
     logits = torch.full((3, size), 1.5)
     logits[2, size // 2] = 1.25
     controls = [Controls(top_p=count / size), Controls(top_k=count, min_p=1.0), Controls(min_p=1.0, top_p=count / size)]
-    looking, blind = drawn_both_ways(logits, controls, [place / size] * 3)
-    assert looking == blind
-    assert blind[0][1] == [0.0] * count + [-math.inf] * (size - count)
+    looking, sync_free = drawn_both_ways(logits, controls, [place / size] * 3)
+    assert looking == sync_free
+    assert sync_free[0][1] == [0.0] * count + [-math.inf] * (size - count)
     assert drawn_both_ways(logits, [Controls()] * 3, [place / size] * 3)[1][0][0] == place
 
 
@@ -263,10 +268,10 @@ def test_processors_have_the_same_say() -> None:
     logits = logits_of(8, 5, WIDTH, 0.0, 2.0)
     logits[2, 40] = 0.5
     found = []
-    for blind in (False, True):
+    for sync_free in (False, True):
         requests = processed_requests()
         plan = Plan(requests, (), requests)
-        sampler = Sampler(WIDTH, (3, 95), CPU, blind=blind)
+        sampler = Sampler(WIDTH, (3, 95), CPU, sync_free=sync_free)
         samples = sampler.sample(logits.clone(), plan_edits(plan), plan)
         tokens = {row: token for row, token in enumerate(samples.token_ids) if row not in samples.errors}
         shown = {row: samples.logprobs[row] for row in tokens}
@@ -283,9 +288,9 @@ def test_processors_have_the_same_say() -> None:
 # -- in the engine
 
 
-def answers(model: ScriptedModel, wanted: dict[str, SamplingParams], blind: bool) -> dict[str, list[Output]]:
+def answers(model: ScriptedModel, wanted: dict[str, SamplingParams], sync_free: bool) -> dict[str, list[Output]]:
     driver = stepper(model, max_num_seqs=8)
-    driver.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device, blind=blind)
+    driver.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device, sync_free=sync_free)
     for name, params in wanted.items():
         driver.add(request(model, name, PROMPT, params))
     found: dict[str, list[Output]] = {name: [] for name in wanted}
@@ -305,24 +310,24 @@ def test_answers_are_the_same() -> None:
         "bad": params_of(temperature=1.0, bad_token_ids=[7, 8, 9], min_tokens=4),
     }
     model = ScriptedModel()
-    assert answers(model, wanted, blind=True) == answers(model, wanted, blind=False)
+    assert answers(model, wanted, sync_free=True) == answers(model, wanted, sync_free=False)
 
 
 def test_the_numbers_of_the_next_step_are_those_that_were_prepared() -> None:
     one = request_of(0, params_of(temperature=1.0))
-    sampler, plan = Sampler(50, (), CPU, blind=True), Plan((one,), (), (one,))
+    sampler, plan = Sampler(50, (), CPU, sync_free=True), Plan((one,), (), (one,))
     logits = logits_of(2, 1, 50, 0.0, 1.0)
     sampler.sample(logits.clone(), Edits(), plan)
     sampler.prepare_next()
-    drawn = sampler._table.drawn
-    prepared = drawn._next
+    random_rows = sampler._table.random_rows
+    prepared = random_rows._next
     assert prepared is not None
     one.tokens.append(1)
-    assert drawn.numbers() is prepared[1]
-    assert drawn.numbers().item() == pytest.approx(drawn._table.uniforms()[0], abs=0)
+    assert random_rows.uniforms() is prepared[1]
+    assert random_rows.uniforms().item() == pytest.approx(random_rows._table.uniforms()[0], abs=0)
     one.tokens.append(1)  # two at once: what was prepared does not fit
-    assert drawn.numbers() is not prepared[1]
-    assert drawn.numbers().item() == drawn._table.uniforms()[0]
+    assert random_rows.uniforms() is not prepared[1]
+    assert random_rows.uniforms().item() == random_rows._table.uniforms()[0]
 
 
 def test_the_step_is_settled_and_the_next_prepared_while_the_tokens_are_on_their_way(
@@ -330,11 +335,13 @@ def test_the_step_is_settled_and_the_next_prepared_while_the_tokens_are_on_their
 ) -> None:
     one = request(ScriptedModel(), "one", PROMPT, params_of(temperature=1.0, max_tokens=3))
     driver = stepper(ScriptedModel())
-    driver.sampler = Sampler(WIDTH, (), CPU, blind=True)
+    driver.sampler = Sampler(WIDTH, (), CPU, sync_free=True)
     seen = []
 
     def collect(step: DeviceStep) -> Samples:
-        seen.append((one.num_computed == len(one.tokens), one in driver.scheduler.decoding, step._table.drawn._next))
+        seen.append(
+            (one.num_computed == len(one.tokens), one in driver.scheduler.decoding, step._table.random_rows._next)
+        )
         return own_collect(step)
 
     own_collect = DeviceStep.collect

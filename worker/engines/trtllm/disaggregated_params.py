@@ -1,8 +1,8 @@
-"""``DisaggregatedParams`` as JSON: what a prefill worker hands to a decode worker.
+"""Versioned JSON codec of ``DisaggregatedParams``, sent from a prefill to a decode worker.
 
-Versioned. Bytes travel as base64, log probabilities as ``[[{token_id, logprob, rank}]]``, the form
-of trtllm-serve and of Dynamo's codec. A field that is set and has no form here stops the hand-off:
-nothing is dropped in silence.
+Bytes are encoded as base64, log probabilities as ``[[{token_id, logprob, rank}]]``, the form of
+trtllm-serve and of Dynamo's codec. A set field without an encoding is an error: nothing is silently
+dropped.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _INTEGERS = frozenset({"ctx_request_id", "disagg_request_id", "ctx_dp_rank"})
 
 
 def complete(output: Any, given: Any) -> Any:
-    """What the generation phase needs of a finished context-only ``CompletionOutput``.
+    """The generation phase's parameters from a finished context-only ``CompletionOutput``.
 
-    It may have no parameters, or those that it was `given`. What they lack is taken from the ones
-    that were given, such as the request's id, and from the output: the token that was sampled, and
-    its log probabilities.
+    The output may have no parameters, or those that it was `given`. Missing fields are taken from
+    the given ones, such as the request's id, and from the output: the sampled token and its log
+    probabilities.
 
     Raises:
         RequestFailed: there is no token.
@@ -58,7 +58,7 @@ def complete(output: Any, given: Any) -> Any:
     lacking = {name: getattr(given, name) for name in names if getattr(found, name) is None}
     if not found.first_gen_tokens:
         if not output.token_ids:
-            raise RequestFailed("TensorRT-LLM handed no token over")
+            raise RequestFailed("TensorRT-LLM's context phase returned no token")
         lacking["first_gen_tokens"] = list(output.token_ids)
         if output.logprobs and _LOGPROBS in names:
             lacking[_LOGPROBS] = list(output.logprobs)
@@ -66,10 +66,10 @@ def complete(output: Any, given: Any) -> Any:
 
 
 def encode(params: Any, **extra: Any) -> dict[str, Any]:
-    """JSON data for a ``DisaggregatedParams``; ``extra`` travels beside it, for example the seed.
+    """JSON data for a ``DisaggregatedParams``, with ``extra`` fields such as the seed.
 
     Raises:
-        RequestFailed: it has a field that cannot travel.
+        RequestFailed: a field cannot be encoded.
     """
     data: dict[str, Any] = {}
     for field in dataclasses.fields(params):
@@ -83,24 +83,24 @@ def encode(params: Any, **extra: Any) -> dict[str, Any]:
         elif field.name == _LOGPROBS:
             data[_LOGPROBS] = [_encode_position(each) for each in value]
         else:
-            raise RequestFailed(f"TensorRT-LLM's hand-off has {field.name}, which cannot be sent")
+            raise RequestFailed(f"DisaggregatedParams has {field.name}, which cannot be sent")
     try:
         return json.loads(json.dumps({"version": VERSION, "engine": "trtllm", "params": data, **extra}))  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
-        raise RequestFailed(f"TensorRT-LLM's hand-off cannot be sent: {error}") from error
+        raise RequestFailed(f"DisaggregatedParams cannot be sent: {error}") from error
 
 
 def _encode_position(position: Any) -> list[dict[str, Any]]:
     if isinstance(position, Mapping):
         return [{"token_id": t, "logprob": each.logprob, "rank": each.rank} for t, each in position.items()]
-    raise RequestFailed(f"TensorRT-LLM's hand-off has log probabilities as {type(position).__name__}")
+    raise RequestFailed(f"DisaggregatedParams has log probabilities as {type(position).__name__}")
 
 
 def decode(data: Any, cls: Any, make_logprob: Any) -> Any:
     """A ``DisaggregatedParams`` for the generation phase.
 
     Args:
-        data: From `encode`, of whatever origin.
+        data: From `encode`, untrusted.
         cls: The installed ``DisaggregatedParams``.
         make_logprob: Its ``Logprob``.
 
@@ -109,7 +109,7 @@ def decode(data: Any, cls: Any, make_logprob: Any) -> Any:
             version lacks.
     """
     if not isinstance(data, Mapping) or data.get("engine") != "trtllm" or data.get("version") != VERSION:
-        raise InvalidRequest(FIELD, f"must be a hand-off of version {VERSION} from a trtllm prefill worker")
+        raise InvalidRequest(FIELD, f"must be of version {VERSION} from a trtllm prefill worker")
     params = data.get("params")
     if not isinstance(params, Mapping):
         raise InvalidRequest(f"{FIELD}.params", "must be a mapping")

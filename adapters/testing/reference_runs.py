@@ -1,6 +1,6 @@
-"""Stories: a chain run step by step over made-up logits, and what it did to each row.
+"""Reference runs: a chain run step by step over generated logits, with its outcome for each row.
 
-A story is the plain run that every other way of running the same chain is compared with.
+Every other way of running the same chain is compared with its reference run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROMPTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a chain did to one row: the token it forced, or the row it left, or why it failed.
+    """The effect of a chain on one row: the forced token, the edited row, or the failure.
 
     Attributes:
         row: float32 ``[V]``.
@@ -36,9 +36,7 @@ class Outcome:
     failure: ProcessorFailed | None = None
 
     def dense(self) -> torch.Tensor:
-        """The row as an engine without forcing needs it: forced rows hold 0 at the token and
-        -inf elsewhere.
-        """
+        """The row for engines without forcing: 0 at the forced token and -inf elsewhere."""
         assert self.row is not None
         if self.forced is None:
             return self.row
@@ -48,13 +46,12 @@ class Outcome:
 
 
 @dataclass
-class Story:
-    """One run of a chain.
+class ReferenceRun:
+    """One step-by-step run of a chain.
 
     Attributes:
-        logits: float32 ``[n, V]``, the model's own, one row for each outcome.
-        tokens: Generated tokens; one fewer than the outcomes if the last one left no token to
-            choose.
+        logits: float32 ``[n, V]``, the model's own, one row per outcome.
+        tokens: Generated tokens; one fewer than the outcomes if the last one left no token.
     """
 
     case: Case
@@ -65,10 +62,10 @@ class Story:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return f"{self.case}, story {self.seed}"
+        return f"{self.case}, run {self.seed}"
 
     def at(self, index: int) -> str:
-        """Where in which story, for a failure text."""
+        """The run and position, for failure messages."""
         return f"{self}, generated token {index}"
 
     def history(self, index: int) -> list[int]:
@@ -85,10 +82,9 @@ def prompt_of(context: Context, seed: int) -> list[int]:
 
 
 def logits_of(context: Context, seed: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
-    """Logits float32 ``[num_steps, V]`` of a model that repeats itself, thinks now and then, and
-    sometimes ends.
+    """Logits float32 ``[num_steps, V]`` of a model that repeats itself, thinks and ends at times.
 
-    Padding is at -inf, as where an engine knows of it.
+    Padding is at -inf, as an engine has it.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = context.vocabulary
@@ -109,7 +105,7 @@ def logits_of(context: Context, seed: int, num_steps: int = NUM_STEPS) -> torch.
 
 
 def observe(chains: Sequence[ProcessorChain], logits: torch.Tensor, rows: Sequence[int] | None = None) -> list[Outcome]:
-    """One step of some chains as an engine makes it: planned, merged, applied.
+    """One step of several chains as an engine makes it: planned, merged, applied.
 
     Args:
         chains: One for each of ``rows``.
@@ -133,7 +129,7 @@ def step(chain: ProcessorChain, row: torch.Tensor) -> Outcome:
 
 
 def chosen(outcome: Outcome, context: Context) -> int | None:
-    """The token an engine would take, None if there is none."""
+    """The token an engine would sample greedily, None if there is none."""
     if outcome.failure is not None:
         return None
     if outcome.forced is not None:
@@ -144,70 +140,68 @@ def chosen(outcome: Outcome, context: Context) -> int | None:
     return best if bool(offered[best] > -torch.inf) else None
 
 
-def tell(subject: Subject, case: Case, seed: int, num_steps: int = NUM_STEPS) -> Story:
+def run_reference(subject: Subject, case: Case, seed: int, num_steps: int = NUM_STEPS) -> ReferenceRun:
     """Run a fresh chain step by step."""
     context = subject.context
-    story = Story(case, seed, prompt_of(context, seed), logits_of(context, seed, num_steps))
+    run = ReferenceRun(case, seed, prompt_of(context, seed), logits_of(context, seed, num_steps))
     chain = subject.chain(case)
-    chain.start(story.prompt)
+    chain.start(run.prompt)
     for index in range(num_steps):
-        outcome = step(chain, story.logits[index])
-        story.outcomes.append(outcome)
+        outcome = step(chain, run.logits[index])
+        run.outcomes.append(outcome)
         token_id = chosen(outcome, context)
         if token_id is None:
             break
         chain.accept(token_id, chain.position)
-        story.tokens.append(token_id)
-    return story
+        run.tokens.append(token_id)
+    return run
 
 
-def stories(subject: Subject) -> list[Story]:
-    """A story for each case and seed; told once for each subject."""
-    told: list[Story] | None = vars(subject).get("_stories")
-    if told is None:
-        told = [tell(subject, case, seed) for case in subject.cases for seed in SEEDS]
-        vars(subject)["_stories"] = told
-    return told
+def reference_runs(subject: Subject) -> list[ReferenceRun]:
+    """A reference run for each case and seed, made once per subject."""
+    runs: list[ReferenceRun] | None = vars(subject).get("_reference_runs")
+    if runs is None:
+        runs = [run_reference(subject, case, seed) for case in subject.cases for seed in SEEDS]
+        vars(subject)["_reference_runs"] = runs
+    return runs
 
 
-def restarted(subject: Subject, story: Story, index: int) -> ProcessorChain:
-    """A fresh chain that continues a story after ``index`` generated tokens, as after a
-    migration.
-    """
-    chain = subject.chain(story.case)
-    rebuild(chain, story, index)
+def restarted(subject: Subject, run: ReferenceRun, index: int) -> ProcessorChain:
+    """A fresh chain that continues a run after ``index`` generated tokens, as after migration."""
+    chain = subject.chain(run.case)
+    rebuild(chain, run, index)
     return chain
 
 
-def rebuild(chain: ProcessorChain, story: Story, index: int) -> None:
-    """Start ``chain`` after ``index`` generated tokens of a story."""
+def rebuild(chain: ProcessorChain, run: ReferenceRun, index: int) -> None:
+    """Start ``chain`` after ``index`` generated tokens of a run."""
     if chain.observes_logits:
-        replay(chain, story.prompt, story.tokens[:index], story.logits[:index].clone())
+        replay(chain, run.prompt, run.tokens[:index], run.logits[:index].clone())
     else:
-        chain.start(story.prompt, story.tokens[:index])
+        chain.start(run.prompt, run.tokens[:index])
 
 
-def expect(outcome: Outcome, story: Story, index: int, what: str) -> None:
-    """Compares an outcome with the story's own.
+def expect(outcome: Outcome, run: ReferenceRun, index: int, what: str) -> None:
+    """Compare an outcome with the reference run's.
 
     Raises:
         CheckFailed: they differ in a bit.
     """
-    problem = difference(story.outcomes[index], outcome)
+    problem = difference(run.outcomes[index], outcome)
     if problem is not None:
-        raise CheckFailed(f"{what}: {problem} ({story.at(index)})")
+        raise CheckFailed(f"{what}: {problem} ({run.at(index)})")
 
 
-def follow(chain: ProcessorChain, story: Story, start: int, stop: int, what: str) -> None:
-    """Steps ``chain`` along a story from generated token ``start`` and compares each outcome.
+def follow(chain: ProcessorChain, run: ReferenceRun, start: int, stop: int, what: str) -> None:
+    """Step ``chain`` along a run from generated token ``start`` and compare each outcome.
 
     Raises:
         CheckFailed: one differs.
     """
-    for index in range(start, min(stop, len(story.outcomes))):
-        expect(step(chain, story.logits[index]), story, index, what)
-        if index < len(story.tokens):
-            chain.accept(story.tokens[index], chain.position)
+    for index in range(start, min(stop, len(run.outcomes))):
+        expect(step(chain, run.logits[index]), run, index, what)
+        if index < len(run.tokens):
+            chain.accept(run.tokens[index], chain.position)
 
 
 def difference(expected: Outcome, got: Outcome) -> str | None:
@@ -225,9 +219,7 @@ def difference(expected: Outcome, got: Outcome) -> str | None:
 
 
 def rows_differ(expected: torch.Tensor, got: torch.Tensor) -> str | None:
-    """The first entry in which two rows (``[V]``, same dtype) differ in a bit, None if there is
-    none.
-    """
+    """The first entry in which two rows (``[V]``, same dtype) differ bitwise, None if equal."""
     bits = {4: torch.int32, 2: torch.int16}[expected.element_size()]
     unequal = expected.contiguous().view(bits) != got.contiguous().view(bits)
     if not bool(unequal.any()):

@@ -20,9 +20,9 @@ from adapters.contract import Context
 from adapters.processors.forcing import ForcedPrefix
 from adapters.vocabulary import Vocabulary
 from worker.engines import KeepKv, ReadKv, TokenDelta
-from worker.engines.trtllm import TrtllmEngine, handoff
+from worker.engines.trtllm import TrtllmEngine, disaggregated_params
 from worker.engines.trtllm.deltas import Cursor
-from worker.engines.trtllm.flight import Flight
+from worker.engines.trtllm.running_request import RunningRequest
 from worker.engines.trtllm.settings import Role
 from worker.errors import InvalidRequest, RequestFailed
 from worker.sampling import SamplingParams
@@ -69,19 +69,21 @@ def test_what_is_handed_over_arrives(
         opaque_state=state,
         disagg_request_id=number,
     )
-    data = json.loads(json.dumps(handoff.encode(given_, seed=seed)))
+    data = json.loads(json.dumps(disaggregated_params.encode(given_, seed=seed)))
     assert data["seed"] == seed
-    assert handoff.decode(data, Params, Logprob) == dataclasses.replace(given_, request_type="generation_only")
+    assert disaggregated_params.decode(data, Params, Logprob) == dataclasses.replace(
+        given_, request_type="generation_only"
+    )
 
 
 def test_what_cannot_travel_stops_the_hand_off() -> None:
     with pytest.raises(RequestFailed, match="first_gen_logits"):
-        handoff.encode(Params(first_gen_logits=[1]))
+        disaggregated_params.encode(Params(first_gen_logits=[1]))
     with pytest.raises(RequestFailed, match="log probabilities as list"):
-        handoff.encode(Params(first_gen_log_probs=[[1]]))
+        disaggregated_params.encode(Params(first_gen_log_probs=[[1]]))
 
 
-GOOD = handoff.encode(Params(first_gen_tokens=[1], opaque_state=b"x"))
+GOOD = disaggregated_params.encode(Params(first_gen_tokens=[1], opaque_state=b"x"))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ GOOD = handoff.encode(Params(first_gen_tokens=[1], opaque_state=b"x"))
 )
 def test_a_malformed_hand_off_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="prefill_result"):
-        handoff.decode({**GOOD, **change}, Params, Logprob)
+        disaggregated_params.decode({**GOOD, **change}, Params, Logprob)
 
 
 def in_role(model: Path, role: Role, *argv: str) -> TrtllmEngine:
@@ -252,12 +254,12 @@ OWN = Params(request_type="context_only", first_gen_tokens=[6], opaque_state=b"x
     ids=["of the output", "but the id", "of the input", "of the input, at the output", "with log probabilities"],
 )
 def test_what_the_output_lacks_is_taken_from_the_input(output: Output, expected: Params) -> None:
-    assert handoff.complete(output, GIVEN) == expected
+    assert disaggregated_params.complete(output, GIVEN) == expected
 
 
 def test_a_hand_off_needs_a_token() -> None:
     with pytest.raises(RequestFailed, match="no token"):
-        handoff.complete(Output([]), GIVEN)
+        disaggregated_params.complete(Output([]), GIVEN)
 
 
 def test_an_abort_waits_until_the_kv_is_here() -> None:
@@ -269,11 +271,11 @@ def test_an_abort_waits_until_the_kv_is_here() -> None:
         def abort(self) -> None:
             aborted.append(True)
 
-    flight = Flight("r", [Cursor(0, frozenset())], must_not_abort=True, result=Result())
-    flight.abort()
+    request = RunningRequest("r", [Cursor(0, frozenset())], must_not_abort=True, result=Result())
+    request.abort()
     assert aborted == []
-    flight.advance([Output([5])])
+    request.advance([Output([5])])
     assert aborted == [True]
-    flight.advance([Output([5], finish_reason="cancelled")])
-    deltas: list[TokenDelta] = [flight._queue.get_nowait(), flight._queue.get_nowait()]  # type: ignore[list-item]
+    request.advance([Output([5], finish_reason="cancelled")])
+    deltas: list[TokenDelta] = [request._queue.get_nowait(), request._queue.get_nowait()]  # type: ignore[list-item]
     assert [delta.finish_reason for delta in deltas] == [None, "cancelled"]

@@ -1,6 +1,4 @@
-"""The catalogue as text: one line or one page for each processor, and the table of
-``docs/processors.md``.
-"""
+"""The catalogue as text: a line or a section per processor; the table of ``docs/processors.md``."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ TABLE_END = "<!-- end of the table -->"
 _PLURALS = {"integer": "integers", "number": "numbers", "text": "texts", "list": "lists", "object": "objects"}
 
 
-def list_page(catalog: Catalog) -> str:
+def render_list(catalog: Catalog) -> str:
     """One line for each processor: name, stage, what it reads, summary."""
     rows = [(e.name, e.processor.stage.name.lower(), e.processor.reads.value, e.summary) for e in catalog.entries]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     return "".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]) + "\n" for row in rows)
 
 
-def entry_page(entry: Entry) -> str:
+def render_entry(entry: Entry) -> str:
     """All there is to know about one processor."""
     processor = entry.processor
     facts = {
@@ -73,9 +71,7 @@ def with_table(page: str, catalog: Catalog) -> str:
 
 
 def arguments(entry: Entry, *, scope: bool = True) -> list[tuple[str, str, str, str]]:
-    """Name, type with its range, default and description of each argument; ``scope`` last, if
-    wanted.
-    """
+    """Name, type with range, default and description of each argument; ``scope`` last."""
     schema = entry.args_schema()
     definitions, required = schema.get("$defs", {}), schema.get("required", ())
     found = []

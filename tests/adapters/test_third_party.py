@@ -31,9 +31,9 @@ from adapters.third_party import (
     HuggingFaceProcessor,
     StateLost,
     ZooProcessor,
-    foreign_processor,
     protocol_of,
-    wrap_foreign,
+    third_party_processor,
+    wrap_third_party,
 )
 from adapters.vocabulary import Vocabulary
 
@@ -139,13 +139,13 @@ TOKENIZER = Characters()
 CONTEXT = Context(Vocabulary(V, TOKENIZER))
 
 MAKERS = {
-    "dynamo": lambda: foreign_processor(CountingBoost),
-    "zoo length": lambda: foreign_processor(ZooLength, arguments={"boost_factor": 0.1}, tokenizer=TOKENIZER),
-    "zoo cite": lambda: foreign_processor(ZooCite, tokenizer=TOKENIZER),
-    "hugging face": lambda: foreign_processor(HuggingFaceCounter),
-    "stateless": lambda: foreign_processor(TemperatureProcessor(0.7), stateful=False),
-    "function": lambda: foreign_processor(halve_first),
-    "transformers": lambda: foreign_processor(RepetitionPenaltyLogitsProcessor, arguments={"penalty": 1.3}),
+    "dynamo": lambda: third_party_processor(CountingBoost),
+    "zoo length": lambda: third_party_processor(ZooLength, arguments={"boost_factor": 0.1}, tokenizer=TOKENIZER),
+    "zoo cite": lambda: third_party_processor(ZooCite, tokenizer=TOKENIZER),
+    "hugging face": lambda: third_party_processor(HuggingFaceCounter),
+    "stateless": lambda: third_party_processor(TemperatureProcessor(0.7), stateful=False),
+    "function": lambda: third_party_processor(halve_first),
+    "transformers": lambda: third_party_processor(RepetitionPenaltyLogitsProcessor, arguments={"penalty": 1.3}),
 }
 STATEFUL = ["dynamo", "zoo length", "zoo cite", "hugging face", "transformers"]
 kinds = pytest.mark.parametrize("kind", list(MAKERS))
@@ -219,7 +219,7 @@ def test_transformers_own_processors(warper, arguments):
     for row in rows:
         expected.append(warper(**arguments)(torch.tensor([ids]), row.clone().unsqueeze(0))[0])
         ids = [*ids, int(expected[-1].argmax())]
-    assert equal(decode(chain_of(foreign_processor(warper, arguments=arguments)), rows), expected)
+    assert equal(decode(chain_of(third_party_processor(warper, arguments=arguments)), rows), expected)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_transformers_own_processors(warper, arguments):
     ],
 )
 def test_protocols_are_recognised(target, wrapper):
-    assert issubclass(wrap_foreign(target), wrapper)
+    assert issubclass(wrap_third_party(target), wrapper)
 
 
 def test_annotations_tell_where_names_do_not():
@@ -267,7 +267,7 @@ class NotCallable:
 @pytest.mark.parametrize("target", [Batched, VllmV0, Unclear, Anything, NotCallable, NotCallable(), Batched(), 5, None])
 def test_what_speaks_no_protocol_is_refused(target):
     with pytest.raises(TypeError, match=r"must be callable as|cannot be called"):
-        wrap_foreign(target)
+        wrap_third_party(target)
 
 
 def test_dynamos_own_examples():
@@ -281,7 +281,7 @@ def test_dynamos_own_examples():
 def test_dynamos_forced_sequence_is_exact_under_repeated_calls_and_rewinds():
     from dynamo.logits_processing.examples import ForcedSequenceLogitsProcessor
 
-    kind = wrap_foreign(ForcedSequenceLogitsProcessor, "forced")
+    kind = wrap_third_party(ForcedSequenceLogitsProcessor, "forced")
     chain = chain_of(build(kind, token_ids=[5, 6, 7], eos_token_id=2))
     for row in rows_of(4):
         shape_all([chain], row.unsqueeze(0))
@@ -300,7 +300,7 @@ def test_all_of_transformers_processors_are_recognised():
 
 
 def test_a_protocol_can_be_named():
-    assert issubclass(wrap_foreign(Unclear, protocol="dynamo"), DynamoProcessor)
+    assert issubclass(wrap_third_party(Unclear, protocol="dynamo"), DynamoProcessor)
 
 
 # What they may return
@@ -321,7 +321,7 @@ def test_a_protocol_can_be_named():
 )
 def test_a_wrong_result_fails_the_request_and_leaves_the_row(target, error):
     row = rows_of(1)
-    out, failures = shape_all([chain_of(foreign_processor(target, name="theirs"))], row)
+    out, failures = shape_all([chain_of(third_party_processor(target, name="theirs"))], row)
     assert torch.equal(out, row)
     assert failures[0].processor == "theirs"
     assert failures[0].message == f"raised {error} at position 3"
@@ -337,7 +337,7 @@ def test_editing_in_place_and_returning_the_same_tensor_is_fine():
 
     row = rows_of(1)
     for target in (in_place, scores_in_place):
-        out, failures = shape_all([chain_of(foreign_processor(target))], row)
+        out, failures = shape_all([chain_of(third_party_processor(target))], row)
         assert not failures
         assert torch.equal(out, row * 2)
 
@@ -418,15 +418,15 @@ def test_a_forced_position_is_not_a_call():
         apply_chain(chain, row)
         chain.accept(int(row.argmax()), chain.position)
     assert chain.tokens[4] == 7
-    assert processor._foreign.calls == 3
+    assert processor._wrapped.calls == 3
     chain.rewind(5)
     apply_chain(chain, rows_of(1)[0])
-    assert processor._foreign.calls == 2
+    assert processor._wrapped.calls == 2
 
 
 def test_choices_do_not_share_an_instance():
     shared = CountingBoost()
-    first, second = (chain_of(foreign_processor(shared)) for _ in range(2))
+    first, second = (chain_of(third_party_processor(shared)) for _ in range(2))
     rows = rows_of(4)
     assert equal(decode(first, rows), decode(second, rows))
     assert shared.calls == 0
@@ -440,11 +440,11 @@ def test_a_row_does_not_depend_on_its_batch_mates_even_if_one_raises(kind):
     def run(with_mates):
         chains = [chain_of(MAKERS[kind]())]
         if with_mates:
-            chains += [chain_of(foreign_processor(raises)), chain_of(MAKERS[kind](), prompt=[4])]
-            chains += [chain_of(foreign_processor(CountingBoost, name="mate"))]
+            chains += [chain_of(third_party_processor(raises)), chain_of(MAKERS[kind](), prompt=[4])]
+            chains += [chain_of(third_party_processor(CountingBoost, name="mate"))]
         shaped = []
         for row in rows_of(4):
-            chains[1:2] = [chain_of(foreign_processor(raises))] if with_mates else []
+            chains[1:2] = [chain_of(third_party_processor(raises))] if with_mates else []
             out, failures = shape_all(chains, row.repeat(len(chains), 1))
             assert set(failures) == ({1} if with_mates else set())
             shaped.append(out[0])
@@ -480,14 +480,14 @@ def test_what_cannot_be_copied_is_refused_unless_it_has_no_state():
             pass
 
     with pytest.raises(TypeError, match="Locked has a state that cannot be copied"):
-        foreign_processor(Locked)
-    assert not foreign_processor(Locked, stateful=False).observes_logits
+        third_party_processor(Locked)
+    assert not third_party_processor(Locked, stateful=False).observes_logits
 
 
 def test_the_stage_is_settable_and_soft_by_default():
-    processor = foreign_processor(CountingBoost)
+    processor = third_party_processor(CountingBoost)
     assert processor.stage is Stage.SOFT
-    late = foreign_processor(CountingBoost, stage=Stage.TRUNCATION)
+    late = third_party_processor(CountingBoost, stage=Stage.TRUNCATION)
     assert [m.processor for m in chain_of(late, processor).members] == [processor, late]
     assert late.reads is Reads.PROMPT_AND_GENERATED
 
@@ -506,7 +506,7 @@ def build(kind, **arguments):
 
 
 def test_a_wrapped_class_has_typed_arguments_and_takes_the_models_tokenizer():
-    kind = wrap_foreign(ZooLength, "acme/length")
+    kind = wrap_third_party(ZooLength, "acme/length")
     assert (kind.name, kind.stage, kind.observes_logits) == ("acme/length", Stage.SOFT, True)
     assert kind.__doc__ == "NVIDIA's shape: a tokenizer at construction, calls counted, both beam layouts written."
     fields = kind.Args.model_fields
@@ -515,9 +515,9 @@ def test_a_wrapped_class_has_typed_arguments_and_takes_the_models_tokenizer():
     processor = build(kind, boost_factor=0.5, boost_token_str="a")
     assert type(processor) is ZooProcessor
     assert processor.name == "acme/length"
-    assert processor._foreign.tokenizer is TOKENIZER
-    assert processor._foreign.boost_token == 3 + ord("a") % 8
-    assert pickle.loads(pickle.dumps(build(wrap_foreign(CountingBoost, "b"), step=1.0)))._foreign.step == 1.0
+    assert processor._wrapped.tokenizer is TOKENIZER
+    assert processor._wrapped.boost_token == 3 + ord("a") % 8
+    assert pickle.loads(pickle.dumps(build(wrap_third_party(CountingBoost, "b"), step=1.0)))._wrapped.step == 1.0
 
 
 @pytest.mark.parametrize(
@@ -530,15 +530,15 @@ def test_a_wrapped_class_has_typed_arguments_and_takes_the_models_tokenizer():
 )
 def test_arguments_out_of_bounds(arguments):
     with pytest.raises(ValidationError):
-        wrap_foreign(ZooLength, "x").Args(**arguments)
+        wrap_third_party(ZooLength, "x").Args(**arguments)
 
 
 def test_what_the_operator_fixes_the_request_cannot_set():
-    kind = wrap_foreign(ZooLength, "x", arguments={"p": 3})
+    kind = wrap_third_party(ZooLength, "x", arguments={"p": 3})
     assert "p" not in kind.Args.model_fields
-    assert build(kind, boost_factor=1.0)._foreign.p == 3
+    assert build(kind, boost_factor=1.0)._wrapped.p == 3
     with pytest.raises(TypeError, match="no parameter q"):
-        wrap_foreign(ZooLength, "x", arguments={"q": 3})
+        wrap_third_party(ZooLength, "x", arguments={"q": 3})
 
 
 def test_arguments_come_from_annotations_or_else_from_defaults():
@@ -550,7 +550,7 @@ def test_arguments_come_from_annotations_or_else_from_defaults():
 
         def __call__(self, input_ids, logits): ...
 
-    fields = wrap_foreign(Many, "x").Args.model_fields
+    fields = wrap_third_party(Many, "x").Args.model_fields
     assert list(fields) == ["ids", "words", "rate"]
 
 
@@ -561,30 +561,30 @@ def test_an_argument_that_nobody_can_give_is_refused():
         def __call__(self, input_ids, logits): ...
 
     with pytest.raises(TypeError, match="Needs needs table, which is not JSON data"):
-        wrap_foreign(Needs)
-    assert not wrap_foreign(Needs, arguments={"table": {}}).Args.model_fields
+        wrap_third_party(Needs)
+    assert not wrap_third_party(Needs, arguments={"table": {}}).Args.model_fields
 
 
 def test_a_constructors_refusal_names_the_argument():
-    kind = wrap_foreign(MinPLogitsWarper, "min_p_hf")
+    kind = wrap_third_party(MinPLogitsWarper, "min_p_hf")
     with pytest.raises(ArgumentError, match="`min_p` has to be a float") as caught:
         build(kind, min_p=3.0)
     assert caught.value.argument == "min_p"
 
 
 def test_a_class_that_needs_a_tokenizer_says_so():
-    kind = wrap_foreign(ZooCite, "cite")
+    kind = wrap_third_party(ZooCite, "cite")
     with pytest.raises(TypeError, match="ZooCite needs a tokenizer"):
         kind.build(kind.Args(), Context(Vocabulary(V)))
 
 
 def test_an_instance_takes_no_arguments():
-    assert not wrap_foreign(CountingBoost()).Args.model_fields
+    assert not wrap_third_party(CountingBoost()).Args.model_fields
     with pytest.raises(TypeError, match="takes no arguments"):
-        foreign_processor(CountingBoost(), arguments={"step": 1.0})
+        third_party_processor(CountingBoost(), arguments={"step": 1.0})
 
 
 def test_a_partial_factory_runs_as_its_class():
     processor = DynamoProcessor(functools.partial(CountingBoost, step=2.0), name="theirs", stage=Stage.BIAS)
-    bare = foreign_processor(CountingBoost, arguments={"step": 2.0})
+    bare = third_party_processor(CountingBoost, arguments={"step": 2.0})
     assert equal(decode(chain_of(processor), rows_of(5)), decode(chain_of(bare), rows_of(5)))

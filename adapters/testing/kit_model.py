@@ -1,6 +1,4 @@
-"""The model that processors are tested against: a small tokenizer with everything real ones
-have, and no weights.
-"""
+"""The kit's model: a small tokenizer with every feature of real ones, and no weights."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from adapters.vocabulary import Vocabulary, vocabulary_at
 END, THINK, THINK_END = "<|end|>", "<think>", "</think>"
 
 KEY_ID = "kit"
-"""The one operator's key that the kit's context holds, for watermarks."""
+"""Id of the operator's watermark key in the kit's context."""
 
 NUM_PADDING = 13
-"""Ids of the row beyond the tokenizer, so that its width is not a multiple of 32 either."""
+"""Padding of the row, which also makes its width no multiple of 32."""
 
 _PIECES = 380
 
@@ -35,12 +33,10 @@ Grüße, señor, ça va. Привет, как дела? 你好,世界。日本�
 
 
 @cache
-def house_vocabulary() -> Vocabulary:
-    """A byte-level vocabulary with merges, special tokens, a thinking tag pair and a padded row;
-    kept on disk.
+def kit_vocabulary() -> Vocabulary:
+    """A byte-level vocabulary with merges, special tokens, thinking tags and padding; kept on disk.
 
-    Processors that are rebuilt in another process find its tokenizer at its path, as they would a
-    checkpoint's.
+    Processors rebuilt in another process load its tokenizer from its path, like a checkpoint's.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -63,9 +59,9 @@ def house_vocabulary() -> Vocabulary:
     return vocabulary_at(directory, len(fast) + NUM_PADDING, (fast.eos_token_id,))
 
 
-def house_context(*, choice: int = 0) -> Context:
+def kit_context(*, choice: int = 0) -> Context:
     """The context of a request for choice number ``choice``."""
-    vocabulary = house_vocabulary()
+    vocabulary = kit_vocabulary()
     return Context(
         vocabulary,
         end_token_ids=vocabulary.eos_token_ids,

@@ -1,10 +1,9 @@
-"""Counter-based draws: noise = f(seed, choice, absolute position, purpose), never a running
-generator.
+"""Counter-based random numbers: u = f(seed, choice, absolute position, purpose).
 
-A draw depends on these four alone, so it is the same in whatever batch, slot or worker it is made,
-and after any preemption or migration. ``purpose`` keeps a processor's coin apart from the sampler's
-draw. The hash is the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014), chained over the
-four words.
+There is no running generator: a number depends on these four words alone, so it is the same in any
+batch, slot or worker, and after preemption or migration. ``purpose`` keeps a processor's numbers
+independent of the sampler's. The hash is the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA
+2014), chained over the four words.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 SAMPLE = 0
-"""Purpose of the sampler's own draw. Processors use a positive constant of their own."""
+"""Purpose of the sampler. Processors use a positive constant of their own."""
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -52,16 +51,12 @@ def uniform_rows(
 
 
 def uniforms(key_: int, count: int) -> torch.Tensor:
-    """Float64 ``[count]`` in (0, 1): element i is a hash of ``key_`` and i alone, the same on
-    every machine.
-    """
+    """Float64 ``[count]`` in (0, 1): element i is a hash of ``key_`` and i on every machine."""
     return torch.from_numpy(_uniforms(key_, np.arange(count, dtype=np.uint64)))
 
 
 def uniforms_at(key_: int, indices: torch.Tensor) -> torch.Tensor:
-    """``uniforms(key_, n)[indices]`` at the cost of the indices only; ``indices`` are int64 and
-    at least 0.
-    """
+    """``uniforms(key_, n)[indices]`` without the other elements; ``indices`` are int64, >= 0."""
     return torch.from_numpy(_uniforms(key_, indices.cpu().numpy().astype(np.uint64)))
 
 

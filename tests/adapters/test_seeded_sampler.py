@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.contract import SAMPLE, uniform
-from adapters.trtllm.seeded_draw import SeededDraw
+from adapters.trtllm.seeded_sampler import SeededSampler
 
 
-def token(draw: SeededDraw, logits: torch.Tensor) -> int:
+def token(draw: SeededSampler, logits: torch.Tensor) -> int:
     row = logits.clone()
     draw.shape(row)
     (left,) = row.isfinite().nonzero()[:, 0].tolist()
@@ -24,7 +24,7 @@ def token(draw: SeededDraw, logits: torch.Tensor) -> int:
 @given(st.lists(st.floats(-20, 20), min_size=1, max_size=40), st.integers(0, 2**64 - 1))
 def test_the_draw_inverts_the_cumulative_weights(values: list[float], seed: int) -> None:
     logits = torch.tensor(values)
-    draw = SeededDraw(seed)
+    draw = SeededSampler(seed)
     draw.start([1, 2])
     weights = (logits.double() - logits.max().double()).exp()
     chosen = token(draw, logits)
@@ -37,7 +37,7 @@ def test_masked_tokens_are_never_drawn_and_all_others_are() -> None:
     logits = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf])
     seen: Counter[int] = Counter()
     for seed in range(200):
-        draw = SeededDraw(seed)
+        draw = SeededSampler(seed)
         draw.start([7])
         seen[token(draw, logits)] += 1
     assert set(seen) == {1, 3}
@@ -45,4 +45,4 @@ def test_masked_tokens_are_never_drawn_and_all_others_are() -> None:
 
 
 def test_without_a_seed_the_likeliest_of_equals_is_the_lowest_id() -> None:
-    assert token(SeededDraw(None), torch.tensor([0.0, 3.0, 3.0, 1.0])) == 1
+    assert token(SeededSampler(None), torch.tensor([0.0, 3.0, 3.0, 1.0])) == 1

@@ -1,0 +1,46 @@
+"""The sampler as the last processor of a chain, for engines whose seeds are not exact."""
+
+from __future__ import annotations
+
+import torch
+
+from adapters.contract import SAMPLE, ProcessorArgs, Reads, ShapingProcessor, Stage, uniform
+
+
+class SeededSampler(ShapingProcessor):
+    """Leaves one token: the argmax, or the one sampled with this request's seed.
+
+    Inverse transform sampling: the cumulative weights in the order of the ids, at a uniform number
+    that depends on seed, choice and position alone (`adapters.contract.random_numbers`).
+    Temperature and truncation precede it in the chain. No request can name it.
+
+    Args:
+        seed: Of the request, uint64; None is greedy, ties to the lowest id.
+        choice: Index of the choice.
+    """
+
+    name = "seeded_sampler"
+    stage = Stage.SAMPLING
+    reads = Reads.NOTHING
+    Args = ProcessorArgs
+
+    def __init__(self, seed: int | None, choice: int = 0) -> None:
+        self._seed = seed
+        self._choice = choice
+
+    def shape(self, logits: torch.Tensor) -> None:
+        token_id = _argmax(logits) if self._seed is None else self._sampled(logits, self._seed)
+        value = logits[token_id].clone()
+        logits.fill_(-torch.inf)
+        logits[token_id] = value
+
+    def _sampled(self, logits: torch.Tensor, seed: int) -> int:
+        cumulative = (logits.double() - logits.max().double()).exp_().cumsum_(-1)
+        target = cumulative[-1] * uniform(seed, self._choice, self.position, SAMPLE)
+        below = torch.nextafter(cumulative[-1], torch.zeros_like(target))  # never past the last token with a weight
+        return int(torch.searchsorted(cumulative, torch.minimum(target, below), right=True))
+
+
+def _argmax(logits: torch.Tensor) -> int:
+    """The lowest id of the highest logit."""
+    return int((logits == logits.max()).nonzero()[0, 0])
