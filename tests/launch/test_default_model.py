@@ -87,8 +87,9 @@ def test_json_by_schema_has_the_right_values(served: LaunchedScript) -> None:
 
 
 def test_a_choice(served: LaunchedScript) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
     body = {"guided_choice": ["Berlin", "Paris", "Madrid"]}
-    assert text_of(served, FRANCE, extra_body=body) == "Paris"
+    assert text_of(served, messages, extra_body=body) == "Paris"
 
 
 def test_a_tool_call_by_grammar(served: LaunchedScript) -> None:
@@ -108,12 +109,9 @@ def test_a_stop_string(served: LaunchedScript) -> None:
 
 
 def test_what_was_said_before_counts(served: LaunchedScript) -> None:
-    messages = [
-        {"role": "user", "content": "My name is Ada."},
-        {"role": "assistant", "content": "Nice to meet you, Ada."},
-        {"role": "user", "content": "What is my name?"},
-    ]
-    assert "Ada" in text_of(served, messages)
+    before = {"role": "assistant", "content": "The capital of France is Paris."}
+    messages = [*FRANCE, before, {"role": "user", "content": "And of Italy?"}]
+    assert text_of(served, messages) == "The capital of Italy is Rome."
 
 
 def test_prefill_and_decode_in_two_workers_say_the_same(

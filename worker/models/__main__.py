@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StartupError as error:
         say(" ".join(str(error).split()))
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     print(path)
     return 0
 
