@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 
 from worker.models.gguf_file import GgufError, GgufFile, GgufTensor
 
