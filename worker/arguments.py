@@ -85,6 +85,17 @@ def _not_negative(text: str) -> int:
     return int(text)
 
 
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _memory(text: str) -> int:
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?) ?(KiB|MiB|GiB)", text)
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if not size:
+        raise ValueError("a size above 0 with its unit, KiB, MiB or GiB, for example 2GiB")
+    return size
+
+
 def _device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
         raise ValueError("auto, cpu, cuda or cuda:N")
@@ -137,7 +148,9 @@ class Arguments:
     default, choices, help.
     """
 
-    model_path: str = _option(None, "Directory of the Hugging Face checkpoint to serve. Required.")
+    model_path: str = _option(
+        None, "Directory of the Hugging Face checkpoint to serve, or a GGUF file (docs/models.md). Required."
+    )
     served_model_name: str = _option(None, "Name that clients ask for. Default: last part of the model path.")
     engine: str = _option("embedded", "Engine that decodes.", choices=("embedded", "trtllm"))
     device: str = _option(
@@ -180,9 +193,23 @@ class Arguments:
     kv_block_size: int = _option(16, "Tokens per KV block.", parse=_positive, engine=True)
     kv_blocks: int | None = _option(
         None,
-        "KV blocks to own. Default: enough for max-num-seqs full contexts, or what fits into memory.",
+        "KV blocks to own. Default: what --kv-cache-memory says.",
         parse=_positive,
         engine=True,
+    )
+    kv_cache_memory: int | None = _option(
+        None,
+        "Memory for the KV cache, for example 2GiB; a CPU's is taken as it is used. Default: enough for max-num-seqs "
+        "full contexts, but on a CPU at most a quarter of the available memory and 4GiB (or one context), on CUDA 0.9 "
+        "of what is free.",
+        parse=_memory,
+        engine=True,
+    )
+    local_workers: int = _option(
+        1,
+        "Workers that share this machine or container: the embedded engine computes with its part of the cores, and "
+        "plans with its part of the memory.",
+        parse=_positive,
     )
     max_queue: int = _option(
         256, "Requests in the waiting queue at most; one more is refused.", parse=_not_negative, engine=True
@@ -459,7 +486,7 @@ def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
     if given.get("model_path") is None:
         raise ConfigurationError("--model-path is required")
     names = frozenset(given)
-    given.setdefault("served_model_name", Path(os.path.abspath(given["model_path"])).name)
+    given.setdefault("served_model_name", Path(os.path.abspath(given["model_path"])).name.removesuffix(".gguf"))
     if given.get("disaggregation_mode") == "agg":
         given["disaggregation_mode"] = "aggregated"
     if given.get("disaggregation_mode") == "prefill":
@@ -474,7 +501,7 @@ def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
 
 _ONLY = {
     "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors"),
-    "embedded": ("numerics", "kernels", "max_mixed_chunk", "step_timeout_s"),
+    "embedded": ("numerics", "kernels", "kv_cache_memory", "max_mixed_chunk", "step_timeout_s"),
 }
 """Options that one engine alone honours."""
 
@@ -494,6 +521,8 @@ def _refuse_contradictions(a: Arguments) -> None:
         )
     if a.context_length is not None and a.context_length < 2:
         raise ConfigurationError(f"--context-length must be at least 2, got {a.context_length}")
+    if a.kv_blocks is not None and a.kv_cache_memory is not None:
+        raise ConfigurationError("--kv-blocks and --kv-cache-memory both size the KV cache; give one of them")
     if a.engine == "trtllm" and a.device not in ("auto", "cuda"):
         needs = "needs CUDA" if a.device == "cpu" else "chooses its devices itself"
         raise ConfigurationError(f"--engine trtllm {needs}, but --device is {a.device}")

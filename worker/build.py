@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,7 @@ def build(argv: Sequence[str] | None = None) -> Built:
     check_engine(arguments)
     check_model(arguments)
     runtime.check_ports(os.environ)
+    arguments = with_checkpoint(arguments)
     return Built(make_engine(arguments), arguments, seal, smoke)
 
 
@@ -86,15 +88,35 @@ def check_engine(arguments: Arguments) -> None:
 
 
 def check_model(arguments: Arguments) -> None:
-    """Raises `StartupError` if the model is not a checkpoint directory."""
+    """Raises `StartupError` if the model is neither a checkpoint directory nor a GGUF file."""
+    from worker.models import find_gguf
+
     path = Path(arguments.model_path)
-    if not path.is_dir():
+    if not path.exists():
         raise StartupError(f"--model-path {path}: no such directory")
-    if not (path / "config.json").is_file():
+    if find_gguf(path) is None and not (path / "config.json").is_file():
         raise StartupError(f"--model-path {path}: no config.json, so not a Hugging Face checkpoint")
     template = arguments.custom_jinja_template
     if template is not None and not Path(template).is_file():
         raise StartupError(f"--custom-jinja-template {template}: no such file")
+
+
+def with_checkpoint(arguments: Arguments) -> Arguments:
+    """The arguments with the checkpoint that a GGUF file is converted into, once, as the model.
+
+    Raises:
+        StartupError: the file cannot be read or is not supported, or the cache cannot be written.
+    """
+    from worker.models import convert_gguf, find_gguf, model_cache
+
+    file = find_gguf(Path(arguments.model_path))
+    if file is None:
+        return arguments
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"worker: {line}\n")
+
+    return replace(arguments, model_path=str(convert_gguf(file, model_cache(os.environ), say)))
 
 
 def make_engine(arguments: Arguments) -> ServingEngine:
@@ -125,6 +147,8 @@ def embedded_config(arguments: Arguments) -> EmbeddedConfig:
         context_length=arguments.context_length,
         kv_block_size=arguments.kv_block_size,
         kv_blocks=arguments.kv_blocks,
+        kv_cache_memory=arguments.kv_cache_memory,
+        local_workers=arguments.local_workers,
         max_queue=arguments.max_queue,
         step_timeout_s=arguments.step_timeout_s,
         role=arguments.disaggregation_mode,

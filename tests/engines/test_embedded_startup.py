@@ -91,6 +91,14 @@ async def test_spoilt_checkpoints(checkpoint: Path, spoil: Callable[[Path], obje
         ({"max_mixed_chunk": 0}, "--max-mixed-chunk must be at least 1"),
         ({"kv_block_size": 0}, "--kv-block-size must be at least 1"),
         ({"kv_blocks": 127}, "--kv-blocks 127 cannot hold one context of 2048 tokens, which takes 128"),
+        ({"kv_blocks": 128, "kv_cache_memory": 2**20}, "--kv-blocks and --kv-cache-memory both size the KV cache"),
+        (
+            {"kv_cache_memory": 2**19},
+            "--kv-cache-memory 0.5 MiB cannot hold one context of 2048 tokens, which takes 1.0 MiB",
+        ),
+        ({"kv_blocks": 10**9}, "--kv-blocks 1000000000: 7629.4 GiB of KV cache, "),
+        ({"kv_cache_memory": 2**43}, "--kv-cache-memory: 8192.0 GiB of KV cache, "),
+        ({"local_workers": 0}, "--local-workers must be at least 1"),
         ({"dtype": "float16"}, "--dtype float16 needs CUDA"),
         ({"dtype": "int8"}, "--dtype must be auto, float32"),
         ({"device": "tpu"}, "--device must be"),
@@ -117,7 +125,7 @@ async def test_the_store_is_as_large_as_memory_allows(
     engine = EmbeddedEngine(EmbeddedConfig(model_path=checkpoints["llama"], device="cpu"))
     info = await engine.start()
     await engine.stop()
-    assert info.total_kv_blocks == 288  # 18 whole pages of the 300 that fit
+    assert info.total_kv_blocks == 144  # 9 whole pages of the 150 blocks that a quarter holds
 
 
 async def test_a_fresh_checkpoint(checkpoints: dict[str, Path], device: str) -> None:

@@ -112,6 +112,7 @@ def launched(
         "DLW_VENV": sys.prefix,
         "HOME": str(directory / "home"),
         "HTTP_PORT": str(port),
+        "MODEL_PATH": "tiny",
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(directory / "tmp"),
         "XDG_CACHE_HOME": str(directory / "cache"),

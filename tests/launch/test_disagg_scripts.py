@@ -40,6 +40,8 @@ def test_every_run_has_a_secret_of_its_own_that_workers_alone_know(tmp_path: Pat
             children = script.children()
             secrets = {name: child.environ().get(SECRET) for child in children for name in [" ".join(child.cmdline())]}
             workers = {secret for name, secret in secrets.items() if " -m worker " in name}
+            shares = [child.environ().get("WORKER_LOCAL_WORKERS") for child in children]
+            assert shares.count("2") >= 2
             (secret,) = workers
             assert secret is not None
             assert re.fullmatch("[0-9a-f]{64}", secret)

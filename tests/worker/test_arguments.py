@@ -35,7 +35,15 @@ def test_defaults() -> None:
     assert (arguments.max_num_seqs, arguments.drain_timeout_s, arguments.enable_kv_routing) == (64, 30.0, True)
 
 
+@pytest.mark.parametrize(("text", "size"), [("2GiB", 2**31), ("1.5 MiB", 3 * 2**19), ("64KiB", 2**16), ("0.001KiB", 1)])
+def test_sizes_of_the_kv_cache(text: str, size: int, tmp_path: Path) -> None:
+    assert parse("--kv-cache-memory", text).kv_cache_memory == size
+    path = write(tmp_path, f"kv_cache_memory: {text}\n")
+    assert parse("--extra-engine-args", path).kv_cache_memory == size
+
+
 def test_served_model_name_of_a_relative_path() -> None:
+    assert parse_arguments(["--model-path", "models/Some.Name-Q4_0.gguf"], {}).served_model_name == "Some.Name-Q4_0"
     assert parse_arguments(["--model-path", "models/tiny/"], {}).served_model_name == "tiny"
 
 
@@ -59,6 +67,7 @@ def example(option: Option) -> str:
         "context_length": "512",
         "max_mixed_chunk": "32",
         "kv_blocks": "99",
+        "kv_cache_memory": "1.5GiB",
         "device": "cuda:1",
         "endpoint_types": "chat",
     }.get(option.name, "word")
@@ -89,6 +98,23 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--max-num-seqs", "0"], "--max-num-seqs must be an integer of at least 1, got '0'"),
         (["--max-num-seqs", "1e3"], "--max-num-seqs must be an integer of at least 1, got '1e3'"),
         (["--max-num-seqs", "-4"], "--max-num-seqs must be an integer of at least 1, got '-4'"),
+        (
+            ["--kv-cache-memory", "2GB"],
+            "--kv-cache-memory must be a size above 0 with its unit, KiB, MiB or GiB, for example 2GiB, got '2GB'",
+        ),
+        (
+            ["--kv-cache-memory", "0MiB"],
+            "--kv-cache-memory must be a size above 0 with its unit, KiB, MiB or GiB, for example 2GiB, got '0MiB'",
+        ),
+        (
+            ["--kv-cache-memory", "2GiB", "--kv-blocks", "128"],
+            "--kv-blocks and --kv-cache-memory both size the KV cache; give one of them",
+        ),
+        (
+            ["--engine", "trtllm", "--kv-cache-memory", "1KiB"],
+            "--kv-cache-memory 1024 needs --engine embedded",
+        ),
+        (["--local-workers", "0"], "--local-workers must be an integer of at least 1, got '0'"),
         (["--kv-block-size", "0"], "--kv-block-size must be an integer of at least 1, got '0'"),
         (["--max-queue", "-1"], "--max-queue must be an integer of at least 0, got '-1'"),
         (["--context-length", "1"], "--context-length must be at least 2, got 1"),

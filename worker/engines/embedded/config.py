@@ -36,8 +36,9 @@ class EmbeddedConfig:
             hardly slow decoding.
         context_length: Longest prompt + answer in tokens; None means the model's own limit.
         kv_block_size: Tokens per KV block.
-        kv_blocks: KV blocks to own; None means as many as `max_num_seqs` full contexts need, or as
-            fit into memory.
+        kv_blocks: KV blocks to own; None means as many as `kv_cache_memory` holds.
+        kv_cache_memory: Bytes of the KV cache; None means what `kv_cache.budget` chooses.
+        local_workers: Workers that share the cores and the memory of this machine or container.
         max_queue: Length of the waiting queue; more requests are refused with `Overloaded`.
         role: ``aggregated``, or ``prefill`` or ``decode`` of disaggregated serving.
         kv_lease_s: Seconds until a prefill worker's lease on a prompt's KV times out.
@@ -57,6 +58,8 @@ class EmbeddedConfig:
     context_length: int | None = None
     kv_block_size: int = 16
     kv_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    local_workers: int = 1
     max_queue: int = 256
     role: str = "aggregated"
     kv_lease_s: float = 30.0
@@ -72,10 +75,14 @@ class EmbeddedConfig:
             ("--context-length", self.context_length, 2),
             ("--kv-block-size", self.kv_block_size, 1),
             ("--kv-blocks", self.kv_blocks, 1),
+            ("--kv-cache-memory", self.kv_cache_memory, 1),
+            ("--local-workers", self.local_workers, 1),
             ("--max-queue", self.max_queue, 0),
         ):
             if value is not None and value < minimum:
                 raise StartupError(f"{flag} must be at least {minimum}, got {value}")
+        if self.kv_blocks is not None and self.kv_cache_memory is not None:
+            raise StartupError("--kv-blocks and --kv-cache-memory both size the KV cache; give one of them")
         if not 0 < self.step_timeout_s < float("inf"):
             raise StartupError(f"--step-timeout-s must be above 0 and finite, got {self.step_timeout_s}")
         if self.max_num_batched_tokens < self.max_num_seqs:

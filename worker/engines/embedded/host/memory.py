@@ -14,6 +14,7 @@ import ctypes
 import errno
 import logging
 import math
+import mmap
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ def zeros(count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.de
     """`count` contiguous tensors of zeros; in a CPU's memory one after the other in one block of
     huge pages.
 
-    Small ones, and those on other devices, are torch's own.
+    The system gives such a page when it is written to for the first time, and zeros until then.
+    Small tensors, and those on other devices, are torch's own.
 
     Raises:
         RuntimeError: the memory is not there.
@@ -49,12 +51,19 @@ def zeros(count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.de
     stride = -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     if device.type != "cpu" or count * stride < HUGE_PAGE_BYTES:
         return [torch.zeros(tuple(shape), dtype=dtype, device=device) for _ in range(count)]
-    block = torch.empty(count * stride + HUGE_PAGE_BYTES, dtype=torch.uint8)
+    block = _untouched(count * stride + HUGE_PAGE_BYTES)
     start = -block.data_ptr() % HUGE_PAGE_BYTES
     whole = block[start : start + count * stride]
     _madvise(whole.data_ptr(), whole.data_ptr() + whole.nbytes, _MADV_HUGEPAGE)  # before the first page is there
-    whole.zero_()
     return [whole[at : at + used].view(dtype).view(tuple(shape)) for at in range(0, count * stride, stride)]
+
+
+def _untouched(size: int) -> torch.Tensor:
+    """Bytes of a private mapping of their own, all of them zero, none of them in memory yet."""
+    try:
+        return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(f"not enough memory: {size} bytes ({error})") from error
 
 
 def keep_freed() -> None:

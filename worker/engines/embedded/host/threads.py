@@ -1,9 +1,9 @@
-"""How many threads of the CPU a step is worth."""
+"""How many threads of the CPU compute a step."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,13 +13,81 @@ SMALL_CHECKPOINT = 32 * 2**20
 frontend or a client needs the other processor, two take ten times as long: each operation then ends
 when the scheduler lets the second one run."""
 
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 
-def limit_threads(model_path: str | Path, environ: Mapping[str, str] = os.environ) -> None:
-    """Let torch compute with one thread if the checkpoint is small, unless ``OMP_NUM_THREADS`` says
-    how many.
 
-    It holds for this thread and for all that begin after it.
+def limit_threads(
+    model_path: str | Path, local_workers: int = 1, environ: Mapping[str, str] = os.environ, quota: float | None = None
+) -> None:
+    """Let torch compute with as many threads as this process has cores, unless
+    ``OMP_NUM_THREADS`` says how many.
+
+    It holds for this thread and for all that begin after it. A fraction of a core is no thread: the
+    kernel would stop all of them for part of each period.
+
+    Args:
+        model_path: Directory of the checkpoint; a small one is computed by one thread.
+        local_workers: Workers that share the cores.
+        environ: The environment.
+        quota: Cores that the container may use; `cpu_quota` by default.
     """
+    if environ.get("OMP_NUM_THREADS"):
+        return
+    cores = torch.get_num_threads()  # torch knows the process's affinity, not its quota
+    quota = cpu_quota() if quota is None else quota
     size = sum(path.stat().st_size for path in Path(model_path).glob("*.safetensors"))
-    if size <= SMALL_CHECKPOINT and not environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(1)
+    share = 1 if size <= SMALL_CHECKPOINT else int(min(cores, quota or cores) / local_workers)
+    if share < cores:
+        torch.set_num_threads(max(1, share))
+
+
+def cpu_quota(root: Path | None = None, own: Path | None = None) -> float | None:
+    """Cores' worth of time that the control groups of this process let it use; None without a
+    limit.
+
+    Args:
+        root: Where the control groups are mounted.
+        own: The file that names this process's groups.
+    """
+    root, own = root or CGROUPS, own or OWN_CGROUPS
+    quotas = [quota for group in _groups(root, own) for quota in (_version_2(group), _version_1(group)) if quota]
+    return min(quotas, default=None)
+
+
+def _groups(root: Path, own: Path) -> Iterator[Path]:
+    """The groups that this process is in, outermost first; inside a container the outermost is its
+    own.
+    """
+    yield from (root, root / "cpu", root / "cpu,cpuacct")
+    try:
+        lines = own.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return
+    for line in lines:  # of version 2: 0::/path; of version 1: 4:cpu,cpuacct:/path
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounted = root / controllers
+        for depth in range(1, len(Path(path).parts)):
+            yield mounted.joinpath(*Path(path).parts[1 : depth + 1])
+
+
+def _version_2(group: Path) -> float | None:
+    quota, period = _numbers(group / "cpu.max")
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def _version_1(group: Path) -> float | None:
+    quota, period = (_numbers(group / f"cpu.cfs_{name}_us")[0] for name in ("quota", "period"))
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def _numbers(path: Path) -> tuple[int, int]:
+    """The first two numbers in a file; -1 for what is no number: ``max`` is no limit."""
+    try:
+        words = path.read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        words = []
+    first, second = ([int(word) if word.isdecimal() else -1 for word in words] + [-1, -1])[:2]
+    return first, second

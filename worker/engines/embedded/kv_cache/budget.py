@@ -1,7 +1,8 @@
-"""How large the KV store may be."""
+"""How large the KV cache is."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -10,11 +11,17 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.plan import Model
 from worker.errors import StartupError
 
-_SHARE = {"cuda": 0.85, "cpu": 0.5}
-"""Part of the memory that is free once the weights are loaded; activations and the rest of the
-machine need some.
-"""
+logger = logging.getLogger(__name__)
 
+CUDA_SHARE = 0.9
+"""Part of a GPU's memory that is free once the weights are loaded; activations need some."""
+
+CPU_SHARE = 0.25
+CPU_MAX_BYTES = 4 * 2**30
+CPU_CONTEXT_SHARE = 0.5
+"""Of the memory that is available on a CPU's machine: what the KV cache takes by default, up to a
+limit, and what it takes at most for one whole context, which it has to hold.
+"""
 
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 
@@ -38,36 +45,80 @@ def choose_page_size(block_size: int, context_length: int) -> int:
 
 
 def choose_kv_blocks(config: EmbeddedConfig, model: Model, context_length: int) -> int:
-    """Blocks of the KV store: those asked for, or enough for every slot's full context, as far as
-    memory goes.
+    """Blocks of the KV store: those asked for, those that the memory asked for holds, or enough for
+    every slot's full context, as far as `_default_bytes` goes.
 
-    They make whole pages; what is left of the blocks asked for is not used.
+    They make whole pages; what is left over is not used.
 
     Raises:
-        StartupError: not even one full context fits.
+        StartupError: not even one full context fits, or there is less memory than was asked for.
     """
     page_size = choose_page_size(config.kv_block_size, context_length)
     per_page = page_size // config.kv_block_size
     per_context = -(-context_length // page_size) * per_page
+    block_bytes = model.kv_bytes_per_token * config.kv_block_size
+    available = free_memory(model.device) if block_bytes else None
+    blocks = _blocks_asked_for(config, block_bytes, per_context, context_length)
+    if blocks is None:
+        blocks = _default_blocks(config, model, available, per_context, context_length)
+    elif available is not None and blocks * block_bytes > available:
+        flag = "--kv-cache-memory" if config.kv_blocks is None else f"--kv-blocks {config.kv_blocks}"
+        raise StartupError(f"{flag}: {_size(blocks * block_bytes)} of KV cache, {_size(available)} of memory are free")
+    blocks = blocks // per_page * per_page
+    logger.info(
+        "KV cache: %s%s for %d tokens, %.1f full contexts of %d",
+        _size(blocks * block_bytes),
+        ", taken as it is used," if model.device.type == "cpu" else "",
+        blocks * config.kv_block_size,
+        blocks / per_context,
+        context_length,
+    )
+    return blocks
+
+
+def _blocks_asked_for(config: EmbeddedConfig, block_bytes: int, per_context: int, context_length: int) -> int | None:
+    """Those of ``--kv-blocks`` or ``--kv-cache-memory``; None if neither is given."""
+    context = f"cannot hold one context of {context_length} tokens, which takes"
     if config.kv_blocks is not None:
         if config.kv_blocks < per_context:
-            raise StartupError(
-                f"--kv-blocks {config.kv_blocks} cannot hold one context of {context_length} tokens, "
-                f"which takes {per_context}"
-            )
-        return config.kv_blocks // per_page * per_page
+            raise StartupError(f"--kv-blocks {config.kv_blocks} {context} {per_context}")
+        return config.kv_blocks
+    if config.kv_cache_memory is None or not block_bytes:
+        return None
+    if config.kv_cache_memory < per_context * block_bytes:
+        asked, needed = _size(config.kv_cache_memory), _size(per_context * block_bytes)
+        raise StartupError(f"--kv-cache-memory {asked} {context} {needed}")
+    return config.kv_cache_memory // block_bytes
+
+
+def _default_blocks(
+    config: EmbeddedConfig, model: Model, available: int | None, per_context: int, context_length: int
+) -> int:
+    """Enough for every slot's full context, as far as memory goes."""
     wanted = per_context * config.max_num_seqs
-    block_bytes = model.kv_bytes_per_token * config.kv_block_size
-    free_bytes = free_memory(model.device)
-    if not block_bytes or free_bytes is None:
+    if available is None:
         return wanted
-    fitting = int(free_bytes * _SHARE.get(model.device.type, 0.5)) // block_bytes
-    if fitting < per_context:
+    block_bytes = model.kv_bytes_per_token * config.kv_block_size
+    share = _default_bytes(model.device, available // config.local_workers, per_context * block_bytes)
+    if share < per_context * block_bytes:
         raise StartupError(
-            f"--context-length {context_length} needs {per_context * block_bytes / 2**30:.1f} GiB of KV store, "
-            f"{fitting * block_bytes / 2**30:.1f} GiB are available: lower it"
+            f"--context-length {context_length} needs {_size(per_context * block_bytes)} of KV cache, "
+            f"{_size(share)} of {_size(available)} are free for it: lower it, or set --kv-cache-memory"
         )
-    return min(wanted, fitting // per_page * per_page)
+    return min(wanted, share // block_bytes)
+
+
+def _default_bytes(device: torch.device, available: int, context_bytes: int) -> int:
+    """Most of `available` memory that the KV cache takes unless it is told how much."""
+    if device.type == "cuda":
+        return int(available * CUDA_SHARE)
+    share = min(int(available * CPU_SHARE), CPU_MAX_BYTES)
+    return max(share, min(context_bytes, int(available * CPU_CONTEXT_SHARE)))
+
+
+def _size(count: int) -> str:
+    """Bytes as text."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

