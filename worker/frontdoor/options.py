@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from worker.arguments import parse_arguments
+from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.errors import ConfigurationError
 from worker.frontdoor.upstreams import Upstream
 
@@ -129,12 +129,18 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
             values[name] = _read(table[name].metadata["parse"], text, flag(name))
     if not values.get("upstream"):
         raise ConfigurationError("--upstream is required")
-    arguments = parse_arguments(workers, {"WORKER_MODEL_PATH": "not read here", **environ})
-    return Options(
-        **values,
-        logits_processor=arguments.logits_processor,
-        allow_logits_processors=arguments.allow_logits_processors,
-    )
+    return Options(**values, **_third_party(workers, environ))
+
+
+def _third_party(workers: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Which third-party processors the workers take, by their own arguments and environment."""
+    options = [option for option in WORKER_OPTIONS if option.name in ("logits_processor", "allow_logits_processors")]
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    for option in options:
+        parser.add_argument(option.flag, dest=option.name, action="append")
+    given = vars(parser.parse_known_args(workers)[0])  # the rest is the workers' alone
+    texts = {option: ",".join(given[option.name] or ()) or environ.get(option.env) for option in options}
+    return {option.name: option.read(text, option.flag) for option, text in texts.items() if text}
 
 
 def _read(parse: Callable[[str], Any], text: str, source: str) -> Any:

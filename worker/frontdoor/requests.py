@@ -11,7 +11,7 @@ from adapters.catalog import ANNOTATION, METADATA_KEY, Catalog, Selection, Selec
 from adapters.client import from_openai_logit_bias
 from worker.errors import InvalidRequest
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.fields import TABLES, Body, Field, shown
+from worker.frontdoor.fields import TABLES, Body, shown
 from worker.requests.fields import client_annotations
 
 METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
@@ -36,7 +36,7 @@ def rewritten(path: str, body: bytes, headers: Mapping[bytes, bytes], catalog: C
     _check(path, fields)
     selected = _with_selection(fields, headers, catalog)
     if _without_idle_fields(path, fields) or selected:
-        return json.dumps(fields, separators=(",", ":")).encode()
+        return _encoded(fields)
     return body
 
 
@@ -55,6 +55,13 @@ def parsed(body: bytes) -> Body:
     if not isinstance(data, dict):
         raise Refused(400, f"the body must be a JSON object, got {type(data).__name__}")
     return data
+
+
+def _encoded(fields: Body) -> bytes:
+    try:
+        return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        raise Refused(400, "the body has half of a surrogate pair") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
