@@ -60,14 +60,16 @@ class Upstreams:
         self._upstreams = list(upstreams)
         self._connect_timeout_s = connect_timeout_s
         self._now = now
-        self._next = 0
+        self._num_requests = 0
 
     def in_turn(self) -> list[Upstream]:
         """All of them, in the order in which the next request tries them."""
-        start, self._next = self._next, (self._next + 1) % len(self._upstreams)
-        rotated = self._upstreams[start:] + self._upstreams[:start]
         now = self._now()
-        return sorted(rotated, key=lambda upstream: upstream.dead_until > now)
+        alive = [upstream for upstream in self._upstreams if upstream.dead_until <= now]
+        dead = [upstream for upstream in self._upstreams if upstream.dead_until > now]
+        start = self._num_requests % max(1, len(alive))
+        self._num_requests += 1
+        return alive[start:] + alive[:start] + dead
 
     async def connect(self, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
         """A new connection to the first that takes one; nothing has been sent on it.
