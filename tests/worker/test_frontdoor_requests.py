@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"logits_processors": [MIN_TOKENS, {"name": "min_tokens", "args": {"n": -1, "scope": "answer"}}]},
         "logits_processors[1].args.n",
     ),
-    "twice": (CHAT, {"logits_processors": [MIN_TOKENS, MIN_TOKENS]}, "logits_processors[1]"),
+    "twice": (CHAT, {"logits_processors": [{"name": "dry"}, {"name": "dry"}]}, "logits_processors[1]"),
     "selection": (CHAT, {"logits_processors": {"zzz": 1}}, "logits_processors"),
     "selection text": (CHAT, {"logits_processors": "min_tokens"}, "logits_processors"),
     "receipt": (CHAT, {"logits_processors": {"receipt": 3}}, "logits_processors.receipt"),
