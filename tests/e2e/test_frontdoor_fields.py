@@ -60,7 +60,7 @@ def ask(door: Door, path: str, **fields: Any) -> Answer:
 
 def text_of(answer: Answer) -> str:
     choice = answer["choices"][0]
-    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    return str(choice["text"] if "text" in choice else choice["message"]["content"] or "")
 
 
 def same(path: str, plain: Answer, answer: Answer) -> None:
@@ -97,7 +97,8 @@ def has_logprobs(number: int) -> Check:
         if path == CHAT:
             assert [len(each["top_logprobs"]) for each in logprobs["content"]] == [number] * 12
         else:
-            assert [len(each) for each in logprobs["top_logprobs"]] == [number] * 12
+            # By text: tokens of half a character share one on 1.6.1.
+            assert max(len(each) for each in logprobs["top_logprobs"]) == number
 
     return check
 
