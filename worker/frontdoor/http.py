@@ -19,16 +19,16 @@ class BadAnswer(Exception):
     """A frontend answered what is not HTTP/1.1."""
 
 
-def request_head(request: h11.Request, num_bytes: int | None, keep_alive: bool) -> bytes:
+def request_head(request: h11.Request, connection: bytes, num_bytes: int | None, keep_alive: bool) -> bytes:
     """The head to send to a frontend, with the client's headers but those of one connection.
 
     Args:
         request: Of the client.
+        connection: Its Connection header, which names headers that end here too.
         num_bytes: Length of the body, None if it has none.
         keep_alive: Whether the client's connection stays open; else the answer shall say so.
     """
-    headers = dict(request.headers)
-    dropped = _HOP_BY_HOP | {name.strip().lower() for name in headers.get(b"connection", b"").split(b",")}
+    dropped = _HOP_BY_HOP | {name.strip().lower() for name in connection.split(b",")}
     lines = [b"%b %b HTTP/%b" % (request.method, request.target, request.http_version)]
     for name, value in request.headers.raw_items():
         if name.lower() not in dropped and name.lower() != b"content-length":

@@ -118,6 +118,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = _parser()
         self._request: h11.Request | None = None
+        self._headers: dict[bytes, bytes] = {}
         self._body: list[bytes] = []
         self._num_bytes = 0
         self._path = ""
@@ -205,7 +206,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _begin(self, request: h11.Request) -> None:
         self._request = request
-        headers = dict(request.headers)
+        headers = self._headers = dict(request.headers)
         closes = b"close" in headers.get(b"connection", b"").lower()
         self._keep_alive = request.http_version == b"1.1" and not closes and not self._door.draining
         self._expect(self._door.options.body_timeout_s)
@@ -249,12 +250,12 @@ class ClientConnection(asyncio.Protocol):
         if self._path == CATALOGUE:
             self._answer_catalogue(request)
             return
-        headers = dict(request.headers)
         body = b"".join(self._body)
         if self._rewrites():
-            body = rewritten(self._path, body, headers, self._door.catalog)
-        has_body = bool(body) or b"content-length" in headers
-        head = request_head(request, len(body) if has_body else None, self._keep_alive)
+            body = rewritten(self._path, body, self._headers, self._door.catalog)
+        has_body = bool(body) or b"content-length" in self._headers
+        connection = self._headers.get(b"connection", b"")
+        head = request_head(request, connection, len(body) if has_body else None, self._keep_alive)
         self._connecting = self._loop.create_task(self._relay(head + body))
 
     def _answer_catalogue(self, request: h11.Request) -> None:
