@@ -15,6 +15,7 @@ requests under way finish first. The first run makes .venv.
   ENGINE             embedded (default) or trtllm
   HTTP_HOST          address to serve on (default: 127.0.0.1)
   HTTP_PORT          port to serve on (default: 8000)
+  FRONT_DOOR         off serves Dynamo's frontend alone, which drops some controls (default: on; docs/front-door.md)
   DYN_LOG            log filter of frontend and worker (default: warnings)
   DYN_HTTP_BODY_LIMIT_MB
                      largest request that the frontend reads, MB (default: 2)

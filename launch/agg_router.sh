@@ -19,6 +19,7 @@ where no stranger can connect.
   WORKERS            workers (default: 2)
   HTTP_HOST          address to serve on (default: 127.0.0.1)
   HTTP_PORT          port to serve on (default: 8000)
+  FRONT_DOOR         off serves Dynamo's frontend alone, which drops some controls (default: on; docs/front-door.md)
   DYN_LOG            log filter of frontend and workers (default: warnings)
   DYN_HTTP_BODY_LIMIT_MB
                      largest request that the frontend reads, MB (default: 2)

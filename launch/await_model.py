@@ -1,7 +1,8 @@
 """Waits until a Dynamo frontend serves a model that answers, then prints the model's name.
 
-``python await_model.py http://127.0.0.1:8000``. Only the standard library; there is no timeout, the
-caller has one.
+``python await_model.py FRONTEND DOOR``, such as http://127.0.0.1:8000; the front door, which may be
+the frontend itself, need not let a client without a key ask for more than its health. Only the
+standard library; there is no timeout, the caller has one.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ def answering_model(base_url: str) -> str:
     return name
 
 
-def main(base_url: str) -> None:
+def main(frontend: str, door: str) -> None:
     while True:
         try:
-            name = answering_model(base_url)
+            name = answering_model(frontend)
+            call(f"{door}/health")
         except (OSError, ValueError):
             time.sleep(POLL_INTERVAL_S)
         else:
@@ -53,4 +55,4 @@ def main(base_url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

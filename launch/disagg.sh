@@ -17,6 +17,7 @@ Ctrl-C stops all: requests under way finish first. The first run makes .venv.
   DECODE_WORKERS     workers that answer (default: 1)
   HTTP_HOST          address to serve on (default: 127.0.0.1)
   HTTP_PORT          port to serve on (default: 8000)
+  FRONT_DOOR         off serves Dynamo's frontend alone, which drops some controls (default: on; docs/front-door.md)
   UCX_NET_DEVICES    network devices over which KV goes from worker to worker (default: lo)
   DLW_POOL_SECRET    signs what prefill hands to decode, 32 characters or more (default: made up for this run)
   DYN_LOG            log filter of frontend and workers (default: warnings)

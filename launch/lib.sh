@@ -8,6 +8,8 @@ for argument in "$@"; do
     fi
 done
 
+script_arguments=("$@")
+
 # What the variables ask of every worker.
 worker_arguments=()
 [[ -z ${SERVED_MODEL_NAME:-} ]] || worker_arguments+=(--served-model-name "$SERVED_MODEL_NAME")
@@ -22,6 +24,7 @@ fi
 launch_name=$(basename "$0" .sh)
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 scratch=
+frontend_url= # behind the front door
 probe= # prepares the model, or waits for it
 declare -a process_names=() # in the order they were started
 declare -A process_pids=()
@@ -35,10 +38,12 @@ fail() {
     exit 1
 }
 
-# Sets HTTP_HOST and HTTP_PORT, and stops if the port is not free.
+# Sets HTTP_HOST, HTTP_PORT and FRONT_DOOR, and stops if the port is not free.
 check_http_port() {
     HTTP_HOST=${HTTP_HOST:-127.0.0.1}
     HTTP_PORT=${HTTP_PORT:-8000}
+    FRONT_DOOR=${FRONT_DOOR:-on}
+    [[ $FRONT_DOOR == on || $FRONT_DOOR == off ]] || fail "FRONT_DOOR must be on or off, got '$FRONT_DOOR'"
     if [[ ! $HTTP_PORT =~ ^[1-9][0-9]{0,4}$ ]] || ((HTTP_PORT > 65535)); then
         fail "HTTP_PORT must be a port number, got '$HTTP_PORT'"
     fi
@@ -109,10 +114,22 @@ start() {
     process_pids[$name]=$!
 }
 
+# The frontend, and the front door before it unless FRONT_DOOR is off.
 start_frontend() {
+    local host=$HTTP_HOST port=$HTTP_PORT limit=$DYN_HTTP_BODY_LIMIT_MB
+    if [[ $FRONT_DOOR == on ]]; then
+        host=127.0.0.1 port=$(free_port) limit=$((limit + 1)) # what the front door adds to a body needs room
+        frontend_url=http://$host:$port
+    fi
     # The frontend leaves copies of every model's tokenizer in ~/.cache; the scratch directory goes away.
-    start frontend env HOME="$scratch/home" "$python" -m dynamo.frontend \
-        --http-host "$HTTP_HOST" --http-port "$HTTP_PORT" "$@"
+    start frontend env HOME="$scratch/home" DYN_HTTP_BODY_LIMIT_MB="$limit" "$python" -m dynamo.frontend \
+        --http-host "$host" --http-port "$port" "$@"
+    [[ $FRONT_DOOR == off ]] || start "front door" "$python" -m worker.frontdoor --host "$HTTP_HOST" --port "$HTTP_PORT" \
+        --upstream "$frontend_url" --body-limit-mib "$DYN_HTTP_BODY_LIMIT_MB" -- "${script_arguments[@]}"
+}
+
+free_port() {
+    "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 }
 
 start_worker() {
@@ -145,7 +162,8 @@ await_model() {
     [[ $host != *:* ]] || host="[$host]"
     base_url=http://$host:$HTTP_PORT
     say "loading the model ..."
-    "${lifeline[@]}" "$python" "$repository/launch/await_model.py" "$base_url" > "$scratch/model" &
+    "${lifeline[@]}" "$python" "$repository/launch/await_model.py" "${frontend_url:-$base_url}" "$base_url" \
+        > "$scratch/model" &
     probe=$!
     while kill -0 "$probe" 2> /dev/null; do
         dead=$(first_dead)

@@ -233,6 +233,16 @@ class Catalog:
             "$defs": definitions,
         }
 
+    def check(self, selection: Selection) -> None:
+        """Check what of ``selection`` needs no model: names, arguments, what may be named once.
+
+        Raises:
+            SelectionError: a processor is unknown, repeated, or its arguments are out of bounds.
+        """
+        for requested in selection.processors:
+            self.parse_args(requested)
+        self._check_once(selection)
+
     def build_chain(
         self, selection: Selection, context: Context, *, step_budget_s: float | None = None
     ) -> ProcessorChain:

@@ -67,7 +67,7 @@ class LaunchedScript:
             time.sleep(0.02)
 
     def children(self) -> list[psutil.Process]:
-        """The frontend and the worker, and not the ``sleep`` that the script is in."""
+        """Frontend, front door and worker, and not the ``sleep`` that the script is in."""
         below = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in below if " -m " in _command_line(child)]
 

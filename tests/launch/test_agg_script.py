@@ -85,7 +85,10 @@ def test_a_request_under_way_at_sigterm_finishes(tmp_path: Path) -> None:
         script.assert_nothing_left(children)
 
 
-@pytest.mark.parametrize(("module", "name"), [("worker", "worker"), ("dynamo.frontend", "frontend")])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("worker", "worker"), ("dynamo.frontend", "frontend"), ("worker.frontdoor", "front door")],
+)
 def test_the_death_of_one_stops_the_other(tmp_path: Path, module: str, name: str) -> None:
     with launched(tmp_path) as script:
         script.wait_until_ready()
@@ -181,7 +184,7 @@ def test_no_port(tmp_path: Path, port: str) -> None:
 def test_help_names_every_variable() -> None:
     command = [str(REPOSITORY / "launch/agg.sh"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    for variable in ("MODEL_PATH", "SERVED_MODEL_NAME", "ENGINE", "HTTP_HOST", "HTTP_PORT"):
+    for variable in ("MODEL_PATH", "SERVED_MODEL_NAME", "ENGINE", "HTTP_HOST", "HTTP_PORT", "FRONT_DOOR"):
         assert f"  {variable} " in done.stdout
 
 

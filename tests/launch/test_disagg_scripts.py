@@ -23,7 +23,7 @@ def test_disagg_answers_on_loopback_and_ctrl_c_leaves_nothing(tmp_path: Path) ->
         script.wait_until_ready()
         assert chat(script)
         children = script.children()
-        assert len(children) == 3
+        assert len(children) == 4
         assert [address for address in script.listening() if not is_loopback(address)] == []
         script.press_ctrl_c()
         assert script.finish() == 0, script.output
@@ -60,7 +60,7 @@ def test_a_secret_may_be_given(tmp_path: Path) -> None:
         assert f"worker: error: {SECRET} must be at least 32 characters, got 5" in script.output.splitlines()
 
 
-@pytest.mark.parametrize(("script_name", "count"), [("agg_router.sh", 3), ("disagg_router.sh", 3)])
+@pytest.mark.parametrize(("script_name", "count"), [("agg_router.sh", 4), ("disagg_router.sh", 4)])
 def test_the_routers_answer(tmp_path: Path, script_name: str, count: int) -> None:
     variables = {"PREFILL_WORKERS": "1", "DECODE_WORKERS": "1", "WORKERS": "2"}
     with launched(tmp_path, "--device", "cpu", variables=variables, script=script_name) as script:

@@ -1,0 +1,142 @@
+"""Clients, the front door, Dynamo's frontends and our worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from e2e_stack import MODEL, Process, Stack, Worker, free_port, http, running_stack, wait_for
+from front_door import Door
+
+from adapters.catalog import Catalog
+from adapters.client import logits_processors, processor
+
+MESSAGES = [{"role": "user", "content": "Hello there"}]
+PATIENT = ("--device", "cpu", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[tuple[Stack, Worker, Door]]:
+    with running_stack(tmp_path_factory.mktemp("served"), tiny_model) as stack:
+        stack.start_frontend()
+        worker = stack.start_worker(*PATIENT)
+        yield stack, worker, Door(stack)
+
+
+def test_processors_from_a_stock_client(served: tuple[Stack, Worker, Door]) -> None:
+    _, _, door = served
+    bias = processor("logit_bias", bias={"40": 100})
+    with door.client() as client:
+        for extra in ({"logits_processors": [bias]}, logits_processors(bias)):
+            answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=6, extra_body=extra)
+            assert answer.choices[0].message.content == "DDDDDD"
+        answer = client.completions.create(
+            model=MODEL,
+            prompt="a",
+            max_tokens=4,
+            extra_body={"logits_processors": {"processors": [bias], "receipt": True}},
+        )
+        assert answer.model_extra is not None
+        assert "logit_bias" in json.dumps(answer.model_extra["nvext"]["engine_data"])
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model=MODEL, prompt="a", suffix="b", stream=True)
+        assert refused.value.param == "suffix"
+
+
+def test_what_is_not_the_front_doors_is_the_frontends(served: tuple[Stack, Worker, Door]) -> None:
+    stack, _, door = served
+    for path in ("/v1/models", "/live", "/nothing", "/openapi.json"):
+        assert http(door.url + path) == http(stack.url + path)
+    assert "dynamo_frontend" in http(f"{door.url}/metrics")[1]
+    catalogue = json.loads(http(f"{door.url}/v1/logits_processors")[1])
+    assert [each["name"] for each in catalogue["processors"]] == Catalog.default().names
+    wrong = {"model": "other", "messages": MESSAGES}
+    assert http(f"{door.url}/v1/chat/completions", wrong) == http(f"{stack.url}/v1/chat/completions", wrong)
+
+
+async def test_a_client_that_leaves_frees_its_slot(served: tuple[Stack, Worker, Door]) -> None:
+    _, worker, door = served
+    cancelled = worker.metric("dlw_requests_total", outcome="cancelled")
+    async with door.async_client() as client:
+        stream = await client.completions.create(
+            model=MODEL, prompt="Once", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for _ in stream:
+            break
+        await stream.close()
+    wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "slot freed", 10)
+    wait_for(lambda: worker.metric("dlw_requests_total", outcome="cancelled") == cancelled + 1, "counted", 10)
+
+
+async def test_200_streams_say_what_each_says_alone(served: tuple[Stack, Worker, Door]) -> None:
+    _, _, door = served
+
+    async def say(client: openai.AsyncOpenAI, number: int) -> str:
+        bias = {"40": 100 if number % 2 else -100}
+        stream = await client.completions.create(
+            model=MODEL, prompt=f"number {number % 20}", max_tokens=8, stream=True, logit_bias=bias
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
+
+    limits = httpx.Limits(max_connections=200)
+    async with httpx.AsyncClient(limits=limits, timeout=100) as connections:
+        client = openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none", http_client=connections, max_retries=0)
+        together = await asyncio.gather(*(say(client, number) for number in range(200)))
+    assert together[1::2] == ["D" * 8] * 100
+    assert together[:20] == together[20:40] == together[180:]
+    assert not any("D" in text for text in together[::2])
+
+
+def test_frontends_take_turns_and_one_may_die(stack: Stack, tmp_path: Path) -> None:
+    """A stream of the one that dies is cut; the next request is answered by the other."""
+    first = stack.start_frontend()
+    worker = stack.start_worker(*PATIENT)
+    other = free_port()
+    second = Process(second_frontend(other), stack.environ, tmp_path / "second.log")
+    stack._processes.append(second)
+    wait_for(lambda: f'"{MODEL}"' in http(f"http://127.0.0.1:{other}/v1/models")[1], "the second frontend")
+    door = Door(stack, upstream=f"{stack.url},http://127.0.0.1:{other}")
+    long = {"model": MODEL, "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.Client(timeout=60) as client, client.stream("POST", f"{door.url}/v1/completions", json=long) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        begun = wait_for(lambda: [each for each in (first, second) if _serves(each, stack, other)], "its frontend", 20)
+        begun[0].end()
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "slot freed", 20)
+    for _ in range(4):
+        status, text = door.post("completions", prompt="Once", max_tokens=2)
+        assert status == 200, text
+
+
+def second_frontend(port: int) -> list[str]:
+    return [sys.executable, "-m", "dynamo.frontend", "--http-port", str(port)]
+
+
+def _serves(frontend: Process, stack: Stack, other: int) -> bool:
+    """Whether a request is being answered by this frontend."""
+    port = other if frontend.log_path.name == "second.log" else stack.http_port
+    text = http(f"http://127.0.0.1:{port}/metrics")[1]
+    gauge = [line for line in text.splitlines() if line.startswith("dynamo_frontend_inflight_requests{")]
+    return any(float(line.rpartition(" ")[2]) > 0 for line in gauge)
+
+
+def test_keys_of_a_file(served: tuple[Stack, Worker, Door], tmp_path: Path) -> None:
+    stack, _, _ = served
+    (tmp_path / "keys").write_text("secret\n")
+    door = Door(stack, "--api-key-file", str(tmp_path / "keys"))
+    assert door.post("completions", prompt="a", max_tokens=1)[0] == 401
+    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="secret", max_retries=0) as client:
+        assert client.models.list().data[0].id == MODEL
+        assert client.completions.create(model=MODEL, prompt="a", max_tokens=1).choices[0].text
+    assert http(f"{door.url}/health")[0] == 200
+    door.signal(signal.SIGTERM)
+    assert door.wait() == 0

@@ -1,0 +1,70 @@
+"""The front door's options, its start and its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from worker.errors import ConfigurationError, StartupError
+from worker.frontdoor.__main__ import api_keys, make_front_door
+from worker.frontdoor.options import Options, flag, parse_options, variable
+
+UPSTREAM = ("--upstream", "http://127.0.0.1:1, http://[::1]:2/")
+
+
+def test_the_document_shows_the_options() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "front-door.md").read_text()
+    shown = re.findall(r"^\| `(--\S+)` \| (\S*) \| (.*) \|$", document, re.MULTILINE)
+    table = [field for field in dataclasses.fields(Options) if field.metadata]
+    written = [(flag(f.name), "" if f.default in (None, ()) else str(f.default), f.metadata["help"]) for f in table]
+    assert written == shown
+
+
+def test_the_command_line_wins_over_the_environment() -> None:
+    environ = {"FRONT_DOOR_PORT": "1", "FRONT_DOOR_HOST": "h", "FRONT_DOOR_API_KEY_FILE": "", "FRONT_DOOR": "on"}
+    options = parse_options([*UPSTREAM, "--port", "2"], environ)
+    assert (options.host, options.port, options.api_key_file) == ("h", 2, None)
+    assert [str(upstream) for upstream in options.upstream] == ["http://127.0.0.1:1", "http://[::1]:2"]
+    assert options.body_limit_mib == 8
+
+
+def test_third_party_processors_are_the_workers() -> None:
+    arguments = ["--engine", "trtllm", "--logits-processor", "a/b=m:C", "--logits-processor=a/d=m:E"]
+    options = parse_options([*UPSTREAM, "--", *arguments], {"WORKER_ALLOW_LOGITS_PROCESSORS": "x, y"})
+    assert options.logits_processor == ("a/b=m:C", "a/d=m:E")
+    assert options.allow_logits_processors == ("x", "y")
+    with pytest.raises(StartupError, match="x, y"):
+        make_front_door(options)
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "named"),
+    [
+        ([], {}, "--upstream is required"),
+        (["--upstream", "https://a:1"], {}, "--upstream must be http://host:port"),
+        (["--upstream", "http://a:1/v1"], {}, "--upstream must be"),
+        ([*UPSTREAM, "--port", "70000"], {}, "--port must be a port number"),
+        ([*UPSTREAM, "--body-limit-mib", "0"], {}, "--body-limit-mib must be an integer of at least 1"),
+        ([*UPSTREAM, "--send-timeout-s", "0"], {}, "--send-timeout-s must be a number of seconds above 0"),
+        ([*UPSTREAM, "--zzz", "1"], {}, "--zzz"),
+        (UPSTREAM, {variable("zzz"): "1"}, "unknown environment variable FRONT_DOOR_ZZZ"),
+        (UPSTREAM, {"FRONT_DOOR_PORT": "x"}, "FRONT_DOOR_PORT must be"),
+    ],
+)
+def test_wrong_options_are_named(argv: list[str], environ: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(named)):
+        parse_options(argv, environ)
+
+
+def test_api_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# of March\nfirst\n\n second \n")
+    assert api_keys(str(path)) == ["first", "second"]
+    assert api_keys(None) == []
+    path.write_text("# none\n")
+    for wrong in (path, tmp_path / "missing"):
+        with pytest.raises(StartupError, match="--api-key-file"):
+            api_keys(str(wrong))

@@ -1,0 +1,336 @@
+"""What the front door makes of a request's body."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from adapters.catalog import ANNOTATION, Catalog, parse_selection
+from worker.frontdoor import fields as fields_module
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.fields import CHAT, COMPLETIONS, FIELDS, TABLES, stop_limit
+from worker.frontdoor.requests import METADATA_HEADER, rewritten
+
+CATALOG = Catalog.default()
+MESSAGES = [{"role": "user", "content": "Hello"}]
+BASE: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "m", "messages": MESSAGES},
+    COMPLETIONS: {"model": "m", "prompt": "Hello"},
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+MIN_TOKENS = {"name": "min_tokens", "args": {"n": 3}}
+
+
+def sent(path: str = CHAT, headers: dict[bytes, bytes] | None = None, **fields: Any) -> Any:
+    """What the frontend gets of a request with these fields beside the required ones."""
+    body = json.dumps({**BASE[path], **fields}).encode()
+    return json.loads(rewritten(path, body, headers or {}, CATALOG))
+
+
+def refusal(path: str = CHAT, headers: dict[bytes, bytes] | None = None, **fields: Any) -> Refused:
+    with pytest.raises(Refused) as caught:
+        sent(path, headers, **fields)
+    assert caught.value.status == 400
+    assert json.loads(caught.value.body())["error"]["param"] == caught.value.param
+    return caught.value
+
+
+def selected(body: Any) -> Any:
+    (annotation,) = (text for text in body["nvext"]["annotations"] if text.startswith(ANNOTATION))
+    parse_selection(annotation.removeprefix(ANNOTATION))
+    return json.loads(annotation.removeprefix(ANNOTATION))
+
+
+@pytest.mark.parametrize(
+    ("path", "schema"),
+    [
+        (CHAT, chat_create_params.CompletionCreateParamsBase),
+        (COMPLETIONS, completion_create_params.CompletionCreateParamsBase),
+    ],
+)
+def test_every_field_of_openai_has_a_row(path: str, schema: type) -> None:
+    assert {*schema.__annotations__, "stream"} <= set(TABLES[path])
+
+
+def test_the_document_shows_the_table() -> None:
+    """`docs/request.md` has exactly the rows of `FIELDS`; on failure, paste the left side."""
+    document = (Path(__file__).parents[2] / "docs" / "request.md").read_text()
+    shown = re.findall(r"^\| `(\S+)` \| (chat|completions|both) \| ([a-z ]+) \| (.*) \|$", document, re.MULTILINE)
+    names = {(CHAT,): "chat", (COMPLETIONS,): "completions", (CHAT, COMPLETIONS): "both"}
+    assert [(row.name, names[row.paths], row.fate, row.why) for row in FIELDS] == shown
+
+
+@pytest.mark.parametrize("path", TABLES)
+def test_a_body_with_nothing_to_change_stays_as_it_is(path: str) -> None:
+    body = b'{ "temperature":0.50, "model":"m","stream" : true, ' + json.dumps(BASE[path]).encode()[1:].replace(
+        b'"model": "m", ', b""
+    )
+    assert rewritten(path, body, {}, CATALOG) is body
+
+
+@pytest.mark.parametrize("path", TABLES)
+def test_logit_bias_becomes_the_processor(path: str) -> None:
+    body = sent(path, logit_bias={"5": 3, "7": -100.0}, seed=1)
+    assert "logit_bias" not in body
+    assert body["seed"] == 1
+    (processor,) = selected(body)["processors"]
+    assert processor == {"name": "logit_bias", "args": {"bias": {"5": 3, "7": -100.0}}}
+
+
+@pytest.mark.parametrize("path", TABLES)
+def test_processors_become_the_annotation(path: str) -> None:
+    body = sent(path, logits_processors=[MIN_TOKENS], logit_bias={"5": 3})
+    assert "logits_processors" not in body
+    assert [each["name"] for each in selected(body)["processors"]] == ["min_tokens", "logit_bias"]
+
+
+def test_an_object_may_ask_for_receipt_and_deadline() -> None:
+    body = sent(
+        logits_processors={"processors": [MIN_TOKENS], "receipt": "debug", "deadline": 1.8e9},
+        nvext={"annotations": ["mine"], "extra_fields": ["timing"], "max_thinking_tokens": 4},
+    )
+    assert selected(body) == {"version": 1, "processors": [MIN_TOKENS], "receipt": "debug", "deadline": 1.8e9}
+    assert body["nvext"]["annotations"][0] == "mine"
+    assert body["nvext"]["extra_fields"] == ["timing", "engine_data"]
+    assert body["nvext"]["max_thinking_tokens"] == 4
+
+
+def test_logit_bias_joins_an_annotation() -> None:
+    annotation = ANNOTATION + json.dumps({"version": 1, "processors": [MIN_TOKENS], "receipt": True})
+    body = sent(logit_bias={"5": 1}, nvext={"annotations": [annotation]})
+    assert [each["name"] for each in selected(body)["processors"]] == ["min_tokens", "logit_bias"]
+    assert selected(body)["receipt"] is True
+
+
+def test_an_annotation_alone_is_left_as_it_is() -> None:
+    annotation = ANNOTATION + '{"version": 1,  "processors": []}'
+    assert sent(nvext={"annotations": [annotation]})["nvext"] == {"annotations": [annotation]}
+
+
+NOTHING: dict[str, tuple[str, Any]] = {
+    "logit_bias": (CHAT, {}),
+    "logits_processors": (CHAT, []),
+    "n": (CHAT, 1),
+    "best_of": (COMPLETIONS, 1),
+    "echo": (COMPLETIONS, False),
+    "suffix": (COMPLETIONS, ""),
+    "modalities": (CHAT, ["text"]),
+    "audio": (CHAT, None),
+    "store": (CHAT, False),
+    "service_tier": (CHAT, "auto"),
+    "function_call": (CHAT, "auto"),
+    "functions": (CHAT, []),
+    "verbosity": (CHAT, None),
+    "web_search_options": (CHAT, None),
+    "temperature": (CHAT, None),
+    "stream_options": (CHAT, {"include_obfuscation": False}),
+    "prompt_cache_key": (CHAT, "key"),
+    "safety_identifier": (CHAT, "who"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_what_asks_for_nothing_is_taken_out(name: str) -> None:
+    """Some of these the frontend would refuse."""
+    path, value = NOTHING[name]
+    assert sent(path, **{name: value}) == BASE[path]
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "unknown": (CHAT, {"zzz": 1}, "zzz"),
+    "unknown null": (CHAT, {"zzz": None}, "zzz"),
+    "of another endpoint": (COMPLETIONS, {"messages": MESSAGES}, "messages"),
+    "unprintable": (CHAT, {"a\nb": 1}, "a\\nb"),
+    "suffix": (COMPLETIONS, {"suffix": "x"}, "suffix"),
+    "modalities": (CHAT, {"modalities": ["text", "audio"], "audio": {"voice": "alloy"}}, "modalities"),
+    "audio": (CHAT, {"audio": {"voice": "alloy"}}, "audio"),
+    "web search": (CHAT, {"web_search_options": {}}, "web_search_options"),
+    "n": (CHAT, {"n": 2}, "n"),
+    "n 0": (CHAT, {"n": 0}, "n"),
+    "echo": (COMPLETIONS, {"echo": True}, "echo"),
+    "store": (CHAT, {"store": True}, "store"),
+    "service tier": (CHAT, {"service_tier": "flex"}, "service_tier"),
+    "functions": (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+    "top_logprobs alone": (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+    "image": (CHAT, {"messages": IMAGE}, "messages[0].content[0]"),
+    "message key": (CHAT, {"messages": [{"role": "user", "content": "a", "zzz": 1}]}, "messages[0].zzz"),
+    "part key": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "zzz": 1}]}]},
+        "messages[0].content[0].zzz",
+    ),
+    "assistant audio": (CHAT, {"messages": [{"role": "assistant", "audio": {"id": "x"}}]}, "messages[0].audio"),
+    "format": (CHAT, {"response_format": {"type": "zzz"}}, "response_format.type"),
+    "format key": (CHAT, {"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    "no schema": (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+        "response_format.json_schema.schema",
+    ),
+    "two guides": (CHAT, {"guided_json": {}, "guided_regex": "a"}, "guided_json"),
+    "guide and format": (CHAT, {"guided_regex": "a", "response_format": SCHEMA}, "guided_regex"),
+    "guide and tool": (CHAT, {"guided_regex": "a", "tools": [TOOL], "tool_choice": "required"}, "guided_regex"),
+    "empty choice": (CHAT, {"guided_choice": []}, "guided_choice"),
+    "white space": (CHAT, {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+    "guide backend": (CHAT, {"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
+    "custom tool": (CHAT, {"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools[0].type"),
+    "tool key": (CHAT, {"tools": [{**TOOL, "zzz": 1}]}, "tools[0].zzz"),
+    "strict tool": (
+        CHAT,
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        "tools[0].function.strict",
+    ),
+    "allowed tools": (
+        CHAT,
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+        "tool_choice.type",
+    ),
+    "one call at a time": (CHAT, {"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
+    "obfuscation": (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    "stream option": (CHAT, {"stream_options": {"zzz": 1}}, "stream_options.zzz"),
+    "stop and ignore_eos": (CHAT, {"stop": ["a"], "ignore_eos": True}, "stop"),
+    "stop ids and ignore_eos": (CHAT, {"stop_token_ids": [5], "ignore_eos": True}, "stop_token_ids"),
+    "raw prompt": (CHAT, {"nvext": {"use_raw_prompt": True}}, "nvext.use_raw_prompt"),
+    "prompt logprobs": (CHAT, {"prompt_logprobs": 1}, "prompt_logprobs"),
+    "embeddings": (COMPLETIONS, {"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    "bias key": (CHAT, {"logit_bias": {"a": 1}}, "logit_bias"),
+    "bias range": (CHAT, {"logit_bias": {"5": 101}}, "logit_bias"),
+    "bias list": (CHAT, {"logit_bias": [1]}, "logit_bias"),
+    "processor": (CHAT, {"logits_processors": [{"name": "min_token"}]}, "logits_processors[0].name"),
+    "argument": (
+        CHAT,
+        {"logits_processors": [MIN_TOKENS, {"name": "min_tokens", "args": {"n": -1, "scope": "answer"}}]},
+        "logits_processors[1].args.n",
+    ),
+    "twice": (CHAT, {"logits_processors": [{"name": "dry"}, {"name": "dry"}]}, "logits_processors[1]"),
+    "selection": (CHAT, {"logits_processors": {"zzz": 1}}, "logits_processors"),
+    "selection text": (CHAT, {"logits_processors": "min_tokens"}, "logits_processors"),
+    "receipt": (CHAT, {"logits_processors": {"receipt": 3}}, "logits_processors.receipt"),
+    "misspelt annotation": (CHAT, {"nvext": {"annotations": ["logits_procesors:{}"]}}, "nvext.annotations"),
+    "two selections": (
+        CHAT,
+        {"logits_processors": [MIN_TOKENS], "nvext": {"annotations": [ANNOTATION + '{"version": 1}']}},
+        "logits_processors",
+    ),
+    "nvext": (CHAT, {"logit_bias": {"5": 1}, "nvext": 3}, "nvext"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_field(name: str) -> None:
+    path, fields, param = REFUSED[name]
+    error = refusal(path, **fields)
+    assert error.param == param
+    assert error.message.startswith(param)
+
+
+def test_a_bad_annotation_or_header_is_refused_before_a_stream_begins() -> None:
+    bad = json.dumps({"version": 1, "processors": [{"name": "min_tokens", "args": {"n": -1}}]})
+    assert "processors[0].args.n" in refusal(nvext={"annotations": [ANNOTATION + bad]}).message
+    assert "processors[0].args.n" in refusal(headers={METADATA_HEADER: bad.encode()}).message
+    assert refusal(headers={METADATA_HEADER: b'{"version": 1}'}, logit_bias={"5": 1}).param == "logit_bias"
+
+
+def test_more_stops_than_the_frontend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (stop_limit("1.4.2"), stop_limit("1.6.1"), stop_limit("2.0.0")) == (4, None, None)
+    monkeypatch.setattr(fields_module, "MAX_STOPS", 4)
+    for name, values in (("stop", ["a", "b", "c", "d", "e"]), ("stop_token_ids", [5, 6, 7, 8, 9])):
+        assert refusal(**{name: values}).param == name
+        assert sent(**{name: values[:4]})[name] == values[:4]
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "history": {
+        "messages": [
+            {"role": "developer", "content": "d"},
+            {"role": "user", "name": "bob", "content": [{"type": "text", "text": "a"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "refusal": None,
+                "annotations": [],
+                "audio": None,
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "r"},
+        ]
+    },
+    "strict tool": {"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}], "tool_choice": "required"},  # type: ignore[dict-item]
+    "schema": {"response_format": SCHEMA, "stream": True, "stream_options": {"include_usage": True}},
+    "one named tool": {
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "parallel_tool_calls": False,
+    },
+    "odd types are the frontend's to refuse": {"messages": 3, "tools": "x", "stop": 5, "nvext": []},
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_as_it_is(name: str) -> None:
+    assert sent(**KEPT[name]) == {**BASE[CHAT], **KEPT[name]}
+
+
+MALFORMED = {
+    "nothing": b"",
+    "a list": b"[]",
+    "half": b'{"model": "m"',
+    "two": b"{}{}",
+    "no UTF-8": b'{"model": "\xff"}',
+    "UTF-16": '{"model": "m"}'.encode("utf-16"),
+    "NaN": b'{"model": "m", "temperature": NaN}',
+    "infinite": b'{"model": "m", "temperature": 1e999}',
+    "a long integer": b'{"model": "m", "seed": ' + b"9" * 5000 + b"}",
+    "deep": b'{"model": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "twice": b'{"model": "m", "messages": [], "logit_bias": {"5": 1}, "logit_bias": {}}',
+    "twice, escaped": b'{"model": "m", "messages": [], "logit_bias": {"5": 1}, "logit_bi\\u0061s": {}}',
+    "twice inside": b'{"model": "m", "messages": [], "logit_bias": {"5": 1, "5": 2}}',
+    "half a surrogate pair": b'{"model": "m", "user": "\\ud800", "logit_bias": {"5": 1}}',
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_bodies(name: str) -> None:
+    with pytest.raises(Refused) as refused:
+        rewritten(CHAT, MALFORMED[name], {}, CATALOG)
+    assert refused.value.status == 400
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=8), children, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(path=st.sampled_from(sorted(TABLES)), data=st.data())
+def test_any_request_is_refused_or_sent_on(path: str, data: st.DataObject) -> None:
+    """Nothing is lost: what is not sent on under its name is selected, or asked for nothing."""
+    fields = data.draw(st.dictionaries(st.sampled_from(sorted(TABLES[path])) | st.text(max_size=4), JSON, max_size=4))
+    try:
+        after = json.loads(rewritten(path, json.dumps(fields).encode(), {}, CATALOG))
+    except Refused:
+        return
+    for name, value in fields.items():
+        if after.get(name) != value and name not in ("nvext", "stream_options"):
+            field = TABLES[path][name]
+            assert value is None or field.removed
+            if field.fate == "honoured":
+                assert not value or "nvext" in after
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_or_sent_on(body: bytes) -> None:
+    with contextlib.suppress(Refused):
+        assert isinstance(json.loads(rewritten(CHAT, body, {}, CATALOG)), dict)

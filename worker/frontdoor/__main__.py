@@ -1,0 +1,97 @@
+"""``python -m worker.frontdoor``: serve until SIGTERM or SIGINT, then let the answers finish.
+
+Exit 0 after that, 2 for configuration, 1 if it cannot start. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from adapters.catalog import Catalog, CatalogError
+from worker.errors import ConfigurationError, StartupError
+from worker.frontdoor.options import Options, parse_options
+from worker.frontdoor.server import FrontDoor, protocol_factory
+from worker.frontdoor.upstreams import Upstreams
+
+logger = logging.getLogger("worker.frontdoor")
+
+BACKLOG = 1024
+
+
+def api_keys(path: str | None) -> list[str]:
+    """The keys in a file, one per line; blank lines and those that begin with # are none.
+
+    Raises:
+        StartupError: the file cannot be read, or has none.
+    """
+    if path is None:
+        return []
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"--api-key-file {path}: {error}") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise StartupError(f"--api-key-file {path}: has no key")
+    return keys
+
+
+def make_front_door(options: Options) -> FrontDoor:
+    """The front door of ``options``. Raises `StartupError`."""
+    try:
+        catalog = Catalog.load(allow=options.allow_logits_processors, options=options.logits_processor)
+    except CatalogError as error:
+        raise StartupError(str(error)) from None
+    upstreams = Upstreams(options.upstream, options.connect_timeout_s)
+    return FrontDoor(options, catalog, upstreams, api_keys(options.api_key_file))
+
+
+async def serve(options: Options) -> None:
+    """Serve until a signal. Raises `StartupError`."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    door = make_front_door(options)
+    try:
+        server = await loop.create_server(protocol_factory(door), options.host, options.port, backlog=BACKLOG)
+    except (OSError, socket.gaierror) as error:
+        raise StartupError(f"cannot serve on {options.host}:{options.port}: {error}") from None
+    port = server.sockets[0].getsockname()[1]
+    logger.warning("front door on %s:%d, before %s", options.host, port, ", ".join(map(str, options.upstream)))
+    await stopping.wait()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
+    server.close()
+    await door.drain(options.drain_timeout_s)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status; every failure is one line on stderr."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    try:
+        options = parse_options(argv)
+        uvloop.run(serve(options))
+    except ConfigurationError as error:
+        return _complain(error, 2)
+    except StartupError as error:
+        return _complain(error, 1)
+    return 0
+
+
+def _complain(error: Exception, status: int) -> int:
+    sys.stderr.write(f"frontdoor: error: {' '.join(str(error).split())}\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""What the front door answers itself, in the error shape of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+INVALID = "invalid_request_error"
+
+
+class Refused(Exception):
+    """A request that is answered here, with an error.
+
+    Args:
+        status: HTTP status.
+        message: One sentence for the caller.
+        param: The field of the request that is to blame, as ``messages[0].content``.
+        kind: OpenAI's type of error.
+        code: OpenAI's code of the error, if there is one.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        kind: str = INVALID,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.kind = kind
+        self.code = code
+
+    def body(self) -> bytes:
+        """The answer's JSON."""
+        error: dict[str, Any] = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}, separators=(",", ":")).encode()
+
+
+class FieldRefused(Refused):
+    """400: a field asks for what would be dropped, or would fail, behind the front door.
+
+    Args:
+        param: Path of the field.
+        problem: What was expected and what came.
+        code: As in `Refused`.
+    """
+
+    def __init__(self, param: str, problem: str, *, code: str | None = None) -> None:
+        super().__init__(400, f"{param}: {problem}", param, code=code)

@@ -1,0 +1,164 @@
+"""HTTP/1.1 beside h11, which parses the clients' requests: heads that go to a frontend, answers of
+the front door's own, and the end of an answer whose bytes are passed on.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import h11
+
+_HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
+)
+MAX_HEAD = 64 * 1024
+"""Largest head of a request or an answer, in bytes."""
+
+
+class BadAnswer(Exception):
+    """A frontend answered what is not HTTP/1.1."""
+
+
+def request_head(request: h11.Request, connection: bytes, num_bytes: int | None, keep_alive: bool) -> bytes:
+    """The head to send to a frontend, with the client's headers but those of one connection.
+
+    Args:
+        request: Of the client.
+        connection: Its Connection header, which names headers that end here too.
+        num_bytes: Length of the body, None if it has none.
+        keep_alive: Whether the client's connection stays open; else the answer shall say so.
+    """
+    dropped = _HOP_BY_HOP | {name.strip().lower() for name in connection.split(b",")}
+    lines = [b"%b %b HTTP/%b" % (request.method, request.target, request.http_version)]
+    for name, value in request.headers.raw_items():
+        if name.lower() not in dropped and name.lower() != b"content-length":
+            lines.append(b"%b: %b" % (name, value))
+    if num_bytes is not None:
+        lines.append(b"content-length: %d" % num_bytes)
+    if not keep_alive:
+        lines.append(b"connection: close")
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def answer(status: int, body: bytes, *, keep_alive: bool, head_only: bool = False, headers: bytes = b"") -> bytes:
+    """A whole answer with a JSON body; ``headers`` are further lines, each with its CRLF."""
+    head = (
+        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b%b\r\n"
+    ) % (
+        status,
+        HTTPStatus(status).phrase.encode(),
+        len(body),
+        headers,
+        b"" if keep_alive else b"connection: close\r\n",
+    )  # fmt: skip
+    return head if head_only else head + body
+
+
+class AnswerEnd:
+    """Where an answer ends, from its bytes, which it leaves alone.
+
+    Args:
+        head_only: Whether the request was a HEAD.
+    """
+
+    def __init__(self, head_only: bool = False) -> None:
+        self._head_only = head_only
+        self._head: bytes | None = b""
+        self._remaining: int | None = None  # of a body with a length, or of a chunk with its CRLF
+        self._chunked = False
+        self._line = b""
+        self._trailers = False
+        self.complete = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether the head has been read."""
+        return self._head is None
+
+    @property
+    def until_close(self) -> bool:
+        """Whether the answer ends with the connection."""
+        return self.begun and not self._chunked and self._remaining is None
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes. Raises `BadAnswer`."""
+        while not self.begun and data:
+            data = self._feed_head(data)
+        if not self.begun or not data:
+            return
+        if self.complete:
+            raise BadAnswer("bytes after the end of the answer")
+        if self._chunked:
+            self._feed_chunks(data)
+        elif self._remaining is not None:
+            self._remaining -= len(data)
+            if self._remaining < 0:
+                raise BadAnswer("a body beyond its length")
+            self.complete = self._remaining == 0
+
+    def _feed_head(self, data: bytes) -> bytes:
+        """The bytes after the head, if it ends in ``data``."""
+        assert self._head is not None
+        head, end, rest = (self._head + data).partition(b"\r\n\r\n")
+        if len(head) > MAX_HEAD:
+            raise BadAnswer("a head beyond its limit")
+        if not end:
+            self._head = head
+            return b""
+        status_line, *lines = head.split(b"\r\n")
+        words = status_line.split(b" ", 2)
+        if not words[0].startswith(b"HTTP/1.") or len(words) < 2 or not words[1].isdigit():
+            raise BadAnswer("no status line")
+        status = int(words[1])
+        if 100 <= status < 200:
+            self._head = b""  # the answer proper is still to come
+            return rest
+        self._head = None
+        self._begin_body(status, lines)
+        return rest
+
+    def _begin_body(self, status: int, lines: list[bytes]) -> None:
+        headers = {}
+        for line in lines:
+            name, _, value = line.partition(b":")
+            headers[name.strip().lower()] = value.strip().lower()
+        if self._head_only or status in (204, 304):
+            self._remaining, self.complete = 0, True
+        elif b"chunked" in headers.get(b"transfer-encoding", b""):
+            self._chunked = True
+        elif b"content-length" in headers:
+            if not headers[b"content-length"].isdigit():
+                raise BadAnswer("a length that is no number")
+            self._remaining = int(headers[b"content-length"])
+            self.complete = self._remaining == 0
+
+    def _feed_chunks(self, data: bytes) -> None:
+        position, end = 0, len(data)
+        skip = self._remaining or 0
+        while position < end:
+            if skip:
+                step = min(skip, end - position)
+                position += step
+                skip -= step
+                continue
+            newline = data.find(b"\n", position)
+            if newline < 0:
+                self._line += data[position:]
+                if len(self._line) > MAX_HEAD:
+                    raise BadAnswer("a chunk's head beyond its limit")
+                break
+            line = self._line + data[position:newline]
+            self._line, position = b"", newline + 1
+            if self._trailers:
+                if line in (b"", b"\r"):
+                    self.complete = True
+                    if position < end:
+                        raise BadAnswer("bytes after the end of the answer")
+                continue
+            try:
+                size = int(line.partition(b";")[0], 16)
+            except ValueError:
+                raise BadAnswer("a chunk without its size") from None
+            self._trailers = size == 0
+            skip = size + 2 if size else 0
+        self._remaining = skip

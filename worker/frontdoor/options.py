@@ -1,0 +1,150 @@
+"""The front door's options, from the command line and the environment."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from worker.arguments import OPTIONS as WORKER_OPTIONS
+from worker.errors import ConfigurationError
+from worker.frontdoor.upstreams import Upstream
+
+ENVIRONMENT_PREFIX = "FRONT_DOOR_"
+
+
+def _port(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise ValueError("a port number")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise ValueError("an integer of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) or float(text) == 0:
+        raise ValueError("a number of seconds above 0")
+    return float(text)
+
+
+def _upstreams(text: str) -> tuple[Upstream, ...]:
+    try:
+        return tuple(Upstream.of(url.strip()) for url in text.split(","))
+    except ValueError:
+        raise ValueError("http://host:port, several separated by commas") from None
+
+
+def _text(text: str) -> str:
+    if not text.strip():
+        raise ValueError("a non-empty text")
+    return text
+
+
+def _option(default: Any, help: str, parse: Callable[[str], Any]) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, "parse": parse})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Every option of ``python -m worker.frontdoor``; the table of `docs/front-door.md`."""
+
+    host: str = _option("127.0.0.1", "Address to serve on.", _text)
+    port: int = _option(8000, "Port to serve on; 0 takes a free one, which the first line of the log names.", _port)
+    upstream: tuple[Upstream, ...] = _option(
+        (), "Dynamo frontends, http://host:port, separated by commas; requests take them in turn. Required.", _upstreams
+    )
+    api_key_file: str | None = _option(
+        None, "File of API keys, one per line; a request must bring one, but for GET /health and /live.", _text
+    )
+    body_limit_mib: int = _option(8, "Largest body of a request, MiB; beyond it, a 413.", _count)
+    max_connections: int = _option(4096, "Connections of clients at a time; one more gets a 503.", _count)
+    header_timeout_s: float = _option(10.0, "Seconds in which the head of a request must arrive.", _seconds)
+    body_timeout_s: float = _option(60.0, "Seconds in which the body of a request must arrive.", _seconds)
+    idle_timeout_s: float = _option(75.0, "Seconds that a connection may stay without a request.", _seconds)
+    send_timeout_s: float = _option(
+        60.0, "Seconds that a client may take none of its answer; then its request is cancelled.", _seconds
+    )
+    connect_timeout_s: float = _option(2.0, "Seconds to wait for a connection to a frontend.", _seconds)
+    drain_timeout_s: float = _option(120.0, "Seconds that answers under way get after SIGTERM.", _seconds)
+    logits_processor: tuple[str, ...] = ()
+    allow_logits_processors: tuple[str, ...] = ()
+
+
+def flag(name: str) -> str:
+    """The command-line flag of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The environment variable of an option."""
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigurationError(message)
+
+
+def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Options:
+    """Read the options: the command line wins over the environment, both over the defaults.
+
+    Arguments after ``--`` are those of the workers behind: which third-party processors they take,
+    the front door takes too. The workers' environment variables count as well.
+
+    Raises:
+        ConfigurationError: an option is unknown, malformed or missing.
+        SystemExit: ``--help`` was given.
+    """
+    environ = os.environ if environ is None else environ
+    table = {field.name: field for field in dataclasses.fields(Options) if field.metadata}
+    parser = _Parser(
+        prog="python -m worker.frontdoor",
+        description="An OpenAI-compatible endpoint before Dynamo's frontends: every control arrives or is refused.",
+        epilog="Arguments after -- are the workers'; of them, those about third-party processors count here too.",
+        allow_abbrev=False,
+    )
+    for name, field in table.items():
+        default = "" if field.default in (None, ()) else f" Default: {field.default}."
+        parser.add_argument(flag(name), metavar="VALUE", help=f"{field.metadata['help']}{default} [{variable(name)}]")
+    parser.add_argument("workers", nargs="*", help=argparse.SUPPRESS)
+    given = vars(parser.parse_args(argv))
+    workers = given.pop("workers")
+    values = {}
+    known = {variable(name): name for name in table}
+    for key in sorted(environ):
+        if key.startswith(ENVIRONMENT_PREFIX) and key not in known:
+            raise ConfigurationError(f"unknown environment variable {key}")
+        if key in known and environ[key]:  # an empty variable is how a shell leaves an option unset
+            values[known[key]] = _read(table[known[key]].metadata["parse"], environ[key], key)
+    for name, text in given.items():
+        if text is not None:
+            values[name] = _read(table[name].metadata["parse"], text, flag(name))
+    if not values.get("upstream"):
+        raise ConfigurationError("--upstream is required")
+    return Options(**values, **_third_party(workers, environ))
+
+
+def _third_party(workers: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Which third-party processors the workers take, by their own arguments and environment."""
+    options = [option for option in WORKER_OPTIONS if option.name in ("logits_processor", "allow_logits_processors")]
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    for option in options:
+        parser.add_argument(option.flag, dest=option.name, action="append")
+    given = vars(parser.parse_known_args(workers)[0])  # the rest is the workers' alone
+    texts = {option: ",".join(given[option.name] or ()) or environ.get(option.env) for option in options}
+    return {option.name: option.read(text, option.flag) for option, text in texts.items() if text}
+
+
+def _read(parse: Callable[[str], Any], text: str, source: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{source} must be {error}, got {text!r}") from None

@@ -1,0 +1,219 @@
+"""A chat or completion request on its way to the frontend: refused, left as it is, or rewritten."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from adapters.catalog import ANNOTATION, METADATA_KEY, Catalog, Selection, SelectionError, parse_selection
+from adapters.client import from_openai_logit_bias
+from worker.errors import InvalidRequest
+from worker.frontdoor.errors import FieldRefused, Refused
+from worker.frontdoor.fields import TABLES, Body, shown
+from worker.requests.fields import client_annotations
+
+METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
+"""The header in which a selection of processors may come instead."""
+
+_SELECTION_FIELD = "logits_processors"
+
+
+def rewritten(path: str, body: bytes, headers: Mapping[bytes, bytes], catalog: Catalog) -> bytes:
+    """The body to send to the frontend: ``body`` itself if there is nothing to change.
+
+    Args:
+        path: A key of `TABLES`.
+        body: As the client sent it.
+        headers: Of the request, names in lower case.
+        catalog: The processors that requests may name.
+
+    Raises:
+        Refused: 400, naming the field, for what would be dropped or would fail behind.
+    """
+    fields = parsed(body)
+    _check(path, fields)
+    selected = _with_selection(fields, headers, catalog)
+    if _without_idle_fields(path, fields) or selected:
+        return _encoded(fields)
+    return body
+
+
+def parsed(body: bytes) -> Body:
+    """The object that ``body`` is.
+
+    Raises:
+        Refused: it is no JSON object, or one that two parsers may read in two ways.
+    """
+    try:
+        data = _DECODER.decode(body.decode())
+    except RecursionError:
+        raise Refused(400, "the body is nested too deep") from None
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise Refused(400, f"the body is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise Refused(400, f"the body must be a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _encoded(fields: Body) -> bytes:
+    try:
+        return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        raise Refused(400, "the body has half of a surrogate pair") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise FieldRefused(shown(repeated), "occurs twice in one object")
+    return data
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {shown(digits)} is out of range")
+    return value
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
+
+
+def _check(path: str, fields: Body) -> None:
+    """Raises `FieldRefused` for what `TABLES` refuses."""
+    table = TABLES[path]
+    for name, value in fields.items():
+        field = table.get(name)
+        if field is None:
+            raise FieldRefused(shown(name), f"is not a field of {path}", code="unknown_parameter")
+        if field.fate == "refused" and not field.asks_for_nothing(value):
+            raise FieldRefused(name, field.why, code="unsupported_parameter")
+        if field.check is not None and value is not None:
+            field.check(value, fields)
+
+
+def _without_idle_fields(path: str, fields: Body) -> bool:
+    """Take out what asks for nothing, and may be unknown to the frontend; whether that changed
+    ``fields``.
+    """
+    idle = [name for name, value in fields.items() if value is None or TABLES[path][name].removed]
+    for name in idle:
+        del fields[name]
+    options = fields.get("stream_options")
+    if not isinstance(options, dict) or options.pop("include_obfuscation", None) is None:
+        return bool(idle)
+    if not options:
+        del fields["stream_options"]
+    return True
+
+
+def _with_selection(fields: Body, headers: Mapping[bytes, bytes], catalog: Catalog) -> bool:
+    """Turn ``logits_processors`` and ``logit_bias`` into the annotation that the worker reads;
+    whether that changed ``fields``.
+
+    The selection is checked as far as that needs no model, wherever it came from.
+    """
+    chosen, bias = fields.pop(_SELECTION_FIELD, None), fields.pop("logit_bias", None)
+    annotations = _annotations(fields.get("nvext"))
+    places = [text for text in annotations if text.startswith(ANNOTATION)]
+    header = headers.get(METADATA_HEADER)
+    if len(places) + (header is not None) + bool(chosen) > 1:
+        raise FieldRefused(
+            _SELECTION_FIELD, "processors are selected more than once; give one field, annotation or header"
+        )
+    if header is not None and bias:
+        raise FieldRefused("logit_bias", f"cannot be given beside the header {METADATA_HEADER.decode()}")
+    if places:
+        _checked(places[0][len(ANNOTATION) :], catalog, lambda path: f"nvext.annotations: {ANNOTATION}{path}")
+    if header is not None:
+        _checked(header.decode("latin-1"), catalog, lambda path: f"{METADATA_HEADER.decode()}: {path}")
+    if not chosen and not bias:
+        return chosen is not None or bias is not None
+
+    selection = json.loads(places[0][len(ANNOTATION) :]) if places else _selection_of(chosen)
+    listed = list(selection.get("processors", ()))
+    selection["processors"] = listed + ([_bias_processor(bias)] if bias else [])
+    text = json.dumps(selection, separators=(",", ":"))
+    receipt = _checked(text, catalog, _naming(len(listed), isinstance(chosen, list))).receipt
+    _annotate(fields, places, ANNOTATION + text, bool(receipt))
+    return True
+
+
+def _annotations(nvext: Any) -> tuple[str, ...]:
+    given = nvext.get("annotations") if isinstance(nvext, dict) else None
+    if given is None:
+        return ()
+    try:
+        return client_annotations("nvext.annotations", given)
+    except InvalidRequest as error:
+        raise FieldRefused(error.field, error.problem) from None
+
+
+def _selection_of(chosen: Any) -> dict[str, Any]:
+    """The selection that the field stands for: a list is one of processors, an object may leave
+    out its version.
+    """
+    if not chosen:
+        return {"version": 1}
+    if isinstance(chosen, list):
+        return {"version": 1, "processors": chosen}
+    if isinstance(chosen, dict) and isinstance(chosen.get("processors", []), list):
+        return {"version": 1, **chosen}
+    raise FieldRefused(_SELECTION_FIELD, "must be a list of processors, or an object that has one as processors")
+
+
+def _bias_processor(bias: Any) -> dict[str, Any]:
+    if not isinstance(bias, dict):
+        raise FieldRefused("logit_bias", f"must be an object of token ids and numbers, got {type(bias).__name__}")
+    try:
+        return from_openai_logit_bias(bias)
+    except ValueError as error:
+        raise FieldRefused("logit_bias", str(error).removeprefix("logit_bias: ")) from None
+
+
+def _naming(num_listed: int, is_list: bool) -> Callable[[str], str]:
+    """How the client calls a path in the selection that was made from its fields."""
+
+    def name(path: str) -> str:
+        if path.startswith(f"processors[{num_listed}]"):
+            return "logit_bias"
+        if is_list and path.startswith("processors"):
+            return _SELECTION_FIELD + path.removeprefix("processors")
+        return f"{_SELECTION_FIELD}.{path}" if path else _SELECTION_FIELD
+
+    return name
+
+
+def _checked(text: str, catalog: Catalog, name: Callable[[str], str]) -> Selection:
+    try:
+        selection = parse_selection(text)
+        catalog.check(selection)
+    except SelectionError as error:
+        raise FieldRefused(name(error.path), error.problem) from None
+    return selection
+
+
+def _annotate(fields: Body, replaced: list[str], annotation: str, receipt: bool) -> None:
+    nvext = fields.get("nvext")
+    if nvext is not None and not isinstance(nvext, dict):
+        raise FieldRefused("nvext", f"must be an object, got {type(nvext).__name__}")
+    nvext = dict(nvext or {})
+    others = [text for text in nvext.get("annotations") or () if text not in replaced]
+    try:
+        nvext["annotations"] = list(client_annotations(_SELECTION_FIELD, [*others, annotation]))
+    except InvalidRequest as error:
+        raise FieldRefused(error.field, f"as an annotation, {error.problem}") from None
+    if receipt:
+        extra = nvext.get("extra_fields") or []
+        if not isinstance(extra, list):
+            raise FieldRefused("nvext.extra_fields", f"must be a list, got {type(extra).__name__}")
+        nvext["extra_fields"] = [*extra, *(() if "engine_data" in extra else ("engine_data",))]
+    fields["nvext"] = nvext

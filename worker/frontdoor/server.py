@@ -1,0 +1,484 @@
+"""The front door's server: one request of a client at a time, relayed to a frontend.
+
+An answer's bytes go from one socket to the other as they come, unchanged and at once; only its end
+is looked for. A slow reader holds back the frontend, and a client that leaves ends its request
+there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import socket
+from collections.abc import Callable, Collection
+from typing import cast
+
+import h11
+
+from adapters.catalog import Catalog
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.fields import TABLES
+from worker.frontdoor.http import MAX_HEAD, AnswerEnd, BadAnswer, answer, request_head
+from worker.frontdoor.options import Options
+from worker.frontdoor.requests import rewritten
+from worker.frontdoor.upstreams import NoUpstream, Upstreams
+
+logger = logging.getLogger(__name__)
+
+CATALOGUE = "/v1/logits_processors"
+OPEN_PATHS = frozenset(("/health", "/live"))
+"""What a probe may read without a key."""
+
+MAX_BODY_PARTS = 8192
+"""Parts in which a body may come: chunks of one byte would keep the event loop busy for minutes."""
+
+MAX_PIPELINED = 64 * 1024
+"""Bytes that a client may send ahead of the answer to its request."""
+
+BODIES_AT_ONCE = 16
+"""Bodies of the largest size that are in memory at a time."""
+
+LINGER_S = 5.0
+"""How long a refused client may go on sending, so that it gets to read why."""
+
+
+class FrontDoor:
+    """What all connections share.
+
+    Args:
+        options: Limits and timeouts.
+        catalog: The processors that requests may name.
+        upstreams: The frontends.
+        keys: API keys, of which each request must bring one; empty: none is needed.
+    """
+
+    def __init__(self, options: Options, catalog: Catalog, upstreams: Upstreams, keys: Collection[str] = ()) -> None:
+        self.options = options
+        self.catalog = catalog
+        self.upstreams = upstreams
+        self.catalogue = json.dumps(catalog.as_json()).encode()
+        self.connections: set[ClientConnection] = set()
+        self.body_bytes = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.draining = False
+        self._keys = [_digest(key.encode()) for key in keys]
+
+    def authorize(self, method: str, path: str, authorization: bytes) -> None:
+        """Raises `Refused` (401) if the request needs a key and does not bring one."""
+        if not self._keys or (method == "GET" and path in OPEN_PATHS):
+            return
+        scheme, _, key = authorization.partition(b" ")
+        given = _digest(key.strip())
+        matches = [hmac.compare_digest(given, known) for known in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise Refused(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+    def added(self, connection: ClientConnection) -> None:
+        """A connection was opened."""
+        self.connections.add(connection)
+        self.idle.clear()
+
+    def removed(self, connection: ClientConnection) -> None:
+        """A connection was closed."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self.idle.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let the answers under way finish, for so long, and close the rest."""
+        self.draining = True
+        for connection in list(self.connections):
+            connection.close_if_idle()
+        try:
+            await asyncio.wait_for(self.idle.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            logger.warning("%d connections closed before their answers ended", len(self.connections))
+        for connection in list(self.connections):
+            connection.abort()
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client's connection: its requests, one after the other, and their answers.
+
+    Args:
+        door: What all connections share.
+    """
+
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser = _parser()
+        self._request: h11.Request | None = None
+        self._headers: dict[bytes, bytes] = {}
+        self._body: list[bytes] = []
+        self._num_bytes = 0
+        self._path = ""
+        self._keep_alive = True
+        self._ahead = 0  # bytes received while a request is being answered
+        self._head_begun = False
+        self._answering = False
+        self._lingering = False
+        self._paused = False  # the client does not keep up
+        self._connecting: asyncio.Task[None] | None = None
+        self._upstream: UpstreamConnection | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._door.added(self)
+        if len(self._door.connections) > self._door.options.max_connections:
+            self._refuse(Refused(503, "too many connections", kind="server_error"))
+        else:
+            self._expect(self._door.options.header_timeout_s)
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            return
+        if self._answering:
+            self._ahead += len(data)
+            if self._ahead > MAX_PIPELINED:
+                self.abort()
+                return
+        elif not self._head_begun:
+            self._head_begun = True
+            self._expect(self._door.options.header_timeout_s)
+        self._parser.receive_data(data)
+        self._advance()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timer()
+        self._free_body()
+        self._drop_upstream()
+        self._transport = None
+        self._door.removed(self)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        if self._upstream is not None:
+            self._upstream.pause()
+            self._expect(self._door.options.send_timeout_s)
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if self._upstream is not None:
+            self._cancel_timer()
+            self._upstream.resume()
+        else:
+            self._advance()
+
+    # The request.
+
+    def _advance(self) -> None:
+        try:
+            while not (self._answering or self._paused) and self._transport is not None:
+                event = self._parser.next_event()
+                if event is h11.NEED_DATA:
+                    self._continue()
+                    return
+                if isinstance(event, h11.Request):
+                    self._begin(event)
+                elif isinstance(event, h11.Data):
+                    self._add(bytes(event.data))
+                elif isinstance(event, h11.EndOfMessage):
+                    self._cancel_timer()
+                    self._answer()
+                else:
+                    return
+        except h11.RemoteProtocolError as error:
+            self._refuse(Refused(error.error_status_hint, f"this is not HTTP/1.1 as it should be: {error}"))
+        except Refused as refused:
+            self._refuse(refused)
+
+    def _continue(self) -> None:
+        if self._parser.they_are_waiting_for_100_continue:
+            self._write(self._parser.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+
+    def _begin(self, request: h11.Request) -> None:
+        self._request = request
+        headers = self._headers = dict(request.headers)
+        closes = b"close" in headers.get(b"connection", b"").lower()
+        self._keep_alive = request.http_version == b"1.1" and not closes and not self._door.draining
+        self._expect(self._door.options.body_timeout_s)
+        if not request.target.startswith(b"/"):
+            raise Refused(400, "the request's target must be a path")
+        method, self._path = request.method.decode(), request.target.partition(b"?")[0].decode("latin-1")
+        self._door.authorize(method, self._path, headers.get(b"authorization", b""))
+        self._check_length(int(headers.get(b"content-length", b"0")))
+        if self._rewrites() and headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise Refused(415, "a compressed body is not supported", "content-encoding")
+
+    def _rewrites(self) -> bool:
+        return self._request is not None and self._request.method == b"POST" and self._path in TABLES
+
+    def _check_length(self, num_bytes: int) -> None:
+        limit = self._door.options.body_limit_mib * 2**20
+        if num_bytes > limit:
+            raise Refused(413, f"the body has more than {limit} bytes")
+
+    def _add(self, data: bytes) -> None:
+        self._body.append(data)
+        self._num_bytes += len(data)
+        self._door.body_bytes += len(data)
+        self._check_length(self._num_bytes)
+        if len(self._body) > MAX_BODY_PARTS:
+            raise Refused(413, f"the body comes in more than {MAX_BODY_PARTS} parts")
+        if self._door.body_bytes > BODIES_AT_ONCE * self._door.options.body_limit_mib * 2**20:
+            raise Refused(503, "too many large bodies at a time", kind="server_error")
+
+    def _free_body(self) -> None:
+        self._door.body_bytes -= self._num_bytes
+        self._num_bytes = 0
+        self._body = []
+
+    # The answer.
+
+    def _answer(self) -> None:
+        request = self._request
+        assert request is not None
+        self._answering = True
+        if self._path == CATALOGUE:
+            self._answer_catalogue(request)
+            return
+        body = b"".join(self._body)
+        if self._rewrites():
+            body = rewritten(self._path, body, self._headers, self._door.catalog)
+        has_body = bool(body) or b"content-length" in self._headers
+        connection = self._headers.get(b"connection", b"")
+        head = request_head(request, connection, len(body) if has_body else None, self._keep_alive)
+        self._connecting = self._loop.create_task(self._relay(head + body))
+
+    def _answer_catalogue(self, request: h11.Request) -> None:
+        if request.method not in (b"GET", b"HEAD"):
+            allow = b"allow: GET, HEAD\r\n"
+            self._write(answer(405, Refused(405, "use GET").body(), keep_alive=self._keep_alive, headers=allow))
+        else:
+            head_only = request.method == b"HEAD"
+            self._write(answer(200, self._door.catalogue, keep_alive=self._keep_alive, head_only=head_only))
+        self._next_request()
+
+    async def _relay(self, data: bytes) -> None:
+        assert self._request is not None
+        upstream = self._upstream = UpstreamConnection(self, AnswerEnd(self._request.method == b"HEAD"))
+        try:
+            await self._door.upstreams.connect(lambda: upstream)
+        except NoUpstream:
+            self._connecting = self._upstream = None
+            self._refuse(Refused(503, "no frontend can be reached", kind="server_error"))
+            return
+        if self._upstream is upstream:  # it may have gone already
+            self._connecting = None
+            self._free_body()
+            upstream.send(data)
+
+    def received(self, data: bytes) -> None:
+        """Bytes of the answer."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def answered(self, closes: bool) -> None:
+        """The answer is complete; ``closes``: its end is that of the connection."""
+        self._upstream = None
+        self._keep_alive = self._keep_alive and not closes
+        self._next_request()
+
+    def failed(self, begun: bool, reason: str) -> None:
+        """The frontend has gone before the end of the answer; ``begun``: bytes of it have been
+        passed on.
+        """
+        self._upstream = self._connecting = None
+        if self._transport is None:
+            return
+        logger.warning("a frontend did not finish its answer: %s", reason)
+        if begun:
+            self._close()  # what came goes out; that the end is missing tells the client
+        else:
+            self._refuse(Refused(502, f"the frontend did not answer: {reason}", kind="server_error"))
+
+    def _next_request(self) -> None:
+        if self._transport is None:
+            return
+        if not self._keep_alive or self._door.draining:
+            self._close()
+            return
+        data, _ = self._parser.trailing_data
+        self._parser = _parser()
+        self._request, self._path, self._ahead, self._answering = None, "", 0, False
+        self._free_body()
+        self._head_begun = bool(data)
+        if data:
+            self._expect(self._door.options.header_timeout_s)
+            self._parser.receive_data(data)
+            self._loop.call_soon(self._advance)  # not deeper into the stack with each of them
+        else:
+            self._expect(self._door.options.idle_timeout_s)
+
+    def _refuse(self, refused: Refused) -> None:
+        """Answer with an error; the connection is kept if the request has been read to its end."""
+        if self._transport is None:
+            return
+        logger.info("refused: %d %s", refused.status, refused.message)
+        self._write(
+            answer(
+                refused.status,
+                refused.body(),
+                keep_alive=self._answering and self._keep_alive and not self._door.draining,
+                head_only=self._request is not None and self._request.method == b"HEAD",
+                headers=b"www-authenticate: Bearer\r\n" if refused.status == 401 else b"",
+            )
+        )
+        if self._answering:
+            self._next_request()
+        else:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Close once the client has, or soon: a reset would take the error from it."""
+        assert self._transport is not None
+        self._answering, self._lingering = True, True
+        self._free_body()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._expect(LINGER_S)
+
+    # The connection.
+
+    def close_if_idle(self) -> None:
+        """Close unless a request is being read or answered."""
+        self._keep_alive = False
+        if not self._head_begun and self._transport is not None:
+            self._close()
+
+    def _close(self) -> None:
+        """Close once everything has been sent."""
+        assert self._transport is not None
+        self._answering, self._lingering = True, True
+        self._transport.close()
+        self._expect(self._door.options.send_timeout_s)
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def _drop_upstream(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        if self._upstream is not None:
+            self._upstream.abort()
+            self._upstream = None
+
+    def _expect(self, seconds: float) -> None:
+        """Close the connection if what is awaited now takes longer."""
+        self._cancel_timer()
+        self._timer = self._loop.call_later(seconds, self._late)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        if self._head_begun and not self._answering:
+            self._refuse(Refused(408, "the request took too long to arrive"))
+        else:
+            self.abort()
+
+
+def _parser() -> h11.Connection:
+    return h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD)
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """The connection to a frontend for one request.
+
+    Args:
+        client: Whom the answer goes to.
+        end: Looks for the end of the answer.
+    """
+
+    def __init__(self, client: ClientConnection, end: AnswerEnd) -> None:
+        self._client: ClientConnection | None = client
+        self._end = end
+        self._transport: asyncio.Transport | None = None
+        self._begun = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def send(self, data: bytes) -> None:
+        """Send the request."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def data_received(self, data: bytes) -> None:
+        if self._client is None:
+            return
+        try:
+            self._end.feed(data)
+        except BadAnswer as error:
+            self._fail(str(error))
+            return
+        self._begun = True
+        self._client.received(data)
+        if self._end.complete:
+            self._finish()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._client is None:
+            return
+        if self._end.until_close and exc is None:
+            self._finish()
+        else:
+            self._fail(str(exc or "it closed the connection"))
+
+    def pause(self) -> None:
+        """Read no more for now."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """The client has gone: so must its request."""
+        self._client = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _finish(self) -> None:
+        client, self._client = self._client, None
+        if self._transport is not None:
+            self._transport.close()
+        assert client is not None
+        client.answered(self._end.until_close)
+
+    def _fail(self, reason: str) -> None:
+        client = self._client
+        self.abort()
+        assert client is not None
+        client.failed(self._begun, reason)
+
+
+def protocol_factory(door: FrontDoor) -> Callable[[], ClientConnection]:
+    """What `asyncio.loop.create_server` calls for each connection."""
+    return lambda: ClientConnection(door)
