@@ -35,8 +35,8 @@ def levels_up_to(timeout_s: float, num_cpus: int) -> tuple[Level, ...]:
     an engine whose threads wait for each other.
     """
     quick = (Level(0.025, 2, 0), Level(0.25, 1, 2))
-    # Niceness 13 is a twentieth of a busy core: at 19, a compile of 2 s would take minutes there.
-    slow = Level(timeout_s, 2 if num_cpus > 2 else 1, 3)
+    # Niceness 12 in all is a sixteenth of a busy core: at 19, 2 s of processor time take minutes.
+    slow = Level(timeout_s, 2 if num_cpus > 2 else 1, 2)
     return (*(level for level in quick if level.cpu_s < timeout_s), slow)
 
 

@@ -107,8 +107,8 @@ class GrammarSandbox:
         memory_bytes: Memory per grammar.
         stack_bytes: Stack per grammar.
         max_waiting: Length of the queue; if full, the client with the most entries loses its last.
-        max_wait_s: Wall time for waiting and compiling; by default five times `timeout_s`, at least
-            10 s.
+        max_wait_s: Wall time for waiting and compiling; by default 25 times `timeout_s`, as long
+            as it takes beside an engine that keeps every core busy, and at least 10 s.
         observe: Called with the outcome and the wall time of every grammar.
 
     Attributes:
@@ -137,7 +137,7 @@ class GrammarSandbox:
         self.num_restarts = 0
         self.num_waiting = 0
         self.num_running = 0
-        self._max_wait_s = max(10.0, 5 * timeout_s) if max_wait_s is None else max_wait_s
+        self._max_wait_s = max(10.0, 25 * timeout_s) if max_wait_s is None else max_wait_s
         self._observe = observe
         self._tables = tables
         self._queue: FeedbackQueue[_Job] = FeedbackQueue(
