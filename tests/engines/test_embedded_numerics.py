@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_checkpoints import EVERY_TYPE
 
+from worker.engines.embedded import native
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.attention import AttentionBackend, NativeAttention, TorchAttention
 from worker.engines.embedded.config import EmbeddedConfig
@@ -158,7 +159,9 @@ def same_bits(
         torch.set_num_threads(1)
 
 
-COMPUTED = [("float32", "torch"), ("float32", "auto"), ("bfloat16", "torch"), ("bfloat16", "auto")]
+DTYPES = (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+NATIVE = [(name, "auto") for name, dtype in DTYPES if native.unavailable(dtype) is None]  # elsewhere the same as torch
+COMPUTED = [("float32", "torch"), ("bfloat16", "torch"), *NATIVE]
 KINDS = [(arch, *computed, 1) for arch in EVERY_TYPE for computed in COMPUTED]
 WITH_MORE_THREADS = [(arch, *computed, 2) for arch in ("llama", "qwen3_moe") for computed in COMPUTED[1:]]
 
