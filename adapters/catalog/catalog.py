@@ -308,7 +308,7 @@ class Catalog:
                 continue
             _check_scope(requested, processor, context)
             try:
-                grammar = processor.grammar(self.parse_args(requested))
+                grammar = processor.grammar(self.parse_args(requested), context.vocabulary)
             except ArgumentError as error:
                 raise SelectionError(f"{requested.path}.args.{error.argument}", error.problem) from error
             except SelectionError:

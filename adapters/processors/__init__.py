@@ -13,6 +13,7 @@ from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerP
 from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
 from adapters.processors.scripts import BanScripts
 from adapters.processors.stochastic import Mirostat, Xtc
+from adapters.processors.structural import StructuralTag, ToolCalls
 from adapters.processors.thinking import ThinkingBudget
 from adapters.processors.truncation import (
     EpsilonCutoff,
@@ -50,6 +51,8 @@ BUILTINS: tuple[type[Processor], ...] = (
     Regex,
     Choice,
     Grammar,
+    StructuralTag,
+    ToolCalls,
     # forcing
     ForcedSequence,
     ForcedPrefix,

@@ -63,6 +63,23 @@ def ends(tiny_model: Path) -> list[int]:
     return [int(token_id) for token_id in ids]
 
 
+TAGS = {
+    "type": "triggered_tags",
+    "triggers": ["<n="],
+    "tags": [{"begin": "<n=", "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": ">"}],
+}
+TOOLS = [{"name": name, "parameters": PERSON} for name in ("greet", "dismiss")]
+
+
+def is_a_call(text: str) -> bool:
+    """Whether ``text`` is one call of one of `TOOLS`, as hermes writes it."""
+    found = re.fullmatch("<tool_call>\n(.*)\n</tool_call>", text, re.DOTALL)
+    if found is None:
+        return False
+    call = json.loads(found[1])
+    return call["name"] in ("greet", "dismiss") and set(call["arguments"]) == {"name", "ok"}
+
+
 # Built-ins, by annotation. Each check would fail on the model's own answer.
 
 
@@ -111,6 +128,16 @@ BUILT_INS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Callable[[Reply
         [processor("grammar", lark='start: "one " ("and " | "or ") ("two" | "three")')],
         {},
         lambda reply: re.fullmatch("one (and|or) (two|three)", reply.content) is not None,
+    ),
+    "structural_tag": (
+        [processor("structural_tag", format=TAGS), processor("forced_prefix", text="It is <n=")],
+        {"max_tokens": 24},
+        lambda reply: re.match("It is <n=[0-9]{2}>", reply.content) is not None,
+    ),
+    "tool_calls": (
+        [processor("tool_calls", format="hermes", tools=TOOLS, choice="required", parallel=False)],
+        {"max_tokens": 60},
+        lambda reply: is_a_call(reply.content) and reply.finish_reason == "stop",
     ),
     "allowed_tokens": (
         [processor("allowed_tokens", token_ids=[LETTER_A, LETTER_B]), processor("min_tokens", n=9)],

@@ -36,6 +36,13 @@ MODEL = "tiny"
 IDS = st.integers(8, 990)
 NUMBERS = {"allow_nan": False}
 
+
+def tagged(pattern: str) -> dict[str, Any]:
+    """The format of a structural tag."""
+    tag = {"begin": "<f>", "content": {"type": "regex", "pattern": pattern}, "end": "</f>"}
+    return {"type": "triggered_tags", "triggers": ["<f>"], "tags": [tag]}
+
+
 # what a client may send for each control, neutral values among them, and an operator's arguments
 # for its processor
 VALUES: dict[str, tuple[st.SearchStrategy[Any], dict[str, Any]]] = {
@@ -53,6 +60,7 @@ VALUES: dict[str, tuple[st.SearchStrategy[Any], dict[str, Any]]] = {
     "json_schema": (st.sampled_from([{"type": "integer"}, {"type": "string"}, True]), {"schema": {"type": "string"}}),
     "regex": (st.sampled_from(["[a-z]+", "[0-9]+"]), {"pattern": "[a-z]+"}),
     "choice": (st.sampled_from([["yes", "no"], ["a"]]), {"choices": ["a"]}),
+    "structural_tag": (st.sampled_from([tagged("[a-z]"), tagged("[0-9]")]), {"format": tagged("[0-9]")}),
     "grammar": (st.sampled_from(['start: "a"', 'start: "b"']), {"lark": 'start: "b"'}),
 }
 

@@ -5,6 +5,7 @@ goes out.
 from __future__ import annotations
 
 import array
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,12 @@ def test_fields_that_become_processors() -> None:
     assert parse("sampling_options.guided_decoding", {"json": '{"type": "object"}'}).guided_decoding == {
         "json": {"type": "object"}
     }
+    content = {"type": "json_schema", "json_schema": True}
+    tags = {"type": "triggered_tags", "triggers": ["<f"], "tags": [{"begin": "<f>", "end": ";", "content": content}]}
+    older = {"structures": [{"begin": "<f>", "schema": True, "end": ";"}], "triggers": ["<f"], "type": "structural_tag"}
+    for guide in (tags, {"type": "structural_tag", "format": tags}, older, json.dumps(older)):
+        request = parse("sampling_options.guided_decoding", {"structural_tag": guide})
+        assert request.guided_decoding == {"structural_tag": tags}
     assert parse("extra_args.sampling_options.bad_words_token_ids", [[1, 2], 3]).bad_words_token_ids == ((1, 2), (3,))
     assert parse("stop_conditions.max_thinking_tokens", 0).max_thinking_tokens == 0
 
@@ -274,6 +281,7 @@ def test_fields_that_become_processors() -> None:
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern: is not supported"),
         ({"regexp": "a"}, "regexp: unknown field"),
         ({"json": "{"}, "json: must be a JSON Schema"),
+        ({"structural_tag": "{"}, "structural_tag: must be JSON"),
     ],
 )
 def test_guides_that_are_refused(guide: dict[str, Any], problem: str) -> None:

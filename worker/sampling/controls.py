@@ -24,6 +24,7 @@ from adapters.processors.length import MinTokens
 from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
 from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
 from adapters.processors.repetition import NoRepeatNgram
+from adapters.processors.structural import StructuralTag
 from adapters.processors.thinking import ThinkingBudget
 from adapters.processors.truncation import MinP, Temperature, TopK, TopP
 from worker.errors import InvalidRequest
@@ -86,6 +87,7 @@ CONTROLS: tuple[Control, ...] = (
     Control("guided_decoding", Regex, "pattern", guide="regex", in_params=False),
     Control("guided_decoding", Choice, "choices", guide="choice", in_params=False),
     Control("guided_decoding", Grammar, "lark", guide="grammar", in_params=False),
+    Control("guided_decoding", StructuralTag, "format", guide="structural_tag", in_params=False),
 )
 
 GUIDES = {control.guide: control for control in CONTROLS if control.guide is not None}

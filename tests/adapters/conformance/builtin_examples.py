@@ -15,6 +15,17 @@ _OBJECT = {
     "additionalProperties": False,
 }
 
+_TAGS = {
+    "type": "triggered_tags",
+    "triggers": ["<f="],
+    "tags": [
+        {"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": _OBJECT}, "end": "</f>"},
+        {"begin": "<f=b>", "content": {"type": "regex", "pattern": "[0-9]{1,3}"}, "end": ";"},
+    ],
+}
+
+_TOOLS = [{"name": "fox", "parameters": _OBJECT}, {"name": "dog", "parameters": True}]
+
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "logit_bias": [{"bias": {"40": 5.0, "41": -100.0, "0": -2.5}}],
     "repetition_penalty": [{"penalty": 1.3}, {"penalty": 0.5}],
@@ -35,6 +46,11 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "regex": [{"pattern": "[a-c]+( yes| no)?"}],
     "choice": [{"choices": ["yes", "no", "yes, the fox"]}],
     "grammar": [{"lark": 'start: ("a" | "fox")+ "."'}],
+    "structural_tag": [{"format": _TAGS}, {"format": {**_TAGS, "at_least_one": True, "stop_after_first": True}}],
+    "tool_calls": [
+        {"format": "hermes", "tools": _TOOLS},
+        {"format": "phi4", "tools": _TOOLS, "choice": "required", "tool": "fox"},
+    ],
     "forced_sequence": [{"text": "Yes, the fox."}, {"token_ids": [40, 41, 42]}],
     "forced_prefix": [{"text": "Yes, the fox"}, {"token_ids": [40, 40]}],
     "force_last_phrase": [{"text": " Hello world!"}],

@@ -15,6 +15,7 @@ from typing import Any
 
 from adapters.catalog import Catalog, Requested, SelectionError, parse_selection
 from adapters.contract import Context, Scope
+from adapters.processors.structural import format_of
 from adapters.trtllm import ChainAdapter, DynamoAdapter, create_trtllm_adapters
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.admission import admit, end_ids_of
@@ -239,10 +240,13 @@ def guide(guided: GuidedDecodingParams) -> tuple[str, dict[str, Any]]:
     """Processor and arguments for a guide.
 
     Raises:
-        InvalidRequest: it is a structural tag, or none at all.
+        InvalidRequest: it is a structural tag that is not JSON, or none at all.
     """
     if guided.structural_tag:
-        raise InvalidRequest("sampling_params.guided_decoding", "structural tags are not served")
+        try:
+            return "structural_tag", {"format": format_of(json.loads(guided.structural_tag))}
+        except (ValueError, RecursionError):
+            raise InvalidRequest("sampling_params.guided_decoding", "structural_tag must be JSON") from None
     if guided.json_object:
         return "json_schema", {"schema": {"type": "object"}}
     for kind in ("json", "regex", "grammar"):
