@@ -58,7 +58,7 @@ class PolicyError(ValueError):
         self.problem = problem
 
 
-GRAMMARS = frozenset({"json_schema", "regex", "choice", "grammar"})
+GRAMMARS = frozenset({"json_schema", "regex", "choice", "grammar", "structural_tag", "tool_calls"})
 """Processors that say what the whole answer must match: a default one gives way to any of the
 client's.
 """

@@ -221,12 +221,22 @@ class ProcessorChain:
         num_generated = position - self.prompt_length
         for member, counts in zip(self._scoped, self._scoped_counts, strict=True):
             if num_generated < len(counts):
-                member.processor.truncate(self.prompt_length + counts[num_generated])
+                self._rewind_scoped(member.processor, counts[num_generated:], position)
                 del counts[num_generated:]
         if self._tracker is not None:
             self._tracker.rewind(num_generated)
         del self.tokens[position:]
         self._count_outside()
+
+    def _rewind_scoped(self, processor: Processor, counts: list[int], position: int) -> None:
+        """Bring a scoped processor back to ``counts[0]`` tokens; ``counts`` are what it had since.
+
+        Where a tag was completed since then, its tokens had been taken back; they are shown again.
+        """
+        kept = min(*counts, processor.num_generated)
+        processor.truncate(self.prompt_length + kept)
+        for token_id in self.tokens[position - (counts[0] - kept) : position]:
+            processor.append(token_id)
 
     def sync(self, tokens: Sequence[int], *, unchanged: int = 0) -> None:
         """Make the history equal to ``tokens`` (prompt + generated), wherever they differ from what
@@ -261,7 +271,10 @@ class ProcessorChain:
         for member, counts in zip(self._scoped, self._scoped_counts, strict=True):
             processor = member.processor
             counts.append(processor.num_generated)
-            if inside is not None and inside == (member.scope == "thinking"):
+            if inside is None and self._tracker.thinking == (member.scope == "answer"):
+                taken_back = self._tracker.tag_length - 1
+                processor.truncate(self.prompt_length + processor.num_generated - taken_back)
+            elif inside is not None and inside == (member.scope == "thinking"):
                 processor.append(token_id)
         self._count_outside()
 
@@ -285,7 +298,7 @@ class ProcessorChain:
         began = thread_time()
         for member in self.members if self._tracker is None else self._active_members():
             try:
-                edit = member.step()
+                edit = self._step(member)
             except Exception as error:  # the processor boundary: third-party code
                 raise self.fail_from(member, error) from error
             self.charge(member, thread_time() - began)
@@ -351,8 +364,6 @@ class ProcessorChain:
 
     def _add(self, plan: RowPlan, member: Member, edit: Edit | Member) -> None:
         kind, masked = "biased", 0
-        if self._tracker is not None and self._tracker.may_open and member.scope == "answer":
-            edit = self._beside_the_opening_tag(edit)
         if isinstance(edit, Member):
             kind = "shaped"
             if member.processor.stage <= Stage.SOFT:
@@ -381,22 +392,23 @@ class ProcessorChain:
             raise self.fail(member.name, "unsatisfiable", f"{message} at position {self.position}")
         plan.forced_by, plan.force = member, token_id
 
-    def _beside_the_opening_tag(self, edit: Edit | Member) -> Edit | Member:
-        """What is asked of the answer's first token leaves the model free to open a thinking
-        section with it instead.
-
-        A forced token stands beside the tag, and the model chooses one of the two.
-        """
-        tag, size = self.context.think_start, self.context.vocabulary.size
-        if len(tag) != 1:
-            return edit
-        if isinstance(edit, Allow) and not is_allowed(edit.bitmask, tag[0]):
-            return Allow(edit.bitmask | bitmask_of(tag, size)[: len(edit.bitmask)])
-        if isinstance(edit, Ban):
-            return Ban(edit.token_ids[edit.token_ids != tag[0]])
-        if isinstance(edit, Force):
-            return Allow.of({edit.token_id, tag[0]}, size)
-        return edit
+    def _step(self, member: Member) -> Edit | Member | None:
+        """What a member asks for; where the model may open a thinking section, beside that."""
+        opening_id = None if self._tracker is None else self._tracker.opening_id
+        if opening_id is None or member.scope != "answer":
+            return member.step()
+        size = self.context.vocabulary.size
+        if len(self.tokens) == self.prompt_length:
+            return _beside(member.step(), opening_id, size)
+        if not _binds_the_answer(member):
+            return member.step()
+        begun = self.tokens[self.prompt_length :]
+        try:
+            if _lets_begin(member, self.prompt_length, begun):
+                return _beside(member.step(), opening_id, size)
+        except Unsatisfiable:  # what has been written is the beginning of the tag, and of no answer
+            pass
+        return Allow.of({opening_id}, size)
 
     def _end_outside_thinking(self, plan: RowPlan, member: Member) -> RowPlan:
         """An end token in a thinking section would end a request whose answer ``member`` binds
@@ -502,7 +514,49 @@ def _num_equal(tokens: Sequence[int], known: list[int], start: int) -> int:
 
 
 def _tracker(context: Context) -> ThinkingTracker:
-    return ThinkingTracker(context.think_start, context.think_end, context.vocabulary.special_token_ids)
+    return ThinkingTracker.of(context.vocabulary, context.think_start, context.think_end)
+
+
+def _beside(edit: Edit | Member | None, opening_id: int, vocab_size: int) -> Edit | Member | None:
+    """``edit``, but the model is also free to go on with the opening tag of a thinking section.
+
+    A forced token stands beside the tag, and the model chooses one of the two.
+    """
+    if isinstance(edit, Allow) and not is_allowed(edit.bitmask, opening_id):
+        return Allow(edit.bitmask | bitmask_of([opening_id], vocab_size)[: len(edit.bitmask)])
+    if isinstance(edit, Ban):
+        return Ban(edit.token_ids[edit.token_ids != opening_id])
+    if isinstance(edit, Force):
+        return Allow.of({edit.token_id, opening_id}, vocab_size)
+    return edit
+
+
+def _lets_begin(member: Member, prompt_length: int, begun: Sequence[int]) -> bool:
+    """Whether ``member``, which has seen ``begun``, would itself let an answer begin with it.
+
+    Raises:
+        Unsatisfiable: it would not.
+    """
+    processor = member.processor
+    processor.truncate(prompt_length)
+    try:
+        for token_id in begun:
+            if not _permits(member.step(), token_id):
+                return False
+            processor.append(token_id)
+    finally:
+        processor.truncate(prompt_length)
+        for token_id in begun:
+            processor.append(token_id)
+    return True
+
+
+def _permits(edit: Edit | Member | None, token_id: int) -> bool:
+    if isinstance(edit, Allow):
+        return is_allowed(edit.bitmask, token_id)
+    if isinstance(edit, Ban):
+        return not bool((edit.token_ids == token_id).any())
+    return not isinstance(edit, Force) or edit.token_id == token_id
 
 
 def _binds_the_answer(member: Member) -> bool:

@@ -39,7 +39,7 @@ from adapters.grammars.compiler import GrammarRefused
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable
 from adapters.processors.characters import split_characters
 from adapters.processors.grammar import grammar_cache, tokenizer_tables
-from adapters.vocabulary import Vocabulary, byte_index
+from adapters.vocabulary import Vocabulary, byte_index, thinking_tags
 from worker.arguments import Arguments
 from worker.engines import EngineInfo
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
@@ -88,16 +88,21 @@ class Facts:
         return cls.of(Vocabulary.from_pretrained(model_path, vocab_size, eos_token_ids))
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary) -> Facts:
+    def of(cls, vocabulary: Vocabulary, think_start: str | None = None, think_end: str | None = None) -> Facts:
         """Derive what takes long from a vocabulary with a tokenizer.
 
+        Args:
+            vocabulary: Of the model.
+            think_start: Text of the opening tag; by default the model's own, if it has a known one.
+            think_end: Text of the closing tag.
+
         Raises:
-            ValueError: llguidance cannot read the tokenizer.
+            ValueError: llguidance cannot read the tokenizer, or its tokens cannot write the tags.
         """
         byte_index(vocabulary)  # seconds for a large vocabulary, and the grammars' trie too: no request should wait
         split_characters(vocabulary)
         grammar_cache(vocabulary)
-        return cls(vocabulary, vocabulary.tag("<think>"), vocabulary.tag("</think>"))
+        return cls(vocabulary, *thinking_tags(vocabulary, think_start, think_end))
 
 
 def make_desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ProcessorDesk:
@@ -114,7 +119,7 @@ def make_desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistr
         tables = partial(tokenizer_tables, vocabulary)
         sandbox = GrammarSandbox(tables, timeout_s=arguments.grammar_timeout_s, observe=metrics.count)
         sandbox.start()  # loads the tokenizer while this process does
-        facts = Facts.of(vocabulary)
+        facts = _facts(vocabulary, arguments)
         cache = grammar_cache(vocabulary)
         cache.sandbox, cache.max_bytes = sandbox, arguments.grammar_cache_mib * 2**20
         metrics.watch(cache)
@@ -129,6 +134,14 @@ def make_desk(arguments: Arguments, info: EngineInfo, registry: CollectorRegistr
     except BaseException:
         _close(sandbox)
         raise
+
+
+def _facts(vocabulary: Vocabulary, arguments: Arguments) -> Facts:
+    try:
+        thinking_tags(vocabulary, arguments.thinking_start, arguments.thinking_end)
+    except ValueError as error:
+        raise StartupError(f"--thinking-start and --thinking-end: {error}") from None
+    return Facts.of(vocabulary, arguments.thinking_start, arguments.thinking_end)
 
 
 def _close(sandbox: GrammarSandbox | None) -> None:

@@ -343,7 +343,7 @@ FIELDS: tuple[Field, ...] = (
     _honoured(
         "sampling_options.guided_decoding",
         guided_decoding,
-        "Runs as json_schema, regex, choice, grammar or structural_tag; with require_reasoning after the thinking.",
+        "Runs as the processor json_schema, regex, choice, grammar or structural_tag; require_reasoning: in the answer",
     ),
     _honoured("sampling_options.allowed_token_ids", integers(MAX_LIST), _ALLOWED),
     _honoured("sampling_options.bad_words_token_ids", token_sequences, _BAD_WORDS),

@@ -59,7 +59,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"text": " See also", "after_tokens": 3},
     ],
     "loop_stop": [{"max_period": 4, "copies": 3}, {"max_period": 1, "copies": 2}],
-    "thinking_budget": [{"tokens": 2}, {"tokens": 0}, {"tokens": 1, "grace": 2}],
+    "thinking_budget": [{"tokens": 2}, {"tokens": 0}, {"tokens": 1, "grace": 2}, {"tokens": 3, "message": " So, yes."}],
     "temperature": [{"value": 0.7}, {"value": 0.0}],
     "top_k": [{"k": 5}, {"k": 1}],
     "top_p": [{"p": 0.8}, {"p": 0.0}],

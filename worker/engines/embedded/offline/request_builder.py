@@ -17,7 +17,7 @@ from adapters.catalog import Catalog, Requested, SelectionError, parse_selection
 from adapters.contract import Context, Scope
 from adapters.processors.structural import format_of
 from adapters.trtllm import ChainAdapter, DynamoAdapter, create_trtllm_adapters
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary, thinking_tags
 from worker.engines.embedded.admission import admit, end_ids_of
 from worker.engines.embedded.offline.results import Answer, Job
 from worker.engines.embedded.offline.stop_strings import AnswerText
@@ -66,7 +66,7 @@ class Desk:
         self._model = model
         self._context_length = context_length
         self._catalog = catalog
-        self._tags = [vocabulary.tag(text) for text in ("<think>", "</think>")]
+        self._tags = thinking_tags(vocabulary)
 
     @property
     def tokenizer(self) -> Any:
