@@ -178,6 +178,8 @@ def test_a_default_stays_beside_fields_that_are_something_else(facts: Facts, min
 
 LATE = {
     "temperature": {"value": 0.5},
+    "dynamic_temperature": {"low": 0.2, "high": 1.5},
+    "top_a": {"a": 0.1},
     "top_k": {"k": 40},
     "top_p": {"p": 0.5},
     "min_p": {"p": 0.25},
@@ -188,6 +190,7 @@ LATE = {
     "xtc": {"threshold": 0.001, "probability": 1.0},
     "mirostat": {},
     "watermark": {"key_id": "house"},
+    "synthid": {"key_id": "house"},
 }
 
 

@@ -28,9 +28,13 @@ _TOOLS = [{"name": "fox", "parameters": _OBJECT}, {"name": "dog", "parameters": 
 
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "logit_bias": [{"bias": {"40": 5.0, "41": -100.0, "0": -2.5}}],
-    "repetition_penalty": [{"penalty": 1.3}, {"penalty": 0.5}],
-    "frequency_penalty": [{"penalty": 0.7}, {"penalty": -1.0}],
-    "presence_penalty": [{"penalty": 1.5}],
+    "sequence_bias": [
+        {"sequences": [{"text": "the fox", "bias": 4.0}, {"token_ids": [40], "bias": -3.0}]},
+        {"sequences": [{"token_ids": [40, 41, 42], "bias": 9.0}, {"token_ids": [41, 42], "bias": -2.0}]},
+    ],
+    "repetition_penalty": [{"penalty": 1.3}, {"penalty": 0.5}, {"penalty": 1.7, "window": 3}],
+    "frequency_penalty": [{"penalty": 0.7}, {"penalty": -1.0}, {"penalty": 1.0, "window": 4}],
+    "presence_penalty": [{"penalty": 1.5}, {"penalty": 2.0, "window": 1}],
     "dry": [{"multiplier": 0.8, "allowed_length": 1, "breakers": ["\n"]}, {"multiplier": 2.0, "range": 8}],
     "gen_length": [{"boost": 2.0, "power": 1.5}, {"boost": 4.0, "complete_sentences": True}],
     "cite_from_prompt": [{"boost": 1.0, "conditional_boost": 3.0}],
@@ -61,9 +65,11 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "loop_stop": [{"max_period": 4, "copies": 3}, {"max_period": 1, "copies": 2}],
     "thinking_budget": [{"tokens": 2}, {"tokens": 0}, {"tokens": 1, "grace": 2}, {"tokens": 3, "message": " So, yes."}],
     "temperature": [{"value": 0.7}, {"value": 0.0}],
+    "dynamic_temperature": [{"low": 0.2, "high": 1.8}, {"low": 0.0, "high": 3.0, "exponent": 2.0}],
     "top_k": [{"k": 5}, {"k": 1}],
     "top_p": [{"p": 0.8}, {"p": 0.0}],
     "min_p": [{"p": 0.05}],
+    "top_a": [{"a": 0.3}],
     "typical_p": [{"p": 0.6}],
     "top_n_sigma": [{"n": 1.5}],
     "xtc": [{"threshold": 0.1, "probability": 0.5}],
@@ -71,4 +77,5 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "epsilon_cutoff": [{"epsilon": 0.01}],
     "eta_cutoff": [{"epsilon": 0.02}],
     "watermark": [{"key_id": KEY_ID}, {"key_id": KEY_ID, "context": 1}],
+    "synthid": [{"key_id": KEY_ID, "depth": 4}, {"key_id": KEY_ID, "context": 1, "depth": 30}],
 }
