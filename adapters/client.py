@@ -11,7 +11,7 @@ Needs only the standard library: the file may be copied into a client's own code
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 ANNOTATION = "logits_processors:"
@@ -41,7 +41,10 @@ def from_openai_logit_bias(logit_bias: Mapping[str, float] | Mapping[int, float]
 
 
 def selection(
-    *processors: Mapping[str, Any], receipt: bool | Literal["debug"] = False, deadline: float | None = None
+    *processors: Mapping[str, Any],
+    receipt: bool | Literal["debug"] = False,
+    deadline: float | None = None,
+    order: Sequence[str] = (),
 ) -> str:
     """The selection as JSON text, ASCII only: the value of the annotation or of the header
     `HEADER`.
@@ -55,6 +58,8 @@ def selection(
     data: dict[str, Any] = {"version": 1, "processors": list(processors), "receipt": receipt}
     if deadline is not None:
         data["deadline"] = deadline
+    if order:
+        data["order"] = list(order)
     return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
@@ -62,6 +67,7 @@ def logits_processors(
     *processors: Mapping[str, Any],
     receipt: bool | Literal["debug"] = False,
     deadline: float | None = None,
+    order: Sequence[str] = (),
     nvext: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """``extra_body`` that selects ``processors``, in this order within a stage.
@@ -71,6 +77,8 @@ def logits_processors(
         receipt: Ask for the receipt, in ``nvext.engine_data`` of the reply; "debug" adds, at the
             end of the answer, what was done to each token.
         deadline: When the answer ends at the latest, wherever it has got to; seconds since 1970.
+        order: Names of processors of temperature and truncation (fields of the same name
+            included), in the order in which they act; by default it is the order law's.
         nvext: Further fields of ``nvext``; annotations and extra fields are kept.
 
     Raises:
@@ -78,7 +86,7 @@ def logits_processors(
         TypeError: an argument is not JSON data.
     """
     fields = dict(nvext or {})
-    annotation = ANNOTATION + selection(*processors, receipt=receipt, deadline=deadline)
+    annotation = ANNOTATION + selection(*processors, receipt=receipt, deadline=deadline, order=order)
     fields["annotations"] = [*fields.get("annotations", ()), annotation]
     if receipt:
         fields["extra_fields"] = list(dict.fromkeys([*fields.get("extra_fields", ()), "engine_data"]))

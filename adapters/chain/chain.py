@@ -51,6 +51,8 @@ class ProcessorChain:
             its thread's CPU time, so that a busy machine is not the processor's fault.
             `DEFAULT_STEP_BUDGET_S` by default.
         attribution: Keep per-token attribution in the receipt.
+        order: Names of processors of the stages temperature and truncation, in the order in which
+            they act. Those of these stages that are not named act behind them.
 
     Attributes:
         has_shaping: A member maps the whole row, so that it can leave anything there.
@@ -72,10 +74,12 @@ class ProcessorChain:
         scopes: Sequence[Scope] | None = None,
         step_budget_s: float | None = None,
         attribution: bool = False,
+        order: Sequence[str] = (),
     ) -> None:
         scopes = ["all"] * len(processors) if scopes is None else scopes
         members = [_member(p, s, context.vocabulary) for p, s in zip(processors, scopes, strict=True)]
-        self.members = sorted(members, key=lambda member: member.processor.stage)
+        self.order = tuple(order)
+        self.members = self._in_order(members)
         self.context = context
         self.step_budget_s = DEFAULT_STEP_BUDGET_S if step_budget_s is None else step_budget_s
         self.receipt = Receipt([member.record for member in self.members], attribution=attribution)
@@ -83,7 +87,7 @@ class ProcessorChain:
         self.prompt_length = 0
         self.failure: ProcessorFailed | None = None
         self.wants_receipt = False
-        self.wants_draw = self.shapes_late
+        self.wants_draw = any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
         self.has_shaping = _any_shapes(self.members)
         self._pending: list[tuple[Member, str, int]] = []
         self._derived: dict[Hashable, Any] = {}
@@ -104,10 +108,10 @@ class ProcessorChain:
 
     @property
     def shapes_late(self) -> bool:
-        """True if a member acts at the temperature stage or later; the request's own truncation
-        then joins it.
+        """True if a member acts at the temperature stage or later, or the order of these stages is
+        given; the request's own truncation then joins it.
         """
-        return any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
+        return bool(self.order) or any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
 
     @property
     def needs_last_token(self) -> bool:
@@ -130,6 +134,21 @@ class ProcessorChain:
         """Absolute index of the token to be chosen next."""
         return len(self.tokens)
 
+    def _in_order(self, members: Sequence[Member]) -> list[Member]:
+        """``members`` as they act: by stage, or where the request says so, by its order."""
+        late = (Stage.TEMPERATURE, Stage.TRUNCATION)
+        if not self.order:
+            return sorted(members, key=lambda member: member.turn)
+        places = {name: place for place, name in enumerate(self.order)}
+        for member in members:
+            member.turn = Stage.TEMPERATURE if member.processor.stage in late else member.processor.stage
+
+        def key(member: Member) -> tuple[int, int]:
+            behind = len(places) + member.processor.stage
+            return member.turn, places.get(member.name, behind) if member.processor.stage in late else 0
+
+        return sorted(members, key=key)
+
     # History
 
     def add(self, processors: Sequence[Processor], *, last: bool = False) -> None:
@@ -142,7 +161,7 @@ class ProcessorChain:
         """
         added = [_member(p, "all", self.context.vocabulary) for p in processors]
         both = [*self.members, *added] if last else [*added, *self.members]
-        self.members = sorted(both, key=lambda member: member.processor.stage)
+        self.members = self._in_order(both)
         self.receipt.records = [member.record for member in self.members]
         self.has_shaping = _any_shapes(self.members)
         for member in added:

@@ -42,6 +42,8 @@ PERSON = {
     "additionalProperties": False,
 }
 
+AB = [LETTER_A, LETTER_B]
+
 Shared = tuple[Stack, Worker]
 
 
@@ -147,6 +149,32 @@ BUILT_INS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Callable[[Reply
     "logit_bias": (
         [processor("logit_bias", bias={str(LETTER_A): 100})],
         {},
+        lambda reply: reply.content == "A" * 16,
+    ),
+    "sequence_bias": (
+        [processor("sequence_bias", sequences=[{"token_ids": [LETTER_A], "bias": 50}, {"token_ids": AB, "bias": 100}])],
+        {},
+        lambda reply: reply.content == "AB" * 8 or reply.content == "A" + "B" * 15,
+    ),
+    "a penalty over a window": (
+        [
+            processor("logit_bias", bias={str(LETTER_A): 100, str(LETTER_B): 99}),
+            processor("frequency_penalty", penalty=2.0, window=1),
+        ],
+        {},
+        lambda reply: reply.content == "AB" * 8,
+    ),
+    "top_a": (
+        [processor("logit_bias", bias={str(LETTER_A): 20, str(LETTER_B): 19}), processor("top_a", a=0.9)],
+        {"temperature": 1.0, "seed": 3},
+        lambda reply: reply.content == "A" * 16,
+    ),
+    "an order": (
+        [
+            processor("logit_bias", bias={str(LETTER_A): 20, str(LETTER_B): 19}),
+            processor("min_p", p=0.9),
+        ],
+        {"temperature": 100.0, "seed": 3, "order": ["min_p", "temperature"]},
         lambda reply: reply.content == "A" * 16,
     ),
     "no_repeat_ngram": (

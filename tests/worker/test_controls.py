@@ -5,6 +5,7 @@ them, over all of them.
 from __future__ import annotations
 
 import asyncio
+import json
 import struct
 from typing import Any
 
@@ -368,3 +369,21 @@ def test_what_the_client_asks_for_itself_is_refused_in_its_own_name(facts: Facts
     with pytest.raises(InvalidRequest, match="needs an end token") as refused:
         served(desk_with(facts), parsed(raw(guided, True, ignore_eos=True)))
     assert refused.value.field.startswith("sampling_options.guided_decoding")
+
+
+def test_the_order_of_a_request_covers_its_fields(facts: Facts) -> None:
+    data = raw()
+    data["sampling_options"] = {"temperature": 1.5, "min_p": 0.25, "top_k": 40}
+    top_a = [{"name": "top_a", "args": {"a": 0.1}}]
+    text = json.dumps({"version": 1, "processors": top_a, "order": ["min_p", "top_a", "temperature"]})
+    data["annotations"] = [f"logits_processors:{text}"]
+    params, chain = served(desk_with(facts), parsed(data))
+    assert names(chain) == ["min_p", "top_a", "temperature", "top_k"]
+    assert (params.temperature, params.min_p, params.top_k) == (1.0, None, None)
+    data["annotations"] = ['logits_processors:{"version": 1, "order": ["top_k", "temperature"]}']
+    _, chain = served(desk_with(facts), parsed(data))
+    assert names(chain) == ["top_k", "temperature", "min_p"]
+    del data["sampling_options"]  # greedy, as without an order
+    params, chain = served(desk_with(facts), parsed(data))
+    assert names(chain) == ["temperature"]
+    assert params.is_greedy

@@ -231,7 +231,7 @@ class ProcessorDesk:
             Overloaded: too many grammars wait to be compiled.
             GrammarsUnavailable: there is no process to compile them in.
         """
-        if not selection.processors:
+        if not (selection.processors or selection.order):
             return None
         names = [requested.name for requested in selection.processors]
         self.breaker.check(names)
@@ -248,7 +248,7 @@ class ProcessorDesk:
         except ProcessorFailed as error:
             self.breaker.record(error.processor)
             raise InvalidRequest(CHANNEL, str(error)) from None
-        return chain if chain.members else None
+        return chain if chain.members or chain.order else None
 
     async def _compiled(self, selection: Selection, context: Context, client: str | None) -> list[Compiled]:
         """The grammars of a selection, compiled."""
