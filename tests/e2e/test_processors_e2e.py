@@ -33,6 +33,7 @@ from processor_requests import (
 from tokenizers import Tokenizer
 
 from adapters.client import HEADER, from_openai_logit_bias, logits_processors, processor, selection
+from adapters.processors.synthid import detect_synthid
 from adapters.processors.watermark import detect
 
 PERSON = {
@@ -154,26 +155,23 @@ BUILT_INS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Callable[[Reply
     "sequence_bias": (
         [processor("sequence_bias", sequences=[{"token_ids": [LETTER_A], "bias": 50}, {"token_ids": AB, "bias": 100}])],
         {},
-        lambda reply: reply.content == "AB" * 8 or reply.content == "A" + "B" * 15,
+        lambda reply: reply.content == "AB" * 8,
     ),
     "a penalty over a window": (
         [
-            processor("logit_bias", bias={str(LETTER_A): 100, str(LETTER_B): 99}),
-            processor("frequency_penalty", penalty=2.0, window=1),
+            processor("logit_bias", bias={str(LETTER_A): 100, str(LETTER_B): 90}),
+            processor("repetition_penalty", penalty=2.0, window=1),
         ],
         {},
         lambda reply: reply.content == "AB" * 8,
     ),
     "top_a": (
-        [processor("logit_bias", bias={str(LETTER_A): 20, str(LETTER_B): 19}), processor("top_a", a=0.9)],
-        {"temperature": 1.0, "seed": 3},
+        [processor("logit_bias", bias={str(LETTER_A): 100, str(LETTER_B): 92}), processor("top_a", a=1.0)],
+        {"temperature": 5.0, "seed": 3},
         lambda reply: reply.content == "A" * 16,
     ),
     "an order": (
-        [
-            processor("logit_bias", bias={str(LETTER_A): 20, str(LETTER_B): 19}),
-            processor("min_p", p=0.9),
-        ],
+        [processor("logit_bias", bias={str(LETTER_A): 100, str(LETTER_B): 92}), processor("min_p", p=0.9)],
         {"temperature": 100.0, "seed": 3, "order": ["min_p", "temperature"]},
         lambda reply: reply.content == "A" * 16,
     ),
@@ -211,6 +209,11 @@ BUILT_INS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Callable[[Reply
         [processor("temperature", value=1.5), processor("watermark", key_id="house")],
         {"max_tokens": 120, "ignore_eos": True},
         lambda reply: detect(reply.token_ids, KEY, 2**31).p_value < 1e-6,
+    ),
+    "synthid": (
+        [processor("temperature", value=1.5), processor("synthid", key_id="house")],
+        {"max_tokens": 120, "ignore_eos": True},
+        lambda reply: detect_synthid(reply.token_ids, KEY, 2**31).p_value < 1e-6,
     ),
 }
 

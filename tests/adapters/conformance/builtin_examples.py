@@ -56,7 +56,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"format": "phi4", "tools": _TOOLS, "choice": "required", "tool": "fox"},
     ],
     "forced_sequence": [{"text": "Yes, the fox."}, {"token_ids": [40, 41, 42]}],
-    "forced_prefix": [{"text": "Yes, the fox"}, {"token_ids": [40, 40]}],
+    "forced_prefix": [{"text": "Yes, the fox"}, {"token_ids": [40, 40]}, {"text": "Yes, th", "heal": True}],
     "force_last_phrase": [{"text": " Hello world!"}],
     "trigger_phrase": [
         {"text": " Wait, let me think.", "trigger": " fox", "times": 2},
