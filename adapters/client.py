@@ -40,6 +40,47 @@ def from_openai_logit_bias(logit_bias: Mapping[str, float] | Mapping[int, float]
     return processor("logit_bias", bias=bias)
 
 
+def from_openai_tools(
+    tools: Sequence[Mapping[str, Any]],
+    tool_choice: str | Mapping[str, Any] = "auto",
+    *,
+    format: str,
+    parallel_tool_calls: bool = True,
+    **args: Any,
+) -> dict[str, Any] | None:
+    """OpenAI's ``tools`` and ``tool_choice`` as the processor ``tool_calls``; None for ``none``.
+
+    Args:
+        tools: As in a chat: ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
+        tool_choice: ``none``, ``auto``, ``required``, or the function that must be called.
+        format: How the model writes calls, such as ``hermes``.
+        parallel_tool_calls: More than one call is allowed.
+        **args: Further arguments, such as ``scope="answer"`` for a model that thinks.
+
+    Raises:
+        ValueError: a tool is no function, or the choice is none of these.
+    """
+    if tool_choice == "none":
+        return None
+    functions = [_function(tool) for tool in tools]
+    wanted: dict[str, Any] = {"format": format, "parallel": parallel_tool_calls, **args}
+    wanted["tools"] = [{"name": each["name"], "parameters": each.get("parameters", True)} for each in functions]
+    if not isinstance(tool_choice, str):
+        wanted |= {"choice": "required", "tool": _function(tool_choice)["name"]}
+    elif tool_choice in ("auto", "required"):
+        wanted["choice"] = tool_choice
+    else:
+        raise ValueError(f"tool_choice: expected none, auto, required or a function, got {tool_choice!r}")
+    return {"name": "tool_calls", "args": wanted}
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, Mapping) or "name" not in function:
+        raise ValueError(f"expected a function with a name, got {tool!r:.80}")
+    return function
+
+
 def selection(
     *processors: Mapping[str, Any],
     receipt: bool | Literal["debug"] = False,
