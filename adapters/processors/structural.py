@@ -257,9 +257,7 @@ class _Source:
 
     def text(self, text: str) -> str:
         """Lark expression of ``text``; special tokens in it are those tokens."""
-        return " ".join(
-            part if is_token else json.dumps(part, ensure_ascii=False) for is_token, part in self._pieces(text)
-        )
+        return " ".join(part if is_token else f"/{literal(part)}/" for is_token, part in self._pieces(text))
 
     def trigger(self, text: str) -> tuple[_Trigger, str]:
         """What ends the free text, and what of ``text`` is behind it."""

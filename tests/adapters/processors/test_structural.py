@@ -225,3 +225,33 @@ def test_a_token_against_the_grammar_ends_the_request() -> None:
         chain.accept(token_id, chain.position)
     with pytest.raises(ProcessorFailed, match="do not match the grammar"):
         chain.plan()
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        '"',
+        "\\",
+        "/",
+        "\\n",
+        "\n",
+        "\t",
+        "\x7f",
+        "é",
+        "\N{GRINNING FACE}",
+        "a\\u0041",
+        'i"i',
+        "// x",
+        "#",
+        "%json",
+        "\x01",
+    ],
+)
+def test_marks_are_taken_literally(mark: str) -> None:
+    begin, end = f"<{mark}>", f"{mark}!"
+    processor = tags(tag(f"{begin}{mark}=", ONE, end), triggers=(begin,))
+    text = f'A {mark} {begin}{mark}={{"a":1}}{end} {mark}'
+    assert follow(processor, text) == "complete"
+    for place in range(len(text)):
+        if f"{begin}{mark}=" in text[:place] and end not in text[len(f"A {mark} {begin}") : place]:
+            assert follow(processor, text[:place]) == "open"
