@@ -87,7 +87,7 @@ def tournament(chances: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         values: g of each round and token, 0 or 1, ``[depth, n]``.
     """
     for g in values.to(chances.dtype):
-        chances = chances * (1.0 + g - (g * chances).sum())
+        chances = chances * (1.0 + g - (g * chances).sum()).clamp_(min=0.0)  # rounding goes below
     return chances
 
 

@@ -101,6 +101,14 @@ def test_over_random_keys_the_token_is_distributed_as_the_row():
     torch.testing.assert_close(total / 4000, chances, rtol=0, atol=0.02)
 
 
+def test_no_chance_falls_below_zero():
+    chances = torch.tensor([0.7, 0.1, 0.1, 0.1], dtype=torch.float64)  # adds up to a little more than 1
+    values = torch.tensor([[1, 1, 1, 0]] * 64)
+    winners = tournament(chances * (1 + 1e-15), values)
+    assert bool((winners >= 0).all())
+    assert abs(float(winners.sum()) - 1) < 1e-9
+
+
 def test_who_has_the_key_sees_it():
     marked = generate(mark(), 200, width=200)
     found = detect_synthid(marked, KEY, 200)
