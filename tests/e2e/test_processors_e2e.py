@@ -44,6 +44,7 @@ PERSON = {
 }
 
 AB = [LETTER_A, LETTER_B]
+HOT = [processor("logit_bias", bias={str(LETTER_A): 100, str(LETTER_B): 92})]
 
 Shared = tuple[Stack, Worker]
 
@@ -166,13 +167,13 @@ BUILT_INS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Callable[[Reply
         lambda reply: reply.content == "AB" * 8,
     ),
     "top_a": (
-        [processor("logit_bias", bias={str(LETTER_A): 100, str(LETTER_B): 92}), processor("top_a", a=1.0)],
-        {"temperature": 5.0, "seed": 3},
+        [*HOT, processor("top_a", a=1.0), processor("temperature", value=5.0)],
+        {"seed": 3},
         lambda reply: reply.content == "A" * 16,
     ),
     "an order": (
-        [processor("logit_bias", bias={str(LETTER_A): 100, str(LETTER_B): 92}), processor("min_p", p=0.9)],
-        {"temperature": 100.0, "seed": 3, "order": ["min_p", "temperature"]},
+        [*HOT, processor("min_p", p=0.9), processor("temperature", value=100.0)],
+        {"seed": 3, "order": ["min_p", "temperature"]},
         lambda reply: reply.content == "A" * 16,
     ),
     "no_repeat_ngram": (
@@ -260,6 +261,16 @@ def test_seeded_draws_of_a_processor_repeat(served: Shared) -> None:
     first = chat(served[0], *drawn, seed=11)
     assert chat(served[0], *drawn, seed=11).token_ids == first.token_ids
     assert chat(served[0], *drawn, seed=12).token_ids != first.token_ids
+
+
+def test_an_order_of_fields(served: Shared) -> None:
+    """The fields are cut and warmed as the request says, and neither is dropped."""
+    fields: dict[str, Any] = {"temperature": 2.0, "min_p": 0.6, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+    by_law = chat(served[0], **fields)
+    assert chat(served[0], order=["temperature", "min_p"], **fields).token_ids == by_law.token_ids
+    cut_first = chat(served[0], order=["min_p", "temperature"], **fields)
+    assert cut_first.token_ids != by_law.token_ids
+    assert chat(served[0], order=["min_p", "temperature"], stream=True, **fields).token_ids == cut_first.token_ids
 
 
 @pytest.mark.parametrize("stream", [False, True])
