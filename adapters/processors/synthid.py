@@ -107,7 +107,8 @@ def g_values(keys: _Words, context: Sequence[int], token_ids: np.ndarray[Any, np
 
 
 def _hashed(state: _Words, words: Any) -> _Words:
-    return (state + words) * _MULTIPLIER + np.uint64(1)
+    hashed: _Words = (state + words) * _MULTIPLIER + np.uint64(1)
+    return hashed
 
 
 @lru_cache(maxsize=1)
