@@ -44,7 +44,7 @@ PERSON = {
 }
 
 AB = [LETTER_A, LETTER_B]
-HOT = [processor("logit_bias", bias={str(LETTER_A): 100, str(LETTER_B): 92})]
+HOT = [processor("logit_bias", bias={str(LETTER_A): 100, str(LETTER_B): 85})]
 
 Shared = tuple[Stack, Worker]
 
@@ -213,7 +213,7 @@ BUILT_INS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Callable[[Reply
     ),
     "synthid": (
         [processor("temperature", value=1.5), processor("synthid", key_id="house")],
-        {"max_tokens": 120, "ignore_eos": True},
+        {"max_tokens": 120, "ignore_eos": True, "seed": 7},
         lambda reply: detect_synthid(reply.token_ids, KEY, 2**31).p_value < 1e-6,
     ),
 }
