@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from adapters.catalog import Catalog, CatalogError, render_entry, render_list, table, with_table
-from adapters.processors.watermark import add_detect_command
+from adapters.processors.detection import add_detect_command
 from adapters.testing.cli import add_check_command
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it

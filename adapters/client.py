@@ -11,7 +11,7 @@ Needs only the standard library: the file may be copied into a client's own code
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 ANNOTATION = "logits_processors:"
@@ -39,8 +39,52 @@ def from_openai_logit_bias(logit_bias: Mapping[str, float] | Mapping[int, float]
     return processor("logit_bias", bias=bias)
 
 
+def from_openai_tools(
+    tools: Sequence[Mapping[str, Any]],
+    tool_choice: str | Mapping[str, Any] = "auto",
+    *,
+    format: str,
+    parallel_tool_calls: bool = True,
+    **args: Any,
+) -> dict[str, Any] | None:
+    """OpenAI's ``tools`` and ``tool_choice`` as the processor ``tool_calls``; None for ``none``.
+
+    Args:
+        tools: As in a chat: ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
+        tool_choice: ``none``, ``auto``, ``required``, or the function that must be called.
+        format: How the model writes calls, such as ``hermes``.
+        parallel_tool_calls: More than one call is allowed.
+        **args: Further arguments, such as ``scope="answer"`` for a model that thinks.
+
+    Raises:
+        ValueError: a tool is no function, or the choice is none of these.
+    """
+    if tool_choice == "none":
+        return None
+    functions = [_function(tool) for tool in tools]
+    wanted: dict[str, Any] = {"format": format, "parallel": parallel_tool_calls, **args}
+    wanted["tools"] = [{"name": each["name"], "parameters": each.get("parameters", True)} for each in functions]
+    if not isinstance(tool_choice, str):
+        wanted |= {"choice": "required", "tool": _function(tool_choice)["name"]}
+    elif tool_choice in ("auto", "required"):
+        wanted["choice"] = tool_choice
+    else:
+        raise ValueError(f"tool_choice: expected none, auto, required or a function, got {tool_choice!r}")
+    return {"name": "tool_calls", "args": wanted}
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, Mapping) or "name" not in function:
+        raise ValueError(f"expected a function with a name, got {tool!r:.80}")
+    return function
+
+
 def selection(
-    *processors: Mapping[str, Any], receipt: bool | Literal["debug"] = False, deadline: float | None = None
+    *processors: Mapping[str, Any],
+    receipt: bool | Literal["debug"] = False,
+    deadline: float | None = None,
+    order: Sequence[str] = (),
 ) -> str:
     """The selection as ASCII JSON: the value of the annotation, or of the header `HEADER`.
 
@@ -53,6 +97,8 @@ def selection(
     data: dict[str, Any] = {"version": 1, "processors": list(processors), "receipt": receipt}
     if deadline is not None:
         data["deadline"] = deadline
+    if order:
+        data["order"] = list(order)
     return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
@@ -60,6 +106,7 @@ def logits_processors(
     *processors: Mapping[str, Any],
     receipt: bool | Literal["debug"] = False,
     deadline: float | None = None,
+    order: Sequence[str] = (),
     nvext: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """``extra_body`` that selects ``processors``, in this order within a stage.
@@ -69,6 +116,8 @@ def logits_processors(
         receipt: Ask for the receipt, in ``nvext.engine_data`` of the reply; "debug" adds, at the
             end of the answer, what was done to each token.
         deadline: Latest end of the answer, seconds since 1970.
+        order: Names of processors of temperature and truncation (fields of the same name
+            included), in the order in which they are applied; by default the order law's.
         nvext: Further fields of ``nvext``; annotations and extra fields are kept.
 
     Raises:
@@ -76,7 +125,7 @@ def logits_processors(
         TypeError: an argument is not JSON data.
     """
     fields = dict(nvext or {})
-    annotation = ANNOTATION + selection(*processors, receipt=receipt, deadline=deadline)
+    annotation = ANNOTATION + selection(*processors, receipt=receipt, deadline=deadline, order=order)
     fields["annotations"] = [*fields.get("annotations", ()), annotation]
     if receipt:
         fields["extra_fields"] = list(dict.fromkeys([*fields.get("extra_fields", ()), "engine_data"]))

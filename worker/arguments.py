@@ -252,6 +252,11 @@ class Arguments:
         parse=_list,
         many=True,
     )
+    thinking_start: str | None = _option(
+        None,
+        "Text that opens a thinking section, of one token or several. Default: <think> or [THINK], if that is a token.",
+    )
+    thinking_end: str | None = _option(None, "Text that closes a thinking section; given with --thinking-start.")
     processor_policy: str | None = _option(
         None, "YAML file of mandatory, default and forbidden logits processors, and of watermark keys."
     )

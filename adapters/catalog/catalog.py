@@ -218,6 +218,7 @@ class Catalog:
         """JSON Schema of the request channel with this catalogue."""
         definitions: dict[str, Any] = {}
         choices = [_choice_schema(entry, definitions) for entry in self.entries]
+        late = [e.name for e in self.entries if e.processor.stage in (Stage.TEMPERATURE, Stage.TRUNCATION)]
         return {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "title": "logits_processors",
@@ -229,6 +230,7 @@ class Catalog:
                 "processors": {"type": "array", "maxItems": MAX_PROCESSORS, "items": {"oneOf": choices}},
                 "receipt": {"enum": [False, True, "debug"], "default": False},
                 "deadline": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE},
+                "order": {"type": "array", "maxItems": MAX_PROCESSORS, "uniqueItems": True, "items": {"enum": late}},
             },
             "$defs": definitions,
         }
@@ -237,11 +239,13 @@ class Catalog:
         """Check what of ``selection`` needs no model: names, arguments, what may be named once.
 
         Raises:
-            SelectionError: a processor is unknown, repeated, or its arguments are out of bounds.
+            SelectionError: a processor is unknown, repeated, or its arguments are out of bounds, or
+                the order names one of another stage.
         """
         for requested in selection.processors:
             self.parse_args(requested)
         self._check_once(selection)
+        self._check_order(selection)
 
     def build_chain(
         self, selection: Selection, context: Context, *, step_budget_s: float | None = None
@@ -264,6 +268,7 @@ class Catalog:
         processors: list[Processor] = []
         scopes: list[Scope] = []
         self._check_once(selection)
+        self._check_order(selection)
         wants_random_sampling = False
         for requested in selection.processors:
             built = self._built(requested, context)
@@ -278,6 +283,7 @@ class Catalog:
             scopes=scopes,
             step_budget_s=step_budget_s,
             attribution=selection.receipt == "debug",
+            order=selection.order,
         )
         chain.wants_random_sampling = wants_random_sampling
         return chain
@@ -319,7 +325,7 @@ class Catalog:
                 continue
             _check_scope(requested, processor, context)
             try:
-                grammar = processor.grammar(self.parse_args(requested))
+                grammar = processor.grammar(self.parse_args(requested), context.vocabulary)
             except ArgumentError as error:
                 raise SelectionError(f"{requested.path}.args.{error.argument}", error.problem) from error
             except SelectionError:
@@ -364,6 +370,15 @@ class Catalog:
             return entry.processor.Args.model_validate_json(data)
         except ValidationError as error:
             raise _selection_error(error, path, entry.processor.Args) from None
+
+    def _check_order(self, selection: Selection) -> None:
+        for i, name in enumerate(selection.order):
+            entry = self._entries.get(name)
+            if entry is None:
+                raise SelectionError(f"order[{i}]", self._unknown(name))
+            if entry.processor.stage not in (Stage.TEMPERATURE, Stage.TRUNCATION):
+                problem = f"expected processors of temperature and truncation, got {name}"
+                raise SelectionError(f"order[{i}]", problem)
 
     def _check_once(self, selection: Selection) -> None:
         known: dict[tuple[str, Scope], Requested] = {}

@@ -56,7 +56,7 @@ class PolicyError(ValueError):
         self.problem = problem
 
 
-GRAMMARS = frozenset({"json_schema", "regex", "choice", "grammar"})
+GRAMMARS = frozenset({"json_schema", "regex", "choice", "grammar", "structural_tag", "tool_calls"})
 """Processors that constrain the whole answer: a default one yields to any of the client's."""
 
 

@@ -3,7 +3,7 @@
 An annotation ``logits_processors:{json}`` or a metadata value under ``logits-processors`` holds::
 
     {"version": 1, "processors": [{"name": "min_tokens", "args": {"n": 8, "scope": "answer"}}],
-     "receipt": true, "deadline": 1790000000.5}
+     "receipt": true, "deadline": 1790000000.5, "order": ["min_p", "temperature"]}
 
 Names and JSON data only: no code, no import path and no pickle ever comes from a request. Parsing
 is a pure function; whatever the input is, it gives a `Selection` or raises `SelectionError`.
@@ -44,7 +44,7 @@ ReceiptLevel = Literal[False, True, "debug"]
 Origin = Literal["client", "default", "mandatory"]
 """Who asks for a processor: the client, or the operator's policy (as a default or mandatory)."""
 
-_FIELDS = ("version", "processors", "receipt", "deadline")
+_FIELDS = ("version", "processors", "receipt", "deadline", "order")
 _ENTRY_FIELDS = ("name", "args")
 _SHOWN = 60
 _PATH = 200
@@ -95,11 +95,14 @@ class Selection:
         processors: In the order of the request.
         receipt: Whether it wants a receipt; ``"debug"``: with per-token attribution.
         deadline: Latest end of the answer, seconds since 1970; a stop criterion.
+        order: Names of processors of the stages temperature and truncation, in the order in which
+            they are applied; those not named are applied after them, by the order law.
     """
 
     processors: tuple[Requested, ...] = ()
     receipt: ReceiptLevel = False
     deadline: float | None = None
+    order: tuple[str, ...] = ()
 
     def with_processors(self, *processors: Requested) -> Selection:
         """This selection with more processors at its end."""
@@ -144,7 +147,19 @@ def parse_selection(text: str) -> Selection:
     if not isinstance(receipt, bool) and receipt != "debug":
         raise SelectionError("receipt", f'expected true, false or "debug", got {shown(receipt)}')
     requested = [parse_processor(entry, f"processors[{i}]") for i, entry in enumerate(processors)]
-    return Selection(tuple(requested), cast(ReceiptLevel, receipt), _deadline(data.get("deadline")))
+    deadline, order = _deadline(data.get("deadline")), _order(data.get("order", []))
+    return Selection(tuple(requested), cast(ReceiptLevel, receipt), deadline, order)
+
+
+def _order(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_PROCESSORS:
+        raise SelectionError("order", f"expected a list of at most {MAX_PROCESSORS} names, got {shown(value)}")
+    for i, name in enumerate(value):
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise SelectionError(f"order[{i}]", f"expected a processor's name, got {shown(name)}")
+        if name in value[:i]:
+            raise SelectionError(f"order[{i}]", f"{name} is named twice")
+    return tuple(value)
 
 
 def _deadline(value: object) -> float | None:

@@ -91,7 +91,7 @@ def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, Pr
     failures: dict[int, ProcessorFailed] = {}
     queues = [(row, chain, plan.late) for row, chain, plan in planned if plan.force is None and plan.late]
     for stage in _LATE_STAGES:
-        steps = [(r, c, [m for m in members if m.processor.stage == stage]) for r, c, members in queues]
+        steps = [(r, c, [m for m in members if m.turn == stage]) for r, c, members in queues]
         _in_waves(steps, lambda wave: _shape(logits, wave, failures))
     return failures
 

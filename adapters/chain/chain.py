@@ -47,6 +47,8 @@ class ProcessorChain:
             seconds; wall time would depend on the machine's load. `DEFAULT_STEP_BUDGET_S` by
             default.
         attribution: Keep per-token attribution in the receipt.
+        order: Names of processors of the stages temperature and truncation, in the order in which
+            they are applied. Those of these stages that are not named are applied after them.
 
     Attributes:
         has_shaping: A member maps the whole row, so that the result must be checked.
@@ -68,10 +70,12 @@ class ProcessorChain:
         scopes: Sequence[Scope] | None = None,
         step_budget_s: float | None = None,
         attribution: bool = False,
+        order: Sequence[str] = (),
     ) -> None:
         scopes = ["all"] * len(processors) if scopes is None else scopes
         members = [_member(p, s, context.vocabulary) for p, s in zip(processors, scopes, strict=True)]
-        self.members = sorted(members, key=lambda member: member.processor.stage)
+        self.order = tuple(order)
+        self.members = self._in_order(members)
         self.context = context
         self.step_budget_s = DEFAULT_STEP_BUDGET_S if step_budget_s is None else step_budget_s
         self.receipt = Receipt([member.record for member in self.members], attribution=attribution, seed=context.seed)
@@ -79,7 +83,7 @@ class ProcessorChain:
         self.prompt_length = 0
         self.failure: ProcessorFailed | None = None
         self.wants_receipt = False
-        self.wants_random_sampling = self.shapes_late
+        self.wants_random_sampling = any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
         self.has_shaping = _any_shapes(self.members)
         self._pending: list[tuple[Member, str, int]] = []
         self._derived: dict[Hashable, Any] = {}
@@ -101,11 +105,11 @@ class ProcessorChain:
 
     @property
     def shapes_late(self) -> bool:
-        """True if a member acts at the temperature stage or later.
+        """True if a member acts at the temperature stage or later, or an order of them is given.
 
         The request's own truncation then joins the chain.
         """
-        return any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
+        return bool(self.order) or any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
 
     @property
     def needs_last_token(self) -> bool:
@@ -128,6 +132,21 @@ class ProcessorChain:
         """Absolute index of the token to be sampled next."""
         return len(self.tokens)
 
+    def _in_order(self, members: Sequence[Member]) -> list[Member]:
+        """``members`` as they are applied: by stage, and by the request's order if it has one."""
+        late = (Stage.TEMPERATURE, Stage.TRUNCATION)
+        if not self.order:
+            return sorted(members, key=lambda member: member.turn)
+        places = {name: place for place, name in enumerate(self.order)}
+        for member in members:
+            member.turn = Stage.TEMPERATURE if member.processor.stage in late else member.processor.stage
+
+        def key(member: Member) -> tuple[int, int]:
+            behind = len(places) + member.processor.stage
+            return member.turn, places.get(member.name, behind) if member.processor.stage in late else 0
+
+        return sorted(members, key=key)
+
     # History
 
     def add(self, processors: Sequence[Processor], *, last: bool = False) -> None:
@@ -140,7 +159,7 @@ class ProcessorChain:
         """
         added = [_member(p, "all", self.context.vocabulary) for p in processors]
         both = [*self.members, *added] if last else [*added, *self.members]
-        self.members = sorted(both, key=lambda member: member.processor.stage)
+        self.members = self._in_order(both)
         self.receipt.records = [member.record for member in self.members]
         self.has_shaping = _any_shapes(self.members)
         for member in added:
@@ -218,12 +237,22 @@ class ProcessorChain:
         num_generated = position - self.prompt_length
         for member, counts in zip(self._scoped, self._scoped_counts, strict=True):
             if num_generated < len(counts):
-                member.processor.truncate(self.prompt_length + counts[num_generated])
+                self._rewind_scoped(member.processor, counts[num_generated:], position)
                 del counts[num_generated:]
         if self._tracker is not None:
             self._tracker.rewind(num_generated)
         del self.tokens[position:]
         self._count_outside()
+
+    def _rewind_scoped(self, processor: Processor, counts: list[int], position: int) -> None:
+        """Bring a scoped processor back to ``counts[0]`` tokens; ``counts`` are what it had since.
+
+        Where a tag was completed since then, its tokens had been taken back; they are shown again.
+        """
+        kept = min(*counts, processor.num_generated)
+        processor.truncate(self.prompt_length + kept)
+        for token_id in self.tokens[position - (counts[0] - kept) : position]:
+            processor.append(token_id)
 
     def sync(self, tokens: Sequence[int], *, unchanged: int = 0) -> None:
         """Make the history equal to ``tokens`` (prompt + generated), from the first difference on.
@@ -256,7 +285,10 @@ class ProcessorChain:
         for member, counts in zip(self._scoped, self._scoped_counts, strict=True):
             processor = member.processor
             counts.append(processor.num_generated)
-            if inside is not None and inside == (member.scope == "thinking"):
+            if inside is None and self._tracker.thinking == (member.scope == "answer"):
+                taken_back = self._tracker.tag_length - 1
+                processor.truncate(self.prompt_length + processor.num_generated - taken_back)
+            elif inside is not None and inside == (member.scope == "thinking"):
                 processor.append(token_id)
         self._count_outside()
 
@@ -279,7 +311,7 @@ class ProcessorChain:
         began = thread_time()
         for member in self.members if self._tracker is None else self._active_members():
             try:
-                edit = member.step()
+                edit = self._step(member)
             except Exception as error:  # the processor boundary: third-party code
                 raise self.fail_from(member, error) from error
             self.charge(member, thread_time() - began)
@@ -367,8 +399,6 @@ class ProcessorChain:
 
     def _add(self, plan: RowPlan, member: Member, edit: Edit | Member) -> None:
         kind, masked = "biased", 0
-        if self._tracker is not None and self._tracker.may_open and member.scope == "answer":
-            edit = self._beside_the_opening_tag(edit)
         if isinstance(edit, Member):
             kind = "shaped"
             if member.processor.stage <= Stage.SOFT:
@@ -397,21 +427,23 @@ class ProcessorChain:
             raise self.fail(member.name, "unsatisfiable", f"{message} at position {self.position}")
         plan.forced_by, plan.force = member, token_id
 
-    def _beside_the_opening_tag(self, edit: Edit | Member) -> Edit | Member:
-        """``edit`` for the answer's first token, with the opening thinking tag still allowed.
-
-        For a forced token, the model chooses between it and the tag.
-        """
-        tag, size = self.context.think_start, self.context.vocabulary.size
-        if len(tag) != 1:
-            return edit
-        if isinstance(edit, Allow) and not is_allowed(edit.bitmask, tag[0]):
-            return Allow(edit.bitmask | bitmask_of(tag, size)[: len(edit.bitmask)])
-        if isinstance(edit, Ban):
-            return Ban(edit.token_ids[edit.token_ids != tag[0]])
-        if isinstance(edit, Force):
-            return Allow.of({edit.token_id, tag[0]}, size)
-        return edit
+    def _step(self, member: Member) -> Edit | Member | None:
+        """A member's edit; with the opening tag allowed where the model may open a section."""
+        opening_id = None if self._tracker is None else self._tracker.opening_id
+        if opening_id is None or member.scope != "answer":
+            return member.step()
+        size = self.context.vocabulary.size
+        if len(self.tokens) == self.prompt_length:
+            return _beside(member.step(), opening_id, size)
+        if not _binds_the_answer(member):
+            return member.step()
+        begun = self.tokens[self.prompt_length :]
+        try:
+            if _lets_begin(member, self.prompt_length, begun):
+                return _beside(member.step(), opening_id, size)
+        except Unsatisfiable:  # the history is the beginning of the tag, and of no answer
+            pass
+        return Allow.of({opening_id}, size)
 
     def _end_outside_thinking(self, plan: RowPlan, member: Member) -> RowPlan:
         """The plan with end tokens masked inside thinking, where ``member`` constrains the answer.
@@ -506,7 +538,49 @@ def _num_equal(tokens: Sequence[int], known: list[int], start: int) -> int:
 
 
 def _tracker(context: Context) -> ThinkingTracker:
-    return ThinkingTracker(context.think_start, context.think_end, context.vocabulary.special_token_ids)
+    return ThinkingTracker.of(context.vocabulary, context.think_start, context.think_end)
+
+
+def _beside(edit: Edit | Member | None, opening_id: int, vocab_size: int) -> Edit | Member | None:
+    """``edit``, with ``opening_id``, which continues the opening thinking tag, still allowed.
+
+    For a forced token, the model chooses between it and the tag.
+    """
+    if isinstance(edit, Allow) and not is_allowed(edit.bitmask, opening_id):
+        return Allow(edit.bitmask | bitmask_of([opening_id], vocab_size)[: len(edit.bitmask)])
+    if isinstance(edit, Ban):
+        return Ban(edit.token_ids[edit.token_ids != opening_id])
+    if isinstance(edit, Force):
+        return Allow.of({edit.token_id, opening_id}, vocab_size)
+    return edit
+
+
+def _lets_begin(member: Member, prompt_length: int, begun: Sequence[int]) -> bool:
+    """Whether ``member``, which has seen ``begun``, would itself let an answer begin with it.
+
+    Raises:
+        Unsatisfiable: it would not.
+    """
+    processor = member.processor
+    processor.truncate(prompt_length)
+    try:
+        for token_id in begun:
+            if not _permits(member.step(), token_id):
+                return False
+            processor.append(token_id)
+    finally:
+        processor.truncate(prompt_length)
+        for token_id in begun:
+            processor.append(token_id)
+    return True
+
+
+def _permits(edit: Edit | Member | None, token_id: int) -> bool:
+    if isinstance(edit, Allow):
+        return is_allowed(edit.bitmask, token_id)
+    if isinstance(edit, Ban):
+        return not bool((edit.token_ids == token_id).any())
+    return not isinstance(edit, Force) or edit.token_id == token_id
 
 
 def _binds_the_answer(member: Member) -> bool:

@@ -91,16 +91,19 @@ class Member:
         edit: The method of a steering processor, None for a shaping one.
         is_third_party: It runs code from outside this package: its edits are checked, and its time
             is bounded.
+        turn: The stage with which it is applied: its own, unless the request gives an order.
     """
 
     processor: Processor
     scope: Scope
     record: ProcessorRecord
     edit: Callable[[], Edit | None] | None = None
+    turn: Stage = field(init=False)
     is_third_party: bool = field(init=False)
 
     def __post_init__(self) -> None:
         kind = type(self.processor)
+        self.turn = self.processor.stage
         self.is_third_party = kind.wraps_third_party or not kind.__module__.startswith("adapters.")
         if isinstance(self.processor, SteeringProcessor):
             self.edit = self.processor.edit  # looked up once: isinstance is slow for abstract classes

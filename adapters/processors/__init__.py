@@ -12,13 +12,18 @@ from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, Rep
 from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase
 from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
 from adapters.processors.scripts import BanScripts
+from adapters.processors.sequence_bias import SequenceBias
 from adapters.processors.stochastic import Mirostat, Xtc
+from adapters.processors.structural import StructuralTag, ToolCalls
+from adapters.processors.synthid import SynthId
 from adapters.processors.thinking import ThinkingBudget
 from adapters.processors.truncation import (
+    DynamicTemperature,
     EpsilonCutoff,
     EtaCutoff,
     MinP,
     Temperature,
+    TopA,
     TopK,
     TopNSigma,
     TopP,
@@ -29,6 +34,7 @@ from adapters.processors.watermark import Watermark
 BUILTINS: tuple[type[Processor], ...] = (
     # bias
     LogitBias,
+    SequenceBias,
     # penalties
     RepetitionPenalty,
     FrequencyPenalty,
@@ -50,6 +56,8 @@ BUILTINS: tuple[type[Processor], ...] = (
     Regex,
     Choice,
     Grammar,
+    StructuralTag,
+    ToolCalls,
     # forcing
     ForcedSequence,
     ForcedPrefix,
@@ -59,9 +67,11 @@ BUILTINS: tuple[type[Processor], ...] = (
     ThinkingBudget,
     # temperature, truncation, sampling
     Temperature,
+    DynamicTemperature,
     TopK,
     TopP,
     MinP,
+    TopA,
     TypicalP,
     TopNSigma,
     EpsilonCutoff,
@@ -69,5 +79,6 @@ BUILTINS: tuple[type[Processor], ...] = (
     Xtc,
     Mirostat,
     Watermark,
+    SynthId,
 )
 """Every built-in, in the order law's order and within a stage in the order of the documentation."""

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 
 from adapters.contract import (
+    Allow,
     ArgumentError,
     Context,
     Edit,
@@ -22,6 +23,7 @@ from adapters.contract import (
 )
 from adapters.processors.arguments import Phrase, Text, check_tokens, encode
 from adapters.processors.characters import MOST_MISSING, split_characters
+from adapters.vocabulary import byte_index
 
 
 class ForcedSequence(SteeringProcessor):
@@ -56,7 +58,10 @@ class ForcedPrefix(SteeringProcessor):
     """The answer begins with a given sequence.
 
     Source: transformers' ``forced_bos_token_id``, for any number of tokens: generated token i is
-    the i-th of the sequence; the rest is not constrained.
+    the i-th of the sequence; the rest is not constrained. With ``heal`` the model chooses the last
+    token's boundary (token healing, as in guidance): in place of the last token any token is
+    allowed that begins with its text, so that a word which continues the prefix is tokenized as
+    elsewhere.
     """
 
     name = "forced_prefix"
@@ -64,17 +69,30 @@ class ForcedPrefix(SteeringProcessor):
     reads = Reads.NOTHING
 
     class Args(Phrase):
-        pass
+        heal: bool = Field(default=False, description="The last token may be one that goes on with its text.")
 
     def __init__(self, args: Args, context: Context) -> None:
         argument, ids = _phrase(args, context)
         _check_no_end(context, argument, ids)
         _check_room(context, argument, len(ids))
-        self._forces = [Force(token_id) for token_id in ids]
+        self._edits: list[Edit] = [Force(token_id) for token_id in ids]
+        if args.heal:
+            self._edits[-1] = Allow.of(_beginning_with(context, ids[-1]), context.vocabulary.size)
 
     def edit(self) -> Edit | None:
         i = self.num_generated
-        return self._forces[i] if i < len(self._forces) else None
+        return self._edits[i] if i < len(self._edits) else None
+
+
+def _beginning_with(context: Context, token_id: int) -> set[int]:
+    """Tokens whose text begins with that of ``token_id``; itself alone if it has none."""
+    try:
+        index = byte_index(context.vocabulary)
+    except ValueError as error:
+        raise ArgumentError("heal", str(error)) from error
+    text = index[token_id]
+    found = {i for i in index.containing(text) if index[i].startswith(text)} if text else set()
+    return (found - context.end_token_ids) | {token_id}
 
 
 class ForceLastPhrase(SteeringProcessor):

@@ -104,7 +104,7 @@ class GrammarProcessor(SteeringProcessor):
     def __init__(self, args: Any, context: Context) -> None:
         if not context.end_token_ids:
             raise ArgumentError(self.argument, "needs an end token, and this request has none")
-        self._grammar = self.grammar(args)
+        self._grammar = self.grammar(args, context.vocabulary)
         self._end = sorted(context.end_token_ids)
         vocabulary = context.vocabulary
         # A negated terminal would match llguidance's spelling of them.
@@ -117,7 +117,7 @@ class GrammarProcessor(SteeringProcessor):
 
     @classmethod
     @abstractmethod
-    def grammar(cls, args: Any) -> str:
+    def grammar(cls, args: Any, vocabulary: Vocabulary) -> str:
         """The grammar in llguidance's JSON form.
 
         Raises:
@@ -227,7 +227,7 @@ class JsonSchema(GrammarProcessor):
         compact: bool = Field(default=True, description="No whitespace between tokens of the JSON.")
 
     @classmethod
-    def grammar(cls, args: Args) -> str:
+    def grammar(cls, args: Args, vocabulary: Vocabulary) -> str:
         """See `GrammarProcessor.grammar`."""
         if args.schema_ is False:
             raise ArgumentError("schema", "false matches no JSON")
@@ -259,7 +259,7 @@ class Regex(GrammarProcessor):
         pattern: str = Field(min_length=1, max_length=MAX_SOURCE, description="Matches the whole answer.")
 
     @classmethod
-    def grammar(cls, args: Args) -> str:
+    def grammar(cls, args: Args, vocabulary: Vocabulary) -> str:
         """See `GrammarProcessor.grammar`."""
         return str(LLMatcher.grammar_from_regex(args.pattern))
 
@@ -279,9 +279,9 @@ class Choice(GrammarProcessor):
         )
 
     @classmethod
-    def grammar(cls, args: Args) -> str:
+    def grammar(cls, args: Args, vocabulary: Vocabulary) -> str:
         """See `GrammarProcessor.grammar`."""
-        pattern = "|".join(map(_literal, args.choices))
+        pattern = "|".join(map(literal, args.choices))
         _check_length("choices", pattern)
         return str(LLMatcher.grammar_from_regex(pattern))
 
@@ -299,7 +299,7 @@ class Grammar(GrammarProcessor):
         lark: str = Field(min_length=1, max_length=MAX_SOURCE, description="A Lark grammar with a rule named start.")
 
     @classmethod
-    def grammar(cls, args: Args) -> str:
+    def grammar(cls, args: Args, vocabulary: Vocabulary) -> str:
         """See `GrammarProcessor.grammar`."""
         if args.lark.lstrip().startswith("{"):
             raise ArgumentError("lark", "expected a grammar in Lark's syntax, got JSON")
@@ -308,7 +308,7 @@ class Grammar(GrammarProcessor):
         return str(LLMatcher.grammar_from_lark(args.lark))
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """A regular expression that matches ``text`` and nothing else."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
 

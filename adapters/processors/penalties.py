@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from pydantic import Field
 
 from adapters.contract import Bias, Context, Edit, ProcessorArgs, Reads, Scale, Stage, SteeringProcessor
+from adapters.processors.arguments import Count
 from adapters.processors.ngrams import Ids
+
+Window = Annotated[Count, Field(description="Most recent tokens that count; 0 counts all.")]
 
 
 class Occurrences:
@@ -52,6 +56,11 @@ class Occurrences:
         if self._counts[slot] == 0:
             del self._slots[token_id]
 
+    def add_counted(self, token_ids: Ids, counts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Count distinct ids (int64 ``[n]``) so often each; nothing has been counted before."""
+        self.add_distinct(token_ids)
+        self._counts[: len(counts)] = counts
+
     def _grow(self) -> None:
         self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
         self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
@@ -65,17 +74,46 @@ class Occurrences:
         return torch.from_numpy(self._counts[: len(self._slots)] * np.float32(factor))
 
 
+class WindowOccurrences(Occurrences):
+    """As `Occurrences`, in any order; any occurrence can be taken back."""
+
+    def remove(self, token_id: int) -> None:
+        """Take back one occurrence of ``token_id``; if it was the only one, the last slot moves."""
+        slot = self._slots[token_id]
+        self._counts[slot] -= 1
+        if self._counts[slot] > 0:
+            return
+        del self._slots[token_id]
+        last = len(self._slots)
+        if slot < last:
+            moved = int(self._ids[last])
+            self._ids[slot], self._counts[slot], self._slots[moved] = moved, self._counts[last], slot
+
+    def ids(self) -> torch.Tensor:
+        """int64 ``[n]``, a copy, as slots are filled again."""
+        return super().ids().clone()
+
+
 class _Counting(SteeringProcessor):
-    """Base of penalties: occurrences, and the edit cached until the next token."""
+    """Base of penalties: occurrences, and the edit cached until the next token.
+
+    Args:
+        penalty: The penalty.
+        neutral: The one that changes nothing.
+        window: Most recent tokens that are counted; 0 counts all.
+        context: Of the request.
+    """
 
     stage = Stage.PENALTY
     reads = Reads.GENERATED
+    _counts_prompt = False
 
-    def __init__(self, penalty: float, neutral: float, context: Context) -> None:
+    def __init__(self, penalty: float, neutral: float, window: int, context: Context) -> None:
         self._penalty = penalty
         self._is_off = penalty == neutral
+        self._window = window
         self._vocab_size = context.vocabulary.size
-        self._seen = Occurrences()
+        self._seen = WindowOccurrences() if window else Occurrences()
         self._known: Edit | None = None
 
     def reset(self) -> None:
@@ -84,16 +122,34 @@ class _Counting(SteeringProcessor):
 
     def advance(self, token_id: int, index: int) -> None:
         self._add(token_id)
+        left = self._left(self._prompt_length + index)
+        if left is not None:
+            self._remove(left)
         self._known = None
+
+    def _left(self, position: int) -> int | None:
+        """The token that leaves the window as the one at ``position`` enters it."""
+        place = position - self._window
+        if not self._window or place < (0 if self._counts_prompt else self._prompt_length):
+            return None
+        return self._tokens[place]
 
     def _add(self, token_id: int) -> None:
         if 0 <= token_id < self._vocab_size:
             self._seen.add(token_id)
 
+    def _remove(self, token_id: int) -> None:
+        if 0 <= token_id < self._vocab_size:
+            self._seen.remove(token_id)
+
     def retract(self, token_ids: Sequence[int]) -> bool:
+        position = self._consumed
         for token_id in reversed(token_ids):
-            if 0 <= token_id < self._vocab_size:
-                self._seen.remove(token_id)
+            position -= 1
+            left = self._left(position)
+            if left is not None:
+                self._add(left)
+            self._remove(token_id)
         self._known = None
         return True
 
@@ -112,22 +168,33 @@ class RepetitionPenalty(_Counting):
 
     Source: CTRL (Keskar et al., arXiv 1909.05858) as in transformers: z / penalty where z > 0, else
     z * penalty, once per distinct token of prompt + generated. Above 1 it discourages repetition,
-    below 1 it encourages it.
+    below 1 it encourages it. With a ``window`` only that many of the most recent tokens of prompt +
+    generated count, as with llama.cpp's ``repeat_last_n``.
     """
 
     name = "repetition_penalty"
     reads = Reads.PROMPT_AND_GENERATED
+    _counts_prompt = True
 
     class Args(ProcessorArgs):
         penalty: float = Field(ge=0.01, le=100.0, description="Factor; 1 changes nothing.")
+        window: Window = 0
 
     def __init__(self, args: Args, context: Context) -> None:
-        super().__init__(args.penalty, 1.0, context)
+        super().__init__(args.penalty, 1.0, args.window, context)
         self._factor = torch.tensor(args.penalty, dtype=torch.float32)
 
     def reset(self) -> None:
         super().reset()
+        if self._window:
+            key = (RepetitionPenalty, self._vocab_size, self._window)
+            self._seen.add_counted(*self.from_prompt(key, self._in_window))
+            return
         self._seen.add_distinct(self.from_prompt((RepetitionPenalty, self._vocab_size), self._distinct))
+
+    def _in_window(self) -> tuple[Ids, Ids]:
+        token_ids = np.array(self.prompt[-self._window :], dtype=np.int64)
+        return np.unique(token_ids[(token_ids >= 0) & (token_ids < self._vocab_size)], return_counts=True)
 
     def _distinct(self) -> Ids:
         token_ids = np.array(list(dict.fromkeys(self.prompt)), dtype=np.int64)
@@ -141,16 +208,18 @@ class FrequencyPenalty(_Counting):
     """Lowers the logits of generated tokens by a penalty for every time they occurred.
 
     Source: OpenAI API reference, ``frequency_penalty``: z_t - c_t * penalty, where c_t is how often
-    t occurs in the answer so far; the prompt does not count. Negative values encourage repetition.
+    t occurs in the most recent ``window`` tokens of the answer, by default in all of it; the prompt
+    does not count. Negative values encourage repetition.
     """
 
     name = "frequency_penalty"
 
     class Args(ProcessorArgs):
         penalty: float = Field(ge=-2.0, le=2.0, description="Subtracted per occurrence; 0 changes nothing.")
+        window: Window = 0
 
     def __init__(self, args: Args, context: Context) -> None:
-        super().__init__(args.penalty, 0.0, context)
+        super().__init__(args.penalty, 0.0, args.window, context)
 
     def _make(self) -> Edit:
         return Bias(self._seen.ids(), self._seen.scaled_counts(-self._penalty))
@@ -160,16 +229,18 @@ class PresencePenalty(_Counting):
     """Lowers the logits of generated tokens by a penalty, once per distinct token.
 
     Source: OpenAI API reference, ``presence_penalty``: z_t - penalty for every t that occurs in the
-    answer so far; the prompt does not count. Negative values encourage repetition.
+    most recent ``window`` tokens of the answer, by default in all of it; the prompt does not count.
+    Negative values encourage repetition.
     """
 
     name = "presence_penalty"
 
     class Args(ProcessorArgs):
         penalty: float = Field(ge=-2.0, le=2.0, description="Subtracted once; 0 changes nothing.")
+        window: Window = 0
 
     def __init__(self, args: Args, context: Context) -> None:
-        super().__init__(args.penalty, 0.0, context)
+        super().__init__(args.penalty, 0.0, args.window, context)
         self._value = torch.tensor(-args.penalty, dtype=torch.float32)
 
     def _make(self) -> Edit:

@@ -30,8 +30,8 @@ from adapters.contract import (
 )
 from adapters.processors.arguments import PositiveCount, Text, encode
 from adapters.processors.characters import MOST_MISSING, split_characters
-from adapters.processors.text_match import TextMatcher
 from adapters.vocabulary import ByteIndex, byte_index
+from adapters.vocabulary.text_match import TextMatcher
 
 _ShortText = Annotated[str, Field(min_length=1, max_length=256)]
 _Boost = Annotated[float, Field(ge=-100, le=100)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
@@ -19,10 +18,10 @@ from adapters.contract import (
     SteeringProcessor,
     turn_begin,
 )
-from adapters.processors.arguments import Count, encode
+from adapters.processors.arguments import Count, Text, encode
 from adapters.processors.characters import MOST_MISSING, split_characters
-from adapters.processors.text_match import TextMatcher
-from adapters.vocabulary import Vocabulary, byte_index
+from adapters.vocabulary import byte_index
+from adapters.vocabulary.text_match import TextMatcher, continuations
 
 _Tag = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -34,6 +33,7 @@ class _State(NamedTuple):
         inside: In a thinking section.
         used: Thinking tokens so far, over all sections of the answer, without complete tags.
         spent: The section must be closed now; true until it is.
+        said: Tokens of the message since the budget was spent; all of them once it is abandoned.
         opening: Symbols of the opening tag at the end of the history.
         closing: Symbols of the closing tag at the end of the history.
     """
@@ -43,6 +43,7 @@ class _State(NamedTuple):
     spent: bool
     opening: int
     closing: int
+    said: int = 0
 
 
 class ThinkingBudget(SteeringProcessor):
@@ -58,6 +59,9 @@ class ThinkingBudget(SteeringProcessor):
     that many additional tokens to end a line; the tag is forced after the first token that ends
     one, or when the grace is used up. A closing tag that the model has begun is continued, not
     begun again, and a completed tag is never repeated.
+
+    A ``message`` is written before the closing tag, unless the model has begun the tag by itself;
+    its tokens are not counted in the budget.
 
     A tag that is an added token is matched as that token. Any other tag is a text: it is matched in
     the bytes of the tokens however the model splits it, and its rest is forced from the model's
@@ -76,6 +80,9 @@ class ThinkingBudget(SteeringProcessor):
     class Args(ProcessorArgs):
         tokens: Annotated[Count, Field(description="Most thinking tokens of the answer; 0 closes a section at once.")]
         grace: Annotated[Count, Field(description="Additional tokens to reach the end of a line.")] = 0
+        message: Annotated[
+            Text | None, Field(description="Text to write before the closing tag when the budget is used up.")
+        ] = None
         start: Annotated[_Tag | None, Field(description="Tag that opens a section; the model's own by default.")] = None
         end: Annotated[_Tag | None, Field(description="Tag that closes a section; the model's own by default.")] = None
 
@@ -83,7 +90,9 @@ class ThinkingBudget(SteeringProcessor):
         self._tokens_allowed, self._grace = args.tokens, args.grace
         _, self._opening = _tag("start", args.start, context.think_start, context)
         end, self._closing = _tag("end", args.end, context.think_end, context)
-        self._forces = tuple(map(Force, _continuations(context.vocabulary, end, self._closing)))
+        self._forces = tuple(map(Force, continuations(context.vocabulary, end, self._closing)))
+        self._message = _message(args.message, self._closing, context)
+        self._says = tuple(map(Force, self._message))
         self._characters = split_characters(context.vocabulary)
         tags = self._opening.pieces.keys() | self._closing.pieces.keys()
         self._turn_marks = context.vocabulary.special_token_ids - tags
@@ -106,7 +115,7 @@ class ThinkingBudget(SteeringProcessor):
     def edit(self) -> Edit | None:
         state = self._state
         if state.spent:
-            return self._forces[state.closing]
+            return self._says[state.said] if state.said < len(self._says) else self._forces[state.closing]
         left = self._tokens_allowed + self._grace - state.used
         if not state.inside or left > MOST_MISSING:
             return None
@@ -135,24 +144,38 @@ class ThinkingBudget(SteeringProcessor):
         if opened < 0:
             return _State(False, 0, False, opening, 0)
         used = len(prompt) - opened
-        return _State(True, used, self._is_spent(used, prompt[-1] if used else None), 0, closing)
+        return self._counted(_State(True, used, False, 0, closing), prompt[-1] if used else None)
 
     def _next(self, state: _State, token_id: int, position: int) -> _State:
         if not state.inside:
             opening, before = self._opening.step(state.opening, token_id)
             if before < 0:
                 return state._replace(opening=opening)
-            return _State(True, state.used, self._is_spent(state.used, None), 0, 0)
+            return self._counted(_State(True, state.used, False, 0, 0), None)
         closing, before = self._closing.step(state.closing, token_id)
         if before < 0:
-            used = state.used + 1
-            return _State(True, used, state.spent or self._is_spent(used, token_id), 0, closing)
+            now = state._replace(used=state.used + 1, closing=closing)
+            return self._heard(now, token_id) if state.spent else self._counted(now, token_id)
         used = state.used
         while before > 0:  # do not count the tokens of the closing tag
             position -= 1
             before -= len(self._closing.pieces[self._tokens[position]])
             used -= 1
         return _State(False, used, False, 0, 0)
+
+    def _counted(self, state: _State, newest: int | None) -> _State:
+        """``state``, spent if ``newest`` is the budget's last token.
+
+        If the closing tag has begun, it is closed without the message.
+        """
+        if not self._is_spent(state.used, newest):
+            return state
+        return state._replace(spent=True, said=len(self._message) if state.closing else 0)
+
+    def _heard(self, state: _State, token_id: int) -> _State:
+        """``state`` after a token beyond the budget: the message's next, or else its end."""
+        goes_on = state.said < len(self._message) and token_id == self._message[state.said]
+        return state._replace(said=state.said + 1 if goes_on else len(self._message))
 
     def _is_spent(self, used: int, newest: int | None) -> bool:
         """Whether to close after ``newest``, a thinking token; None right after the opening tag."""
@@ -169,13 +192,16 @@ def _tag(argument: str, text: str | None, own: Sequence[int], context: Context) 
     return ids, TextMatcher.of_ids(ids) if is_token else TextMatcher.of_tokens(context.vocabulary, ids)
 
 
-def _continuations(vocabulary: Vocabulary, tag: Sequence[int], matcher: TextMatcher) -> list[int]:
-    """For each number of matched symbols, the token that continues the tag."""
-    begins = dict(zip(accumulate((len(matcher.pieces[token_id]) for token_id in tag), initial=0), tag, strict=False))
-    if len(begins) == len(matcher.pattern):
-        return [begins[n] for n in range(len(matcher.pattern))]
-    first_ids = byte_index(vocabulary).first_ids(bytes(matcher.pattern))  # else the whole tag from its beginning
-    return [begins.get(n, tag[0] if first is None else first) for n, first in enumerate(first_ids)]
+def _message(text: str | None, closing: TextMatcher, context: Context) -> list[int]:
+    """Ids of the message, which must not close the section itself."""
+    if text is None:
+        return []
+    ids, matched = encode(context, "message", text), 0
+    for token_id in ids:
+        matched, before = closing.step(matched, token_id)
+        if before >= 0:
+            raise ArgumentError("message", "must not hold the closing tag")
+    return ids
 
 
 def _newlines(context: Context) -> frozenset[int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from adapters.candidates import block_maxima, highest_ids, top
@@ -64,6 +64,46 @@ class Temperature(_RowWise):
         greedy = [row for row, p in enumerate(processors) if p.value < GREEDY_BELOW]
         logits.div_(_column([1.0 if p.value < GREEDY_BELOW else p.value for p in processors], logits))
         keep_most_likely(logits, greedy)
+
+
+class DynamicTemperature(_RowWise):
+    """Divides the logits by a temperature that rises with the row's entropy.
+
+    Source: llama.cpp's ``dynatemp``: T = low + (high - low) * (H / ln n) ** exponent, where H is
+    the entropy of the row and n how many tokens are left in it. A row with one token left is left
+    alone; a temperature below 1e-5 counts as 1e-5.
+    """
+
+    name = "dynamic_temperature"
+    stage = Stage.TEMPERATURE
+
+    class Args(ProcessorArgs):
+        low: float = Field(ge=0.0, le=100.0, description="Temperature of a row that is certain.")
+        high: float = Field(ge=0.0, le=100.0, description="Temperature of a row whose tokens are equally likely.")
+        exponent: float = Field(default=1.0, ge=0.0, le=10.0, description="Above 1 the temperature stays low longer.")
+
+        @model_validator(mode="after")
+        def _in_order(self) -> Self:
+            if self.low > self.high:
+                raise ValueError("low must be at most high")
+            return self
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.low, self.high, self.exponent = args.low, args.high, args.exponent
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        highest = logits.amax(-1, keepdim=True)
+        information = -logits.log_softmax(-1)
+        entropy = _entropy(information, information.neg().exp_())
+        count = (logits > -torch.inf).sum(-1, keepdim=True)
+        share = (entropy / count.to(logits.dtype).log().clamp_(min=torch.finfo(logits.dtype).tiny)).clamp_(0.0, 1.0)
+        low, high, exponent = (
+            _column(values, logits) for values in zip(*((p.low, p.high, p.exponent) for p in processors), strict=True)
+        )
+        temperatures = (low + (high - low) * share.pow(exponent)).clamp_(min=GREEDY_BELOW)
+        warmed = (logits - highest) / temperatures  # from the highest down, so that nothing overflows
+        logits.copy_(torch.where(count > 1, warmed, logits))
 
 
 class TopK(_RowWise):
@@ -127,6 +167,29 @@ class MinP(_RowWise):
     def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
         cuts = logits.amax(-1, keepdim=True) + _column([p.offset for p in processors], logits)
         logits.masked_fill_(logits < cuts, -torch.inf)
+
+
+class TopA(_RowWise):
+    """Keeps the tokens at least a times as likely as the square of the highest probability.
+
+    Source: top-a sampling (BlinkDL, RWKV-LM, 2022): p(t) >= a * max(p) ** 2, so that a row that is
+    certain keeps fewer tokens than one that is not. The most likely token is always kept. 0 is off.
+    """
+
+    name = "top_a"
+    stage = Stage.TRUNCATION
+
+    class Args(ProcessorArgs):
+        a: Fraction = Field(description="Least probability relative to the square of the highest; 0 keeps all.")
+
+    def __init__(self, args: Args, context: Context) -> None:
+        self.a = args.a
+
+    @classmethod
+    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
+        probabilities = logits.softmax(-1)
+        cuts = _column([p.a for p in processors], logits) * probabilities.amax(-1, keepdim=True).square()
+        _drop_unlikely(logits, probabilities, cuts)
 
 
 class TypicalP(_RowWise):

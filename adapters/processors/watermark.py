@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import math
 import struct
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -22,40 +18,27 @@ MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 DEFAULT_CONTEXT, MAX_CONTEXT = 4, 64
 
 
-class Watermark(ShapingProcessor):
-    """Watermarks the text with an operator's key, so that holders of the key can detect it.
+class KeyedShaping(ShapingProcessor):
+    """Shapes a row by an operator's key and the last tokens of the history, each context once.
 
-    Source: S. Aaronson, "My AI Safety Lecture for UT Effective Altruism" (2022), in its Gumbel
-    form: the token is argmax of ln p(t) - ln(-ln u(t)), where u(t) in (0, 1) is a keyed hash
-    (BLAKE2b, then `adapters.contract.random_numbers`) of the last ``context`` tokens of prompt +
-    generated, and of t. All other tokens are masked, so that the sampler returns it. Over random
-    keys the token is distributed as p, the row after temperature and truncation.
-
-    A context that occurred at an earlier position of the answer is not used again: there the row is
-    left alone and the request's own seed decides, since repeated noise would make loops. Elsewhere
-    the seed has no effect: the same key and row give the same token, in every choice. A row with
-    one token left, such as a greedy one, carries no mark.
+    Args:
+        key_id: Name of the key.
+        num_tokens: Length of a context, tokens.
+        context: Of the request.
     """
 
-    name = "watermark"
     stage = Stage.SAMPLING
     reads = Reads.PROMPT_AND_GENERATED
 
-    class Args(ProcessorArgs):
-        key_id: str = Field(min_length=1, max_length=128, description="Name of one of the operator's keys.")
-        context: int = Field(
-            default=DEFAULT_CONTEXT, ge=1, le=MAX_CONTEXT, description="Tokens that the noise of a token depends on."
-        )
-
-    def __init__(self, args: Args, context: Context) -> None:
-        key = context.watermark_keys.get(args.key_id)
+    def __init__(self, key_id: str, num_tokens: int, context: Context) -> None:
+        key = context.watermark_keys.get(key_id)
         if key is None:
-            raise ArgumentError("key_id", f"the operator has no watermark key {args.key_id!r}")
+            raise ArgumentError("key_id", f"the operator has no watermark key {key_id!r}")
         try:
             self.key = checked_key(key)
         except ValueError as error:
-            raise ArgumentError("key_id", f"{args.key_id!r}: {error}") from error
-        self.context = args.context
+            raise ArgumentError("key_id", f"{key_id!r}: {error}") from error
+        self.context = num_tokens
         self._contexts: list[tuple[int, ...]] = [()]  # before generated token 0, 1, ...
         self._first_use: dict[tuple[int, ...], int] = {}
 
@@ -79,6 +62,33 @@ class Watermark(ShapingProcessor):
             if self._first_use.get(self._contexts[-1]) == len(self._contexts) - 1:
                 del self._first_use[self._contexts[-1]]
         return True
+
+
+class Watermark(KeyedShaping):
+    """Watermarks the text with an operator's key, so that holders of the key can detect it.
+
+    Source: S. Aaronson, "My AI Safety Lecture for UT Effective Altruism" (2022), in its Gumbel
+    form: the token is argmax of ln p(t) - ln(-ln u(t)), where u(t) in (0, 1) is a keyed hash
+    (BLAKE2b, then `adapters.contract.random_numbers`) of the last ``context`` tokens of prompt +
+    generated, and of t. All other tokens are masked, so that the sampler returns it. Over random
+    keys the token is distributed as p, the row after temperature and truncation.
+
+    A context that occurred at an earlier position of the answer is not used again: there the row is
+    left alone and the request's own seed decides, since repeated noise would make loops. Elsewhere
+    the seed has no effect: the same key and row give the same token, in every choice. A row with
+    one token left, such as a greedy one, carries no mark.
+    """
+
+    name = "watermark"
+
+    class Args(ProcessorArgs):
+        key_id: str = Field(min_length=1, max_length=128, description="Name of one of the operator's keys.")
+        context: int = Field(
+            default=DEFAULT_CONTEXT, ge=1, le=MAX_CONTEXT, description="Tokens that the noise of a token depends on."
+        )
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args.key_id, args.context, context)
 
     def shape(self, logits: torch.Tensor) -> None:
         if self.is_repeated:
@@ -163,7 +173,7 @@ def detect(token_ids: Sequence[int], key: bytes, vocab_size: int, context: int =
             raise ValueError(f"token ids must be between 0 and {vocab_size - 1}, got {token_id}")
     scores = [
         -math.log1p(-float(uniforms_at(noise_key(key, before), torch.tensor([token_id]))))
-        for before, token_id in _first_contexts(token_ids, context)
+        for before, token_id in first_contexts(token_ids, context)
     ]
     if not scores:
         return WatermarkScore(1.0, 0)
@@ -171,7 +181,7 @@ def detect(token_ids: Sequence[int], key: bytes, vocab_size: int, context: int =
     return WatermarkScore(float(torch.special.gammaincc(count, total)), len(scores))
 
 
-def _first_contexts(token_ids: Sequence[int], length: int) -> Iterator[tuple[tuple[int, ...], int]]:
+def first_contexts(token_ids: Sequence[int], length: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """Each distinct context of ``length`` tokens, and the token after its first occurrence."""
     seen: set[tuple[int, ...]] = set()
     for i in range(length, len(token_ids)):
@@ -179,41 +189,3 @@ def _first_contexts(token_ids: Sequence[int], length: int) -> Iterator[tuple[tup
         if before not in seen:
             seen.add(before)
             yield before, token_ids[i]
-
-
-def add_detect_command(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add ``detect`` to a program's subcommands; its ``run`` returns the exit status."""
-    parser = subparsers.add_parser("detect", help="test whether a text carries the watermark of a key")
-    parser.add_argument("file", type=Path, metavar="FILE", help="text (with --tokenizer), or a JSON list of token ids")
-    parser.add_argument("--key-file", type=Path, required=True, help="the key, in hexadecimal digits")
-    parser.add_argument(
-        "--context", type=int, default=DEFAULT_CONTEXT, help="the processor's context (default %(default)s)"
-    )
-    parser.add_argument("--tokenizer", metavar="DIR", help="the model's directory; FILE is then UTF-8 text")
-    parser.add_argument("--vocab-size", type=int, default=2**31, help="ids must be below it")
-    parser.set_defaults(run=run_detect)
-
-
-def run_detect(arguments: argparse.Namespace) -> int:
-    """Print the score as one JSON object. Exit status: 0, or 2 if an input cannot be used."""
-    try:
-        token_ids = _read_ids(arguments.file, arguments.tokenizer)
-        score = detect(token_ids, read_key(arguments.key_file), arguments.vocab_size, arguments.context)
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"detect: {error}\n")
-        return 2
-    sys.stdout.write(json.dumps(asdict(score)) + "\n")
-    return 0
-
-
-def _read_ids(path: Path, tokenizer: str | None) -> list[int]:
-    text = path.read_text(encoding="utf-8")
-    if tokenizer is not None:
-        from transformers import AutoTokenizer
-
-        encode = AutoTokenizer.from_pretrained(tokenizer).encode
-        return [int(token_id) for token_id in encode(text, add_special_tokens=False)]
-    token_ids = json.loads(text)
-    if not isinstance(token_ids, list) or any(type(token_id) is not int for token_id in token_ids):
-        raise ValueError(f"{path} does not hold a JSON list of token ids; for text give --tokenizer")
-    return token_ids

@@ -88,3 +88,36 @@ def test_every_processor_of_the_example_is_in_the_catalogue():
         args = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         args.pop("scope", None)
         Catalog.default().parse_args(Requested(ast.literal_eval(call.args[0]), args, path="example"))
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "one", "description": "One.", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "two"}},
+]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("auto", {"choice": "auto"}),
+        ("required", {"choice": "required"}),
+        ({"type": "function", "function": {"name": "two"}}, {"choice": "required", "tool": "two"}),
+    ],
+)
+def test_tools_of_openai_are_a_processor_that_the_catalogue_takes(choice, expected):
+    made = client.from_openai_tools(TOOLS, choice, format="hermes", parallel_tool_calls=False, scope="answer")
+    assert made is not None
+    (requested,) = parse_selection(client.selection(made)).processors
+    args = Catalog.default().parse_args(requested)
+    assert requested.scope == "answer"
+    assert [tool.name for tool in args.tools] == ["one", "two"]
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert args.parallel is False
+
+
+def test_what_is_no_tool_is_refused():
+    assert client.from_openai_tools(TOOLS, "none", format="hermes") is None
+    with pytest.raises(ValueError, match="tool_choice: expected none"):
+        client.from_openai_tools(TOOLS, "any", format="hermes")
+    with pytest.raises(ValueError, match="expected a function with a name"):
+        client.from_openai_tools([{"type": "retrieval"}], format="hermes")

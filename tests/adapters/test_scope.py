@@ -7,9 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.contract import ThinkingTracker
+from adapters.vocabulary import Vocabulary
+from adapters.vocabulary.text_match import TextMatcher
 
 tags = st.sampled_from([([7], [8]), ([7, 1], [8, 2]), ([1, 2], [1, 3]), ([5], [5, 6])])
 tokens = st.lists(st.integers(0, 8), max_size=20)
+
+
+def tracker_of(start, end, special_ids=()):
+    """Of tags that are exactly these tokens."""
+    matchers = TextMatcher.of_ids(start), TextMatcher.of_ids(end)
+    return ThinkingTracker(*matchers, frozenset(special_ids), start)
 
 
 def feed(tracker, stream):
@@ -17,18 +25,18 @@ def feed(tracker, stream):
 
 
 def test_tags_belong_to_neither_section():
-    tracker = ThinkingTracker([7], [8])
+    tracker = tracker_of([7], [8])
     assert feed(tracker, [1, 7, 2, 3, 8, 4]) == [False, None, True, True, None, False]
 
 
 def test_a_section_opened_by_the_prompt():
-    tracker = ThinkingTracker([7], [8])
+    tracker = tracker_of([7], [8])
     tracker.reset([1, 7, 2])
     assert tracker.thinking
-    assert not tracker.may_open
+    assert tracker.opening_id is None
     tracker.reset([1, 7, 2, 8])
     assert not tracker.thinking
-    assert not tracker.may_open
+    assert tracker.opening_id is None
 
 
 @pytest.mark.parametrize(
@@ -44,17 +52,17 @@ def test_a_section_opened_by_the_prompt():
     ],
 )
 def test_only_the_last_turn_of_the_prompt_counts(prompt, thinking, may_open):
-    tracker = ThinkingTracker([7], [8], frozenset([9, 7]))  # the tags may be special tokens themselves
+    tracker = tracker_of([7], [8], [9, 7])  # the tags may be special tokens themselves
     tracker.reset(prompt)
-    assert (tracker.thinking, tracker.may_open) == (thinking, may_open)
+    assert (tracker.thinking, tracker.opening_id) == (thinking, 7 if may_open else None)
     tracker.accept(5)
-    assert not tracker.may_open
+    assert tracker.opening_id is None
     tracker.rewind(0)
-    assert (tracker.thinking, tracker.may_open) == (thinking, may_open)
+    assert (tracker.thinking, tracker.opening_id) == (thinking, 7 if may_open else None)
 
 
 def test_a_tag_that_starts_in_the_prompt():
-    tracker = ThinkingTracker([7, 1], [8])
+    tracker = tracker_of([7, 1], [8])
     tracker.reset([7])
     assert feed(tracker, [1, 4]) == [None, True]
 
@@ -62,11 +70,29 @@ def test_a_tag_that_starts_in_the_prompt():
 @settings(max_examples=100, deadline=None)
 @given(tag=tags, prompt=tokens, stream=tokens, cut=st.integers(0, 20), tail=tokens)
 def test_rewinding_is_as_if_it_had_never_been(tag, prompt, stream, cut, tail):
-    tracker, fresh = ThinkingTracker(*tag), ThinkingTracker(*tag)
+    tracker, fresh = tracker_of(*tag), tracker_of(*tag)
     tracker.reset(prompt)
     fresh.reset(prompt)
     feed(tracker, stream)
     tracker.rewind(cut)
     feed(fresh, stream[:cut])
     assert feed(tracker, tail) == feed(fresh, tail)
-    assert (tracker.thinking, tracker.may_open) == (fresh.thinking, fresh.may_open)
+    assert (tracker.thinking, tracker.opening_id) == (fresh.thinking, fresh.opening_id)
+
+
+def test_a_tag_needs_ids():
+    with pytest.raises(ValueError, match="an opening and a closing tag"):
+        ThinkingTracker.of(Vocabulary(9), [], [8])
+
+
+def test_the_beginning_of_the_answer_may_be_that_of_the_opening_tag():
+    tracker = tracker_of([7, 1, 2], [8])
+    seen = [tracker.opening_id]
+    for token in (7, 1, 2, 4):
+        tracker.accept(token)
+        seen.append(tracker.opening_id)
+    assert seen == [7, 1, 2, None, None]
+    tracker.rewind(1)
+    assert tracker.opening_id == 1
+    feed(tracker, [7])
+    assert tracker.opening_id is None  # the answer is 7, 7: no beginning of the tag

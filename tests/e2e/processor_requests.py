@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,13 @@ def chat(
     receipt: Any = False,
     content: str = PROMPT,
     headers: Any = None,
+    order: Sequence[str] = (),
     **body: Any,
 ) -> Reply:
     """A chat with ``processors`` in its annotation, none if there are none, and with ids as its
     log probabilities.
     """
-    selected = logits_processors(*processors, receipt=receipt) if processors or receipt else {}
+    selected = logits_processors(*processors, receipt=receipt, order=order) if processors or receipt or order else {}
     fields = {"max_tokens": 16, "logprobs": True, "top_logprobs": 5, "return_tokens_as_token_ids": True}
     messages = [{"role": "user", "content": content}]
     body = {"messages": messages, "stream": stream, **fields, **selected, **body}

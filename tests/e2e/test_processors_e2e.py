@@ -33,6 +33,7 @@ from processor_requests import (
 from tokenizers import Tokenizer
 
 from adapters.client import HEADER, from_openai_logit_bias, logits_processors, processor, selection
+from adapters.processors.synthid import detect_synthid
 from adapters.processors.watermark import detect
 
 PERSON = {
@@ -41,6 +42,9 @@ PERSON = {
     "required": ["name", "ok"],
     "additionalProperties": False,
 }
+
+AB = [LETTER_A, LETTER_B]
+HOT = [processor("logit_bias", bias={str(LETTER_A): 100, str(LETTER_B): 85})]
 
 Shared = tuple[Stack, Worker]
 
@@ -61,6 +65,23 @@ def ends(tiny_model: Path) -> list[int]:
     """Ids that end an answer."""
     ids = json.loads((tiny_model / "generation_config.json").read_text())["eos_token_id"]
     return [int(token_id) for token_id in ids]
+
+
+TAGS = {
+    "type": "triggered_tags",
+    "triggers": ["<n="],
+    "tags": [{"begin": "<n=", "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": ">"}],
+}
+TOOLS = [{"name": name, "parameters": PERSON} for name in ("greet", "dismiss")]
+
+
+def is_a_call(text: str) -> bool:
+    """Whether ``text`` is one call of one of `TOOLS`, as hermes writes it."""
+    found = re.fullmatch("<tool_call>\n(.*)\n</tool_call>", text, re.DOTALL)
+    if found is None:
+        return False
+    call = json.loads(found[1])
+    return call["name"] in ("greet", "dismiss") and set(call["arguments"]) == {"name", "ok"}
 
 
 # Built-ins, by annotation. Each check would fail on the model's own answer.
@@ -112,6 +133,16 @@ BUILT_INS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Callable[[Reply
         {},
         lambda reply: re.fullmatch("one (and|or) (two|three)", reply.content) is not None,
     ),
+    "structural_tag": (
+        [processor("structural_tag", format=TAGS), processor("forced_prefix", text="It is <n=")],
+        {"max_tokens": 24},
+        lambda reply: re.match("It is <n=[0-9]{2}>", reply.content) is not None,
+    ),
+    "tool_calls": (
+        [processor("tool_calls", format="hermes", tools=TOOLS, choice="required", parallel=False)],
+        {"max_tokens": 60},
+        lambda reply: is_a_call(reply.content) and reply.finish_reason == "stop",
+    ),
     "allowed_tokens": (
         [processor("allowed_tokens", token_ids=[LETTER_A, LETTER_B]), processor("min_tokens", n=9)],
         {"temperature": 1.0, "seed": 3},
@@ -120,6 +151,29 @@ BUILT_INS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Callable[[Reply
     "logit_bias": (
         [processor("logit_bias", bias={str(LETTER_A): 100})],
         {},
+        lambda reply: reply.content == "A" * 16,
+    ),
+    "sequence_bias": (
+        [processor("sequence_bias", sequences=[{"token_ids": [LETTER_A], "bias": 50}, {"token_ids": AB, "bias": 100}])],
+        {},
+        lambda reply: reply.content == "AB" * 8,
+    ),
+    "a penalty over a window": (
+        [
+            processor("logit_bias", bias={str(LETTER_A): 100, str(LETTER_B): 90}),
+            processor("repetition_penalty", penalty=2.0, window=1),
+        ],
+        {},
+        lambda reply: reply.content == "AB" * 8,
+    ),
+    "top_a": (
+        [*HOT, processor("top_a", a=1.0), processor("temperature", value=5.0)],
+        {"seed": 3},
+        lambda reply: reply.content == "A" * 16,
+    ),
+    "an order": (
+        [*HOT, processor("min_p", p=0.9), processor("temperature", value=100.0)],
+        {"seed": 3, "order": ["min_p", "temperature"]},
         lambda reply: reply.content == "A" * 16,
     ),
     "no_repeat_ngram": (
@@ -156,6 +210,11 @@ BUILT_INS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Callable[[Reply
         [processor("temperature", value=1.5), processor("watermark", key_id="house")],
         {"max_tokens": 120, "ignore_eos": True},
         lambda reply: detect(reply.token_ids, KEY, 2**31).p_value < 1e-6,
+    ),
+    "synthid": (
+        [processor("temperature", value=1.5), processor("synthid", key_id="house")],
+        {"max_tokens": 120, "ignore_eos": True, "seed": 7},
+        lambda reply: detect_synthid(reply.token_ids, KEY, 2**31).p_value < 1e-6,
     ),
 }
 
@@ -202,6 +261,16 @@ def test_seeded_draws_of_a_processor_repeat(served: Shared) -> None:
     first = chat(served[0], *drawn, seed=11)
     assert chat(served[0], *drawn, seed=11).token_ids == first.token_ids
     assert chat(served[0], *drawn, seed=12).token_ids != first.token_ids
+
+
+def test_an_order_of_fields(served: Shared) -> None:
+    """The fields are cut and warmed as the request says, and neither is dropped."""
+    fields: dict[str, Any] = {"temperature": 2.0, "min_p": 0.6, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+    by_law = chat(served[0], **fields)
+    assert chat(served[0], order=["temperature", "min_p"], **fields).token_ids == by_law.token_ids
+    cut_first = chat(served[0], order=["min_p", "temperature"], **fields)
+    assert cut_first.token_ids != by_law.token_ids
+    assert chat(served[0], order=["min_p", "temperature"], stream=True, **fields).token_ids == cut_first.token_ids
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from engine_doubles import ScriptedModel, request, run_alone
-from pydantic import Field
-from typing_extensions import Self
 
 from adapters.catalog import Catalog, ModelPolicy, Selection, SelectionError
-from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.processors.truncation import TopA
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.admission import SAMPLED
 from worker.engines.trtllm.params import Served, native_request
@@ -31,30 +28,6 @@ from worker.sampling.control import Number, RunsAs, control
 MODEL = ScriptedModel()
 PROMPT = [5, 6, 7]
 LIMITS = RequestLimits(256, MODEL.vocab_size, (1,))
-
-
-class TopA(ShapingProcessor):
-    """Keeps the tokens with a probability of at least a times the square of the highest one."""
-
-    name = "top_a"
-    stage = Stage.TRUNCATION
-    reads = Reads.NOTHING
-
-    class Args(ProcessorArgs):
-        a: float = Field(ge=0.0, le=1.0, description="Factor; 0 keeps all.")
-
-    def __init__(self, args: Args, context: Context) -> None:
-        self.a = args.a
-
-    def shape(self, logits: torch.Tensor) -> None:
-        self.shape_rows([self], logits.unsqueeze(0))
-
-    @classmethod
-    def shape_rows(cls, processors: Sequence[Self], logits: torch.Tensor) -> None:
-        factors = torch.tensor([one.a for one in processors], device=logits.device)[:, None]
-        probabilities = logits.softmax(-1)
-        cuts = factors * probabilities.amax(-1, keepdim=True).square()
-        logits.masked_fill_(probabilities < cuts, -torch.inf)
 
 
 @dataclass(slots=True, kw_only=True)

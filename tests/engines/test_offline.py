@@ -5,6 +5,7 @@ what is refused.
 from __future__ import annotations
 
 import io
+import json
 import random
 import threading
 import time
@@ -313,8 +314,16 @@ def test_guides_bad_words_and_thinking(engine: Engine, tokenizer: Any) -> None:
     (changed,) = engine.generate("Hello", SamplingParams(max_tokens=8, ignore_eos=True, bad=word))
     assert changed.token_ids[:2] == plain.token_ids[:2]
     assert changed.token_ids[2] != plain.token_ids[2]
-    with pytest.raises(InvalidRequest, match=r"guided_decoding: structural tags"):
-        engine.generate("x", SamplingParams(guided_decoding=GuidedDecodingParams(structural_tag="{}")))
+    tag = {"begin": "<f>", "schema": {"const": 7}, "end": "</f>"}
+    tags = json.dumps({"type": "structural_tag", "structures": [tag], "triggers": ["<f>"]})
+    structured = GuidedDecodingParams(structural_tag=tags)
+    forced = [{"name": "forced_prefix", "args": {"text": "So <f>"}}]
+    (result,) = engine.generate("x", SamplingParams(max_tokens=16, guided_decoding=structured), processors=forced)
+    assert result.text is not None
+    assert result.text.startswith("So <f>7</f>")
+    for malformed, problem in (("{", "must be JSON"), ("{}", "format")):
+        with pytest.raises(InvalidRequest, match=problem):
+            engine.generate("x", SamplingParams(guided_decoding=GuidedDecodingParams(structural_tag=malformed)))
     with pytest.raises(InvalidRequest, match=r"guided_decoding: must hold a guide"):
         engine.generate("x", SamplingParams(guided_decoding=GuidedDecodingParams()))
 

@@ -80,6 +80,7 @@ def test_one_for_another_prompt_is_refused(prompt: list[int]) -> None:
         Selection(CHOSEN.processors[::-1]),
         Selection((Requested("banned_tokens", {"token_ids": [7, 9]}), CHOSEN.processors[1])),
         Selection((CHOSEN.processors[0], Requested("min_tokens", {"n": 3}))),
+        replace(CHOSEN, order=("top_k", "temperature")),
     ],
 )
 def test_one_for_other_processors_is_refused(selection: Selection) -> None:

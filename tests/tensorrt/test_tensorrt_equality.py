@@ -84,6 +84,35 @@ async def test_every_built_in(
         assert comparable(ours.engine_data) == comparable(theirs.engine_data)
 
 
+async def test_an_order_of_temperature_and_truncation(
+    model: Path, served: TrtllmEngine, reference: EmbeddedEngine
+) -> None:
+    """On both engines, and it makes a difference."""
+    texts = set()
+    for order in ((), ("min_p", "top_k", "temperature"), ("temperature", "top_k", "min_p")):
+        answers = []
+        for engine in (served, reference):
+            context = Context(Vocabulary.from_pretrained(str(model), 1024, (4, 1)), frozenset({4, 1}), seed=3)
+            chain = CATALOG.build_chain(Selection(order=order), context)
+            chain.start(PROMPT)
+            made = create_trtllm_adapters([chain], end_id=4)
+            params = SamplingParams(
+                max_tokens=24,
+                logits_processor=made,
+                seed=3,
+                stop_token_ids=[1, 4],
+                temperature=3.0,
+                min_p=0.5,
+                top_k=30,
+            )
+            answers.append(await collect(engine, PROMPT, params, "order"))
+        ours, theirs = answers
+        assert ours.error is None
+        assert ours.token_ids == theirs.token_ids
+        texts.add(tuple(theirs.token_ids))
+    assert len(texts) > 1
+
+
 CONTROLS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.8, "seed": 5},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,13 @@ MODEL = "tiny"
 IDS = st.integers(8, 990)
 NUMBERS = {"allow_nan": False}
 
+
+def tagged(pattern: str) -> dict[str, Any]:
+    """The format of a structural tag."""
+    tag = {"begin": "<f>", "content": {"type": "regex", "pattern": pattern}, "end": "</f>"}
+    return {"type": "triggered_tags", "triggers": ["<f>"], "tags": [tag]}
+
+
 # what a client may send for each control, neutral values among them, and an operator's arguments
 # for its processor
 VALUES: dict[str, tuple[st.SearchStrategy[Any], dict[str, Any]]] = {
@@ -54,6 +62,7 @@ VALUES: dict[str, tuple[st.SearchStrategy[Any], dict[str, Any]]] = {
     "json_schema": (st.sampled_from([{"type": "integer"}, {"type": "string"}, True]), {"schema": {"type": "string"}}),
     "regex": (st.sampled_from(["[a-z]+", "[0-9]+"]), {"pattern": "[a-z]+"}),
     "choice": (st.sampled_from([["yes", "no"], ["a"]]), {"choices": ["a"]}),
+    "structural_tag": (st.sampled_from([tagged("[a-z]"), tagged("[0-9]")]), {"format": tagged("[0-9]")}),
     "grammar": (st.sampled_from(['start: "a"', 'start: "b"']), {"lark": 'start: "b"'}),
 }
 
@@ -201,6 +210,8 @@ def test_a_default_stays_beside_fields_that_are_something_else(facts: Facts, min
 
 LATE = {
     "temperature": {"value": 0.5},
+    "dynamic_temperature": {"low": 0.2, "high": 1.5},
+    "top_a": {"a": 0.1},
     "top_k": {"k": 40},
     "top_p": {"p": 0.5},
     "min_p": {"p": 0.25},
@@ -211,7 +222,11 @@ LATE = {
     "xtc": {"threshold": 0.001, "probability": 1.0},
     "mirostat": {},
     "watermark": {"key_id": "house"},
+    "synthid": {"key_id": "house"},
 }
+
+
+UNDONE_BY_GREEDY = {"temperature", "dynamic_temperature", "watermark", "synthid"}
 
 
 def late_chains(facts: Facts, **policy: Any) -> ServedChainBuilder:
@@ -256,7 +271,7 @@ def test_a_default_shapes_a_request_that_is_drawn(facts: Facts, name: str) -> No
     assert name in names(chain)
 
 
-@pytest.mark.parametrize(("name", "drawn"), [(name, name in ("temperature", "watermark")) for name in LATE])
+@pytest.mark.parametrize(("name", "drawn"), [(name, name in UNDONE_BY_GREEDY) for name in LATE])
 def test_of_what_is_mandatory_only_what_greedy_would_undo_is_drawn(facts: Facts, name: str, drawn: bool) -> None:
     params, chain = served(late_chains(facts, mandatory=operators("mandatory", name, LATE[name])), parsed(raw()))
     assert name in names(chain)
@@ -381,3 +396,21 @@ def test_what_the_client_asks_for_itself_is_refused_in_its_own_name(facts: Facts
     with pytest.raises(InvalidRequest, match="needs an end token") as refused:
         served(chains_with(facts), parsed(raw(BY_NAME["json_schema"], True, ignore_eos=True)))
     assert refused.value.field.startswith("sampling_options.guided_decoding")
+
+
+def test_the_order_of_a_request_covers_its_fields(facts: Facts) -> None:
+    data = raw()
+    data["sampling_options"] = {"temperature": 1.5, "min_p": 0.25, "top_k": 40}
+    top_a = [{"name": "top_a", "args": {"a": 0.1}}]
+    text = json.dumps({"version": 1, "processors": top_a, "order": ["min_p", "top_a", "temperature"]})
+    data["annotations"] = [f"logits_processors:{text}"]
+    params, chain = served(chains_with(facts), parsed(data))
+    assert names(chain) == ["min_p", "top_a", "temperature", "top_k"]
+    assert (params.temperature, params.min_p, params.top_k) == (1.0, None, None)
+    data["annotations"] = ['logits_processors:{"version": 1, "order": ["top_k", "temperature"]}']
+    _, chain = served(chains_with(facts), parsed(data))
+    assert names(chain) == ["top_k", "temperature", "min_p"]
+    del data["sampling_options"]  # greedy, as without an order
+    params, chain = served(chains_with(facts), parsed(data))
+    assert names(chain) == ["temperature"]
+    assert params.is_greedy

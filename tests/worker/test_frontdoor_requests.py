@@ -94,12 +94,13 @@ def test_processors_become_the_annotation(path: str) -> None:
     assert [each["name"] for each in selected(body)["processors"]] == ["min_tokens", "logit_bias"]
 
 
-def test_an_object_may_ask_for_receipt_and_deadline() -> None:
+def test_an_object_may_ask_for_receipt_deadline_and_order() -> None:
+    wanted = {"processors": [MIN_TOKENS], "receipt": "debug", "deadline": 1.8e9, "order": ["min_p", "temperature"]}
     body = sent(
-        logits_processors={"processors": [MIN_TOKENS], "receipt": "debug", "deadline": 1.8e9},
+        logits_processors=wanted,
         nvext={"annotations": ["mine"], "extra_fields": ["timing"], "max_thinking_tokens": 4},
     )
-    assert selected(body) == {"version": 1, "processors": [MIN_TOKENS], "receipt": "debug", "deadline": 1.8e9}
+    assert selected(body) == {"version": 1, **wanted}
     assert body["nvext"]["annotations"][0] == "mine"
     assert body["nvext"]["extra_fields"] == ["timing", "engine_data"]
     assert body["nvext"]["max_thinking_tokens"] == 4
@@ -217,6 +218,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "selection": (CHAT, {"logits_processors": {"zzz": 1}}, "logits_processors"),
     "selection text": (CHAT, {"logits_processors": "min_tokens"}, "logits_processors"),
     "receipt": (CHAT, {"logits_processors": {"receipt": 3}}, "logits_processors.receipt"),
+    "order": (CHAT, {"logits_processors": {"order": ["temperature", "min_tokens"]}}, "logits_processors.order[1]"),
     "misspelt annotation": (CHAT, {"nvext": {"annotations": ["logits_procesors:{}"]}}, "nvext.annotations"),
     "two selections": (
         CHAT,

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from adapters.catalog import Catalog, Policy, PolicyError
 from adapters.chain import ProcessorFailed, ProcessorRecord, Receipt
 from adapters.contract import is_allowed
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary, thinking_tags
 from worker.engines import TokenDelta
 from worker.engines.embedded.admission import SAMPLED
 from worker.errors import InvalidRequest, ProcessorUnavailable
@@ -28,6 +28,9 @@ from worker.sampling.field_processors import with_field_processors
 from worker.tiny_model import write_tiny_model
 
 END = frozenset({2})
+
+TAG = {"begin": "<f>", "content": {"type": "regex", "pattern": "[0-9]"}, "end": ";"}
+TAGS = {"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG]}
 
 
 @pytest.fixture(scope="session")
@@ -105,6 +108,7 @@ async def test_the_field_allows_what_is_listed_and_no_end_token_besides(facts: F
         ({"regex": "[a-z]+"}, "regex"),
         ({"choice": ["a", "b"]}, "choice"),
         ({"grammar": 'start: "a" | "b"'}, "grammar"),
+        ({"structural_tag": TAGS}, "structural_tag"),
     ],
 )
 async def test_every_guide_is_a_processor(facts: Facts, guide: dict[str, Any], name: str) -> None:
@@ -266,3 +270,32 @@ async def test_a_stream_that_ends_in_time_is_left_alone() -> None:
 
     deltas = [delta async for delta in until(2000.0, stream(), clock=lambda: 1000.0)]
     assert [delta.finish_reason for delta in deltas] == [None, "stop"]
+
+
+def test_thinking_tags_of_several_tokens(facts: Facts) -> None:
+    vocabulary = facts.vocabulary
+    own = Facts.of(vocabulary)
+    assert (own.think_start, own.think_end) == (
+        tuple(vocabulary.encode("<think>")),
+        tuple(vocabulary.encode("</think>")),
+    )
+    given = Facts.of(vocabulary, "[REASON]", "[/REASON]")
+    assert vocabulary.decode(given.think_start) == "[REASON]"
+    assert len(given.think_end) > 1
+    with pytest.raises(ValueError, match="given together"):
+        Facts.of(vocabulary, "[REASON]")
+    other = Vocabulary(1024, vocabulary.tokenizer)
+    other.tag = lambda text: {"[THINK]": (5,), "[/THINK]": (6,)}.get(text, ())  # type: ignore[method-assign]
+    assert thinking_tags(other) == ((5,), (6,))
+
+
+async def test_a_grammar_behind_tags_of_several_tokens(facts: Facts) -> None:
+    tagged = Facts.of(facts.vocabulary, "[REASON]", "[/REASON]")
+    chain = await build(
+        make(tagged), request(guided_decoding=GuidedDecodingParams(choice=["yes"]), require_reasoning=True)
+    )
+    for token_id in facts.vocabulary.encode("[REASON]yes or no[/REASON]"):
+        assert chain.plan().permits(token_id)
+        chain.accept(token_id, chain.position)
+    yes, no = (facts.vocabulary.encode(text)[0] for text in ("yes", "no"))
+    assert [chain.plan().permits(token_id) for token_id in (yes, no)] == [True, False]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,10 @@ class Client:
         self.num_requests += 1
         return f"request-{self.num_requests}"
 
-    async def ask(self, prompt: list[int], *processors: Any, receipt: Any = True, **request: Any) -> Answer:
-        annotation = "logits_processors:" + selection(*processors, receipt=receipt)
+    async def ask(
+        self, prompt: list[int], *processors: Any, receipt: Any = True, order: Sequence[str] = (), **request: Any
+    ) -> Answer:
+        annotation = "logits_processors:" + selection(*processors, receipt=receipt, order=order)
         raw = {"token_ids": prompt, "annotations": [annotation], **request}
         return Answer([chunk async for chunk in self.worker.generate(raw, self)])
 
@@ -147,6 +149,13 @@ async def test_the_tokens_are_those_that_were_recorded(
     assert f"answer: {number} tokens, equal to those recorded" in capsys.readouterr().out
     if name == "drawn":
         assert await files.replay({**answer.receipt, "seed": answer.receipt["seed"] ^ 1}, PROMPT) == 1
+
+
+async def test_an_order_is_recorded(plain: Client, files: Files) -> None:
+    asked = {"sampling_options": {"temperature": 3.0, "min_p": 0.9, "seed": 5}, "stop_conditions": {"max_tokens": 40}}
+    answer = await plain.ask(PROMPT, order=["min_p", "temperature"], **asked)
+    assert answer.token_ids != (await plain.ask(PROMPT, **asked)).token_ids
+    assert await files.replay(answer.receipt, PROMPT) == 0
 
 
 async def test_preempted_and_chunked_in_a_batch_with_an_operator_s_watermark(

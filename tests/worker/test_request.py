@@ -5,6 +5,7 @@ goes out.
 from __future__ import annotations
 
 import array
+import json
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,11 @@ def test_fields_that_become_processors() -> None:
     assert control(guided, {"regex": "a+", "json": None}) == GuidedDecodingParams(regex="a+")
     assert control(guided, {"json": '{"type": "object"}'}) == GuidedDecodingParams(json={"type": "object"})
     assert control(guided, {"json": False}) == GuidedDecodingParams(json=False)
+    content = {"type": "json_schema", "json_schema": True}
+    tags = {"type": "triggered_tags", "triggers": ["<f"], "tags": [{"begin": "<f>", "end": ";", "content": content}]}
+    older = {"structures": [{"begin": "<f>", "schema": True, "end": ";"}], "triggers": ["<f"], "type": "structural_tag"}
+    for guide in (tags, {"type": "structural_tag", "format": tags}, older, json.dumps(older)):
+        assert control(guided, {"structural_tag": guide}) == GuidedDecodingParams(structural_tag=tags)
     assert control("extra_args.sampling_options.bad_words_token_ids", [[1, 2], 3]) == [[1, 2], [3]]
     assert control("extra_args.sampling_options.allowed_token_ids", [9, 7, 9]) == [7, 9]
     assert control("stop_conditions.max_thinking_tokens", 0) == 0
@@ -293,6 +299,7 @@ def test_fields_that_become_processors() -> None:
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern: is not supported"),
         ({"regexp": "a"}, "regexp: unknown field"),
         ({"json": "{"}, "json: must be a JSON Schema"),
+        ({"structural_tag": "{"}, "structural_tag: must be JSON"),
     ],
 )
 def test_guides_that_are_refused(guide: dict[str, Any], problem: str) -> None:

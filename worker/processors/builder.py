@@ -71,7 +71,7 @@ def make_chain_builder(arguments: Arguments, info: EngineInfo, registry: Collect
         tables = partial(tokenizer_tables, vocabulary)
         sandbox = GrammarSandbox(tables, timeout_s=arguments.grammar_timeout_s, observe=metrics.count)
         sandbox.start()  # loads the tokenizer while this process does
-        facts = Facts.of(vocabulary)
+        facts = _facts(vocabulary, arguments)
         facts.precompute()  # no request should wait for it
         cache = grammar_cache(vocabulary)
         cache.sandbox, cache.max_bytes = sandbox, arguments.grammar_cache_mib * 2**20
@@ -87,6 +87,13 @@ def make_chain_builder(arguments: Arguments, info: EngineInfo, registry: Collect
     except BaseException:
         _close(sandbox)
         raise
+
+
+def _facts(vocabulary: Vocabulary, arguments: Arguments) -> Facts:
+    try:
+        return Facts.of(vocabulary, arguments.thinking_start, arguments.thinking_end)
+    except ValueError as error:
+        raise StartupError(f"--thinking-start and --thinking-end: {error}") from None
 
 
 def _close(sandbox: GrammarSandbox | None) -> None:
@@ -177,7 +184,7 @@ class ServedChainBuilder:
             Overloaded: too many grammars wait to be compiled.
             GrammarsUnavailable: there is no process to compile them in.
         """
-        if not (selection.processors or selection.receipt):
+        if not (selection.processors or selection.order or selection.receipt):
             return None
         names = [requested.name for requested in selection.processors]
         self.breaker.check(names)
@@ -194,7 +201,7 @@ class ServedChainBuilder:
         except ProcessorFailed as error:
             self.breaker.record(error.processor)
             raise InvalidRequest(CHANNEL, str(error)) from None
-        return chain if chain.members or selection.receipt else None
+        return chain if chain.members or chain.order or selection.receipt else None
 
     async def _compiled(self, selection: Selection, context: Context, client: str | None) -> list[Compiled]:
         """The grammars of a selection, compiled."""

@@ -89,6 +89,7 @@ class RecordedRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     sampling: dict[str, Any]
     processors: list[RecordedProcessor]
+    order: list[str] = []
     choice: Literal[0]
     smoke_test: Literal[False]
 
@@ -181,7 +182,7 @@ def selection_of(recorded: Recorded, policy_file: str | None, catalog: Catalog) 
             found.append(parse_processor({"name": entry.name, "args": {**entry.args, "scope": entry.scope}}, path))
         except SelectionError as error:
             raise ConfigurationError(str(error)) from None
-    return Selection(tuple(found), receipt=True)
+    return Selection(tuple(found), receipt=True, order=tuple(recorded.request.order))
 
 
 def _of_operator(entry: RecordedProcessor, operators: Sequence[Requested], path: str, model: str) -> Requested:

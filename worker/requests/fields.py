@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from adapters.catalog import ANNOTATION, MAX_BYTES
 from adapters.processors.arguments import MAX_LIST
+from adapters.processors.structural import format_of
 from worker.errors import InvalidRequest, shown
 from worker.sampling import Control, GuidedDecodingParams, SamplingParams, sampling_controls
 
@@ -155,8 +156,8 @@ def token_sequences(path: str, value: Any) -> list[list[int]]:
     return sequences
 
 
-_GUIDES = ("json", "regex", "choice", "grammar")
-_GUIDE_OPTIONS = ("backend", "whitespace_pattern", "structural_tag")
+_GUIDES = ("json", "regex", "choice", "grammar", "structural_tag")
+_GUIDE_OPTIONS = ("backend", "whitespace_pattern")
 
 
 def guided_decoding(path: str, value: Any) -> GuidedDecodingParams | None:
@@ -171,23 +172,26 @@ def guided_decoding(path: str, value: Any) -> GuidedDecodingParams | None:
         return None
     if given.pop("backend", "llguidance") not in ("llguidance", "guidance", "auto"):
         raise InvalidRequest(f"{path}.backend", "this worker decodes grammars with llguidance")
-    for name in ("whitespace_pattern", "structural_tag"):
-        if given.pop(name, None) is not None:
-            raise InvalidRequest(f"{path}.{name}", "is not supported; give a json, regex, choice or grammar guide")
+    if given.pop("whitespace_pattern", None) is not None:
+        raise InvalidRequest(f"{path}.whitespace_pattern", f"is not supported; give a guide: {', '.join(_GUIDES)}")
     if len(given) != 1:
         raise InvalidRequest(path, f"must have exactly one of {', '.join(_GUIDES)}, got {', '.join(given) or 'none'}")
     if isinstance(given.get("json"), str):
-        given["json"] = _schema(f"{path}.json", given["json"])
+        given["json"] = _json(f"{path}.json", given["json"], "a JSON Schema")
+    if "structural_tag" in given:
+        tag = given["structural_tag"]
+        tag = _json(f"{path}.structural_tag", tag, "JSON") if isinstance(tag, str) else tag
+        given["structural_tag"] = format_of(tag)
     return GuidedDecodingParams(**given)
 
 
-def _schema(path: str, text_: str) -> Any:
+def _json(path: str, text_: str, what: str) -> Any:
     if len(text_) > MAX_BYTES:
         raise InvalidRequest(path, f"must have at most {MAX_BYTES} characters, got {len(text_)}")
     try:
         return json.loads(text_)
     except (ValueError, RecursionError):
-        raise InvalidRequest(path, "must be a JSON Schema") from None
+        raise InvalidRequest(path, f"must be {what}") from None
 
 
 def prompt_ids(path: str, value: Any) -> list[int]:

@@ -167,5 +167,7 @@ def _recorded(params: SamplingParams, selection: Selection, smoke: bool) -> str:
         else {"name": one.name, "scope": one.scope, "origin": one.origin}
         for one in selection.processors
     ]
-    data = {"sampling": sampling, "processors": processors, "choice": 0, "smoke_test": smoke}
+    data: dict[str, Any] = {"sampling": sampling, "processors": processors, "choice": 0, "smoke_test": smoke}
+    if selection.order:
+        data["order"] = selection.order
     return json.dumps(data, separators=(",", ":"))

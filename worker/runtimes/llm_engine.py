@@ -243,7 +243,7 @@ class WorkerEngine(LLMEngine):
         admitted = self.in_flight.admit(request_id, 0)  # in flight while its grammars compile, but without KV
         try:
             work = self._parameters(request, chains, selection, info, self._seed(request, part))
-            has_chain = selection.processors or selection.receipt
+            has_chain = selection.processors or selection.order or selection.receipt
             params = await (self._while_in_flight(admitted, work) if has_chain else work)
             entry.seed = params.seed
             hidden = params.end_token_ids - request.shown_stop_token_ids

@@ -10,7 +10,7 @@ from adapters.chain import ProcessorChain
 from adapters.contract import Context, Scope
 from adapters.processors.characters import split_characters
 from adapters.processors.grammar import grammar_cache
-from adapters.vocabulary import Vocabulary, byte_index
+from adapters.vocabulary import Vocabulary, byte_index, thinking_tags
 from worker.sampling.field_processors import field_values, refuse_twice
 from worker.sampling.params import SamplingParams
 
@@ -41,9 +41,18 @@ class Facts:
         return facts
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary) -> Facts:
-        """Those of a model with this vocabulary."""
-        return cls(vocabulary, vocabulary.tag("<think>"), vocabulary.tag("</think>"))
+    def of(cls, vocabulary: Vocabulary, think_start: str | None = None, think_end: str | None = None) -> Facts:
+        """Those of a model with this vocabulary.
+
+        Args:
+            vocabulary: Of the model.
+            think_start: Text of the opening tag; by default the model's own, if it has a known one.
+            think_end: Text of the closing tag.
+
+        Raises:
+            ValueError: only one tag is given, or the model's tokens cannot write one.
+        """
+        return cls(vocabulary, *thinking_tags(vocabulary, think_start, think_end))
 
     def precompute(self) -> None:
         """Derive from the tokenizer what takes long: seconds for a large vocabulary.

@@ -9,6 +9,7 @@ the engine.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,6 +20,7 @@ from adapters.processors.length import MinTokens
 from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
 from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
 from adapters.processors.repetition import NoRepeatNgram
+from adapters.processors.structural import StructuralTag, format_of
 from adapters.processors.thinking import ThinkingBudget
 from adapters.processors.truncation import MinP, Temperature, TopK, TopP
 from worker.sampling.control import (
@@ -43,6 +45,15 @@ _TEXT = "the engine works on token ids; the runtime applies it"
 _DECAY = "this worker does not decay top_p"
 
 
+def structural_format(tag: Any) -> Any:
+    """The argument of `StructuralTag` for a structural tag: JSON text, or its data.
+
+    Raises:
+        ValueError, RecursionError: it is text that is not JSON.
+    """
+    return format_of(json.loads(tag) if isinstance(tag, str) else tag)
+
+
 @dataclass(slots=True, kw_only=True)
 class GuidedDecodingParams:
     """A grammar for the answer; at most one field may be set. TensorRT-LLM's, with `choice`."""
@@ -52,7 +63,7 @@ class GuidedDecodingParams:
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool = False
-    structural_tag: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
     @property
     def given(self) -> list[str]:
@@ -230,8 +241,9 @@ class SamplingParams:
         RunsAs(Regex, "pattern", "regex"),
         RunsAs(Choice, "choices", "choice"),
         RunsAs(Grammar, "lark", "grammar"),
+        RunsAs(StructuralTag, "format", "structural_tag", convert=structural_format),
         paths="sampling_options.guided_decoding",
-        summary="Runs as the processor json_schema, regex, choice or grammar; "
+        summary="Runs as the processor json_schema, regex, choice, grammar or structural_tag; "
         "with require_reasoning after the thinking.",
     )
 

@@ -15,11 +15,26 @@ _OBJECT = {
     "additionalProperties": False,
 }
 
+_TAGS = {
+    "type": "triggered_tags",
+    "triggers": ["<f="],
+    "tags": [
+        {"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": _OBJECT}, "end": "</f>"},
+        {"begin": "<f=b>", "content": {"type": "regex", "pattern": "[0-9]{1,3}"}, "end": ";"},
+    ],
+}
+
+_TOOLS = [{"name": "fox", "parameters": _OBJECT}, {"name": "dog", "parameters": True}]
+
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "logit_bias": [{"bias": {"40": 5.0, "41": -100.0, "0": -2.5}}],
-    "repetition_penalty": [{"penalty": 1.3}, {"penalty": 0.5}],
-    "frequency_penalty": [{"penalty": 0.7}, {"penalty": -1.0}],
-    "presence_penalty": [{"penalty": 1.5}],
+    "sequence_bias": [
+        {"sequences": [{"text": "the fox", "bias": 4.0}, {"token_ids": [40], "bias": -3.0}]},
+        {"sequences": [{"token_ids": [40, 41, 42], "bias": 9.0}, {"token_ids": [41, 42], "bias": -2.0}]},
+    ],
+    "repetition_penalty": [{"penalty": 1.3}, {"penalty": 0.5}, {"penalty": 1.7, "window": 3}],
+    "frequency_penalty": [{"penalty": 0.7}, {"penalty": -1.0}, {"penalty": 1.0, "window": 4}],
+    "presence_penalty": [{"penalty": 1.5}, {"penalty": 2.0, "window": 1}],
     "dry": [{"multiplier": 0.8, "allowed_length": 1, "breakers": ["\n"]}, {"multiplier": 2.0, "range": 8}],
     "gen_length": [{"boost": 2.0, "power": 1.5}, {"boost": 4.0, "complete_sentences": True}],
     "cite_from_prompt": [{"boost": 1.0, "conditional_boost": 3.0}],
@@ -35,19 +50,26 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "regex": [{"pattern": "[a-c]+( yes| no)?"}],
     "choice": [{"choices": ["yes", "no", "yes, the fox"]}],
     "grammar": [{"lark": 'start: ("a" | "fox")+ "."'}],
+    "structural_tag": [{"format": _TAGS}, {"format": {**_TAGS, "at_least_one": True, "stop_after_first": True}}],
+    "tool_calls": [
+        {"format": "hermes", "tools": _TOOLS},
+        {"format": "phi4", "tools": _TOOLS, "choice": "required", "tool": "fox"},
+    ],
     "forced_sequence": [{"text": "Yes, the fox."}, {"token_ids": [40, 41, 42]}],
-    "forced_prefix": [{"text": "Yes, the fox"}, {"token_ids": [40, 40]}],
+    "forced_prefix": [{"text": "Yes, the fox"}, {"token_ids": [40, 40]}, {"text": "Yes, th", "heal": True}],
     "force_last_phrase": [{"text": " Hello world!"}],
     "trigger_phrase": [
         {"text": " Wait, let me think.", "trigger": " fox", "times": 2},
         {"text": " See also", "after_tokens": 3},
     ],
     "loop_stop": [{"max_period": 4, "copies": 3}, {"max_period": 1, "copies": 2}],
-    "thinking_budget": [{"tokens": 2}, {"tokens": 0}, {"tokens": 1, "grace": 2}],
+    "thinking_budget": [{"tokens": 2}, {"tokens": 0}, {"tokens": 1, "grace": 2}, {"tokens": 3, "message": " So, yes."}],
     "temperature": [{"value": 0.7}, {"value": 0.0}],
+    "dynamic_temperature": [{"low": 0.2, "high": 1.8}, {"low": 0.0, "high": 3.0, "exponent": 2.0}],
     "top_k": [{"k": 5}, {"k": 1}],
     "top_p": [{"p": 0.8}, {"p": 0.0}],
     "min_p": [{"p": 0.05}],
+    "top_a": [{"a": 0.3}],
     "typical_p": [{"p": 0.6}],
     "top_n_sigma": [{"n": 1.5}],
     "xtc": [{"threshold": 0.1, "probability": 0.5}],
@@ -55,4 +77,5 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "epsilon_cutoff": [{"epsilon": 0.01}],
     "eta_cutoff": [{"epsilon": 0.02}],
     "watermark": [{"key_id": KEY_ID}, {"key_id": KEY_ID, "context": 1}],
+    "synthid": [{"key_id": KEY_ID, "depth": 4}, {"key_id": KEY_ID, "context": 1, "depth": 30}],
 }

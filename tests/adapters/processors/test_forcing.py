@@ -146,6 +146,30 @@ def test_a_prefix_as_long_as_the_answer_is_fine_a_longer_one_is_not():
         chain_of(facts(max_tokens=3), (ForcedPrefix, {"text": "cabc"}))
 
 
+def test_a_healed_prefix_ends_with_any_token_that_goes_on_with_its_text():
+    spelled = vocabulary().token_bytes
+    chain = chain_of(context(), (ForcedPrefix, {"text": "the quick br", "heal": True}))
+    *first, last = vocabulary().encode("the quick br")
+    for token_id in first:
+        assert chain.plan().force == token_id
+        chain.accept(token_id, chain.position)
+    row = run_row(chain, torch.zeros(vocabulary().size))
+    left = set(torch.nonzero(row > -torch.inf).flatten().tolist())
+    assert left == {i for i, text in enumerate(spelled) if text.startswith(spelled[last])}
+    assert len(left) > 1
+    chain.accept(max(left), chain.position)
+    assert chain.plan().is_empty
+
+
+def test_a_healed_prefix_needs_texts_and_a_special_token_has_none():
+    with pytest.raises(ArgumentError, match="heal: "):
+        chain_of(Context(Vocabulary(V)), (ForcedPrefix, {"token_ids": [3], "heal": True}))
+    special = context(end_token_ids=frozenset([5]))
+    chain = chain_of(special, (ForcedPrefix, {"token_ids": [END], "heal": True}))
+    assert chain.plan().permits(END)
+    assert not chain.plan().permits(7)
+
+
 @pytest.mark.parametrize("kind", [ForcedSequence, ForcedPrefix])
 def test_steps_rewinds_and_replays_agree(kind):
     request = facts()

@@ -227,3 +227,70 @@ def test_pickling_keeps_the_state():
 def test_penalties_are_bounded(kind, penalty):
     with pytest.raises(ValidationError):
         kind.Args(penalty=penalty)
+
+
+# Over a window
+
+windows = st.integers(1, 9)
+
+
+def windowed(kind, penalty, window):
+    return kind(kind.Args(penalty=penalty, window=window), CONTEXT)
+
+
+@few
+@given(tokens, tokens, rows, st.floats(0.01, 100), windows)
+def test_a_window_of_the_repetition_penalty_holds_the_newest_of_prompt_and_answer(
+    prompt, generated, row, penalty, window
+):
+    oracle = RepetitionPenaltyLogitsProcessor(penalty)
+    expected = [
+        oracle(torch.tensor([(prompt + generated[:k])[-window:]], dtype=torch.int64), row.clone().unsqueeze(0))[0]
+        for k in range(len(generated) + 1)
+    ]
+    processors = [windowed(RepetitionPenalty, penalty, window)]
+    assert_rows_equal(step_by_step(processors, CONTEXT, prompt, generated, row), expected)
+    assert_rows_equal(replayed(processors, CONTEXT, prompt, generated, row), expected)
+    assert_rows_equal(after_rewinding(processors, CONTEXT, prompt, generated, row), expected)
+
+
+@few
+@given(tokens, tokens, rows, openai, windows)
+def test_a_window_of_the_others_holds_the_newest_of_the_answer(prompt, generated, row, penalty, window):
+    def frequency(prompt, generated):
+        wanted = row.double()
+        for token_id, count in Counter(generated[-window:]).items():
+            wanted[token_id] -= count * penalty
+        return wanted
+
+    def presence(prompt, generated):
+        wanted = row.double()
+        wanted[list(set(generated[-window:]))] -= penalty
+        return wanted
+
+    assert_follows(windowed(FrequencyPenalty, penalty, window), prompt, generated, row, frequency)
+    assert_follows(windowed(PresencePenalty, penalty, window), prompt, generated, row, presence)
+
+
+def test_an_edit_stays_as_it_was_when_the_window_moves_on():
+    processor = windowed(FrequencyPenalty, 1.0, 2)
+    processor.start([1])
+    for position, token_id in enumerate([3, 4], 1):
+        processor.accept(token_id, position)
+    first = processor.edit()
+    kept = first.token_ids.tolist()
+    for position, token_id in enumerate([5, 6, 7], 3):
+        processor.accept(token_id, position)
+    assert first.token_ids.tolist() == kept
+    assert sorted(processor.edit().token_ids.tolist()) == [6, 7]
+
+
+def test_ids_that_are_no_tokens_fill_a_window_too():
+    processor = windowed(RepetitionPenalty, 2.0, 2)
+    processor.start([1, V, 10**9, -1])
+    assert processor.edit() is None
+    processor.accept(2, 4)
+    processor.accept(V + 3, 5)
+    assert processor.edit().token_ids.tolist() == [2]
+    processor.accept(3, 6)
+    assert processor.edit().token_ids.tolist() == [3]

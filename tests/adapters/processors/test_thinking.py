@@ -15,9 +15,9 @@ from vocab_for_tests import assert_rows_equal, context, replayed, step_by_step, 
 
 from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context, Force
-from adapters.processors.text_match import TextMatcher
 from adapters.processors.thinking import ThinkingBudget
 from adapters.vocabulary import Vocabulary
+from adapters.vocabulary.text_match import TextMatcher
 
 START, END = [1, 2], [3, 4, 3, 5]
 PLAIN = Context(Vocabulary(10), think_start=tuple(START), think_end=tuple(END))
@@ -138,6 +138,35 @@ def test_grace_waits_for_the_end_of_a_line():
     assert len(tag) > 2
     long = budget(tokens=1, grace=9, start="<think>", end="</ reason >")
     assert answer(long, context(), [start], [NEWLINE, *[FOX] * 9], len(tag) + 2) == [NEWLINE, *tag, FOX]
+
+
+def test_a_message_is_written_before_the_closing_tag():
+    start, end = THINKS
+    message = vocabulary().encode(" the answer is B.\n")
+    said = budget(tokens=2, message=" the answer is B.\n")
+    count = len(message) + 4
+    assert answer(said, context(), [start], [FOX] * 9, count) == [FOX, FOX, *message, end, FOX]
+    assert answer(said, context(), [start, FOX, FOX], [FOX] * 9, count - 2) == [*message, end, FOX]
+    in_time = [FOX, end, FOX, start]  # a section opened again has one token left
+    assert answer(said, context(), [start], [*in_time, *[FOX] * 9], 4 + count - 1)[4:] == [FOX, *message, end, FOX]
+    tag = vocabulary().encode("</ reason >")
+    begun = budget(tokens=3, message=" the answer is B.\n", start="<think>", end="</ reason >")
+    assert answer(begun, context(), [start], [FOX, *tag[:2], *[FOX] * 9], len(tag) + 2) == [FOX, *tag, FOX]
+
+
+def test_a_message_across_a_migration():
+    start, end = THINKS
+    said = budget(tokens=1, message=" the answer is B.\n")
+    whole = answer(said, context(), [start], [FOX] * 9, 12)
+    for k in range(12):
+        chain = ProcessorChain([pickle.loads(pickle.dumps(said))], context())
+        chain.start([start], whole[:k])
+        assert chain.plan().force == (whole[k] if 0 < k <= whole.index(end) else None)
+
+
+def test_a_message_does_not_close_the_section():
+    with pytest.raises(ArgumentError, match="message: must not hold the closing tag"):
+        budget(tokens=1, message="so </think> now")
 
 
 def test_a_partial_tag_in_the_prompt_is_continued():

@@ -24,10 +24,12 @@ from transformers import (
 from adapters.chain import ProcessorChain, apply_chain, apply_edits, apply_late, plan_rows
 from adapters.contract import Ban, Context
 from adapters.processors.truncation import (
+    DynamicTemperature,
     EpsilonCutoff,
     EtaCutoff,
     MinP,
     Temperature,
+    TopA,
     TopK,
     TopNSigma,
     TopP,
@@ -219,12 +221,56 @@ def test_greedy_values_keep_the_lowest_of_the_most_likely_ids(row, greedy):
     ("kind", "value"),
     [
         *[(Temperature, 1.0), (TopK, 0), (TopK, -1), (TopK, V), (TopP, 1.0), (MinP, 0.0), (TypicalP, 1.0)],
-        *[(EpsilonCutoff, 0.0), (EtaCutoff, 0.0)],
+        *[(EpsilonCutoff, 0.0), (EtaCutoff, 0.0), (TopA, 0.0)],
     ],
 )
 def test_off_values_change_nothing(kind, value):
     row = row_of(3, masked=5)
     assert torch.equal(shaped(row, make(kind, value)), row)
+
+
+@few
+@given(tied_rows, st.floats(0, 1))
+def test_top_a_is_the_formula(row, a):
+    p = torch.softmax(row.double(), -1).numpy()
+    cut = a * p.max() ** 2
+    near = {i for i in range(V) if abs(p[i] - cut) < 1e-7}
+    result = kept(shaped(row, make(TopA, a)))
+    assert result - near == {i for i in kept(row) if p[i] >= cut} - near
+    assert int(row.argmax()) in result
+
+
+@few
+@given(tied_rows, st.floats(0.01, 3), st.floats(0, 3), st.floats(0, 4))
+def test_dynamic_temperature_is_that_of_llama_cpp(row, low, delta, exponent):
+    """As `llama_sampler_temp_ext_apply` computes it, in float64."""
+    processor = DynamicTemperature(DynamicTemperature.Args(low=low, high=low + delta, exponent=exponent), CONTEXT)
+    result = shaped(row, processor)
+    z = row.double().numpy()
+    left = z[np.isfinite(z)]
+    if len(left) == 1:
+        assert torch.equal(result, row)
+        return
+    p = np.exp(left - left.max())
+    p /= p.sum()
+    entropy = -sum(x * math.log(x) for x in p if x > 0)
+    temperature = low + delta * min(1.0, entropy / math.log(len(left))) ** exponent
+    expected = torch.softmax(torch.tensor(z) / temperature, -1)
+    torch.testing.assert_close(torch.softmax(result.double(), -1), expected, rtol=1e-3, atol=1e-6)
+    assert kept(result) == kept(row)
+
+
+def test_dynamic_temperature_at_its_ends():
+    def temperature(row):
+        processor = DynamicTemperature(DynamicTemperature.Args(low=0.0, high=2.0), CONTEXT)
+        return shaped(torch.tensor(row), processor)
+
+    assert temperature([1.0, 1.0, 1.0]).tolist() == [0.0, 0.0, 0.0]
+    assert kept(temperature([400.0, 1.0, -1.0])) >= {0}
+    assert float(torch.softmax(temperature([400.0, 1.0, -1.0]), -1)[0]) == 1.0
+    assert temperature([-math.inf, 3.0]).tolist() == [-math.inf, 3.0]
+    with pytest.raises(ValidationError, match="low must be at most high"):
+        DynamicTemperature.Args(low=2.0, high=1.0)
 
 
 def test_typical_p_may_drop_the_most_likely_token():

@@ -19,8 +19,9 @@ from pydantic import ValidationError
 
 from adapters.chain import ProcessorChain, apply_edits, apply_late, plan_rows
 from adapters.contract import ArgumentError, Context, uniforms, uniforms_at
+from adapters.processors.detection import add_detect_command
 from adapters.processors.truncation import Temperature, TopK
-from adapters.processors.watermark import Watermark, add_detect_command, detect, noise_key, read_key
+from adapters.processors.watermark import Watermark, detect, noise_key, read_key
 from adapters.vocabulary import Vocabulary
 
 V = 32

@@ -23,6 +23,7 @@ from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 from worker.sampling.chain_builder import ChainBuilder, Facts
 from worker.sampling.field_processors import for_engine, processor_controls
+from worker.sampling.params import structural_format
 
 Named = Mapping[str, Any]
 """A processor by its name in the catalogue: ``{"name": ..., "args": {...}}``."""
@@ -204,12 +205,19 @@ def _check(wanted: SamplingParams, has_tokenizer: bool) -> None:
     for field, used in (("stop", stops), ("bad", wanted.bad), ("guided_decoding", wanted.guided_decoding)):
         if used and not has_tokenizer:
             raise InvalidRequest(f"sampling_params.{field}", "needs a tokenizer, and the model has none")
-    if wanted.guided_decoding is not None and wanted.guided_decoding.structural_tag is not None:
-        raise InvalidRequest("sampling_params.guided_decoding", "structural tags are not served")
+    if wanted.guided_decoding is not None:
+        _check_structural_tag(wanted.guided_decoding.structural_tag)
     if wanted.guided_decoding is not None and not wanted.guided_decoding.given:
         raise InvalidRequest("sampling_params.guided_decoding", "must hold a guide")
     if wanted.prompt_logprobs_simple_format and wanted.prompt_logprobs != 0:
         raise InvalidRequest("sampling_params.prompt_logprobs_simple_format", "needs prompt_logprobs=0")
+
+
+def _check_structural_tag(tag: object) -> None:
+    try:
+        structural_format(tag)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("sampling_params.guided_decoding", "structural_tag must be JSON") from None
 
 
 def _own(processor: Callable[..., None], shared: AbstractSet[int]) -> Callable[..., None]:

@@ -95,8 +95,10 @@ def digest_prompt(prompt: Sequence[int]) -> str:
 
 
 def digest_selection(selection: Selection) -> str:
-    """128 bits of the selected processors, their arguments and scopes, in order."""
-    chosen = [[one.name, one.scope, one.args] for one in selection.processors]
+    """128 bits of the selected processors, their arguments and scopes, and of their order."""
+    chosen: list[Any] = [[one.name, one.scope, one.args] for one in selection.processors]
+    if selection.order:
+        chosen.append(selection.order)
     text = json.dumps(chosen, sort_keys=True, separators=(",", ":"), default=_plain)
     return blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 

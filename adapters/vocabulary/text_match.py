@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
-from adapters.vocabulary import Vocabulary, byte_index
+from adapters.vocabulary.token_bytes import byte_index
+from adapters.vocabulary.vocabulary import Vocabulary
 
 
 class TextMatcher:
@@ -82,3 +84,23 @@ def _fallbacks(pattern: tuple[int, ...]) -> list[int]:
             length = fallback[length]
         fallback.append(length + (pattern[length] == symbol))
     return fallback
+
+
+def tag_matcher(vocabulary: Vocabulary, tag: Sequence[int]) -> TextMatcher:
+    """Finds a tag: one token as that token, any other one as a text. Made once per vocabulary.
+
+    Args:
+        tag: Its ids, at least one.
+    """
+    if len(tag) == 1:
+        return TextMatcher.of_ids(tag)
+    return vocabulary.derived(f"tag {tuple(tag)}", lambda: TextMatcher.of_tokens(vocabulary, tag))
+
+
+def continuations(vocabulary: Vocabulary, tag: Sequence[int], matcher: TextMatcher) -> list[int]:
+    """For each number of matched symbols, the token that continues the tag."""
+    begins = dict(zip(accumulate((len(matcher.pieces[token_id]) for token_id in tag), initial=0), tag, strict=False))
+    if len(begins) == len(matcher.pattern):
+        return [begins[n] for n in range(len(matcher.pattern))]
+    first_ids = byte_index(vocabulary).first_ids(bytes(matcher.pattern))  # or else, the whole tag from its beginning
+    return [begins.get(n, tag[0] if first is None else first) for n, first in enumerate(first_ids)]
