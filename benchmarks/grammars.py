@@ -49,7 +49,7 @@ from adapters.vocabulary import Vocabulary
 from worker.tiny_model import write_tiny_model
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests" / "e2e"))
+sys.path[:0] = [str(HERE.parent / "tests" / "e2e"), str(HERE.parent / "tests")]
 
 from e2e_stack import Stack, Worker, running_stack  # noqa: E402
 from grammar_bombs import bomb  # noqa: E402
