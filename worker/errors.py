@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 KV_TRANSFER_FIELD = "prefill_result.disaggregated_params"
-"""The field of a request in which a hand-off comes."""
+"""The field of a request in which a KV transfer is offered to the decode worker."""
 
 
 class ServingError(Exception):

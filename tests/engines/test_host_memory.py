@@ -4,11 +4,9 @@ they are there.
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
+from memory_mappings import mapping_field
 
 from worker.engines.embedded.host.memory import HUGE_PAGE_BYTES, _resident_mappings, collapse_resident, zeros
 from worker.engines.embedded.transfer.layout import merged
@@ -39,14 +37,7 @@ Rss:               16384 kB
 
 def advised(address: int) -> bool:
     """Whether the kernel was asked for huge pages at `address`."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        mapping = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if mapping:
-            inside = int(mapping[1], 16) <= address < int(mapping[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return " hg" in line
-    raise AssertionError("no such mapping")
+    return "hg" in mapping_field(address, "VmFlags").split()
 
 
 @pytest.mark.parametrize("shape", [(64, 2, 64, 64), (3, 5, 7, 1001)])

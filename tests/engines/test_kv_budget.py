@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_doubles import collect
+from memory_mappings import mapping_field
 
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.host.memory import HUGE_PAGE_BYTES, zeros
@@ -95,14 +95,7 @@ def test_start_up_says_what_was_chosen(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 def resident_bytes(address: int) -> int:
     """Of the mapping at `address`, as the kernel counts them."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        mapping = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if mapping:
-            inside = int(mapping[1], 16) <= address < int(mapping[2], 16)
-        elif inside and line.startswith("Rss:"):
-            return 1024 * int(line.split()[1])
-    raise AssertionError("no such mapping")
+    return 1024 * int(mapping_field(address, "Rss").split()[0])
 
 
 def test_memory_is_taken_as_it_is_written() -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.errors import KV_TRANSFER_FIELD, ConfigurationError, InvalidRequest
+from worker.errors import KV_TRANSFER_FIELD, ConfigurationError, InvalidRequest, shown
 
 FORMAT = "dynamo-logits-worker/sealed"
 VERSION = 1
@@ -101,16 +101,14 @@ class Seal:
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, Mapping) else data
-            raise InvalidRequest(KV_TRANSFER_FIELD, f"must be of format {FORMAT}, got {_shown(found)}")
+            raise InvalidRequest(KV_TRANSFER_FIELD, f"must be of format {FORMAT}, got {shown(found)}")
         if data.get("version") != VERSION:
-            raise InvalidRequest(
-                f"{KV_TRANSFER_FIELD}.version", f"must be {VERSION}, got {_shown(data.get('version'))}"
-            )
+            raise InvalidRequest(f"{KV_TRANSFER_FIELD}.version", f"must be {VERSION}, got {shown(data.get('version'))}")
         for unknown in sorted(map(str, set(data) - set(_NAMES))):
-            raise InvalidRequest(f"{KV_TRANSFER_FIELD}.{_shown(unknown)}", "unknown field")
+            raise InvalidRequest(f"{KV_TRANSFER_FIELD}.{shown(unknown)}", "unknown field")
         expires, text, mac = data.get("expires"), data.get("body"), data.get("mac")
         if type(expires) is not int or not 0 <= expires < 2**53:
-            raise InvalidRequest(f"{KV_TRANSFER_FIELD}.expires", f"must be seconds since 1970, got {_shown(expires)}")
+            raise InvalidRequest(f"{KV_TRANSFER_FIELD}.expires", f"must be seconds since 1970, got {shown(expires)}")
         if not isinstance(text, str) or len(text) > MAX_BODY:
             raise InvalidRequest(f"{KV_TRANSFER_FIELD}.body", f"must be a text of up to {MAX_BODY} characters")
         if not isinstance(mac, str) or not hmac.compare_digest(_bytes(mac), _bytes(self._mac(expires, text))):
@@ -123,14 +121,6 @@ class Seal:
     def _mac(self, expires: int, text: str) -> str:
         signed = f"{FORMAT}\n{VERSION}\n{expires}\n{text}"
         return hmac.new(self._key, _bytes(signed), hashlib.sha256).hexdigest()
-
-
-def _shown(value: object) -> str:
-    """`value` for an error message.
-
-    `adapters.catalog.shown` would import torch, and the secret is read before that.
-    """
-    return repr(value)[:60] if isinstance(value, (str, int, float)) else type(value).__name__
 
 
 def _bytes(text: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
-from worker.errors import InvalidRequest
+from worker.errors import InvalidRequest, Overloaded
 from worker.sampling import SamplingParams, sampling_controls
 
 REFUSED_EVERYWHERE = {one.name: one.refused for one in sampling_controls(SamplingParams) if one.refused is not None}
@@ -36,3 +36,11 @@ def check_refused(params: SamplingParams, refused: Mapping[str, str], allowed: A
     for name, reason in refused.items():
         if name not in allowed and getattr(params, name) != getattr(_DEFAULTS, name):
             raise InvalidRequest(f"sampling_params.{name}", reason)
+
+
+def check_queue(num_requests: int, max_num_seqs: int, max_queue: int) -> None:
+    """Raises `Overloaded` if as many requests are unfinished as may run and wait."""
+    if num_requests >= max_num_seqs + max_queue:
+        raise Overloaded(
+            f"the queue is full: {max_num_seqs} requests may run and {max_queue} wait; retry later or elsewhere"
+        )

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from adapters import create_trtllm_adapters
 from adapters.catalog import Selection
 from worker.arguments import Arguments, StrictParser, parse_arguments
-from worker.build import check_model, embedded_config
+from worker.build import check_model, embedded_config, with_checkpoint
 from worker.engines import EngineInfo
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.host import limit_threads
@@ -58,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
         recorded = read_receipt(options.receipt)
         arguments = as_recorded(arguments, recorded.receipt)
         check_model(arguments)
+        arguments = with_checkpoint(arguments)
         return asyncio.run(_main(options, arguments, recorded))
     except ServingError as error:
         print(f"worker replay: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -86,7 +87,7 @@ async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Rec
     receipt = recorded.receipt
     _check_position(options.position, receipt)
     config = embedded_config(arguments)
-    limit_threads(config.model_path)  # as a worker does: how torch computes depends on it
+    limit_threads(config.model_path, config.local_workers)  # as a worker does: how torch computes depends on it
     stepper, info = load(config)
     server = Server.of(info, arguments)
     _check_model_digest(server, receipt)
@@ -95,9 +96,10 @@ async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Rec
         tokenizer = chains.facts.vocabulary.tokenizer
         prompt = read_prompt(options.prompt_file, receipt, tokenizer)
         selection = selection_of(recorded, arguments.processor_policy, chains.catalog)
-        request, copy = [await _request(recorded, prompt, selection, chains, stepper, info) for _ in range(2)]
+        request = await _request(recorded, prompt, selection, chains, stepper, info)
         tap = None
         if options.position is not None:
+            copy = await _request(recorded, prompt, selection, chains, stepper, info)
             tap = PositionTap(request, copy, options.position, stepper.model.undecodable_ids, tokenizer)
         replayed = replay(stepper, request, receipt.generated_tokens, tap)
     except InvalidRequest as error:

@@ -15,6 +15,7 @@ from adapters.trtllm import ChainAdapter, Failure, Step
 from adapters.trtllm.side_channel import SideChannel
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineInfo, KeepKv, ReadKv, TokenDelta, TokenLogprob
+from worker.engines.refusals import check_queue
 from worker.engines.trtllm import disaggregated_params
 from worker.engines.trtllm.cache_reports import kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package
@@ -29,7 +30,6 @@ from worker.errors import (
     Draining,
     EngineBroken,
     InvalidRequest,
-    Overloaded,
     RequestFailed,
     ServingError,
     StartupError,
@@ -255,9 +255,7 @@ class TrtllmEngine(RuntimeReports):
         return len(self._requests)
 
     def migrate_all(self) -> int:
-        """End every unfinished request with `Draining`, and refuse new ones; returns how many
-        were ended.
-        """
+        """End every unfinished request with `Draining`, refuse new ones; how many were ended."""
         return self._end_all(Draining("the worker is shutting down"))
 
     async def _submit(
@@ -279,11 +277,7 @@ class TrtllmEngine(RuntimeReports):
             raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
         number = next(self._numbers)
         made = native_request(params, prompt, number, self._served)
-        if len(self._requests) >= self.config.max_num_seqs + self.config.max_queue:
-            raise Overloaded(
-                f"the queue is full: {self.config.max_num_seqs} requests may run and {self.config.max_queue} wait; "
-                "retry later or elsewhere"
-            )
+        check_queue(len(self._requests), self.config.max_num_seqs, self.config.max_queue)
         request = self._running_request(request_id, made, params, self._info.context_length - len(prompt))
         request.number = str(number)
         adapter = self._adapter(request, made, params)

@@ -26,7 +26,8 @@ from worker.engines.embedded.transfer import (
     note_mode,
     open_connector,
 )
-from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, ServingError, StartupError
+from worker.engines.refusals import check_queue
+from worker.errors import Draining, EngineBroken, InvalidRequest, ServingError, StartupError
 from worker.sampling import SamplingParams
 
 
@@ -203,11 +204,7 @@ class EmbeddedEngine:
         request = admit(request_id, next(self._numbers), prompt, params, self._model, self._info.context_length)
         request.cache_salt = cache_salt
         handle = self._part(request, kv)
-        if len(self._streams) >= self.config.max_num_seqs + self.config.max_queue:
-            raise Overloaded(
-                f"the queue is full: {self.config.max_num_seqs} requests may run and {self.config.max_queue} wait; "
-                "retry later or elsewhere"
-            )
+        check_queue(len(self._streams), self.config.max_num_seqs, self.config.max_queue)
         stream = self._streams[request_id] = Stream(request)
         self._thread.tell(Submit(request, handle))
         return stream
