@@ -174,6 +174,7 @@ def _acting(plain: list[int], end_id: int) -> dict[str, list[Acting]]:
         "sequence_bias": [({"sequences": [{"token_ids": plain[2:4], "bias": -50.0}]}, ())],
         "repetition_penalty": [({"penalty": 1.8}, ())],
         "frequency_penalty": [({"penalty": 1.5}, ())],
+        "dry": [({"multiplier": 60.0, "allowed_length": 1, "breakers": []}, again)],
         "banned_tokens": [({"token_ids": sorted({plain[1], plain[4]})}, ())],
         "bad_words": [({"token_ids": [plain[2:4], plain[5:6]]}, ())],
         "no_repeat_ngram": [({"n": 3, "over": "generated"}, again)],

@@ -145,7 +145,7 @@ async def run(bench: Bench, modes: Sequence[Mode], name: str, max_tokens: int, *
     for mode in modes:
         began_s = time.monotonic()
         async with mode.running(bench):
-            await _compare_all(mode, texts, matrix)
+            await compare_all(mode, texts, matrix)
         num_equal = matrix.num_equal(mode.name)
         say(f"{name}: {mode.name}: {num_equal} texts are equal, {time.monotonic() - began_s:.0f} s")
     return matrix
@@ -176,7 +176,8 @@ async def _alone(bench: Bench, matrix: Matrix, max_tokens: int, is_short: bool) 
     return texts
 
 
-async def _compare_all(mode: Mode, texts: Sequence[tuple[Case, list[int]]], matrix: Matrix) -> None:
+async def compare_all(mode: Mode, texts: Sequence[tuple[Case, list[int]]], matrix: Matrix) -> None:
+    """Compare the texts of all cases in one mode, which is running; the result is in ``matrix``."""
     places = asyncio.Semaphore(mode.at_once)
 
     async def compare(case: Case, request: Request) -> None:

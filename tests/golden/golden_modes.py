@@ -8,26 +8,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from golden_cases import Case
-from golden_workers import Bench, LocalWorker, PreemptedEngine, Refused, cold
+from golden_workers import Bench, LocalWorker, PreemptedEngine, Refused, cold, new_id
 
 from adapters.catalog import Catalog
 from worker.build import embedded_config
 from worker.engines.embedded import Engine
 from worker.errors import InvalidRequest
-from worker.requests.request import RequestLimits, parse_request
-from worker.sampling import SamplingParams
+from worker.migration.records import records_of
+from worker.requests.request import parse_request
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tensorrt")]
 from stand_in import stand_in
 
 NUM_CHOICES = 3
+
+Raw = Mapping[str, Any]
+"""A request as Dynamo's frontend delivers it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +83,25 @@ class Mode(Protocol):
         """
 
 
-class OneText:
-    """Base of modes with one text per case."""
+class Answering:
+    """Base of modes whose workers answer a request as the frontend delivers it."""
+
+    name: str
+    at_once: int
+    is_warm = False
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
         return (Request(case, tuple(alone)),)
 
+    async def tokens(self, request: Request) -> list[int]:
+        return await self.answer(request.case.raw() if self.is_warm else cold(request.case))
 
-class OneWorker(OneText):
+    async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
+        """The token ids of an answer. Raises `Refused`."""
+        raise NotImplementedError
+
+
+class OneWorker(Answering):
     """Every request goes to one worker.
 
     Args:
@@ -100,23 +114,23 @@ class OneWorker(OneText):
     def __init__(self, name: str, *argv: str, at_once: int = 1, is_warm: bool = False) -> None:
         self.name = name
         self.at_once = at_once
+        self.is_warm = is_warm
         self._argv = argv
-        self._is_warm = is_warm
 
     @asynccontextmanager
-    async def running(self, bench: Bench) -> AsyncIterator[None]:
-        self._worker = await self._start(bench)
+    async def running(self, bench: Bench, *more: str) -> AsyncIterator[None]:
+        self._worker = await self._start(bench, *self._argv, *more)
         try:
             yield
             self._check(self._worker)
         finally:
             await self._worker.stop()
 
-    async def tokens(self, request: Request) -> list[int]:
-        return await self._worker.tokens(request.case.raw() if self._is_warm else cold(request.case))
+    async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
+        return await self._worker.tokens(raw, request_id)
 
-    async def _start(self, bench: Bench) -> LocalWorker:
-        return await bench.worker(*self._argv)
+    async def _start(self, bench: Bench, *argv: str) -> LocalWorker:
+        return await bench.worker(*argv)
 
     def _check(self, worker: LocalWorker) -> None:
         """Raises `AssertionError` if what the mode is about did not happen."""
@@ -125,9 +139,8 @@ class OneWorker(OneText):
 class Preempted(OneWorker):
     """Preempted at every token, with and without a prefix hit when it goes on."""
 
-    async def _start(self, bench: Bench) -> LocalWorker:
-        engine = PreemptedEngine(embedded_config(bench.arguments(*self._argv)))
-        return await bench.worker(*self._argv, engine=engine)
+    async def _start(self, bench: Bench, *argv: str) -> LocalWorker:
+        return await bench.worker(*argv, engine=PreemptedEngine(embedded_config(bench.arguments(*argv))))
 
     def _check(self, worker: LocalWorker) -> None:
         assert worker.engine.num_preemptions > 0, "nothing was preempted"
@@ -137,37 +150,82 @@ class StandIn(OneWorker):
     """TensorRT-LLM's contract, enforced by a stand-in on a CPU."""
 
     @asynccontextmanager
-    async def running(self, bench: Bench) -> AsyncIterator[None]:
+    async def running(self, bench: Bench, *more: str) -> AsyncIterator[None]:
         with stand_in():
-            async with super().running(bench):
+            async with super().running(bench, *more):
                 yield
 
 
-class Disaggregated(OneText):
+class Disaggregated(Answering):
     """A prefill worker computes the prompt, a decode worker reads its KV over NIXL and answers."""
 
-    name = "disaggregated"
-    at_once = 16
+    def __init__(self, name: str, *, at_once: int = 16) -> None:
+        self.name = name
+        self.at_once = at_once
 
     @asynccontextmanager
-    async def running(self, bench: Bench) -> AsyncIterator[None]:
+    async def running(self, bench: Bench, *more: str) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
-            self._prefill = await bench.worker("--disaggregation-mode", "prefill")
+            self._prefill = await bench.worker("--disaggregation-mode", "prefill", *more)
             stack.push_async_callback(self._prefill.stop)
-            self._decode = await bench.worker("--disaggregation-mode", "decode")
+            self._decode = await bench.worker("--disaggregation-mode", "decode", *more)
             stack.push_async_callback(self._decode.stop)
             self._num_prefills = 0
             yield
             received = self._decode.engine.transfers().get("received", 0)
             assert received == self._num_prefills, f"{received} KV transfers for {self._num_prefills} prompts"
 
-    async def tokens(self, request: Request) -> list[int]:
-        raw = cold(request.case)
+    async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
         one_token = {**raw, "stop_conditions": {"max_tokens": 1}}  # as the frontend's prefill router asks
-        (chunk,) = await self._prefill.chunks(one_token)
+        (chunk,) = await self._prefill.chunks(one_token, request_id)
         self._num_prefills += 1
         result = {"disaggregated_params": chunk["disaggregated_params"]}
-        return await self._decode.tokens({**raw, "prefill_result": result})
+        return await self._decode.tokens({**raw, "prefill_result": result}, request_id)
+
+
+class Migrated:
+    """A worker has died, and another one is sent prompt and answer so far, cut at every token.
+
+    What the dead worker leaves is its record in the boundary store. The rest is what the frontend
+    does: it appends the tokens that it has received to the prompt, and subtracts their number.
+
+    Args:
+        name: Column of the matrix.
+        to: The mode in which the answer goes on.
+    """
+
+    def __init__(self, name: str, to: OneWorker | Disaggregated) -> None:
+        self.name = name
+        self.at_once = to.at_once
+        self._to = to
+
+    @asynccontextmanager
+    async def running(self, bench: Bench) -> AsyncIterator[None]:
+        argv = ["--migration", "on", "--boundary-store", f"file:{bench.directory / 'boundaries'}"]
+        self._limits = bench.limits
+        records = records_of(bench.arguments(*argv))
+        assert records is not None
+        self._records = records
+        await records.open()
+        async with self._to.running(bench, *argv):
+            yield
+        await records.close()
+
+    async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
+        last = len(alone) - (len(alone) == case.max_tokens)  # where it is full there is nothing to go on with
+        return [Request(case, tuple(alone), num_sent=number) for number in range(1, last + 1)]
+
+    async def tokens(self, request: Request) -> list[int]:
+        raw, request_id = cold(request.case), new_id()
+        record = await self._records.begin(request_id, parse_request(raw, self._limits))
+        record.write(raw["sampling_options"]["seed"])
+        await record.written()
+        record.abandon()  # as a worker that is killed
+        sent = list(request.expected[: request.num_sent])
+        left = {"max_tokens": raw["stop_conditions"]["max_tokens"] - len(sent)}
+        return sent + await self._to.answer(
+            {**raw, "token_ids": raw["token_ids"] + sent, "stop_conditions": left}, request_id
+        )
 
 
 class NthChoice:
@@ -185,56 +243,60 @@ class NthChoice:
         catalog = Catalog.load(options=bench.arguments().logits_processor)
         settings = {"device": "cpu", "dtype": bench.dtype, "numerics": "exact"}
         self._engine = await asyncio.to_thread(Engine, bench.model, catalog=catalog, **settings)
+        self._limits = bench.limits
         self._together: tuple[Case, list[list[int]]] | None = None
         yield
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
-        found = [Request(case, tuple(alone))]
-        for choice in range(1, NUM_CHOICES):
-            (text,) = await self._answer(case, choice)
-            found.append(Request(case, tuple(text), choice))
-        return found
+        others = range(1, NUM_CHOICES)
+        texts = await self._answers(case, [[choice] for choice in others])
+        return [
+            Request(case, tuple(alone)),
+            *(Request(case, tuple(text), choice) for choice, text in zip(others, texts, strict=True)),
+        ]
 
     async def tokens(self, request: Request) -> list[int]:
         if self._together is None or self._together[0] is not request.case:
-            self._together = request.case, await self._answer(request.case)
+            self._together = request.case, await self._answers(request.case, [range(NUM_CHOICES)])
         return self._together[1][request.choice]
 
-    async def _answer(self, case: Case, only: int | None = None) -> list[list[int]]:
-        """The texts of all choices, or of one that is computed without the others."""
+    async def _answers(self, case: Case, choices: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The texts of some of the choices of a request, for several such requests."""
         try:
-            return await asyncio.to_thread(self._generate, case, only)
+            return await asyncio.to_thread(self._generate, case, choices)
         except (InvalidRequest, ValueError) as error:
             raise Refused(str(error)) from error
 
-    def _generate(self, case: Case, only: int | None) -> list[list[int]]:
-        session = self._engine.session
-        params = replace(self._params(case), n=NUM_CHOICES, best_of=NUM_CHOICES)
-        (group,) = session.prepare([list(case.prompt)], [params], [case.processors])
-        if only is not None:
-            group.answers = [group.answers[only]]
-        session.add(group)
-        while not group.is_done:
+    def _generate(self, case: Case, choices: Sequence[Sequence[int]]) -> list[list[int]]:
+        session, number = self._engine.session, len(choices)
+        params = replace(parse_request(case.raw(), self._limits).params, n=NUM_CHOICES, best_of=NUM_CHOICES)
+        groups = session.prepare([list(case.prompt)] * number, [params] * number, [case.processors] * number)
+        for group, wanted in zip(groups, choices, strict=True):
+            group.answers = [group.answers[choice] for choice in wanted]
+            session.add(group)
+        while not session.is_idle:
             session.step()
-        for answer in group.answers:
+        for answer in (answers := [answer for group in groups for answer in group.answers]):
             assert answer.error is None, f"{case}: {answer.error}"
-        return [answer.token_ids for answer in group.answers]
-
-    def _params(self, case: Case) -> SamplingParams:
-        info = self._engine.info
-        return parse_request(case.raw(), RequestLimits(info.context_length, info.vocab_size, info.eos_token_ids)).params
+        return [answer.token_ids for answer in answers]
 
 
-def aggregated() -> Mode:
+def aggregated() -> Answering:
     """The mode that the others are compared with."""
     return OneWorker("aggregated")
 
 
+def stand_in_mode(name: str) -> StandIn:
+    """TensorRT-LLM's stand-in; it calls the processors several times for the first token."""
+    return StandIn(name, "--engine", "trtllm", "--max-num-batched-tokens", "64", at_once=16)
+
+
 MODES: tuple[Mode, ...] = (
-    Disaggregated(),
+    Disaggregated("disaggregated"),
+    Migrated("migrated", to=OneWorker("", at_once=64)),
     Preempted("preempted", at_once=8),
     OneWorker("chunked prefill", "--max-num-batched-tokens", "8", "--max-num-seqs", "4", at_once=4),
     OneWorker("batched", at_once=64, is_warm=True),
     NthChoice(),
-    StandIn("TensorRT-LLM stand-in", "--engine", "trtllm", "--max-num-batched-tokens", "64", at_once=16),
+    stand_in_mode("TensorRT-LLM stand-in"),
 )

@@ -51,7 +51,10 @@ def _table(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
     modes = list(dict.fromkeys(mode for run in runs for mode in run["modes"]))
     names = list(dict.fromkeys(name for run in runs for name in run["cells"]))
     reasons: list[str] = []
-    rows = [[name, *(_cell([run["cells"].get(name, {}).get(mode, {}) for run in runs], reasons) for mode in modes)] for name in names]
+    rows = [
+        [name, *(_cell([run["cells"].get(name, {}).get(mode, {}) for run in runs], reasons) for mode in modes)]
+        for name in names
+    ]
     return [["processor", *modes], *rows], reasons
 
 

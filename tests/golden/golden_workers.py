@@ -1,5 +1,5 @@
-"""Workers of the golden matrix, in this process: the product's own `WorkerEngine` on an engine, with
-nothing but the runtime left out.
+"""Workers of the golden matrix, in this process: the product's own `WorkerEngine` on an engine,
+with nothing but the runtime left out.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from worker.engines.embedded import EmbeddedEngine
 from worker.engines.embedded.plan import Output
 from worker.engines.embedded.step import Stepper
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
+from worker.requests.request import RequestLimits
 from worker.runtimes.llm_engine import WorkerEngine
 
 EXACT = ("--device", "cpu", "--numerics", "exact")
@@ -31,6 +32,11 @@ KEY = bytes(range(32))
 SEAL = Seal("the secret of the golden matrix, and of no other pool")
 
 _numbers = itertools.count()
+
+
+def new_id() -> str:
+    """A request id that nobody has had."""
+    return f"golden-{next(_numbers)}"
 
 
 class Refused(Exception):
@@ -45,7 +51,7 @@ class Context:
     """The runtime's part of one request."""
 
     def __init__(self, request_id: str | None = None) -> None:
-        self._id = request_id or f"golden-{next(_numbers)}"
+        self._id = request_id or new_id()
         self.metadata: dict[str, str] = {}
 
     def id(self) -> str:
@@ -110,6 +116,12 @@ class Bench:
         (directory / "key").write_text(KEY.hex())
         self.policy = directory / "policy.yaml"
         self.policy.write_text(f"keys:\n  {KEY_ID}: {{file: {directory / 'key'}}}\n")
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What the engines allow, once one of them has been started."""
+        assert self.info is not None
+        return RequestLimits(self.info.context_length, self.info.vocab_size, self.info.eos_token_ids)
 
     @property
     def argv(self) -> list[str]:
@@ -177,4 +189,4 @@ class PreemptedEngine(EmbeddedEngine):
 
 def cold(case: Case) -> dict[str, Any]:
     """The request as one that finds no cached KV."""
-    return case.raw(cache_salt=f"cold-{next(_numbers)}")
+    return case.raw(cache_salt=new_id())
