@@ -137,7 +137,7 @@ class Cases:
         """Every case.
 
         Args:
-            plain: The answer to `plain`, ten tokens at least.
+            plain: The answer to `plain`, six tokens at least.
         """
         acting = _acting(list(plain), min(self._vocabulary.eos_token_ids))
         names = {**EXAMPLES, **_THIRD_PARTY_ARGUMENTS}

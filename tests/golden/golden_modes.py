@@ -90,6 +90,10 @@ class Answering:
     at_once: int
     is_warm = False
 
+    def running(self, bench: Bench, *argv: str) -> AbstractAsyncContextManager[None]:
+        """As `Mode.running`; ``argv`` are further options of its workers."""
+        raise NotImplementedError
+
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
         return (Request(case, tuple(alone)),)
 
@@ -98,6 +102,11 @@ class Answering:
 
     async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
         """The token ids of an answer. Raises `Refused`."""
+        raise NotImplementedError
+
+    @property
+    def num_continued(self) -> int:
+        """Requests that went on after another worker; while the mode is running."""
         raise NotImplementedError
 
 
@@ -128,6 +137,10 @@ class OneWorker(Answering):
 
     async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
         return await self._worker.tokens(raw, request_id)
+
+    @property
+    def num_continued(self) -> int:
+        return self._worker.num_continued
 
     async def _start(self, bench: Bench, *argv: str) -> LocalWorker:
         return await bench.worker(*argv)
@@ -182,6 +195,10 @@ class Disaggregated(Answering):
         result = {"disaggregated_params": chunk["disaggregated_params"]}
         return await self._decode.tokens({**raw, "prefill_result": result}, request_id)
 
+    @property
+    def num_continued(self) -> int:
+        return self._decode.num_continued
+
 
 class Migrated:
     """A worker has died, and another one is sent prompt and answer so far, cut at every token.
@@ -194,7 +211,7 @@ class Migrated:
         to: The mode in which the answer goes on.
     """
 
-    def __init__(self, name: str, to: OneWorker | Disaggregated) -> None:
+    def __init__(self, name: str, to: Answering) -> None:
         self.name = name
         self.at_once = to.at_once
         self._to = to
@@ -207,8 +224,13 @@ class Migrated:
         assert records is not None
         self._records = records
         await records.open()
+        self._num_moved = 0
         async with self._to.running(bench, *argv):
             yield
+            continued = self._to.num_continued
+            assert continued == self._num_moved, (
+                f"{continued} of {self._num_moved} requests were taken for continuations"
+            )
         await records.close()
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
@@ -221,6 +243,7 @@ class Migrated:
         record.write(raw["sampling_options"]["seed"])
         await record.written()
         record.abandon()  # as a worker that is killed
+        self._num_moved += 1
         sent = list(request.expected[: request.num_sent])
         left = {"max_tokens": raw["stop_conditions"]["max_tokens"] - len(sent)}
         return sent + await self._to.answer(
