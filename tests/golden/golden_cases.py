@@ -1,0 +1,191 @@
+"""What the golden matrix asks for: every processor of the catalogue, with arguments that act.
+
+The arguments are the examples of the conformance kit, and where those may do nothing to the text of
+the model at hand, further ones made of its own plain answer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from adapters.client import ANNOTATION, processor, selection
+from adapters.testing.kit_model import KEY_ID
+from adapters.vocabulary import Vocabulary
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "adapters" / "conformance"))
+from builtin_examples import EXAMPLES
+
+Sampling = Literal["greedy", "seeded"]
+SAMPLINGS: tuple[Sampling, ...] = ("greedy", "seeded")
+
+Arguments = Mapping[str, Any]
+
+TEXT = (
+    "Once upon a time the quick brown fox met the lazy dog near the river. The dog said: no. "
+    "What did the fox say? Answer yes or no, and tell me why."
+)
+"""Long enough for a prompt of several KV blocks and several chunks."""
+
+THINKING = "<think>"
+"""Opens a thinking section at the end of the prompt, for processors that act in one."""
+
+SEED = 20_261_122
+
+THIRD_PARTIES = {
+    "dynamo/fatigue": "golden_processors:Fatigue",
+    "huggingface/repetition_penalty": "transformers:RepetitionPenaltyLogitsProcessor",
+    "huggingface/synthid": "transformers:SynthIDTextWatermarkLogitsProcessor",
+}
+"""Third-party processors by the name that the operator gives them. All three count as stateful; the
+state of the first is made of logits, that of the last of the calls made to it.
+"""
+
+_THIRD_PARTY_ARGUMENTS: dict[str, list[Arguments]] = {
+    "dynamo/fatigue": [{}],
+    "huggingface/repetition_penalty": [{"penalty": 1.8}],
+    "huggingface/synthid": [
+        {
+            "ngram_len": 3,
+            "keys": [654, 400, 836, 123],
+            "sampling_table_size": 65_536,
+            "sampling_table_seed": 0,
+            "context_history_size": 64,
+        }
+    ],
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One request of the matrix: a processor with arguments, greedy or with a seed.
+
+    Attributes:
+        processor: Its name, or empty for the model's plain answer.
+        arguments: As JSON data.
+        sampling: How tokens are drawn.
+        prompt: Token ids.
+        max_tokens: Of the answer.
+        beside: Processors that make it act: one that calls for an end token, which it forbids.
+    """
+
+    processor: str
+    arguments: Arguments
+    sampling: Sampling
+    prompt: tuple[int, ...]
+    max_tokens: int
+    beside: tuple[dict[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.processor or 'plain'} {dict(self.arguments)} {self.sampling}"
+
+    @property
+    def processors(self) -> list[dict[str, Any]]:
+        """The selection of the request."""
+        own = [processor(self.processor, **self.arguments)] if self.processor else []
+        return [*self.beside, *own]
+
+    @property
+    def plain(self) -> Case:
+        """The same request without the processor."""
+        return replace(self, processor="", arguments={})
+
+    @property
+    def sampling_options(self) -> dict[str, Any]:
+        """Fields of the request. A control that a processor sets is not set by a field too."""
+        if self.processor == "temperature":
+            return {"top_p": 1.0, "seed": SEED}
+        return {"temperature": 0.0 if self.sampling == "greedy" else 1.0, "seed": SEED}
+
+    def raw(self, cache_salt: str | None = None) -> dict[str, Any]:
+        """The request as Dynamo's frontend delivers it.
+
+        Args:
+            cache_salt: Makes sure that no KV is shared with other requests.
+        """
+        raw: dict[str, Any] = {
+            "token_ids": list(self.prompt),
+            "sampling_options": self.sampling_options,
+            "stop_conditions": {"max_tokens": self.max_tokens},
+            "annotations": [ANNOTATION + selection(*self.processors)],
+        }
+        return raw if cache_salt is None else {**raw, "routing": {"cache_salt": cache_salt}}
+
+
+class Cases:
+    """Makes the cases of one model.
+
+    Args:
+        vocabulary: Of the model.
+        max_tokens: Of each answer.
+        is_short: One set of arguments per processor, the one that most likely acts.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, max_tokens: int, *, is_short: bool = False) -> None:
+        self._vocabulary = vocabulary
+        self._max_tokens = max_tokens
+        self._is_short = is_short
+
+    def plain(self) -> Case:
+        """The model's own greedy answer, of which arguments are made."""
+        return Case("", {}, "greedy", self._prompt(""), self._max_tokens)
+
+    def all(self, plain: Sequence[int]) -> list[Case]:
+        """Every case.
+
+        Args:
+            plain: The answer to `plain`, six tokens at least.
+        """
+        acting = _acting(list(plain), min(self._vocabulary.eos_token_ids))
+        names = {**EXAMPLES, **_THIRD_PARTY_ARGUMENTS}
+        return [case for name in names for case in self._of(name, names[name], acting.get(name, []))]
+
+    def _of(self, name: str, examples: Sequence[Arguments], acting: Sequence[Acting]) -> list[Case]:
+        wanted = [*acting, *((one, ()) for one in examples)]
+        return [
+            Case(name, arguments, sampling, self._prompt(name), self._max_tokens, tuple(beside))
+            for arguments, beside in (wanted[:1] if self._is_short else wanted)
+            for sampling in SAMPLINGS
+            if _is_sampled_so(name, arguments, sampling)
+        ]
+
+    def _prompt(self, name: str) -> tuple[int, ...]:
+        return tuple(self._vocabulary.encode(TEXT + (THINKING if name == "thinking_budget" else "")))
+
+
+Acting = tuple[Arguments, Sequence[dict[str, Any]]]
+"""Arguments, and the processors beside."""
+
+
+def _is_sampled_so(name: str, arguments: Arguments, sampling: Sampling) -> bool:
+    """The processor `temperature` says itself whether a request is greedy."""
+    return name != "temperature" or (arguments["value"] == 0) == (sampling == "greedy")
+
+
+def _acting(plain: list[int], end_id: int) -> dict[str, list[Acting]]:
+    """Arguments that change the plain answer of any model, or nearly any."""
+    again = [processor("logit_bias", bias={str(plain[0]): 100.0})]
+    ends = [processor("logit_bias", bias={str(end_id): 100.0})]
+    return {
+        "logit_bias": [({"bias": {str(plain[2]): -100.0, str(plain[5]): 4.0}}, ())],
+        "sequence_bias": [({"sequences": [{"token_ids": plain[2:4], "bias": -50.0}]}, ())],
+        "repetition_penalty": [({"penalty": 1.8}, ())],
+        "frequency_penalty": [({"penalty": 1.5}, ())],
+        "dry": [({"multiplier": 60.0, "allowed_length": 1, "breakers": []}, again)],
+        "banned_tokens": [({"token_ids": sorted({plain[1], plain[4]})}, ())],
+        "bad_words": [({"token_ids": [plain[2:4], plain[5:6]]}, ())],
+        "no_repeat_ngram": [({"n": 3, "over": "generated"}, again)],
+        "loop_stop": [({"max_period": 1, "copies": 5}, again)],
+        "min_tokens": [({"n": 7}, ends)],
+        "gen_length": [({"boost": 20.0, "power": 2.0}, ())],
+        "exponential_decay_length": [({"start": 3, "factor": 2.5}, ())],
+        "structural_tag": [(EXAMPLES["structural_tag"][1], ())],
+        "tool_calls": [(EXAMPLES["tool_calls"][1], ())],
+        "thinking_budget": [({"tokens": 3, "start": THINKING, "end": "</think>"}, ())],
+        "trigger_phrase": [({"text": " Wait, let me think.", "after_tokens": 3}, ())],
+        "temperature": [({"value": 0.7}, ()), ({"value": 0.0}, ())],
+        "watermark": [({"key_id": KEY_ID, "context": 1}, ())],
+    }

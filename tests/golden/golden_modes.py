@@ -1,0 +1,325 @@
+"""The modes of the golden matrix: each answers a request on a way of its own.
+
+`MODES` is the table. A mode that is one worker with other options is one line of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from golden_cases import Case
+from golden_workers import Bench, LocalWorker, PreemptedEngine, Refused, cold, new_id
+
+from adapters.catalog import Catalog
+from worker.build import embedded_config
+from worker.engines.embedded import Engine
+from worker.errors import InvalidRequest
+from worker.migration.records import records_of
+from worker.requests.request import parse_request
+
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tensorrt")]
+from stand_in import stand_in
+
+NUM_CHOICES = 3
+
+Raw = Mapping[str, Any]
+"""A request as Dynamo's frontend delivers it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One text that a mode has to produce.
+
+    Attributes:
+        case: What is asked for.
+        expected: The text, from a worker that had nothing else to do.
+        choice: Which of the choices of n > 1.
+        num_sent: How many of its tokens another worker has sent before it died.
+    """
+
+    case: Case
+    expected: tuple[int, ...]
+    choice: int = 0
+    num_sent: int = 0
+
+    def __str__(self) -> str:
+        place = f", choice {self.choice}" if self.choice else f", after {self.num_sent} tokens" if self.num_sent else ""
+        return f"{self.case}{place}"
+
+
+class Mode(Protocol):
+    """A way to answer requests.
+
+    Attributes:
+        name: Column of the matrix.
+        at_once: Requests in flight at a time at most.
+    """
+
+    name: str
+    at_once: int
+
+    def running(self, bench: Bench) -> AbstractAsyncContextManager[None]:
+        """Start what it needs, and stop it. Raises `AssertionError` if the mode did not happen."""
+
+    async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
+        """The texts of one case; ``alone`` is that of an aggregated worker without other requests.
+
+        Raises:
+            Refused: the mode refuses the case.
+        """
+
+    async def tokens(self, request: Request) -> list[int]:
+        """The token ids of a text.
+
+        Raises:
+            Refused: the mode refuses it before the first token.
+        """
+
+
+class Answering:
+    """Base of modes whose workers answer a request as the frontend delivers it."""
+
+    name: str
+    at_once: int
+    is_warm = False
+
+    def running(self, bench: Bench, *argv: str) -> AbstractAsyncContextManager[None]:
+        """As `Mode.running`; ``argv`` are further options of its workers."""
+        raise NotImplementedError
+
+    async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
+        return (Request(case, tuple(alone)),)
+
+    async def tokens(self, request: Request) -> list[int]:
+        return await self.answer(request.case.raw() if self.is_warm else cold(request.case))
+
+    async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
+        """The token ids of an answer. Raises `Refused`."""
+        raise NotImplementedError
+
+    @property
+    def num_continued(self) -> int:
+        """Requests that went on after another worker; while the mode is running."""
+        raise NotImplementedError
+
+
+class OneWorker(Answering):
+    """Every request goes to one worker.
+
+    Args:
+        name: Column of the matrix.
+        argv: Options of the worker.
+        at_once: Requests in flight at a time.
+        is_warm: Requests share the KV of equal beginnings; else they are computed from the start.
+    """
+
+    def __init__(self, name: str, *argv: str, at_once: int = 1, is_warm: bool = False) -> None:
+        self.name = name
+        self.at_once = at_once
+        self.is_warm = is_warm
+        self._argv = argv
+
+    @asynccontextmanager
+    async def running(self, bench: Bench, *more: str) -> AsyncIterator[None]:
+        self._worker = await self._start(bench, *self._argv, *more)
+        try:
+            yield
+            self._check(self._worker)
+        finally:
+            await self._worker.stop()
+
+    async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
+        return await self._worker.tokens(raw, request_id)
+
+    @property
+    def num_continued(self) -> int:
+        return self._worker.num_continued
+
+    async def _start(self, bench: Bench, *argv: str) -> LocalWorker:
+        return await bench.worker(*argv)
+
+    def _check(self, worker: LocalWorker) -> None:
+        """Raises `AssertionError` if what the mode is about did not happen."""
+
+
+class Preempted(OneWorker):
+    """Preempted at every token, with and without a prefix hit when it goes on."""
+
+    async def _start(self, bench: Bench, *argv: str) -> LocalWorker:
+        return await bench.worker(*argv, engine=PreemptedEngine(embedded_config(bench.arguments(*argv))))
+
+    def _check(self, worker: LocalWorker) -> None:
+        assert worker.engine.num_preemptions > 0, "nothing was preempted"
+
+
+class StandIn(OneWorker):
+    """TensorRT-LLM's contract, enforced by a stand-in on a CPU."""
+
+    @asynccontextmanager
+    async def running(self, bench: Bench, *more: str) -> AsyncIterator[None]:
+        with stand_in():
+            async with super().running(bench, *more):
+                yield
+
+
+class Disaggregated(Answering):
+    """A prefill worker computes the prompt, a decode worker reads its KV over NIXL and answers."""
+
+    def __init__(self, name: str, *, at_once: int = 16) -> None:
+        self.name = name
+        self.at_once = at_once
+
+    @asynccontextmanager
+    async def running(self, bench: Bench, *more: str) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            self._prefill = await bench.worker("--disaggregation-mode", "prefill", *more)
+            stack.push_async_callback(self._prefill.stop)
+            self._decode = await bench.worker("--disaggregation-mode", "decode", *more)
+            stack.push_async_callback(self._decode.stop)
+            self._num_prefills = 0
+            yield
+            received = self._decode.engine.transfers().get("received", 0)
+            assert received == self._num_prefills, f"{received} KV transfers for {self._num_prefills} prompts"
+
+    async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
+        one_token = {**raw, "stop_conditions": {"max_tokens": 1}}  # as the frontend's prefill router asks
+        (chunk,) = await self._prefill.chunks(one_token, request_id)
+        self._num_prefills += 1
+        result = {"disaggregated_params": chunk["disaggregated_params"]}
+        return await self._decode.tokens({**raw, "prefill_result": result}, request_id)
+
+    @property
+    def num_continued(self) -> int:
+        return self._decode.num_continued
+
+
+class Migrated:
+    """A worker has died, and another one is sent prompt and answer so far, cut at every token.
+
+    What the dead worker leaves is its record in the boundary store. The rest is what the frontend
+    does: it appends the tokens that it has received to the prompt, and subtracts their number.
+
+    Args:
+        name: Column of the matrix.
+        to: The mode in which the answer goes on.
+    """
+
+    def __init__(self, name: str, to: Answering) -> None:
+        self.name = name
+        self.at_once = to.at_once
+        self._to = to
+
+    @asynccontextmanager
+    async def running(self, bench: Bench) -> AsyncIterator[None]:
+        argv = ["--migration", "on", "--boundary-store", f"file:{bench.directory / 'boundaries'}"]
+        self._limits = bench.limits
+        records = records_of(bench.arguments(*argv))
+        assert records is not None
+        self._records = records
+        await records.open()
+        self._num_moved = 0
+        async with self._to.running(bench, *argv):
+            yield
+            continued = self._to.num_continued
+            assert continued == self._num_moved, (
+                f"{continued} of {self._num_moved} requests were taken for continuations"
+            )
+        await records.close()
+
+    async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
+        last = len(alone) - (len(alone) == case.max_tokens)  # where it is full there is nothing to go on with
+        return [Request(case, tuple(alone), num_sent=number) for number in range(1, last + 1)]
+
+    async def tokens(self, request: Request) -> list[int]:
+        raw, request_id = cold(request.case), new_id()
+        record = await self._records.begin(request_id, parse_request(raw, self._limits))
+        record.write(raw["sampling_options"]["seed"])
+        await record.written()
+        record.abandon()  # as a worker that is killed
+        self._num_moved += 1
+        sent = list(request.expected[: request.num_sent])
+        left = {"max_tokens": raw["stop_conditions"]["max_tokens"] - len(sent)}
+        return sent + await self._to.answer(
+            {**raw, "token_ids": raw["token_ids"] + sent, "stop_conditions": left}, request_id
+        )
+
+
+class NthChoice:
+    """One request with n > 1, offline, since served requests have one choice.
+
+    Choice 0 must be the text of a request with one choice; another one draws its own random numbers
+    and must be what it is when none of the others is computed.
+    """
+
+    name = "n-th choice"
+    at_once = 1
+
+    @asynccontextmanager
+    async def running(self, bench: Bench) -> AsyncIterator[None]:
+        catalog = Catalog.load(options=bench.arguments().logits_processor)
+        settings = {"device": "cpu", "dtype": bench.dtype, "numerics": "exact"}
+        self._engine = await asyncio.to_thread(Engine, bench.model, catalog=catalog, **settings)
+        self._limits = bench.limits
+        self._together: tuple[Case, list[list[int]]] | None = None
+        yield
+
+    async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
+        others = range(1, NUM_CHOICES)
+        texts = await self._answers(case, [[choice] for choice in others])
+        return [
+            Request(case, tuple(alone)),
+            *(Request(case, tuple(text), choice) for choice, text in zip(others, texts, strict=True)),
+        ]
+
+    async def tokens(self, request: Request) -> list[int]:
+        if self._together is None or self._together[0] is not request.case:
+            self._together = request.case, await self._answers(request.case, [range(NUM_CHOICES)])
+        return self._together[1][request.choice]
+
+    async def _answers(self, case: Case, choices: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The texts of some of the choices of a request, for several such requests."""
+        try:
+            return await asyncio.to_thread(self._generate, case, choices)
+        except (InvalidRequest, ValueError) as error:
+            raise Refused(str(error)) from error
+
+    def _generate(self, case: Case, choices: Sequence[Sequence[int]]) -> list[list[int]]:
+        session, number = self._engine.session, len(choices)
+        params = replace(parse_request(case.raw(), self._limits).params, n=NUM_CHOICES, best_of=NUM_CHOICES)
+        groups = session.prepare([list(case.prompt)] * number, [params] * number, [case.processors] * number)
+        for group, wanted in zip(groups, choices, strict=True):
+            group.answers = [group.answers[choice] for choice in wanted]
+            session.add(group)
+        while not session.is_idle:
+            session.step()
+        for answer in (answers := [answer for group in groups for answer in group.answers]):
+            assert answer.error is None, f"{case}: {answer.error}"
+        return [answer.token_ids for answer in answers]
+
+
+def aggregated() -> Answering:
+    """The mode that the others are compared with."""
+    return OneWorker("aggregated")
+
+
+def stand_in_mode(name: str) -> StandIn:
+    """TensorRT-LLM's stand-in; it calls the processors several times for the first token."""
+    return StandIn(name, "--engine", "trtllm", "--max-num-batched-tokens", "64", at_once=16)
+
+
+MODES: tuple[Mode, ...] = (
+    Disaggregated("disaggregated"),
+    Migrated("migrated", to=OneWorker("", at_once=64)),
+    Preempted("preempted", at_once=8),
+    OneWorker("chunked prefill", "--max-num-batched-tokens", "8", "--max-num-seqs", "4", at_once=4),
+    OneWorker("batched", at_once=64, is_warm=True),
+    NthChoice(),
+    stand_in_mode("TensorRT-LLM stand-in"),
+)

@@ -1,0 +1,258 @@
+"""The modes of the golden matrix over real processes: Dynamo's frontend, workers, and kills.
+
+A client sees token ids in the log probabilities of a stream, as ``token_id:N``. `SERVED_MODES` is
+the table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from golden_cases import Case
+from golden_matrix import say
+from golden_modes import NUM_CHOICES, Mode, Request
+from golden_workers import EXACT, Bench, Failed, Refused, new_id
+
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "e2e")]
+from e2e_stack import MODEL, STAND_IN, Worker, running_stack, wait_for
+
+PREFIX = "token_id:"
+READY = {"prompt": "ready?", "max_tokens": 1}
+
+NUM_KILLS = 20
+"""Workers that are killed at least."""
+
+
+class Served:
+    """Every request goes through Dynamo's frontend to worker processes.
+
+    Args:
+        name: Column of the matrix.
+        workers: Options of each worker.
+        at_once: Requests in flight at a time.
+        frontend: Options of the frontend.
+    """
+
+    def __init__(self, name: str, *workers: Sequence[str], at_once: int = 1, frontend: Sequence[str] = ()) -> None:
+        self.name = name
+        self.at_once = at_once
+        self._workers = workers
+        self._frontend = frontend
+
+    @asynccontextmanager
+    async def running(self, bench: Bench) -> AsyncIterator[None]:
+        self._bench = bench
+        directory = bench.directory / self.name.replace(" ", "-")
+        async with httpx.AsyncClient(timeout=120) as self._client:
+            with running_stack(directory, bench.model) as self._stack:
+                await asyncio.to_thread(self._start)
+                yield
+
+    async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
+        return (Request(case, tuple(alone)),)
+
+    async def tokens(self, request: Request) -> list[int]:
+        return [token_id async for token_id in self._stream(request.case)]
+
+    def _start(self) -> None:
+        self._stack.start_frontend(*self._frontend)
+        for argv in self._workers:
+            self._start_worker(*argv)
+        for worker in self._stack.workers:
+            self._stack.wait_registered(worker)
+        wait_for(lambda: self._stack.post("completions", **READY)[0] == 200, "an answer")
+
+    def _start_worker(self, *argv: str) -> Worker:
+        """Start a worker and wait until it is found; a pair must be found one after the other."""
+        engine = [] if "trtllm" in argv else EXACT
+        environ = STAND_IN if "trtllm" in argv else {"PYTHONPATH": self._stack.environ["PYTHONPATH"]}
+        paths = {"PYTHONPATH": f"{environ['PYTHONPATH']}:{Path(__file__).parent}"}
+        worker = self._stack.start_worker(*self._bench.argv, *engine, *argv, wait=False, **paths)
+        self._stack.wait_endpoint(worker)
+        return worker
+
+    async def _stream(self, case: Case, **fields: Any) -> AsyncIterator[int]:
+        """The token ids of an answer, as they come.
+
+        Raises:
+            Refused: before the first one.
+            Failed: after it.
+        """
+        started = False
+        url = f"{self._stack.url}/v1/chat/completions"
+        async with self._client.stream("POST", url, json=body_of(case, stream=True, **fields)) as answer:
+            if answer.status_code != 200:
+                raise Refused(_message(json.loads(await answer.aread())))
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if not event.get("choices") and "usage" not in event:
+                    raise (Failed if started else Refused)(_message(event))
+                for token_id in _token_ids(event):
+                    started = True
+                    yield token_id
+
+
+class ServedNthChoice(Served):
+    """A request with n > 1. Not streamed, since 1.4.2 hides why a stream is refused."""
+
+    async def tokens(self, request: Request) -> list[int]:
+        url = f"{self._stack.url}/v1/chat/completions"
+        body = body_of(request.case, n=NUM_CHOICES)
+        answer = await self._client.post(url, json=body)
+        if answer.status_code != 200:
+            raise Refused(_message(answer.json()))
+        return _token_ids({"choices": answer.json()["choices"][:1]})
+
+
+class Killed(Served):
+    """Workers are killed (-9) while they answer, and the frontend migrates what they served.
+
+    Requests come in rounds. In each, one worker dies when the longest answer has come to a random
+    token, with everything that it serves; the next round has a new worker in its place.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str], *, num_workers: int, at_once: int) -> None:
+        migrating = ("--migration-limit", "3")
+        super().__init__(name, *[argv] * num_workers, at_once=at_once, frontend=migrating)
+        self._rounds = Rounds(at_once, self._replace)
+        self._source = random.Random(20_261_122)
+        self._alive: list[Worker] = []
+        self.num_kills = 0
+        self.num_moved = 0
+
+    @asynccontextmanager
+    async def running(self, bench: Bench) -> AsyncIterator[None]:
+        store = f"file:{bench.directory / 'boundaries'}"
+        self._workers = tuple((*argv, "--migration", "on", "--boundary-store", store) for argv in self._workers)
+        async with super().running(bench):
+            self._alive = list(self._stack.workers)
+            yield
+        say(f"{self.name}: {self.num_kills} workers killed, {self.num_moved} answers moved")
+        assert self.num_kills >= NUM_KILLS, f"{self.num_kills} workers were killed, {NUM_KILLS} wanted"
+        assert self.num_moved >= NUM_KILLS, f"{self.num_moved} answers moved"
+
+    async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
+        self._rounds.expect()
+        return await super().requests(case, alone)
+
+    async def tokens(self, request: Request) -> list[int]:
+        tokens: list[int] = []
+        async with self._rounds.member(len(request.expected)) as is_longest:
+            cut = self._source.randrange(1, max(2, len(request.expected) * 3 // 4)) if await is_longest() else 0
+            async for token_id in self._stream(request.case):
+                tokens.append(token_id)
+                if len(tokens) == cut:
+                    await asyncio.to_thread(self._kill)
+        return tokens
+
+    def _kill(self) -> None:
+        """Kill a worker that answers; nothing if none does any more."""
+        busy = [(worker, worker.metric("dlw_in_flight_requests")) for worker in self._alive]
+        busy = [one for one in busy if one[1]]
+        if busy:
+            worker, num_in_flight = self._source.choice(busy)
+            worker.end()
+            self._alive.remove(worker)
+            self.num_kills += 1
+            self.num_moved += int(num_in_flight)
+
+    async def _replace(self) -> None:
+        missing = len(self._workers) - len(self._alive)
+        for _ in range(missing):
+            worker = await asyncio.to_thread(self._start_worker, *self._workers[0])
+            await asyncio.to_thread(self._stack.wait_registered, worker)
+            self._alive.append(worker)
+
+
+class Rounds:
+    """Lets some members in at a time; the next ones wait until all of them have left.
+
+    Args:
+        size: Of a round; the last one has what is left.
+        between: Awaited when a round has ended.
+    """
+
+    def __init__(self, size: int, between: Callable[[], Awaitable[None]]) -> None:
+        self._most = size
+        self._between = between
+        self._changed = asyncio.Condition()
+        self._num_expected = 0
+        self._lengths: list[int] = []
+        self._num_left = 0
+
+    def expect(self) -> None:
+        """One more member will come. Before the first one comes, all are expected."""
+        self._num_expected += 1
+
+    @asynccontextmanager
+    async def member(self, length: int) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
+        """One member; yields a call that tells whether it is the longest of the full round."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._lengths) < self._size)
+            place = len(self._lengths)
+            self._lengths.append(length)
+            self._changed.notify_all()
+
+        async def is_longest() -> bool:
+            async with self._changed:
+                await self._changed.wait_for(lambda: len(self._lengths) == self._size)
+                return self._lengths.index(max(self._lengths)) == place
+
+        try:
+            yield is_longest
+        finally:
+            async with self._changed:
+                self._num_left += 1
+                if self._num_left == self._size:
+                    await self._between()
+                    self._num_expected -= self._size
+                    self._lengths, self._num_left = [], 0
+                self._changed.notify_all()
+
+    @property
+    def _size(self) -> int:
+        return min(self._most, self._num_expected)
+
+
+def body_of(case: Case, **fields: Any) -> dict[str, Any]:
+    """The case as an OpenAI request whose prompt is given as token ids."""
+    raw = case.raw()
+    nvext = {"annotations": raw["annotations"], "token_data": raw["token_ids"], "cache_salt": new_id()}
+    wanted = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    prompt = {"model": MODEL, "messages": [{"role": "user", "content": "token_data takes the place of this"}]}
+    return {**prompt, **raw["sampling_options"], **raw["stop_conditions"], **wanted, "nvext": nvext, **fields}
+
+
+def _token_ids(event: Mapping[str, Any]) -> list[int]:
+    entries = [entry for choice in event["choices"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
+    return [int(entry["token"].removeprefix(PREFIX)) for entry in entries]
+
+
+def _message(event: Mapping[str, Any]) -> str:
+    error = event.get("error", event)
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+SMALL = ("--context-length", "320", "--kv-blocks", "40", "--max-num-seqs", "8")
+"""Pages for two of eight requests once they have grown beyond one page."""
+
+SERVED_MODES: tuple[Mode, ...] = (
+    Served("aggregated", ()),
+    Served("disaggregated", ("--disaggregation-mode", "prefill"), ("--disaggregation-mode", "decode"), at_once=16),
+    Killed("migrated", (), num_workers=3, at_once=4),
+    Served("preempted", SMALL, at_once=8),
+    Served("chunked prefill", ("--max-num-batched-tokens", "8", "--max-num-seqs", "4"), at_once=4),
+    Served("batched", (), at_once=64),
+    ServedNthChoice("n-th choice", (), at_once=8),
+    Served("TensorRT-LLM stand-in", ("--engine", "trtllm", "--max-num-batched-tokens", "64"), at_once=16),
+)

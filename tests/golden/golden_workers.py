@@ -1,0 +1,197 @@
+"""Workers of the golden matrix, in this process: the product's own `WorkerEngine` on an engine,
+with nothing but the runtime left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dynamo.llm.exceptions import InvalidArgument
+from golden_cases import THIRD_PARTIES, Case
+from prometheus_client import CollectorRegistry
+
+from adapters.testing.kit_model import KEY_ID
+from worker.arguments import Arguments, parse_arguments
+from worker.build import make_engine
+from worker.disaggregation.seal import Seal
+from worker.engines import EngineInfo, ServingEngine
+from worker.engines.embedded import EmbeddedEngine
+from worker.engines.embedded.plan import Output
+from worker.engines.embedded.step import Stepper
+from worker.processors.builder import ServedChainBuilder, make_chain_builder
+from worker.requests.request import RequestLimits
+from worker.runtimes.llm_engine import WorkerEngine
+
+EXACT = ("--device", "cpu", "--numerics", "exact")
+"""Options of every embedded engine."""
+
+KEY = bytes(range(32))
+SEAL = Seal("the secret of the golden matrix, and of no other pool")
+
+_numbers = itertools.count()
+
+
+def new_id() -> str:
+    """A request id that nobody has had."""
+    return f"golden-{next(_numbers)}"
+
+
+class Refused(Exception):
+    """A worker refuses the request before its first token; the message is what the client gets."""
+
+
+class Failed(Exception):
+    """A request failed after it was accepted."""
+
+
+class Context:
+    """The runtime's part of one request."""
+
+    def __init__(self, request_id: str | None = None) -> None:
+        self._id = request_id or new_id()
+        self.metadata: dict[str, str] = {}
+
+    def id(self) -> str:
+        return self._id
+
+
+class LocalWorker:
+    """One worker without a runtime around it.
+
+    Attributes:
+        engine: What it serves.
+    """
+
+    def __init__(self, served: WorkerEngine) -> None:
+        self._served = served
+        self.engine: Any = served.engine
+
+    async def chunks(self, raw: Mapping[str, Any], request_id: str | None = None) -> list[dict[str, Any]]:
+        """Everything that the worker streams.
+
+        Raises:
+            Refused: before the first chunk.
+            Failed: after it.
+        """
+        found: list[dict[str, Any]] = []
+        try:
+            async for chunk in self._served.generate(raw, Context(request_id)):
+                found.append(chunk)
+        except InvalidArgument as error:
+            if not found:
+                raise Refused(str(error)) from error
+            raise Failed(f"{error} (after {len(found)} chunks)") from error
+        return found
+
+    async def tokens(self, raw: Mapping[str, Any], request_id: str | None = None) -> list[int]:
+        """The token ids of an answer."""
+        return [token_id for chunk in await self.chunks(raw, request_id) for token_id in chunk["token_ids"]]
+
+    @property
+    def num_continued(self) -> int:
+        """Requests that went on here after another worker."""
+        return int(self._served.metrics.registry.get_sample_value("dlw_continued_requests_total") or 0)
+
+    async def stop(self) -> None:
+        await self.engine.stop()
+
+
+class Bench:
+    """Starts the workers of a run, all with the same model and the same operator.
+
+    Args:
+        model: Directory of the checkpoint.
+        directory: For the operator's files; empty.
+        dtype: What the workers compute in; by default the checkpoint's own.
+
+    Attributes:
+        info: Of the first engine that was started.
+        chains: The chain builder that all workers share: one sandbox, one tokenizer.
+    """
+
+    def __init__(self, model: Path, directory: Path, dtype: str = "auto") -> None:
+        self.model = model
+        self.directory = directory
+        self.dtype = dtype
+        self.info: EngineInfo | None = None
+        self.chains: ServedChainBuilder | None = None
+        (directory / "key").write_text(KEY.hex())
+        self.policy = directory / "policy.yaml"
+        self.policy.write_text(f"keys:\n  {KEY_ID}: {{file: {directory / 'key'}}}\n")
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What the engines allow, once one of them has been started."""
+        assert self.info is not None
+        return RequestLimits(self.info.context_length, self.info.vocab_size, self.info.eos_token_ids)
+
+    @property
+    def argv(self) -> list[str]:
+        """Options of every worker."""
+        third_parties = ",".join(f"{name}={target}" for name, target in THIRD_PARTIES.items())
+        # whether a processor is over its budget must not depend on how busy the machine is
+        patient = ["--processor-step-budget-s", "60", "--grammar-timeout-s", "60"]
+        operator = ["--processor-policy", str(self.policy), "--logits-processor", third_parties]
+        return ["--model-path", str(self.model), "--dtype", self.dtype, *patient, *operator]
+
+    def arguments(self, *argv: str) -> Arguments:
+        """Options of a worker."""
+        return parse_arguments([*self.argv, *([] if "trtllm" in argv else EXACT), *argv], {})
+
+    async def worker(self, *argv: str, engine: ServingEngine | None = None) -> LocalWorker:
+        """A worker that serves; ``engine`` takes the place of the one that its options choose."""
+        arguments = self.arguments(*argv)
+        served = WorkerEngine(
+            engine or make_engine(arguments), arguments, seal=SEAL, shut_down=_never, make_chains=self._chains
+        )
+        await served.start(1)
+        return LocalWorker(served)
+
+    def _chains(self, arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ServedChainBuilder:
+        if self.chains is None:
+            self.info = info
+            self.chains = make_chain_builder(arguments, info, registry)
+        return self.chains
+
+    async def close(self) -> None:
+        """End the sandbox; the workers have been stopped."""
+        if self.chains is not None:
+            await self.chains.close()
+
+
+def _never() -> None:
+    raise AssertionError("a worker of the golden matrix broke")
+
+
+class PreemptedEngine(EmbeddedEngine):
+    """Preempts every decoding request after every step, and forgets its KV at every other one.
+
+    Attributes:
+        num_preemptions: So far.
+    """
+
+    num_preemptions = 0
+
+    def _load(self) -> tuple[Stepper, EngineInfo]:
+        stepper, info = super()._load()
+        step, scheduler = stepper.step, stepper.scheduler
+
+        def step_and_preempt(prompts_first: bool = False) -> list[Output]:
+            outputs = step(prompts_first)
+            for request in scheduler.decoding:
+                scheduler.preempt(request)
+                self.num_preemptions += 1
+            if self.num_preemptions % 2:
+                scheduler.cache.clear()
+            return outputs
+
+        stepper.step = step_and_preempt  # type: ignore[method-assign]
+        return stepper, info
+
+
+def cold(case: Case) -> dict[str, Any]:
+    """The request as one that finds no cached KV."""
+    return case.raw(cache_salt=new_id())

@@ -1,0 +1,99 @@
+"""``scripts/golden``: runs the golden matrix, prints it and writes it as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from golden_matrix import CellFailed, Matrix, run, say
+from golden_modes import MODES
+from golden_report import RECORD, terminal, write
+from golden_served import NUM_KILLS, SERVED_MODES
+from golden_workers import Bench
+from transformers.utils.logging import disable_progress_bar
+
+from worker.errors import StartupError
+from worker.models import DEFAULT_MODEL, model_cache, prepare_default_model
+from worker.tiny_model import write_tiny_model
+
+TINY = "tiny"
+NUM_TOKENS = 24
+"""Tokens of a text at most."""
+
+NUM_TOKENS_SERVED = 230
+"""The same over real processes: an answer must last long enough for a worker to be killed under it,
+and for prompt and answer to need a second page of KV.
+"""
+
+NUM_TOKENS_LARGE = 12
+"""The same of a model that is not tiny, with one set of arguments per processor."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0 if every cell is equal or refused, 1 if not, 2 if there is no model."""
+    options = _options(argv)
+    disable_progress_bar()
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="golden-") as directory:
+        try:
+            name, model = _model(options.model, Path(directory))
+            matrix = asyncio.run(_run(name, model, Path(directory), served=options.all))
+        except StartupError as error:
+            say(f"error: {error}")
+            return 2
+    found = matrix.as_json()
+    sys.stdout.write(f"{terminal(found)}\n")
+    write(options.json, f"{name}, {'processes' if options.all else 'in-process'}", found)
+    say(f"written to {options.json}, {time.monotonic() - began_s:.0f} s")
+    try:
+        matrix.check()
+    except CellFailed as failure:
+        sys.stdout.write(f"\n{failure}\n")
+        return 1
+    return 0
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/golden", description=(__doc__ or "").partition(": ")[2])
+    models = f"checkpoint directory, {TINY} (default), or default for {DEFAULT_MODEL}"
+    parser.add_argument("--model", default=TINY, help=models)
+    served = (
+        f"over real processes, Dynamo's frontend and at least {NUM_KILLS} killed workers, instead of in one process"
+    )
+    parser.add_argument("--all", action="store_true", help=served)
+    parser.add_argument("--json", type=Path, default=RECORD, help=f"file of the runs (default: docs/{RECORD.name})")
+    return parser.parse_args(argv)
+
+
+def _model(given: str, directory: Path) -> tuple[str, Path]:
+    """Name and checkpoint of a model."""
+    if given == TINY:
+        return TINY, write_tiny_model(directory / TINY)
+    if given == "default":
+        return DEFAULT_MODEL, prepare_default_model(model_cache(os.environ), say)
+    return Path(given).name, Path(given)
+
+
+async def _run(name: str, model: Path, directory: Path, *, served: bool) -> Matrix:
+    operator = directory / "operator"
+    operator.mkdir()
+    bench = Bench(model, operator)
+    is_large = name != TINY
+    num_tokens = NUM_TOKENS_SERVED if served else NUM_TOKENS_LARGE if is_large else NUM_TOKENS
+    try:
+        modes = SERVED_MODES if served else MODES
+        return await run(bench, modes, name, num_tokens, is_short=is_large or served)
+    finally:
+        await bench.close()
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # at the interpreter's end Triton's extension, which torch imports, writes pages about leaks

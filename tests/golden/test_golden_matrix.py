@@ -1,0 +1,167 @@
+"""The golden matrix: a part of it that is cheap, its record, and that a wrong text is found."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from golden_cases import SAMPLINGS, THIRD_PARTIES, Case
+from golden_matrix import CellFailed, Matrix, compare_all, run
+from golden_modes import MODES, Request
+from golden_report import RECORD, markdown, read, terminal, write
+from golden_served import SERVED_MODES, Rounds
+from golden_workers import Bench, Refused
+
+from adapters.processors import BUILTINS
+from worker.tiny_model import write_tiny_model
+
+DOCUMENT = RECORD.with_suffix(".md")
+NAMES = [*(builtin.name for builtin in BUILTINS), *THIRD_PARTIES]
+
+
+@pytest.mark.timeout(300)
+async def test_every_processor_in_every_mode(tmp_path: Path) -> None:
+    """Short texts, migrated after every token."""
+    model = write_tiny_model(tmp_path / "tiny")
+    bench = Bench(model, tmp_path)
+    try:
+        matrix = await run(bench, MODES, "tiny", 8, is_short=True)
+    finally:
+        await bench.close()
+    matrix.check()
+    assert set(matrix.processors) == set(NAMES)
+    assert matrix.modes == [mode.name for mode in MODES]
+    assert not matrix.left_out
+
+
+# The record
+
+
+def test_the_table_of_the_document_is_that_of_the_record() -> None:
+    """On failure, paste the left side."""
+    table = DOCUMENT.read_text(encoding="utf-8").partition("<!-- matrix -->")[2].partition("<!-- /matrix -->")[0]
+    assert markdown(read(RECORD).values()) == table.strip()
+
+
+@pytest.mark.parametrize("name", ["tiny, in-process", "tiny, processes", "SmolLM2-135M-Instruct, in-process"])
+def test_the_record_is_complete_and_every_cell_holds(name: str) -> None:
+    found = read(RECORD)[name]
+    modes = SERVED_MODES if "processes" in name else MODES
+    assert found["modes"] == [mode.name for mode in modes]
+    assert set(found["cells"]) == set(NAMES)
+    for row in found["cells"].values():
+        for outcomes in row.values():
+            assert set(outcomes) == set(SAMPLINGS)
+            assert all(re.fullmatch("equal|refused: .+", outcome) for outcome in outcomes.values())
+
+
+# What the comparison finds
+
+
+class Answers:
+    """A mode that says what it is told to."""
+
+    name = "told"
+    at_once = 2
+
+    def __init__(self, *answers: list[int] | Exception) -> None:
+        self._answers = list(answers)
+
+    @asynccontextmanager
+    async def running(self, bench: Bench) -> AsyncIterator[None]:
+        yield
+
+    async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
+        return [Request(case, tuple(alone), num_sent=number) for number in range(len(self._answers))]
+
+    async def tokens(self, request: Request) -> list[int]:
+        answer = self._answers[request.num_sent]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+CASE = Case("top_k", {"k": 5}, "seeded", (1, 2, 3), 4)
+TEXT = [5, 6, 7, 8]
+
+
+async def told(*answers: list[int] | Exception) -> Matrix:
+    matrix = Matrix("tiny", acting={"top_k"})
+    await compare_all(Answers(*answers), [(CASE, TEXT)], matrix)
+    return matrix
+
+
+def outcome(matrix: Matrix) -> str:
+    return str(matrix.as_json()["cells"]["top_k"]["told"]["seeded"])
+
+
+async def test_equal_and_refused_cells_hold() -> None:
+    equal, refused = await told(TEXT, TEXT), await told(Refused("top_k: not here"), Refused("top_k: not here"))
+    equal.check()
+    refused.check()
+    assert (outcome(equal), outcome(refused)) == ("equal", "refused: top_k: not here")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ([5, 6, 9, 8], r"after 1 tokens: differs at token 2: \.\.\.\[5, 6, 9, 8\] for \.\.\.\[5, 6, 7, 8\]"),
+        ([5, 6, 7], "differs at token 3"),
+        ([5, 6, 7, 8, 9], "differs at token 4"),
+        (RuntimeError("broke"), "RuntimeError: broke"),
+        (Refused("only this one"), "1 texts are equal, and others refused"),
+    ],
+)
+async def test_one_wrong_text_fails_its_cell(wrong: list[int] | Exception, problem: str) -> None:
+    matrix = await told(TEXT, wrong)
+    with pytest.raises(CellFailed, match=f"top_k, told, seeded: .*{problem}"):
+        matrix.check()
+
+
+async def test_a_processor_that_changes_no_text_fails() -> None:
+    matrix = await told(TEXT)
+    matrix.acting.clear()
+    with pytest.raises(CellFailed, match="top_k: no text differs from the plain one"):
+        matrix.check()
+
+
+async def test_the_report(tmp_path: Path) -> None:
+    matrix = await told(Refused("no"))
+    other = await told(TEXT)
+    for name, one in (("first", matrix), ("second", other), ("second", matrix)):
+        write(tmp_path / "record.json", name, one.as_json())
+    assert read(tmp_path / "record.json") == {"first": matrix.as_json(), "second": matrix.as_json()}
+    assert terminal(matrix.as_json()).splitlines() == ["processor  told", "top_k      refused [1]", "[1] no"]
+    assert (
+        markdown([matrix.as_json(), other.as_json()]).splitlines()[2] == "| top_k | seeded refused [1], seeded equal |"
+    )
+
+
+# The rounds of the run with kills
+
+
+async def test_a_round_begins_when_the_last_one_has_ended() -> None:
+    events: list[str] = []
+
+    async def between() -> None:
+        events.append("between")
+
+    rounds = Rounds(2, between)
+
+    async def take_part(number: int) -> None:
+        async with rounds.member(number) as is_longest:
+            events.append(f"{number} {await is_longest()}")
+
+    for _ in range(5):
+        rounds.expect()
+    await asyncio.gather(*(take_part(number) for number in range(5)))
+    assert [sorted(events[0:2]), sorted(events[3:5]), events[6]] == [
+        ["0 False", "1 True"],
+        ["2 False", "3 True"],
+        "4 True",
+    ]
+    assert [event for event in events if event == "between"] == ["between"] * 3
