@@ -23,7 +23,7 @@ from worker.engines import EngineInfo, TokenDelta
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.metrics import OUTCOMES
 from worker.processors.builder import ServedChainBuilder
-from worker.runtimes.llm_engine import WorkerEngine
+from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
 from worker.sampling.chain_builder import Facts
 
@@ -90,6 +90,7 @@ class FakeEngine:
         sampling_params: SamplingParams,
         kv: object = None,
         cache_salt: str | None = None,
+        choice: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         return self.script(request_id, sampling_params)
 

@@ -149,10 +149,13 @@ class ServingEngine(Protocol):
         sampling_params: SamplingParams,
         kv: KeepKv | ReadKv | None = None,
         cache_salt: str | None = None,
+        choice: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request, or in disaggregated serving one worker's part of it.
 
-        Requests share the KV of a common prefix only if their `cache_salt` is the same.
+        Requests share the KV of a common prefix only if their `cache_salt` is the same. `choice` is
+        which of several answers to one prompt this is: requests with one seed that differ in it
+        have different random numbers.
 
         The request is admitted when the first item is awaited. The stream ends after a delta with a
         `finish_reason`. Several tokens share a delta only when the consumer is behind.

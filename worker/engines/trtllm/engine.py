@@ -230,8 +230,11 @@ class TrtllmEngine(RuntimeReports):
         sampling_params: SamplingParams,
         kv: KeepKv | ReadKv | None = None,
         cache_salt: str | None = None,
+        choice: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
+        if choice:
+            raise InvalidRequest("sampling_options.n", "TensorRT-LLM's random numbers do not depend on the choice")
         request = await self._submit(request_id, list(prompt_token_ids), sampling_params, kv, cache_salt)
         try:
             while True:

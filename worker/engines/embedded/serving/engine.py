@@ -132,9 +132,10 @@ class EmbeddedEngine:
         sampling_params: SamplingParams,
         kv: KeepKv | ReadKv | None = None,
         cache_salt: str | None = None,
+        choice: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
-        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt)
+        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt, choice)
         try:
             while True:
                 delta = await stream.take()
@@ -193,6 +194,7 @@ class EmbeddedEngine:
         params: SamplingParams,
         kv: KeepKv | ReadKv | None,
         cache_salt: str | None,
+        choice: int,
     ) -> Stream:
         if self._refusal is not None:
             raise self._refusal
@@ -200,7 +202,8 @@ class EmbeddedEngine:
             raise EngineBroken("the engine has not been started")
         if request_id in self._streams:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
-        request = admit(request_id, next(self._numbers), prompt, params, self._model, self._info.context_length)
+        number, context_length = next(self._numbers), self._info.context_length
+        request = admit(request_id, number, prompt, params, self._model, context_length, choice=choice)
         request.cache_salt = cache_salt
         handle = self._part(request, kv)
         if len(self._streams) >= self.config.max_num_seqs + self.config.max_queue:
