@@ -23,7 +23,7 @@ from worker.arguments import Arguments, parse_arguments
 from worker.engines import EngineInfo
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Plan
 from worker.runtimes import dynamo as runtime
-from worker.runtimes.llm_engine import WorkerEngine
+from worker.runtimes.dynamo_engine import WorkerEngine
 
 CONTEXT_LENGTH = 2048
 

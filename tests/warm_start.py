@@ -34,7 +34,7 @@ IMPORTS = (
     "adapters",
     "dynamo.frontend.main",
     "transformers.models.llama.modeling_llama",
-    "worker.runtimes.llm_engine",
+    "worker.runtimes.dynamo_engine",
     "worker.engines.embedded",
 )
 

@@ -6,11 +6,15 @@ Exit 0 after a clean drain, 2 for configuration, 1 for the rest.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from worker.build import build
+from worker.build import Built, build
 from worker.errors import ConfigurationError, ServingError, StartupError
 from worker.runtimes import dynamo as runtime
+
+if TYPE_CHECKING:
+    from worker.serving import RequestServer
 
 EXIT_FAILURE = 1
 EXIT_CONFIGURATION = 2
@@ -30,15 +34,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StartupError as error:
         return _complain(error, EXIT_FAILURE)
 
-    from worker.runtimes.llm_engine import WorkerEngine  # imports the runtime, which `build` looked for
+    return _serve_on_nats(built) if built.arguments.runtime == "nats" else _serve_on_dynamo(built)
+
+
+def _serve_on_dynamo(built: Built) -> int:
+    from worker.runtimes.dynamo_engine import WorkerEngine  # imports the runtime, which `build` looked for
 
     engine, config = WorkerEngine.of(built)
+    return _served(lambda: runtime.run(engine, config), engine)
+
+
+def _serve_on_nats(built: Built) -> int:
+    from worker.runtimes.nats.runtime import NatsWorker, run
+
+    worker = NatsWorker(built)
+    return _served(lambda: run(worker), worker.server)
+
+
+def _served(serve: Callable[[], None], server: RequestServer) -> int:
     try:
-        runtime.run(engine, config)
+        serve()
     except Exception as error:  # the process boundary: one line, and a status that says so
-        return _complain(engine.startup_error or error, EXIT_FAILURE)
-    if engine.broken is not None:
-        return _complain(f"engine broken: {engine.broken}", EXIT_FAILURE)
+        return _complain(server.startup_error or error, EXIT_FAILURE)
+    if server.broken is not None:
+        return _complain(f"engine broken: {server.broken}", EXIT_FAILURE)
     return 0
 
 

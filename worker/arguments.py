@@ -115,6 +115,12 @@ def _store(text: str) -> str:
     return text
 
 
+def _subject_token(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
+        raise ValueError("1 to 64 letters, digits, hyphens and underscores")
+    return text
+
+
 def _list(text: str) -> tuple[str, ...]:
     entries = tuple(entry.strip() for entry in text.split(","))
     if not all(entries):
@@ -158,6 +164,7 @@ class Arguments:
         None, "Directory of the Hugging Face checkpoint to serve, or a GGUF file (docs/models.md). Required."
     )
     served_model_name: str = _option(None, "Name that clients ask for. Default: last part of the model path.")
+    runtime: str = _option("dynamo", "What brings the requests (docs/nats.md).", choices=("dynamo", "nats"))
     engine: str = _option("embedded", "Engine that decodes.", choices=("embedded", "trtllm"))
     device: str = _option(
         "auto", "Where the embedded engine computes: auto (CUDA if there is any), cpu, cuda or cuda:N.", parse=_device
@@ -355,6 +362,41 @@ class Arguments:
     custom_jinja_template: str | None = _option(
         None, "Chat template file that replaces the model's own.", env="DYN_CUSTOM_JINJA_TEMPLATE"
     )
+    nats_url: str = _option(
+        "nats://127.0.0.1:4222", "NATS servers of --runtime nats, separated by commas; tls:// for TLS."
+    )
+    nats_credentials: str | None = _option(None, "File with the JWT and the NKey seed of a NATS user.")
+    nats_token: str | None = _option(
+        None, "Token of a NATS server that wants one; better in the variable, which no process list shows."
+    )
+    nats_nkey_seed: str | None = _option(None, "File with the seed of an NKey that the NATS server knows.")
+    nats_tls_ca: str | None = _option(
+        None, "File of the certificates that sign the NATS server's. Default: the system's."
+    )
+    nats_tls_cert: str | None = _option(None, "File of this worker's certificate for NATS; needs --nats-tls-key.")
+    nats_tls_key: str | None = _option(None, "File of the key of --nats-tls-cert.")
+    model_version: str = _option(
+        "1", "Version of the model in the NATS subjects: letters, digits, hyphens, underscores.", parse=_subject_token
+    )
+    batch: bool = _option(
+        False,
+        "With --runtime nats: also answer the durable batches of dlw-batch, behind the requests that clients wait for.",
+        parse=_truth,
+    )
+    batch_ack_wait_s: float = _option(
+        30.0,
+        "Seconds after which a request of a batch whose worker has died is given to another one.",
+        parse=_positive_seconds,
+    )
+    batch_max_deliver: int = _option(
+        5,
+        "Workers that a request of a batch may take with it before it is set aside as a dead letter.",
+        parse=_positive,
+    )
+    metrics_port: int = _option(
+        0, "With --runtime nats: port of the Prometheus metrics; 0 serves none.", parse=_not_negative
+    )
+    metrics_host: str = _option("127.0.0.1", "Address of --metrics-port.")
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
     """Names of the options that were given somewhere: TensorRT-LLM has defaults of its own for
     the others.
@@ -415,7 +457,7 @@ class StrictParser(argparse.ArgumentParser):
 
 def _from_command_line(argv: Sequence[str] | None) -> dict[str, Any]:
     parser = StrictParser(
-        prog="python -m worker", description="Serve a model through NVIDIA Dynamo.", allow_abbrev=False
+        prog="python -m worker", description="Serve a model through NVIDIA Dynamo, or over NATS.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"dynamo-logits-worker {__version__}")
     for option in OPTIONS:
@@ -536,7 +578,56 @@ def _refuse_options_of_other_engines(a: Arguments) -> None:
                 raise ConfigurationError(f"{option.flag} {value} needs --engine {engine}")
 
 
+_ONLY_DYNAMO = (
+    "namespace",
+    "component",
+    "endpoint",
+    "endpoint_types",
+    "request_plane",
+    "response_plane",
+    "event_plane",
+    "dyn_tool_call_parser",
+    "dyn_reasoning_parser",
+)
+_ONLY_NATS = (
+    "nats_url",
+    "nats_credentials",
+    "nats_token",
+    "nats_nkey_seed",
+    "nats_tls_ca",
+    "nats_tls_cert",
+    "nats_tls_key",
+    "model_version",
+    "batch",
+    "metrics_port",
+)
+
+
+def _refuse_options_of_other_runtimes(a: Arguments) -> None:
+    others = _ONLY_NATS if a.runtime == "dynamo" else _ONLY_DYNAMO
+    needed = "nats" if a.runtime == "dynamo" else "dynamo"
+    for option in OPTIONS:
+        if option.name in others and getattr(a, option.name) != option.default:
+            raise ConfigurationError(f"{option.flag} needs --runtime {needed}")
+
+
+def _refuse_nats_contradictions(a: Arguments) -> None:
+    if a.disaggregation_mode != "aggregated":
+        raise ConfigurationError(f"--disaggregation-mode {a.disaggregation_mode} needs --runtime dynamo")
+    ways = [name for name in ("nats_credentials", "nats_token", "nats_nkey_seed") if getattr(a, name) is not None]
+    if len(ways) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in ways)
+        raise ConfigurationError(f"{flags} both say who the worker is; give one of them")
+    if (a.nats_tls_cert is None) != (a.nats_tls_key is None):
+        raise ConfigurationError("--nats-tls-cert and --nats-tls-key belong together; give both")
+    if a.metrics_port > 65535:
+        raise ConfigurationError(f"--metrics-port must be a port number, got {a.metrics_port}")
+
+
 def _refuse_contradictions(a: Arguments) -> None:
+    _refuse_options_of_other_runtimes(a)
+    if a.runtime == "nats":
+        _refuse_nats_contradictions(a)
     if a.max_num_batched_tokens < a.max_num_seqs:
         raise ConfigurationError(
             f"--max-num-batched-tokens ({a.max_num_batched_tokens}) must be at least --max-num-seqs ({a.max_num_seqs})"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a `WorkerEngine` is made of.
+    """What a `worker.serving.RequestServer` is made of.
 
     Attributes:
         engine: Not started.
@@ -53,11 +53,11 @@ def build(argv: Sequence[str] | None = None) -> Built:
     seal = take_seal(arguments.disaggregation_mode, os.environ)
     smoke = smoke_enabled(os.environ)
     check_adapters_package()
-    runtime.check_installed()
-    runtime.allow_drain(arguments.drain_timeout_s, os.environ)
+    check_runtime(arguments)
     check_engine(arguments)
     check_model(arguments)
-    runtime.check_ports(os.environ)
+    if arguments.runtime == "dynamo":
+        runtime.check_ports(os.environ)
     arguments = with_checkpoint(arguments)
     return Built(make_engine(arguments), arguments, seal, smoke)
 
@@ -77,6 +77,15 @@ def check_adapters_package() -> None:
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != ours:
         found = "no package" if spec is None else spec.origin
         raise ConfigurationError(f"'adapters' must be the package at {ours.parent}, found {found}")
+
+
+def check_runtime(arguments: Arguments) -> None:
+    """Raises `ConfigurationError` if the chosen runtime is not installed, or set wrong."""
+    if arguments.runtime == "dynamo":
+        runtime.check_installed()
+        runtime.allow_drain(arguments.drain_timeout_s, os.environ)
+    elif importlib.util.find_spec("nats") is None:
+        raise ConfigurationError("--runtime nats: nats-py is not installed")
 
 
 def check_engine(arguments: Arguments) -> None:

@@ -23,7 +23,7 @@ from worker.engines import EngineInfo
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.requests.request import GenerationRequest
-from worker.runtimes.llm_engine import WorkerEngine
+from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import GuidedDecodingParams, SamplingParams
 from worker.sampling.chain_builder import Facts
 from worker.tiny_model import write_tiny_model

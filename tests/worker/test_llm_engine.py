@@ -23,7 +23,7 @@ from worker.engines import EngineInfo, TokenDelta
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.metrics import OUTCOMES
 from worker.processors.builder import ServedChainBuilder
-from worker.runtimes.llm_engine import WorkerEngine
+from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
 from worker.sampling.chain_builder import Facts
 
@@ -91,6 +91,7 @@ class FakeEngine:
         kv: object = None,
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
+        choice: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         return self.script(request_id, sampling_params)
 

@@ -13,8 +13,9 @@ import pytest
 import worker.__main__ as program
 import worker.build as checks
 from worker.arguments import Arguments, parse_arguments
+from worker.build import Built
 from worker.errors import ConfigurationError, StartupError
-from worker.runtimes.llm_engine import WorkerEngine
+from worker.runtimes.dynamo_engine import WorkerEngine
 
 
 def arguments(*argv: str) -> Arguments:
@@ -79,7 +80,8 @@ class Serving:
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
     engine = Serving()
-    monkeypatch.setattr(program, "build", lambda argv: None)
+    built = Built(None, arguments(), None, smoke=False)  # type: ignore[arg-type]
+    monkeypatch.setattr(program, "build", lambda argv: built)
     monkeypatch.setattr(WorkerEngine, "of", lambda built: (engine, None))
     return engine
 

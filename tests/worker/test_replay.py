@@ -17,7 +17,7 @@ from worker.__main__ import main
 from worker.arguments import parse_arguments
 from worker.build import make_engine
 from worker.requests.receipts import TokenDigest
-from worker.runtimes.llm_engine import WorkerEngine
+from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -20,7 +20,7 @@ from worker.arguments import parse_arguments
 from worker.engines import TokenDelta
 from worker.errors import EngineBroken, Overloaded
 from worker.request_log import LOGGER, RequestEntry, RequestLog, known_field
-from worker.runtimes.llm_engine import WorkerEngine
+from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
 
 SECRET = "the secret of the prompt"

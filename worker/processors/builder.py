@@ -171,13 +171,14 @@ class ServedChainBuilder:
         max_tokens: int | None,
         client: str | None = None,
         generated: Sequence[int] = (),
+        choice: int = 0,
     ) -> ProcessorChain | None:
         """The chain of a request, begun after its prompt; None if there is nothing for one to do.
         A request that wants a receipt has one, be it empty.
 
         Cancelling it while a grammar compiles ends that at once. ``client`` is whose turn that
         takes. ``generated`` is the answer so far of a migrated request: it is replayed, unless that
-        needs logits.
+        needs logits. ``choice`` is which of several answers to one prompt the chain is for.
 
         Raises:
             InvalidRequest: a processor is unknown, its arguments cannot be honoured, or nothing can
@@ -190,7 +191,7 @@ class ServedChainBuilder:
             return None
         names = [requested.name for requested in selection.processors]
         self.breaker.check(names)
-        context = self.builder.context(end_token_ids, seed, max_tokens)
+        context = self.builder.context(end_token_ids, seed, max_tokens, choice)
         try:
             grammars = await self._compiled(selection, context, client)
             chain = await self._in_thread(self._build, selection, context, prompt, generated)

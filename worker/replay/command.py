@@ -134,14 +134,15 @@ async def _request(
     stepper: Stepper,
     info: EngineInfo,
 ) -> Request:
-    params = recorded.params
+    params, choice = recorded.params, recorded.request.choice
     budget = info.context_length - len(prompt) if params.max_tokens is None else params.max_tokens
-    chain = await chains.build(selection, prompt, params.end_token_ids, recorded.receipt.seed, budget)
+    seed = recorded.receipt.seed
+    chain = await chains.build(selection, prompt, params.end_token_ids, seed, budget, choice=choice)
     processors: list[Callable[..., None]] = (
         [] if chain is None else list(create_trtllm_adapters([chain], end_id=params.end_id))
     )
     own = replace(params, logits_processor=processors or None)
-    return admit("replay", 0, prompt, own, stepper.model, info.context_length)
+    return admit("replay", 0, prompt, own, stepper.model, info.context_length, choice=choice)
 
 
 def replay(stepper: Stepper, request: Request, num_tokens: int, tap: PositionTap | None = None) -> Replayed:

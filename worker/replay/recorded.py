@@ -90,7 +90,7 @@ class RecordedRequest(BaseModel):
     sampling: dict[str, Any]
     processors: list[RecordedProcessor]
     order: list[str] = []
-    choice: Literal[0]
+    choice: int = Field(ge=0)
     smoke_test: Literal[False]
 
 

@@ -115,6 +115,7 @@ class RequestReceipt:
             arguments are the operator's own.
         generated_token_ids: The answer so far of a migrated request.
         smoke: Whether the smoke test forces its answer.
+        choice: Which of several answers to one prompt it is.
     """
 
     def __init__(
@@ -126,12 +127,13 @@ class RequestReceipt:
         *,
         generated_token_ids: Sequence[int] = (),
         smoke: bool = False,
+        choice: int = 0,
     ) -> None:
         self._server = server.as_json()
         self._prompt = TokenDigest(prompt_token_ids)
         self._answer = TokenDigest(generated_token_ids)
         self._num_preemptions: int | None = None
-        self._request = _recorded(params, selection, smoke)
+        self._request = _recorded(params, selection, smoke, choice)
 
     def take(self, delta: TokenDelta) -> None:
         """Count a delta of the engine's."""
@@ -156,7 +158,7 @@ class RequestReceipt:
         return data
 
 
-def _recorded(params: SamplingParams, selection: Selection, smoke: bool) -> str:
+def _recorded(params: SamplingParams, selection: Selection, smoke: bool, choice: int) -> str:
     """The request for `worker.replay`, as JSON text: no JSON library on the way rounds a number."""
     sampling = {
         one.name: value
@@ -169,7 +171,7 @@ def _recorded(params: SamplingParams, selection: Selection, smoke: bool) -> str:
         else {"name": one.name, "scope": one.scope, "origin": one.origin}
         for one in selection.processors
     ]
-    data: dict[str, Any] = {"sampling": sampling, "processors": processors, "choice": 0, "smoke_test": smoke}
+    data: dict[str, Any] = {"sampling": sampling, "processors": processors, "choice": choice, "smoke_test": smoke}
     if selection.order:
         data["order"] = selection.order
     return json.dumps(data, separators=(",", ":"))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dynamo.common.backend.worker import WorkerConfig
 
     from worker.engines import EngineInfo
-    from worker.runtimes.llm_engine import WorkerEngine
+    from worker.runtimes.dynamo_engine import WorkerEngine
 
 OLDEST_VERSION = (1, 4, 2)
 SHUTDOWN_LIMIT = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"

@@ -231,8 +231,11 @@ class TrtllmEngine(RuntimeReports):
         kv: KeepKv | ReadKv | None = None,
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
+        choice: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
+        if choice:
+            raise InvalidRequest("sampling_options.n", "TensorRT-LLM's random numbers do not depend on the choice")
         prompt, generated = list(prompt_token_ids), list(generated_token_ids)
         request = await self._submit(request_id, prompt, generated, sampling_params, kv, cache_salt)
         try:

@@ -134,9 +134,10 @@ class EmbeddedEngine:
         kv: KeepKv | ReadKv | None = None,
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
+        choice: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
-        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt, generated_token_ids)
+        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt, generated_token_ids, choice)
         try:
             while True:
                 delta = await stream.take()
@@ -196,6 +197,7 @@ class EmbeddedEngine:
         kv: KeepKv | ReadKv | None,
         cache_salt: str | None,
         generated: Sequence[int],
+        choice: int,
     ) -> Stream:
         if self._refusal is not None:
             raise self._refusal
@@ -204,7 +206,9 @@ class EmbeddedEngine:
         if request_id in self._streams:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
         number, context_length = next(self._numbers), self._info.context_length
-        request = admit(request_id, number, prompt, params, self._model, context_length, generated=generated)
+        request = admit(
+            request_id, number, prompt, params, self._model, context_length, choice=choice, generated=generated
+        )
         request.cache_salt = cache_salt
         handle = self._part(request, kv)
         check_queue(len(self._streams), self.config.max_num_seqs, self.config.max_queue)

@@ -1,4 +1,4 @@
-"""`WorkerEngine`: Dynamo's `LLMEngine`, serving one of our engines."""
+"""`RequestServer`: serves requests with one of our engines, whatever the runtime."""
 
 from __future__ import annotations
 
@@ -12,18 +12,12 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from dynamo.common.backend.engine import EngineConfig, LLMEngine
-from dynamo.common.backend.health_check import build_health_check_payload
-from dynamo.common.backend.metrics import register_engine_registry
-from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
-from dynamo.common.backend.worker import WorkerConfig
 from prometheus_client import CollectorRegistry
 
 from adapters import create_trtllm_adapters
 from adapters.catalog import Selection
 from worker import __version__
 from worker.arguments import Arguments
-from worker.build import Built, build
 from worker.disaggregation.seal import Seal
 from worker.disaggregation.serving import DisaggregatedServing, Part, TransferMetrics
 from worker.engines import EngineInfo, ReadKv, SelfReporting, ServingEngine, TokenDelta
@@ -51,13 +45,10 @@ from worker.requests.deadline import until
 from worker.requests.receipts import RequestReceipt, Server
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
-from worker.runtimes import dynamo as runtime
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import for_engine
 
 logger = logging.getLogger(__name__)
-
-CATALOG_CONTROL = "logits_processors"
 
 SEED_BITS = 53
 """Bits of the seeds that the worker draws: integers that every JSON library reads exactly, so that
@@ -113,11 +104,11 @@ class _Admission:
         self.task.cancel()
 
 
-class WorkerEngine(LLMEngine):
-    """Serves `engine` through Dynamo's unified backend.
+class RequestServer:
+    """Serves requests with `engine`; a runtime brings them and takes their chunks away.
 
     Attributes:
-        startup_error: Why `start` failed, for the one line that the operator sees.
+        startup_error: Why `load` failed, for the one line that the operator sees.
         broken: Why the engine cannot serve any more, None while it can.
     """
 
@@ -128,7 +119,7 @@ class WorkerEngine(LLMEngine):
         *,
         seal: Seal | None = None,
         smoke: bool = False,
-        shut_down: Callable[[], None] = runtime.shut_down,
+        shut_down: Callable[[], None],
         make_chains: Callable[[Arguments, EngineInfo, CollectorRegistry], ServedChainBuilder] = make_chain_builder,
     ) -> None:
         """``seal`` signs KV transfers; prefill and decode workers need one.
@@ -160,24 +151,12 @@ class WorkerEngine(LLMEngine):
         self._shut_down = shut_down
         self._info: EngineInfo | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._publisher: Any = None
         self._used_blocks: int | None = None  # as the engine itself says, where it does
-        self._published_blocks = -1
         self._num_signals = 0
         self._drained = False
 
-    @classmethod
-    def of(cls, built: Built) -> tuple[WorkerEngine, WorkerConfig]:
-        """The engine that was built, and the runtime's settings for it."""
-        engine = cls(built.engine, built.arguments, seal=built.seal, smoke=built.smoke)
-        return engine, runtime.worker_config(built.arguments)
-
-    @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> Any:
-        """The SDK's factory; ``python -m worker`` calls `of` itself."""
-        return cls.of(build(argv))
-
-    async def start(self, worker_id: int) -> EngineConfig:
+    async def load(self) -> EngineInfo:
+        """Load the model and everything around it. Raises what `startup_error` says in one line."""
         self._loop = asyncio.get_running_loop()
         try:
             if self._boundaries is not None:
@@ -206,14 +185,26 @@ class WorkerEngine(LLMEngine):
         self.metrics.describe_engine(info)
         if self.arguments.disaggregation_mode != "aggregated":
             TransferMetrics(self.engine, self.disaggregation, self.metrics.registry)
-        return runtime.engine_config(info, self.arguments)
+        return info
 
-    async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
-        """One request. Everything that can refuse it does so before the first chunk."""
-        entry = RequestEntry(request_id=context.id(), model=self.arguments.served_model_name)
+    async def serve(
+        self, request_id: str, request: Mapping[str, Any], metadata: Mapping[str, str], choice: int = 0
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Serve one request. Everything that can refuse it does so before the first chunk.
+
+        Args:
+            request_id: Not in use by another request.
+            request: As `worker.requests.fields` has it.
+            metadata: Of the runtime, where processors may be selected too.
+            choice: Which of several answers to one prompt this is; each is a request of its own.
+
+        Raises:
+            ServingError: it was refused, or failed; see `worker.errors`.
+        """
+        entry = RequestEntry(request_id=request_id, model=self.arguments.served_model_name)
         record: RequestRecord | None = None
         try:
-            serving = await self._admit(entry, request, context.metadata or {})
+            serving = await self._admit(entry, request, metadata, choice)
             record = serving.record
             try:
                 async with contextlib.aclosing(serving.deltas) as deltas:
@@ -235,24 +226,26 @@ class WorkerEngine(LLMEngine):
             raise
         except ServingError as error:
             entry.failed(error)
-            self._record(context.id(), error)
+            self._record(request_id, error)
             if record is not None:
                 await _let_go(record, error)
-            raise runtime.to_dynamo(error) from None
+            raise
         except Exception as error:  # the request boundary: one request's unknown error stays its own
             entry.failed(error)
-            logger.exception("request %s failed", context.id())
+            logger.exception("request %s failed", request_id)
             self.metrics.count_outcome("unknown_error")
             if record is not None:
                 await _let_go(record, error)
             if self._faults.record():
                 self._break(f"{self._faults.limit} unknown errors within {self._faults.window_s:g} s")
-            raise runtime.to_dynamo(ServingError("internal error")) from error
+            raise ServingError("internal error") from error
         finally:
             if self._log is not None:
                 self._log.write(entry)
 
-    async def _admit(self, entry: RequestEntry, raw: Mapping[str, Any], metadata: Mapping[str, str]) -> _Serving:
+    async def _admit(
+        self, entry: RequestEntry, raw: Mapping[str, Any], metadata: Mapping[str, str], choice: int
+    ) -> _Serving:
         info, _ = self._ready()
         entry.numerics = info.numerics
         request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size, info.eos_token_ids))
@@ -261,7 +254,7 @@ class WorkerEngine(LLMEngine):
         record: RequestRecord = UnrecordedRequest(request)
         try:
             record = await self._record_of(admitted, request)
-            return await self._begin(entry, admitted, record, metadata)
+            return await self._begin(entry, admitted, record, metadata, choice)
         except _Aborted:
             record.linger()
             builder = ResponseBuilder(request, frozenset())
@@ -278,7 +271,12 @@ class WorkerEngine(LLMEngine):
         return await self._while_in_flight(admitted, self._boundaries.begin(admitted.request_id, request))
 
     async def _begin(
-        self, entry: RequestEntry, admitted: InFlightRequest, record: RequestRecord, metadata: Mapping[str, str]
+        self,
+        entry: RequestEntry,
+        admitted: InFlightRequest,
+        record: RequestRecord,
+        metadata: Mapping[str, str],
+        choice: int,
     ) -> _Serving:
         """Give an admitted request to the engine."""
         info, chains = self._ready()
@@ -290,14 +288,17 @@ class WorkerEngine(LLMEngine):
         part = self.disaggregation.part_of(request, selection)
         seed = self._seed(request, part)
         record.write(seed)
-        work = self._parameters(request, chains, selection, info, seed)
+        work = self._parameters(request, chains, selection, info, seed, choice)
         has_chain = selection.processors or selection.order or selection.receipt
         params = await (self._while_in_flight(admitted, work) if has_chain else work)
         entry.seed = params.seed
         hidden = params.end_token_ids - request.shown_stop_token_ids
-        builder = entry.builder = ResponseBuilder(request, hidden, self._receipt(request, params, selection))
+        receipt = self._receipt(request, params, selection, choice)
+        builder = entry.builder = ResponseBuilder(request, hidden, receipt)
         builder.num_cached_tokens = min(part.num_cached_tokens, len(prompt))
-        deltas = self.engine.generate(admitted.request_id, prompt, params, part.kv, request.cache_salt, generated)
+        deltas = self.engine.generate(
+            admitted.request_id, prompt, params, part.kv, request.cache_salt, generated, choice
+        )
         if selection.deadline is not None:
             deltas = until(selection.deadline, deltas)
         self.disaggregation.check_local_prefills(part)
@@ -314,12 +315,14 @@ class WorkerEngine(LLMEngine):
         return handed_over if isinstance(handed_over, int) else self._seeds.getrandbits(SEED_BITS)
 
     def _receipt(
-        self, request: GenerationRequest, params: SamplingParams, selection: Selection
+        self, request: GenerationRequest, params: SamplingParams, selection: Selection, choice: int
     ) -> RequestReceipt | None:
         if not selection.receipt or self._server is None:
             return None
         prompt, generated, smoke = request.prompt_token_ids, request.generated_token_ids, self._smoke is not None
-        return RequestReceipt(self._server, prompt, params, selection, generated_token_ids=generated, smoke=smoke)
+        return RequestReceipt(
+            self._server, prompt, params, selection, generated_token_ids=generated, smoke=smoke, choice=choice
+        )
 
     async def _while_in_flight(self, admitted: InFlightRequest, work: Coroutine[Any, Any, T]) -> T:
         """What ``work`` returns, unless `abort` or `migrate_all` end it."""
@@ -369,6 +372,7 @@ class WorkerEngine(LLMEngine):
         selection: Selection,
         info: EngineInfo,
         seed: int,
+        choice: int,
     ) -> SamplingParams:
         """What the engine gets: sampling controls, and the chain of the selected processors."""
         prompt, params = request.prompt_token_ids, request.params
@@ -379,6 +383,7 @@ class WorkerEngine(LLMEngine):
             budget = info.context_length - len(prompt)
         ends, generated = params.end_token_ids, request.generated_token_ids
         chain = await chains.build(selection, prompt, ends, seed, budget, request.cache_salt, generated)
+        chain = await chains.build(selection, prompt, params.end_token_ids, seed, budget, request.cache_salt, choice)
         callables = [] if chain is None else create_trtllm_adapters([chain], end_id=params.end_id)
         return for_engine(
             params,
@@ -446,9 +451,8 @@ class WorkerEngine(LLMEngine):
             admission.end(failure)
         return len(admissions)
 
-    async def abort(self, context: Any) -> None:
-        """Free everything that the request holds. Called by the runtime when the client is gone."""
-        request_id = context.id()
+    def end_request(self, request_id: str) -> None:
+        """Free everything that a request holds, because its client is gone. Ignores unknown ids."""
         if request_id in self._admissions:
             self._admissions[request_id].end(_Aborted())
         self.engine.abort(request_id)
@@ -456,9 +460,9 @@ class WorkerEngine(LLMEngine):
         if self.in_flight.release_id(request_id):
             self._publish_load()
 
-    async def is_quiescent(self) -> bool:
-        """Whether no lease is left; the runtime asks a prefill worker that is shutting down."""
-        return self.engine.num_leased() == 0
+    def fail(self, reason: str) -> None:
+        """Stop serving for good, because of something around the engine."""
+        self._break(reason)
 
     def signalled(self) -> None:
         """SIGTERM or SIGINT arrived; a second one ends the drain: what is in flight migrates."""
@@ -466,8 +470,8 @@ class WorkerEngine(LLMEngine):
         if self._num_signals > 1:
             self.in_flight.stop_waiting()
 
-    async def cleanup(self) -> None:
-        """Drain, then stop the engine. Also called after a failed `start`; idempotent."""
+    async def close(self) -> None:
+        """Drain, then stop the engine. Also called after a failed `load`; idempotent."""
         if self._info is not None and not self._drained:
             self._drained = True
             budget_s = 0.0 if self.broken is not None else self.arguments.drain_timeout_s
@@ -482,27 +486,6 @@ class WorkerEngine(LLMEngine):
         if self._log is not None:
             await asyncio.to_thread(self._log.close)
 
-    async def register_prometheus(self, metrics: Any) -> None:
-        register_engine_registry(metrics, self.metrics.registry)
-
-    async def kv_event_sources(self) -> list[KvEventSource]:
-        """The source of KV events, if they are published: the engine reports its blocks itself."""
-        if not self.arguments.publishes_kv_events or self._info is None:
-            return []
-        block_size = self._info.kv_block_size
-
-        def on_ready(publisher: Any) -> None:
-            self.engine.report_blocks(runtime.RouterEvents(publisher, block_size))
-
-        return [PushSource(on_ready=on_ready, dp_rank=0)]
-
-    def component_metrics_dp_ranks(self) -> list[int]:
-        return [0]
-
-    def attach_snapshot_publisher(self, publisher: Any) -> None:
-        self._publisher = publisher
-        self._publish_load()
-
     def _take_load(self, used: int, total: int) -> None:
         """The engine's own count of KV blocks."""
         if self._info is not None and self._info.total_kv_blocks != total:
@@ -511,35 +494,29 @@ class WorkerEngine(LLMEngine):
         self._publish_load()
 
     def _publish_load(self) -> None:
-        """Publish the KV blocks in use for the router, whenever their number changes."""
-        if self._publisher is None or self._info is None:
-            return
-        total = self._info.total_kv_blocks
-        used = min(self.in_flight.num_blocks if self._used_blocks is None else self._used_blocks, total)
-        if used != self._published_blocks:
-            self._published_blocks = used
-            snapshot = ComponentSnapshot(used, total, used / total if total else 0.0, dp_rank=0)
-            self._publisher.publish(0, snapshot)
+        """The number of KV blocks in use may have changed."""
 
-    async def health_check_payload(self) -> dict[str, Any] | None:
-        """One greedy token through the real path; the prompt is any id of the vocabulary."""
-        eos = self._info.eos_token_ids if self._info is not None else ()
-        return build_health_check_payload(eos[0] if eos else 0)
+    @property
+    def num_used_blocks(self) -> int:
+        """KV blocks in use, as the engine says itself, or of the requests in flight."""
+        return self.in_flight.num_blocks if self._used_blocks is None else self._used_blocks
 
-    def supported_controls(self) -> set[str]:
-        return {"info", CATALOG_CONTROL}
+    @property
+    def info(self) -> EngineInfo:
+        """Of the loaded engine."""
+        assert self._info is not None, "load comes first"
+        return self._info
 
-    async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
-        """``POST /engine/control/info`` or ``/logits_processors``: what this worker is, and
-        which processors it has.
-        """
-        if control == CATALOG_CONTROL and self._chains is not None:
-            return {"status": "ok", "history": self.arguments.history, **self._chains.catalog.as_json()}
-        if control != "info" or self._info is None:
-            return await super().engine_control(control, body)
-        info = self._info
+    @property
+    def chains(self) -> ServedChainBuilder:
+        """Builds the chains of the loaded model."""
+        assert self._chains is not None, "load comes first"
+        return self._chains
+
+    def description(self) -> dict[str, Any]:
+        """What this worker is and how it is set, for operators."""
+        info = self.info
         return {
-            "status": "ok",
             "worker_version": __version__,
             "engine": info.name,
             "engine_version": info.version,

@@ -1,0 +1,260 @@
+"""The NATS runtime with a real server: a worker and its clients in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from nats.errors import MaxPayloadError
+from nats_workers import connected, running
+from servers import NatsServer
+
+from worker.runtimes.nats import protocol
+from worker.runtimes.nats.client import NoWorkers, RequestError, WorkerClient
+from worker.runtimes.nats.runtime import NatsWorker
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = [9, 30, 41, 77, 30, 41, 12]
+GREEDY: dict[str, Any] = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 12, "ignore_eos": True}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def worker(nats_server: NatsServer, tiny_model: Path) -> AsyncIterator[NatsWorker]:
+    async with running(tiny_model, nats_server.url, "tiny/a.b") as worker:
+        yield worker
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(nats_server: NatsServer, worker: NatsWorker) -> AsyncIterator[WorkerClient]:
+    async with await connected(nats_server.url, "tiny/a.b") as client:
+        yield client
+
+
+async def idle(worker: NatsWorker) -> None:
+    """Until nothing is in flight."""
+    while len(worker.server.in_flight) or worker.server.engine.num_unfinished():
+        await asyncio.sleep(0.005)
+
+
+async def test_the_worker_is_found_as_a_service(client: WorkerClient) -> None:
+    nats = client.connection
+    reply = await nats.request("$SRV.INFO.dlw-tiny_a_b-1")
+    info = json.loads(reply.data)
+    assert info["metadata"]["model"] == "tiny/a.b"
+    endpoints = {each["name"]: each for each in info["endpoints"]}
+    assert endpoints["generate"]["subject"] == "dlw.tiny_a_b.1.generate"
+    assert endpoints["generate"]["queue_group"] == "workers"
+    await client.generate(**GREEDY)
+    stats = json.loads((await nats.request(f"$SRV.STATS.dlw-tiny_a_b-1.{info['id']}")).data)
+    generate = next(each for each in stats["endpoints"] if each["name"] == "generate")
+    assert generate["num_requests"] >= 1
+    assert generate["data"]["requests"]["length"] >= 1
+    described = await client.info()
+    assert (described["model"], described["draining"]) == ("tiny/a.b", False)
+
+
+async def test_an_answer_streams_in_order(client: WorkerClient) -> None:
+    chunks = [chunk async for chunk in client.stream(**GREEDY)]
+    whole = await client.generate(**GREEDY)
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == whole.choices[0].token_ids
+    assert len(whole.choices[0].token_ids) == 12
+    assert "".join(chunk["text"] for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1]["finish_reason"] == "length"
+    assert whole.usage == {"prompt_tokens": len(PROMPT), "completion_tokens": 12}
+
+
+async def test_messages_text_and_token_ids_are_prompts(client: WorkerClient, worker: NatsWorker) -> None:
+    tokenizer = worker.server.chains.facts.vocabulary.tokenizer
+    messages = [{"role": "user", "content": "Hello world!"}]
+    made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    rest = {"stop_conditions": {"max_tokens": 6, "ignore_eos": True}}
+    chat = await client.generate(messages=messages, **rest)
+    text = await client.generate(prompt=made, **rest)
+    ids = await client.generate(token_ids=tokenizer.encode(made, add_special_tokens=False), **rest)
+    assert chat.choices == text.choices == ids.choices
+    decoded = tokenizer.decode(chat.choices[0].token_ids, skip_special_tokens=True)
+    assert chat.choices[0].text == decoded
+
+
+async def test_processors_are_a_plain_field(client: WorkerClient) -> None:
+    forced = {"name": "json_schema", "args": {"schema": {"const": {"a": 1}}}}
+    answer = await client.generate(
+        token_ids=PROMPT,
+        logits_processors={"processors": [forced], "receipt": True},
+        stop_conditions={"max_tokens": 40},
+    )
+    assert json.loads(answer.choices[0].text) == {"a": 1}
+    assert answer.choices[0].engine_data is not None
+    names = [each["name"] for each in answer.choices[0].engine_data["logits_processors"]["processors"]]
+    assert names == ["json_schema"]
+
+
+async def test_choices_have_their_own_numbers_and_are_the_offline_engines(
+    client: WorkerClient, tiny_model: Path
+) -> None:
+    sampled = {**GREEDY, "sampling_options": {"temperature": 1.0, "seed": 7, "n": 3}}
+    first, again = await client.generate(**sampled), await client.generate(**sampled)
+    assert first.choices == again.choices
+    assert len({tuple(choice.token_ids) for choice in first.choices}) == 3
+    assert first.usage["completion_tokens"] == 36
+    one = await client.generate(**{**GREEDY, "sampling_options": {"temperature": 1.0, "seed": 7}})
+    assert one.choices[0].token_ids == first.choices[0].token_ids
+    unseeded = await client.generate(**{**GREEDY, "sampling_options": {"temperature": 1.0, "n": 2}})
+    assert unseeded.choices[0].token_ids != unseeded.choices[1].token_ids
+
+
+async def test_a_stop_string_ends_the_answer_and_frees_it(client: WorkerClient, worker: NatsWorker) -> None:
+    long = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 60, "ignore_eos": True}}
+    text = (await client.generate(**long)).choices[0].text
+    stop = text[20:23]
+    answer = (
+        await client.generate(token_ids=PROMPT, stop_conditions={**long["stop_conditions"], "stop": [stop]})
+    ).choices[0]
+    assert answer.text == text[: text.index(stop)]
+    assert answer.finish_reason == "stop"
+    assert len(answer.token_ids) < 60
+    await idle(worker)
+
+
+async def test_64_at_once(client: WorkerClient) -> None:
+    requests = [{**GREEDY, "token_ids": [*PROMPT, 20 + number]} for number in range(64)]
+    together = await asyncio.gather(*(client.generate(**request) for request in requests))
+    for number in (0, 31, 63):
+        alone = await client.generate(**requests[number])
+        assert together[number].choices == alone.choices
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "problem"),
+    [
+        ({}, "request", "exactly one of messages, prompt, token_ids, got none"),
+        ({"prompt": "a", "token_ids": [1]}, "request", "got prompt and token_ids"),
+        ({"token_ids": [10**9]}, "token_ids", "not in the vocabulary"),
+        ({"token_ids": [1], "sampling_options": {"n": 0}}, "sampling_options.n", "from 1 to 128"),
+        ({"token_ids": [1], "sampling_options": 3}, "sampling_options", "must be a mapping"),
+        ({"token_ids": [1], "temperature": 3}, "temperature", "unknown field"),
+        ({"messages": "hi"}, "messages", "must be a list of messages"),
+        ({"token_ids": [1], "logits_processors": [{"name": "chioce"}]}, "logits_processors", "did you mean choice"),
+    ],
+)
+async def test_what_is_refused_names_its_field(
+    client: WorkerClient, request_: dict[str, Any], field: str, problem: str
+) -> None:
+    with pytest.raises(RequestError, match=problem) as caught:
+        await client.generate(**request_)
+    assert caught.value.code == 400
+    assert (caught.value.field or "").startswith(field)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[1]", b'{"prompt": "a", "prompt": "b"}', b"\xff", b"[" * 100_000, b'{"a": NaN}']
+)
+async def test_malformed_messages_get_an_error_header(client: WorkerClient, data: bytes) -> None:
+    reply = await client.connection.request(client.subjects.generate, data)
+    assert reply.headers is not None
+    assert reply.headers["Nats-Service-Error-Code"] == "400"
+    assert json.loads(reply.data)["error"]["field"] == "request"
+    assert (await client.generate(**GREEDY)).choices[0].finish_reason == "length"
+
+
+async def test_an_oversized_request_is_the_clients_error(client: WorkerClient) -> None:
+    with pytest.raises(RequestError, match="larger than NATS takes, 1048576 bytes") as caught:
+        await client.generate(prompt="a" * 2**20)
+    assert caught.value.code == 413
+    with pytest.raises(MaxPayloadError):
+        await client.connection.publish(client.subjects.generate, b"a" * 2**20 + b"a")
+    assert (await client.generate(**GREEDY)).choices[0].finish_reason == "length"
+
+
+async def test_bad_headers(client: WorkerClient) -> None:
+    for headers in ({protocol.REQUEST_ID: "a.b"}, {protocol.WINDOW: "-1"}, {protocol.WINDOW: "9999999"}):
+        data = protocol.encoded(GREEDY)
+        reply = await client.connection.request(client.subjects.generate, data, headers=headers)
+        assert json.loads(reply.data)["error"]["field"] in headers
+
+
+async def test_cancellation_by_subject(client: WorkerClient, worker: NatsWorker) -> None:
+    finish = None
+    async for chunk in client.stream(
+        request_id="long-1", token_ids=PROMPT, stop_conditions={"max_tokens": 2000, "ignore_eos": True}
+    ):
+        await client.cancel("long-1")
+        finish = chunk.get("finish_reason")
+    assert finish == "cancelled"
+    await idle(worker)
+
+
+async def test_a_stream_that_is_closed_is_cancelled(client: WorkerClient, worker: NatsWorker) -> None:
+    for choices in (1, 3):
+        stream = client.stream(
+            token_ids=PROMPT,
+            stop_conditions={"max_tokens": 2000, "ignore_eos": True},
+            sampling_options={"n": choices},
+        )
+        await anext(stream)
+        await stream.aclose()
+        await idle(worker)
+
+
+async def test_a_client_that_has_gone_frees_its_requests(
+    nats_server: NatsServer, client: WorkerClient, worker: NatsWorker
+) -> None:
+    for window in (0, 8):  # one that acknowledges nothing, and one that stopped doing so
+        gone = await connected(nats_server.url, "tiny/a.b", window=window)
+        stream = gone.stream(token_ids=PROMPT, stop_conditions={"max_tokens": 2000, "ignore_eos": True})
+        await anext(stream)
+        gone._watch.cancel()  # type: ignore[union-attr]
+        await gone.connection.close()
+        await idle(worker)
+        await stream.aclose()
+
+
+async def test_a_slow_consumer_holds_up_nobody_and_loses_nothing(nats_server: NatsServer, client: WorkerClient) -> None:
+    async with await connected(nats_server.url, "tiny/a.b", window=4) as slow:
+        long = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 400, "ignore_eos": True}}
+        stream = slow.stream(**long)
+        read = await anext(stream)
+        quick = await client.generate(**long)  # passes it
+        (receiver,) = slow._receivers.values()
+        assert receiver._queue.qsize() <= 4
+        tokens = list(read["token_ids"])
+        async for chunk in stream:
+            tokens += chunk["token_ids"]
+        assert tokens == quick.choices[0].token_ids
+
+
+async def test_nobody_serves_another_version(nats_server: NatsServer, worker: NatsWorker) -> None:
+    async with await connected(nats_server.url, "another") as client:
+        with pytest.raises(NoWorkers):
+            await client.generate(retries=0, **GREEDY)
+        with pytest.raises(NoWorkers):
+            await client.info()
+
+
+async def test_two_workers_share_the_queue_group_and_one_leaves(nats_server: NatsServer, tiny_model: Path) -> None:
+    async with (
+        running(tiny_model, nats_server.url, "shared") as first,
+        running(tiny_model, nats_server.url, "shared") as second,
+        await connected(nats_server.url, "shared") as client,
+    ):
+        await asyncio.gather(*(client.generate(**GREEDY) for _ in range(24)))
+        counts = [
+            each.server.metrics.registry.get_sample_value("dlw_requests_total", {"outcome": "length"})
+            for each in (first, second)
+        ]
+        assert sum(count or 0 for count in counts) == 24
+        assert all(counts)
+        long = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 200, "ignore_eos": True}}
+        under_way = [asyncio.create_task(client.generate(retries=0, **long)) for _ in range(8)]
+        while not len(first.server.in_flight):
+            await asyncio.sleep(0.005)
+        first.shut_down()  # drains: what it has finishes
+        answers = [await each for each in under_way]
+        assert len({tuple(each.choices[0].token_ids) for each in answers}) == 1
+        assert (await client.generate(**GREEDY)).choices[0].finish_reason == "length"

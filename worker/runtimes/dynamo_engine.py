@@ -1,0 +1,129 @@
+"""`WorkerEngine`: Dynamo's `LLMEngine`, serving one of our engines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from dynamo.common.backend.engine import EngineConfig, LLMEngine
+from dynamo.common.backend.health_check import build_health_check_payload
+from dynamo.common.backend.metrics import register_engine_registry
+from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
+from dynamo.common.backend.worker import WorkerConfig
+from prometheus_client import CollectorRegistry
+
+from worker.arguments import Arguments
+from worker.build import Built, build
+from worker.disaggregation.seal import Seal
+from worker.engines import EngineInfo, ServingEngine
+from worker.errors import ServingError
+from worker.processors.builder import ServedChainBuilder, make_chain_builder
+from worker.runtimes import dynamo as runtime
+from worker.serving import RequestServer
+
+CATALOG_CONTROL = "logits_processors"
+
+
+class WorkerEngine(RequestServer, LLMEngine):
+    """Serves `engine` through Dynamo's unified backend."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        arguments: Arguments,
+        *,
+        seal: Seal | None = None,
+        smoke: bool = False,
+        shut_down: Callable[[], None] = runtime.shut_down,
+        make_chains: Callable[[Arguments, EngineInfo, CollectorRegistry], ServedChainBuilder] = make_chain_builder,
+    ) -> None:
+        """As `RequestServer`; by default SIGTERM shuts the runtime down."""
+        super().__init__(engine, arguments, seal=seal, smoke=smoke, shut_down=shut_down, make_chains=make_chains)
+        self._publisher: Any = None
+        self._published_blocks = -1
+
+    @classmethod
+    def of(cls, built: Built) -> tuple[WorkerEngine, WorkerConfig]:
+        """The engine that was built, and the runtime's settings for it."""
+        engine = cls(built.engine, built.arguments, seal=built.seal, smoke=built.smoke)
+        return engine, runtime.worker_config(built.arguments)
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> Any:
+        """The SDK's factory; ``python -m worker`` calls `of` itself."""
+        return cls.of(build(argv))
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return runtime.engine_config(await self.load(), self.arguments)
+
+    async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
+        """One request. Everything that can refuse it does so before the first chunk."""
+        try:
+            async with contextlib.aclosing(self.serve(context.id(), request, context.metadata or {})) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except ServingError as error:
+            raise runtime.to_dynamo(error) from error.__cause__
+
+    async def abort(self, context: Any) -> None:
+        """Called by the runtime when the client is gone."""
+        self.end_request(context.id())
+
+    async def is_quiescent(self) -> bool:
+        """Whether no lease is left; the runtime asks a prefill worker that is shutting down."""
+        return self.engine.num_leased() == 0
+
+    async def cleanup(self) -> None:
+        """Drain, then stop the engine. Also called after a failed `start`; idempotent."""
+        await self.close()
+
+    async def register_prometheus(self, metrics: Any) -> None:
+        register_engine_registry(metrics, self.metrics.registry)
+
+    async def kv_event_sources(self) -> list[KvEventSource]:
+        """The source of KV events, if they are published: the engine reports its blocks itself."""
+        if not self.arguments.publishes_kv_events or self._info is None:
+            return []
+        block_size = self._info.kv_block_size
+
+        def on_ready(publisher: Any) -> None:
+            self.engine.report_blocks(runtime.RouterEvents(publisher, block_size))
+
+        return [PushSource(on_ready=on_ready, dp_rank=0)]
+
+    def component_metrics_dp_ranks(self) -> list[int]:
+        return [0]
+
+    def attach_snapshot_publisher(self, publisher: Any) -> None:
+        self._publisher = publisher
+        self._publish_load()
+
+    def _publish_load(self) -> None:
+        """Publish the KV blocks in use for the router, whenever their number changes."""
+        if self._publisher is None or self._info is None:
+            return
+        total = self._info.total_kv_blocks
+        used = min(self.num_used_blocks, total)
+        if used != self._published_blocks:
+            self._published_blocks = used
+            snapshot = ComponentSnapshot(used, total, used / total if total else 0.0, dp_rank=0)
+            self._publisher.publish(0, snapshot)
+
+    async def health_check_payload(self) -> dict[str, Any] | None:
+        """One greedy token through the real path; the prompt is any id of the vocabulary."""
+        eos = self._info.eos_token_ids if self._info is not None else ()
+        return build_health_check_payload(eos[0] if eos else 0)
+
+    def supported_controls(self) -> set[str]:
+        return {"info", CATALOG_CONTROL}
+
+    async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
+        """``POST /engine/control/info`` or ``/logits_processors``: what this worker is, and
+        which processors it has.
+        """
+        if control == CATALOG_CONTROL and self._chains is not None:
+            return {"status": "ok", "history": self.arguments.history, **self._chains.catalog.as_json()}
+        if control != "info" or self._info is None:
+            return await super().engine_control(control, body)
+        return {"status": "ok", **self.description()}

@@ -1,0 +1,100 @@
+"""The chunks of a choice → what is sent of it: text beside token ids, cut at a stop string."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from worker.engines.embedded.offline.stop_strings import AnswerText
+from worker.runtimes.nats.request import NatsRequest
+
+_PER_TOKEN = ("log_probs", "top_logprobs")
+"""Keys of a chunk whose values have one entry per token."""
+
+
+class ChoiceText:
+    """Adds the text to the chunks of one choice, and ends it at a stop string.
+
+    Tokens that may be part of a stop string are held back until that is known.
+
+    Args:
+        request: What was asked for.
+        tokenizer: Of the checkpoint; not used for a request that needs no text.
+
+    Attributes:
+        has_stopped: Whether a stop string has ended the answer.
+    """
+
+    def __init__(self, request: NatsRequest, tokenizer: Any) -> None:
+        self.has_stopped = False
+        self._request = request
+        self._needed = request.wants_text or bool(request.stops)
+        self._num_taken = 0
+        self._num_sent = 0
+        self._sent_text = 0
+        self._held: dict[str, list[Any]] = {key: [] for key in ("token_ids", *_PER_TOKEN)}
+        if self._needed:
+            decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=request.skip_special_tokens)
+            self._text = AnswerText(
+                decode,
+                request.stops,
+                include=request.include_stop,
+                context=request.fields["token_ids"],
+                is_too_short=lambda: self._num_taken < request.min_tokens,
+            )
+
+    def chunk(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
+        """``chunk`` as it is sent; None if there is nothing to send yet. After a stop string the
+        choice is over, whatever the engine still has to say.
+        """
+        if not self._needed:
+            return chunk
+        for key, values in self._held.items():
+            values += chunk.pop(key, ())
+        finish_reason = chunk.get("finish_reason")
+        self._take(ends=finish_reason is not None)
+        if self.has_stopped and finish_reason in (None, "length"):
+            chunk["finish_reason"] = finish_reason = "stop"
+            chunk.setdefault("completion_usage", self._usage())
+        self._move_shown(chunk, is_last=finish_reason is not None)
+        is_empty = not chunk["token_ids"] and not chunk.get("text") and finish_reason is None
+        return None if is_empty and "engine_data" not in chunk else chunk
+
+    def _take(self, *, ends: bool) -> None:
+        new = self._held["token_ids"][self._num_taken - self._num_sent :]
+        for token_id in new:
+            self._num_taken += 1
+            if self._text.append(token_id):
+                self.has_stopped = True
+                return
+        if ends:
+            self.has_stopped = self._text.finish()
+
+    def _move_shown(self, chunk: dict[str, Any], *, is_last: bool) -> None:
+        """Move what is final from what is held back into ``chunk``."""
+        answer, whole = self._text, self._num_taken - self._num_sent
+        if self.has_stopped:
+            count = answer.num_tokens - self._num_sent
+        elif is_last or not self._request.stops:
+            count = whole
+        else:
+            count = answer.num_shown_tokens - self._num_sent
+        for key, values in self._held.items():
+            if values or key == "token_ids":
+                chunk[key] = values[:count]
+                del values[:count]
+        self._num_sent += count
+        if self._request.wants_text:
+            text = answer.text if is_last else answer.shown
+            chunk["text"] = text[self._sent_text :]
+            self._sent_text = len(text)
+        if self.has_stopped and answer.stopped_by is not None:
+            chunk["stop_string"] = answer.stopped_by
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = len(self._request.fields["token_ids"])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._num_taken,
+            "total_tokens": prompt + self._num_taken,
+        }

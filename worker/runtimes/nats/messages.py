@@ -1,0 +1,94 @@
+"""Serves messages: their prompts read, every choice a request of `worker.serving`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import Any
+
+from worker.arguments import Arguments
+from worker.runtimes.nats.answer import ChoiceText
+from worker.runtimes.nats.request import NatsRequest, parse
+from worker.serving import RequestServer
+
+MAX_WAITING = 4
+"""Chunks per choice that may wait for a slow reader of several choices."""
+
+Chunk = dict[str, Any]
+
+
+class MessageServer:
+    """What answers messages, wherever they come from.
+
+    Args:
+        server: Loaded.
+        arguments: The worker's options.
+    """
+
+    def __init__(self, server: RequestServer, arguments: Arguments) -> None:
+        self.server = server
+        self.tokenizer = server.chains.facts.vocabulary.tokenizer
+        template = arguments.custom_jinja_template
+        self._template = None if template is None else Path(template).read_text(encoding="utf-8")
+
+    async def parsed(self, message: Mapping[str, Any]) -> NatsRequest:
+        """What a message asks for. Raises `InvalidRequest`."""
+        return await asyncio.to_thread(parse, message, self.tokenizer, self._template)
+
+    async def chunks(self, request_id: str, request: NatsRequest) -> AsyncGenerator[Chunk, None]:
+        """The chunks of every choice, as they come.
+
+        Raises:
+            ServingError: the request was refused, or a choice failed, which ends the others.
+        """
+        single = request.num_choices == 1
+        found = self._choice(request_id, request, 0) if single else self._choices(request_id, request)
+        async with contextlib.aclosing(found) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _choices(self, request_id: str, request: NatsRequest) -> AsyncGenerator[Chunk, None]:
+        queue: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        room = asyncio.Semaphore(MAX_WAITING * request.num_choices)
+
+        async def run(choice: int) -> None:
+            async with contextlib.aclosing(self._choice(request_id, request, choice)) as chunks:
+                async for chunk in chunks:
+                    await room.acquire()
+                    queue.put_nowait(chunk)
+
+        tasks = [asyncio.create_task(run(choice)) for choice in range(request.num_choices)]
+        running = asyncio.gather(*tasks)
+        running.add_done_callback(lambda _: queue.put_nowait(None))
+        try:
+            while (chunk := await queue.get()) is not None:
+                room.release()
+                yield chunk
+            await running
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _choice(self, request_id: str, request: NatsRequest, choice: int) -> AsyncGenerator[Chunk, None]:
+        served_id = choice_id(request_id, request, choice)
+        text = ChoiceText(request, self.tokenizer)
+        async with contextlib.aclosing(self.server.serve(served_id, request.fields, {}, choice)) as chunks:
+            async for chunk in chunks:
+                sent = text.chunk(chunk)
+                if sent is not None:
+                    yield {**sent, "index": choice}
+                if text.has_stopped:
+                    return
+
+    def end(self, request_id: str, request: NatsRequest) -> None:
+        """End every choice of a request; its stream ends as cancelled."""
+        for choice in range(request.num_choices):
+            self.server.end_request(choice_id(request_id, request, choice))
+
+
+def choice_id(request_id: str, request: NatsRequest, choice: int) -> str:
+    """Id of one choice where it is served."""
+    return request_id if request.num_choices == 1 else f"{request_id}.{choice}"

@@ -1,0 +1,164 @@
+"""Subjects, headers and errors of the NATS runtime; docs/nats.md describes them for clients."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from worker.errors import (
+    Draining,
+    EngineBroken,
+    GrammarsUnavailable,
+    InvalidRequest,
+    Overloaded,
+    ProcessorUnavailable,
+    RequestFailed,
+    ServingError,
+)
+
+REQUEST_ID = "Dlw-Request-Id"
+"""In a request: its id, `TOKEN` characters; the worker makes one up where it is missing."""
+
+WINDOW = "Dlw-Window"
+"""In a request: how many messages the worker may send ahead of the client's acknowledgements."""
+
+SEQUENCE = "Dlw-Seq"
+"""In an answer: number of the message, from 0; in an acknowledgement: of the next one expected."""
+
+KIND = "Dlw-Kind"
+"""In an answer: one of `CHUNK`, `END`, `ERROR` and `HEARTBEAT`. In an acknowledgement `RESUME`, if
+everything from the sequence number on is to be sent again, and `GONE`, if nothing is.
+"""
+
+CHUNK, END, ERROR, HEARTBEAT, RESUME, GONE = "chunk", "end", "error", "heartbeat", "resume", "gone"
+
+ERROR_TEXT, ERROR_CODE = "Nats-Service-Error", "Nats-Service-Error-Code"
+"""Headers of errors, as NATS services have them."""
+
+HEARTBEAT_S = 0.5
+"""Seconds after which a worker that has nothing to send says that it is alive."""
+
+LOST_S = 2.0
+"""Seconds of silence after which a client gives its worker up."""
+
+MAX_WINDOW = 4096
+MAX_CHOICES = 128
+
+TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
+"""One part of a subject that is somebody's name or id."""
+
+
+def subject_token(name: str) -> str:
+    """``name`` as one part of a subject: what subjects give a meaning becomes ``_``."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name) or "_"
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """The subjects of one model and version; an operator grants rights by them.
+
+    Attributes:
+        model: Served model name.
+        version: Of the model.
+    """
+
+    model: str
+    version: str
+
+    @property
+    def root(self) -> str:
+        """What all subjects begin with, and the name of the service but for its dots."""
+        return f"dlw.{subject_token(self.model)}.{subject_token(self.version)}"
+
+    @property
+    def service(self) -> str:
+        """Name of the service under ``$SRV``."""
+        return self.root.replace(".", "-")
+
+    @property
+    def generate(self) -> str:
+        """Takes requests; all workers share a queue group."""
+        return f"{self.root}.generate"
+
+    @property
+    def info(self) -> str:
+        """Says what one of the workers is."""
+        return f"{self.root}.info"
+
+    def cancel(self, request_id: str) -> str:
+        """A message to it ends the request, on whichever worker has it."""
+        return f"{self.root}.cancel.{request_id}"
+
+    def acknowledge(self, instance: str, request_id: str) -> str:
+        """Takes a client's acknowledgements; the reply subject of every message of an answer."""
+        return f"{self.root}.ack.{instance}.{request_id}"
+
+
+_CODES: tuple[tuple[type[ServingError], int], ...] = (
+    (InvalidRequest, 400),
+    (RequestFailed, 422),
+    (Overloaded, 429),
+    (ProcessorUnavailable, 503),
+    (GrammarsUnavailable, 503),
+    (Draining, 503),
+    (EngineBroken, 503),
+)
+
+
+def error_code(error: ServingError) -> int:
+    """Of an error, as HTTP has them: 4xx are the request's, 503 may be retried elsewhere."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), 500)
+
+
+def error_body(error: ServingError) -> dict[str, Any]:
+    """What a client gets to know of an error."""
+    body: dict[str, Any] = {"type": type(error).__name__, "code": error_code(error), "message": str(error)}
+    if isinstance(error, InvalidRequest):
+        body["field"] = error.field
+    return body
+
+
+def header_text(text: str) -> str:
+    """``text`` as the value of a header: printable ASCII on one line, not too long."""
+    return "".join(each if " " <= each <= "~" else " " if each.isspace() else "?" for each in text)[:500]
+
+
+def encoded(data: Any) -> bytes:
+    """JSON, compact."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+class Malformed(ValueError):
+    """A message is no JSON object; the text says what was expected."""
+
+
+def decoded(data: bytes) -> dict[str, Any]:
+    """The JSON object in a message.
+
+    Raises:
+        Malformed: it is none, or one that two parsers may read in two ways.
+    """
+    try:
+        found = json.loads(data.decode(), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+    except RecursionError:
+        raise Malformed("the message is nested too deep") from None
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise Malformed(f"the message must be a JSON object: {error}") from None
+    if not isinstance(found, dict):
+        raise Malformed(f"the message must be a JSON object, got a {type(found).__name__}")
+    return found
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        names = [key for key, _ in pairs]
+        repeated = next(key for key in names if names.count(key) > 1)
+        raise ValueError(f"{repeated[:60]!r} occurs twice in one object")
+    return data
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

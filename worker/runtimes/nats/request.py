@@ -1,0 +1,157 @@
+"""A message of a client → the requests of `worker.serving` that answer it, one per choice.
+
+The message has the fields of docs/request.md, and those of `PROMPTS` and `OWN_FIELDS` instead of
+what Dynamo's frontend would have made of a client's request.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adapters.catalog import ANNOTATION
+from worker.errors import InvalidRequest, shown
+from worker.requests.fields import boolean, stop_strings, text
+from worker.runtimes.nats.protocol import MAX_CHOICES
+
+PROMPTS = ("messages", "prompt", "token_ids")
+"""The prompt: a chat, a text, or token ids; exactly one of them."""
+
+OWN_FIELDS = (*PROMPTS[:2], "chat_template_args", "tools", "logits_processors", "text")
+"""Fields that only this runtime has."""
+
+SEED_BITS = 53
+
+
+@dataclass(frozen=True, slots=True)
+class NatsRequest:
+    """What a message asks for.
+
+    Attributes:
+        fields: Of `worker.requests.fields`, of each choice.
+        num_choices: How many answers, at least one.
+        stops: Stop strings.
+        include_stop: Whether an answer shows the stop string that ends it.
+        min_tokens: Tokens before which stop strings do not end an answer.
+        wants_text: Whether answers come as text too.
+        skip_special_tokens: Whether that text leaves out special tokens.
+    """
+
+    fields: dict[str, Any]
+    num_choices: int
+    stops: tuple[str, ...]
+    include_stop: bool
+    min_tokens: int
+    wants_text: bool
+    skip_special_tokens: bool
+
+
+def parse(message: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> NatsRequest:
+    """What ``message`` asks for, its prompt as token ids.
+
+    Args:
+        message: As the client sent it.
+        tokenizer: Of the checkpoint, None if it has none.
+        template: Chat template that replaces the model's own.
+
+    Raises:
+        InvalidRequest: one of the fields that only this runtime has, or that it takes care of
+            itself, is malformed. The others are checked where the request is served.
+    """
+    fields = {name: value for name, value in message.items() if name not in OWN_FIELDS and value is not None}
+    own = {name: message[name] for name in OWN_FIELDS if message.get(name) is not None}
+    fields["token_ids"] = _prompt(message, own, tokenizer, template)
+    if "logits_processors" in own:
+        _select(fields, own["logits_processors"])
+    sampling, stopping = _section(fields, "sampling_options"), _section(fields, "stop_conditions")
+    num_choices = _choices(sampling.pop("n", None))
+    if num_choices > 1 and sampling.get("seed") is None:
+        sampling["seed"] = secrets.randbits(SEED_BITS)  # one for all choices, which differ in their numbers
+    stops = stop_strings("stop_conditions.stop", stopping.pop("stop", None) or ())
+    wants_text = boolean("text", own.get("text", tokenizer is not None))
+    if tokenizer is None and (stops or wants_text):
+        raise InvalidRequest("stop_conditions.stop" if stops else "text", "the model has no tokenizer")
+    include, least = sampling.get("include_stop_str_in_output"), stopping.get("min_tokens")
+    skip = _section(fields, "output_options").get("skip_special_tokens")
+    return NatsRequest(
+        fields,
+        num_choices,
+        stops,
+        include_stop=include is True,
+        min_tokens=least if type(least) is int else 0,
+        wants_text=wants_text,
+        skip_special_tokens=skip is not False,
+    )
+
+
+def _section(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """A copy of a section of the request, put in its place."""
+    section = fields.get(name)
+    if section is not None and not isinstance(section, Mapping):
+        raise InvalidRequest(name, f"must be a mapping, got {shown(section)}")
+    fields[name] = dict(section or {})
+    copy: dict[str, Any] = fields[name]
+    return copy
+
+
+def _choices(value: Any) -> int:
+    if value is None:
+        return 1
+    if type(value) is not int or not 1 <= value <= MAX_CHOICES:
+        raise InvalidRequest("sampling_options.n", f"must be an integer from 1 to {MAX_CHOICES}, got {shown(value)}")
+    return value
+
+
+def _prompt(message: Mapping[str, Any], own: Mapping[str, Any], tokenizer: Any, template: str | None) -> Any:
+    given = [name for name in PROMPTS if message.get(name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest(
+            "request", f"must have exactly one of {', '.join(PROMPTS)}, got {' and '.join(given) or 'none'}"
+        )
+    for name in ("chat_template_args", "tools"):
+        if name in own and given != ["messages"]:
+            raise InvalidRequest(name, "belongs to messages")
+    if given == ["token_ids"]:
+        return message["token_ids"]
+    if tokenizer is None:
+        raise InvalidRequest(given[0], "is text, and the model has no tokenizer; give token_ids")
+    if given == ["prompt"]:
+        return list(tokenizer.encode(text("prompt", own["prompt"])))
+    return _chat(own, tokenizer, template)
+
+
+def _chat(own: Mapping[str, Any], tokenizer: Any, template: str | None) -> list[int]:
+    messages, options, tools = own["messages"], own.get("chat_template_args", {}), own.get("tools")
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, Mapping) for one in messages):
+        raise InvalidRequest("messages", f"must be a list of messages, at least one, got {shown(messages)}")
+    if not isinstance(options, Mapping) or not options.keys().isdisjoint(_RESERVED):
+        raise InvalidRequest("chat_template_args", "must be a mapping of the template's own variables")
+    if tools is not None and not isinstance(tools, list):
+        raise InvalidRequest("tools", f"must be a list, got {shown(tools)}")
+    try:
+        made = tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=template, add_generation_prompt=True, tokenize=False, **options
+        )
+        return list(tokenizer.encode(made, add_special_tokens=False))
+    except Exception as error:  # the boundary of the checkpoint's chat template
+        raise InvalidRequest("messages", f"the chat template failed: {str(error)[:200]}") from None
+
+
+_RESERVED = {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "return_dict"}
+
+
+def _select(fields: dict[str, Any], chosen: Any) -> None:
+    """Turn the plain field into the annotation that the worker reads."""
+    if isinstance(chosen, list):
+        chosen = {"processors": chosen}
+    if not isinstance(chosen, Mapping):
+        raise InvalidRequest("logits_processors", "must be a list of processors, or an object that has one")
+    annotations = fields.get("annotations") or []
+    if not isinstance(annotations, list):
+        raise InvalidRequest("annotations", f"must be a list of texts, got {shown(annotations)}")
+    if any(isinstance(one, str) and one.startswith(ANNOTATION) for one in annotations):
+        raise InvalidRequest("logits_processors", "processors are selected more than once; give the field alone")
+    fields["annotations"] = [*annotations, ANNOTATION + json.dumps({"version": 1, **chosen}, separators=(",", ":"))]

@@ -1,0 +1,126 @@
+"""Runs a worker on NATS: connect, load, register, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+from prometheus_client import start_http_server
+
+from worker.arguments import Arguments
+from worker.build import Built
+from worker.errors import StartupError
+from worker.runtimes.nats.connection import ConnectionOptions, connect
+from worker.runtimes.nats.messages import MessageServer
+from worker.runtimes.nats.service import NatsService
+from worker.serving import RequestServer
+
+logger = logging.getLogger(__name__)
+
+
+def connection_options(arguments: Arguments) -> ConnectionOptions:
+    """Those among the worker's options."""
+    return ConnectionOptions(
+        url=arguments.nats_url,
+        credentials=arguments.nats_credentials,
+        token=arguments.nats_token,
+        nkey_seed=arguments.nats_nkey_seed,
+        tls_ca=arguments.nats_tls_ca,
+        tls_cert=arguments.nats_tls_cert,
+        tls_key=arguments.nats_tls_key,
+    )
+
+
+class NatsWorker:
+    """One worker process on NATS, from connecting to leaving.
+
+    Args:
+        built: The engine and its options.
+
+    Attributes:
+        server: Serves the requests.
+        ready: Set once requests are taken.
+    """
+
+    def __init__(self, built: Built) -> None:
+        self.arguments = built.arguments
+        self.server = RequestServer(
+            built.engine, built.arguments, seal=built.seal, smoke=built.smoke, shut_down=self.shut_down
+        )
+        self.ready = asyncio.Event()
+        self._service: NatsService | None = None
+        self._leave = asyncio.Event()
+        self._num_signals = 0
+
+    def shut_down(self) -> None:
+        """Stop serving: `run` drains and returns. The second time, the drain ends at once."""
+        self._leave.set()
+        self.server.signalled()
+
+    async def run(self) -> None:
+        """Serve until `shut_down`.
+
+        Raises:
+            StartupError: the server does not let us in, or the model cannot be loaded.
+        """
+        client = await connect(
+            connection_options(self.arguments),
+            f"worker {self.arguments.served_model_name}",
+            reconnected=self._server_returned,
+            closed=self._connection_closed,
+        )
+        try:
+            await self.server.load()
+            self._open_metrics()
+            self._service = NatsService(MessageServer(self.server, self.arguments), self.arguments)
+            await self._service.start(client)
+            self.ready.set()
+            await self._leave.wait()
+        finally:
+            await self._close(client)
+
+    async def _close(self, client: Client) -> None:
+        """Leave: no more requests, then the drain, then what is still on its way."""
+        if self._service is not None:
+            await self._service.stop_accepting()
+        await self.server.close()
+        if self._service is not None:
+            await self._service.settle()
+        self._leave.set()
+        with contextlib.suppress(NatsError, asyncio.TimeoutError):
+            await client.flush()
+        await client.close()
+
+    def _open_metrics(self) -> None:
+        port = self.arguments.metrics_port
+        if port:
+            try:
+                start_http_server(port, self.arguments.metrics_host, self.server.metrics.registry)
+            except OSError as error:
+                raise StartupError(f"--metrics-port {port}: {error.strerror or error}") from None
+
+    async def _server_returned(self) -> None:
+        if self._service is not None:
+            await self._service.server_returned()
+
+    async def _connection_closed(self) -> None:
+        if not self._leave.is_set():  # the server does not let us in any more
+            self.server.fail("the NATS server has closed the connection for good")
+
+
+def run(worker: NatsWorker) -> None:
+    """Serve until SIGTERM or SIGINT. Raises whatever kept the worker from starting."""
+    import uvloop
+
+    uvloop.run(_serve(worker))
+
+
+async def _serve(worker: NatsWorker) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, worker.shut_down)
+    await worker.run()

@@ -1,0 +1,164 @@
+"""One answer on its way to a client: numbered messages, flow control, resending."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from worker.errors import ServingError
+from worker.runtimes.nats import protocol
+from worker.runtimes.nats.protocol import CHUNK, END, ERROR, ERROR_CODE, ERROR_TEXT, HEARTBEAT, KIND, SEQUENCE
+
+STALL_S = 30.0
+"""Seconds without an acknowledgement after which a client whose window is full is given up."""
+
+ABSENT_S = 2.0
+"""Seconds that a client may be absent, to connect again."""
+
+Headers = Mapping[str, str]
+
+
+class Publisher(Protocol):
+    """What sends a message; a connection to NATS."""
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
+    ) -> None: ...
+
+
+class AnswerStream:
+    """Sends the messages of one answer to its reply subject.
+
+    With a window it keeps what the client has not acknowledged, stops sending when the window is
+    full, and sends it again on request; without one it sends at once and keeps nothing.
+
+    Args:
+        connection: Sends.
+        subject: The client's.
+        acknowledge: Subject of acknowledgements; the server answers to it too, when nobody listens
+            to `subject` any more.
+        window: Messages ahead of the acknowledgements, 0 for any number.
+        gone: Called once when the client has gone.
+        clock: Monotonic, seconds.
+
+    Attributes:
+        ended: Whether `END` or `ERROR` has been sent.
+        last_sent_s: When something was sent last.
+    """
+
+    def __init__(
+        self,
+        connection: Publisher,
+        subject: str,
+        acknowledge: str,
+        window: int,
+        gone: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._connection = connection
+        self._subject = subject
+        self._acknowledge = acknowledge
+        self._window = window
+        self._gone = gone
+        self._clock = clock
+        self._sequence = 0
+        self._kept: deque[tuple[int, dict[str, str], bytes]] = deque()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._waiting_since_s: float | None = None
+        self._absent_since_s: float | None = None
+        self.ended = False
+        self.is_gone = False
+        self.last_sent_s = clock()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to do: it has ended and is acknowledged, or nobody listens."""
+        return self.is_gone or (self.ended and not self._kept)
+
+    async def send(self, chunk: Mapping[str, Any]) -> None:
+        """Send a chunk, as soon as the window has room."""
+        await self._put(protocol.encoded(chunk), {KIND: CHUNK})
+
+    async def end(self) -> None:
+        """Send that the answer is complete."""
+        await self._put(b"", {KIND: END}, ends=True)
+
+    async def fail(self, error: ServingError) -> None:
+        """Send that the answer has ended with an error."""
+        body = protocol.error_body(error)
+        headers = {KIND: ERROR, ERROR_CODE: str(body["code"]), ERROR_TEXT: protocol.header_text(body["message"])}
+        await self._put(protocol.encoded({"error": body}), headers, ends=True)
+
+    async def _put(self, data: bytes, headers: dict[str, str], *, ends: bool = False) -> None:
+        if self.ended or self.is_gone:
+            return
+        if not ends:  # the last message is sent at any rate: the client waits for it
+            await self._room.wait()
+        headers[SEQUENCE] = str(self._sequence)
+        if self._window:
+            self._kept.append((self._sequence, headers, data))
+            if len(self._kept) >= self._window:
+                self._room.clear()
+                self._waiting_since_s = self._clock()
+        self._sequence += 1
+        await self._publish(data, headers)
+        self.ended = ends
+
+    async def _publish(self, data: bytes, headers: dict[str, str]) -> None:
+        self.last_sent_s = self._clock()
+        await self._connection.publish(self._subject, data, self._acknowledge, headers)
+
+    async def heartbeat(self) -> None:
+        """Say that the worker is alive, if nothing else has for a while; and look after a client
+        that has not been heard of.
+        """
+        now = self._clock()
+        waited = self._waiting_since_s is not None and now - self._waiting_since_s > STALL_S
+        absent = self._absent_since_s is not None and now - self._absent_since_s > ABSENT_S
+        if waited or absent:
+            self._give_up()
+        elif now - self.last_sent_s >= protocol.HEARTBEAT_S and not self.is_settled:
+            await self._publish(b"", {KIND: HEARTBEAT, SEQUENCE: str(self._sequence)})
+
+    async def acknowledged(self, headers: Headers) -> None:
+        """A message came to the subject of acknowledgements."""
+        if headers.get("Status") == "503":  # the server's: nobody listens to the answer
+            self._nobody_listens()
+            return
+        if headers.get(KIND) == protocol.GONE:
+            self._give_up()
+            return
+        text = headers.get(SEQUENCE, "")
+        if not text.isdecimal() or int(text) > self._sequence:
+            return
+        self._absent_since_s = None
+        while self._kept and self._kept[0][0] < int(text):
+            self._kept.popleft()
+        if self._window and len(self._kept) < self._window:
+            self._room.set()
+            self._waiting_since_s = None
+        if headers.get(KIND) == protocol.RESUME:
+            for _, kept_headers, data in tuple(self._kept):
+                await self._publish(data, kept_headers)
+
+    def _nobody_listens(self) -> None:
+        """Whoever keeps what was sent may be about to ask for it again; others are gone."""
+        if not self._window or self.ended:
+            self._give_up()
+        elif self._absent_since_s is None:
+            self._absent_since_s = self._clock()
+
+    def _give_up(self) -> None:
+        if not self.is_gone:
+            self.is_gone = True
+            self._kept.clear()
+            self._room.set()
+            self._gone()
+
+    def server_returned(self) -> None:
+        """The server was away; the client has its time to come back from now on."""
+        if self._absent_since_s is not None:
+            self._absent_since_s = self._clock()
