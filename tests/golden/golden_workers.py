@@ -23,7 +23,7 @@ from worker.engines.embedded.plan import Output
 from worker.engines.embedded.step import Stepper
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.requests.request import RequestLimits
-from worker.runtimes.llm_engine import WorkerEngine
+from worker.runtimes.dynamo_engine import WorkerEngine
 
 EXACT = ("--device", "cpu", "--numerics", "exact")
 """Options of every embedded engine."""

@@ -14,7 +14,7 @@ from adapters.client import selection
 from worker.__main__ import main
 from worker.arguments import parse_arguments
 from worker.build import make_engine, with_checkpoint
-from worker.runtimes.llm_engine import WorkerEngine
+from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.tiny_model import write_tiny_model
 
 PROMPT = [5, 300, 17, 600, 42, 7]
