@@ -189,7 +189,10 @@ class Disaggregated(Answering):
             assert received == self._num_prefills, f"{received} KV transfers for {self._num_prefills} prompts"
 
     async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
-        one_token = {**raw, "stop_conditions": {"max_tokens": 1}}  # as the frontend's prefill router asks
+        one_token = {
+            **raw,
+            "stop_conditions": {**raw["stop_conditions"], "max_tokens": 1},
+        }  # as the frontend's prefill router asks
         (chunk,) = await self._prefill.chunks(one_token, request_id)
         self._num_prefills += 1
         result = {"disaggregated_params": chunk["disaggregated_params"]}
