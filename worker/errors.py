@@ -86,7 +86,7 @@ class PoisonRequest(InvalidRequest):
 
 
 class BoundaryStoreUnavailable(ServingError):
-    """The boundary store cannot be reached: a request could not be migrated, so none is accepted."""
+    """The boundary store cannot be reached, and what could not migrate is not accepted."""
 
 
 def shown(value: Any) -> str:

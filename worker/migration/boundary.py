@@ -55,7 +55,7 @@ class Boundary:
         )
 
     def begins(self, token_ids: Sequence[int]) -> bool:
-        """Whether tokens begin with the prompt: a client may choose ids, so an id proves nothing."""
+        """Whether tokens begin with the prompt: clients may choose ids, so an id proves nothing."""
         if len(token_ids) < self.prompt_length:
             return False
         return str(TokenDigest(token_ids[: self.prompt_length])) == self.prompt_digest

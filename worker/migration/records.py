@@ -78,7 +78,7 @@ class BoundaryRecords:
             BoundaryStoreUnavailable: the store cannot be read.
             PoisonRequest: `MAX_CRASHES` workers have died with it.
         """
-        key = self._key(request_id)
+        key = self.key_of(request_id)
         found = _decoded(await self._wanted(self._store.get(key)))
         if found is None:
             return BoundaryRecord(self, key, request)
@@ -105,7 +105,8 @@ class BoundaryRecords:
             await asyncio.wait_for(asyncio.gather(*removals), TIMEOUT_S)
         await self._store.close()
 
-    def _key(self, request_id: str) -> str:
+    def key_of(self, request_id: str) -> str:
+        """Under which the record of a request is kept."""
         return blake2b(f"{self._pool}\0{request_id}".encode(), digest_size=16).hexdigest()
 
     def _owner(self) -> str:

@@ -47,11 +47,19 @@ def make_store(address: str) -> BoundaryStore:
     """The store of ``--boundary-store``, not open yet.
 
     Raises:
-        StartupError: the client library that it needs is not installed.
+        StartupError: it will never be reached as it is configured.
     """
     kind, _, place = address.partition(":")
     if kind == "file":
         from worker.migration.file_store import FileStore
 
         return FileStore(place)
-    raise StartupError(f"--boundary-store {address}: unknown kind {kind!r}")
+    if kind == "nats":
+        from worker.migration.nats_store import NatsStore
+
+        return NatsStore(f"nats:{place}" if place.startswith("//") else place)
+    if kind == "etcd":
+        from worker.migration.etcd_store import EtcdStore
+
+        return EtcdStore(f"http:{place}" if place.startswith("//") else place)
+    raise StartupError(f"--boundary-store {address}: must be file:DIRECTORY, nats:URL or etcd:URL")
