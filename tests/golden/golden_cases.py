@@ -167,13 +167,13 @@ class Cases:
         return [case for name in names for case in self._of(name, names[name], acting.get(name, []))]
 
     def _of(self, name: str, examples: Sequence[Arguments], acting: Sequence[Acting]) -> list[Case]:
-        wanted = [*acting, *((one, ()) for one in examples)]
-        return [
-            Case(name, arguments, sampling, self._prompt(name), self._max_tokens, tuple(beside))
-            for arguments, beside in (wanted[:1] if self._is_short else wanted)
-            for sampling in SAMPLINGS
-            if _is_sampled_so(name, arguments, sampling)
-        ]
+        found = []
+        for sampling in SAMPLINGS:
+            wanted = [*acting, *((one, ()) for one in examples)]
+            wanted = [one for one in wanted if _is_sampled_so(name, one[0], sampling)]
+            for arguments, beside in wanted[:1] if self._is_short else wanted:
+                found.append(Case(name, arguments, sampling, self._prompt(name), self._max_tokens, tuple(beside)))
+        return found
 
     def _prompt(self, name: str) -> tuple[int, ...]:
         return tuple(self._vocabulary.encode(TEXT + (THINKING if name == "thinking_budget" else "")))
@@ -208,7 +208,10 @@ def _acting(plain: list[int], end_id: int) -> dict[str, list[Acting]]:
         "exponential_decay_length": [({"start": 3, "factor": 2.5}, ())],
         "structural_tag": [(EXAMPLES["structural_tag"][1], ())],
         "tool_calls": [(EXAMPLES["tool_calls"][1], ())],
-        "thinking_budget": [({"tokens": 3, "start": THINKING, "end": "</think>"}, ())],
+        "thinking_budget": [
+            ({"tokens": 3, "start": THINKING, "end": "</think>"}, ()),
+            ({"tokens": 3}, [processor("choice", choices=["yes", "no"], scope="answer")]),
+        ],
         "trigger_phrase": [({"text": " Wait, let me think.", "after_tokens": 3}, ())],
         "temperature": [({"value": 0.7}, ()), ({"value": 0.0}, ())],
         "watermark": [({"key_id": KEY_ID, "context": 1}, ())],

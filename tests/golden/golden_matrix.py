@@ -89,12 +89,19 @@ class Matrix:
         return list(dict.fromkeys(mode for _, mode, _ in self.cells))
 
     def check(self) -> None:
-        """Raises `CellFailed` if a cell does not hold, or a processor never changed a text."""
+        """Raises `CellFailed` if a cell is empty or does not hold, or a processor never acted."""
         lines = [
             f"{processor}, {mode}, {sampling}: {problem}"
             for (processor, mode, sampling), cell in self.cells.items()
             if not cell.holds
             for problem in (cell.problems[:3] or [cell.outcome])
+        ]
+        asked = dict.fromkeys((row, sampling) for row, _, sampling in self.cells)
+        lines += [
+            f"{row}, {mode}, {sampling}: no text was compared"
+            for mode in self.modes
+            for row, sampling in asked
+            if (row, mode, sampling) not in self.cells
         ]
         lines += [f"{name}: no text differs from the plain one" for name in self.rows if name not in self.acting]
         if lines:
