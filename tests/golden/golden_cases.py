@@ -7,7 +7,7 @@ the model at hand, further ones made of its own plain answer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -59,20 +59,33 @@ _THIRD_PARTY_ARGUMENTS: dict[str, list[Arguments]] = {
 }
 
 
+NO_PROCESSOR = "(no processor)"
+FIELDS: dict[str, Arguments] = {
+    NO_PROCESSOR: {},
+    "(truncation fields)": {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "(penalty fields)": {"frequency_penalty": 0.9, "presence_penalty": 0.6, "repetition_penalty": 1.3},
+    "(min_tokens field)": {"min_tokens": 7},
+}
+"""Rows without a processor by name: what the request sets in fields."""
+
+_STOP_CONDITIONS = ("min_tokens",)
+"""Of the fields, those that are not among the sampling options."""
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One request of the matrix: a processor with arguments, greedy or with a seed.
+    """One request of the matrix: a processor with arguments, or fields, greedy or with a seed.
 
     Attributes:
-        processor: Its name, or empty for the model's plain answer.
-        arguments: As JSON data.
+        row: Name of the processor, or a key of `FIELDS`.
+        arguments: Of the processor as JSON data, or the fields.
         sampling: How tokens are drawn.
         prompt: Token ids.
         max_tokens: Of the answer.
         beside: Processors that make it act: one that calls for an end token, which it forbids.
     """
 
-    processor: str
+    row: str
     arguments: Arguments
     sampling: Sampling
     prompt: tuple[int, ...]
@@ -80,25 +93,35 @@ class Case:
     beside: tuple[dict[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.processor or 'plain'} {dict(self.arguments)} {self.sampling}"
+        return f"{self.row} {dict(self.arguments)} {self.sampling}"
 
     @property
     def processors(self) -> list[dict[str, Any]]:
         """The selection of the request."""
-        own = [processor(self.processor, **self.arguments)] if self.processor else []
+        own = [] if self.row in FIELDS else [processor(self.row, **self.arguments)]
         return [*self.beside, *own]
 
     @property
     def plain(self) -> Case:
-        """The same request without the processor."""
-        return replace(self, processor="", arguments={})
+        """The same request without the processor or the fields."""
+        return replace(self, row=NO_PROCESSOR, arguments={})
 
     @property
     def sampling_options(self) -> dict[str, Any]:
         """Fields of the request. A control that a processor sets is not set by a field too."""
-        if self.processor == "temperature":
+        if self.row == "temperature":
             return {"top_p": 1.0, "seed": SEED}
-        return {"temperature": 0.0 if self.sampling == "greedy" else 1.0, "seed": SEED}
+        fields = self._fields(lambda name: name not in _STOP_CONDITIONS)
+        return {"temperature": 0.0 if self.sampling == "greedy" else 1.0, "seed": SEED, **fields}
+
+    @property
+    def stop_conditions(self) -> dict[str, Any]:
+        """The same of the fields that say when an answer ends."""
+        return {"max_tokens": self.max_tokens, **self._fields(lambda name: name in _STOP_CONDITIONS)}
+
+    def _fields(self, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+        given = self.arguments if self.row in FIELDS else {}
+        return {name: value for name, value in given.items() if is_wanted(name)}
 
     def raw(self, cache_salt: str | None = None) -> dict[str, Any]:
         """The request as Dynamo's frontend delivers it.
@@ -109,8 +132,8 @@ class Case:
         raw: dict[str, Any] = {
             "token_ids": list(self.prompt),
             "sampling_options": self.sampling_options,
-            "stop_conditions": {"max_tokens": self.max_tokens},
-            "annotations": [ANNOTATION + selection(*self.processors)],
+            "stop_conditions": self.stop_conditions,
+            "annotations": [ANNOTATION + selection(*self.processors)] if self.processors else [],
         }
         return raw if cache_salt is None else {**raw, "routing": {"cache_salt": cache_salt}}
 
@@ -131,7 +154,7 @@ class Cases:
 
     def plain(self) -> Case:
         """The model's own greedy answer, of which arguments are made."""
-        return Case("", {}, "greedy", self._prompt(""), self._max_tokens)
+        return Case(NO_PROCESSOR, {}, "greedy", self._prompt(""), self._max_tokens)
 
     def all(self, plain: Sequence[int]) -> list[Case]:
         """Every case.
@@ -140,17 +163,17 @@ class Cases:
             plain: The answer to `plain`, six tokens at least.
         """
         acting = _acting(list(plain), min(self._vocabulary.eos_token_ids))
-        names = {**EXAMPLES, **_THIRD_PARTY_ARGUMENTS}
+        names = {**{name: [fields] for name, fields in FIELDS.items()}, **EXAMPLES, **_THIRD_PARTY_ARGUMENTS}
         return [case for name in names for case in self._of(name, names[name], acting.get(name, []))]
 
     def _of(self, name: str, examples: Sequence[Arguments], acting: Sequence[Acting]) -> list[Case]:
-        wanted = [*acting, *((one, ()) for one in examples)]
-        return [
-            Case(name, arguments, sampling, self._prompt(name), self._max_tokens, tuple(beside))
-            for arguments, beside in (wanted[:1] if self._is_short else wanted)
-            for sampling in SAMPLINGS
-            if _is_sampled_so(name, arguments, sampling)
-        ]
+        found = []
+        for sampling in SAMPLINGS:
+            wanted = [*acting, *((one, ()) for one in examples)]
+            wanted = [one for one in wanted if _is_sampled_so(name, one[0], sampling)]
+            for arguments, beside in wanted[:1] if self._is_short else wanted:
+                found.append(Case(name, arguments, sampling, self._prompt(name), self._max_tokens, tuple(beside)))
+        return found
 
     def _prompt(self, name: str) -> tuple[int, ...]:
         return tuple(self._vocabulary.encode(TEXT + (THINKING if name == "thinking_budget" else "")))
@@ -180,11 +203,15 @@ def _acting(plain: list[int], end_id: int) -> dict[str, list[Acting]]:
         "no_repeat_ngram": [({"n": 3, "over": "generated"}, again)],
         "loop_stop": [({"max_period": 1, "copies": 5}, again)],
         "min_tokens": [({"n": 7}, ends)],
+        "(min_tokens field)": [(FIELDS["(min_tokens field)"], ends)],
         "gen_length": [({"boost": 20.0, "power": 2.0}, ())],
         "exponential_decay_length": [({"start": 3, "factor": 2.5}, ())],
         "structural_tag": [(EXAMPLES["structural_tag"][1], ())],
         "tool_calls": [(EXAMPLES["tool_calls"][1], ())],
-        "thinking_budget": [({"tokens": 3, "start": THINKING, "end": "</think>"}, ())],
+        "thinking_budget": [
+            ({"tokens": 3, "start": THINKING, "end": "</think>"}, ()),
+            ({"tokens": 3}, [processor("choice", choices=["yes", "no"], scope="answer")]),
+        ],
         "trigger_phrase": [({"text": " Wait, let me think.", "after_tokens": 3}, ())],
         "temperature": [({"value": 0.7}, ()), ({"value": 0.0}, ())],
         "watermark": [({"key_id": KEY_ID, "context": 1}, ())],

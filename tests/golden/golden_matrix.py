@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from golden_cases import Case, Cases, Sampling
+from golden_cases import NO_PROCESSOR, Case, Cases, Sampling
 from golden_modes import Mode, Request, aggregated
 from golden_workers import Bench, Refused
 
@@ -53,7 +53,7 @@ class Cell:
 
 
 Cells = dict[tuple[str, str, Sampling], Cell]
-"""By processor, mode and sampling."""
+"""By row, mode and sampling."""
 
 
 @dataclass
@@ -76,27 +76,34 @@ class Matrix:
 
     def cell(self, case: Case, mode: str) -> Cell:
         """The cell that a text of ``case`` belongs to."""
-        return self.cells.setdefault((case.processor, mode, case.sampling), Cell())
+        return self.cells.setdefault((case.row, mode, case.sampling), Cell())
 
     @property
-    def processors(self) -> list[str]:
-        """Rows."""
+    def rows(self) -> list[str]:
+        """Processors, and names of fields."""
         return list(dict.fromkeys(processor for processor, _, _ in self.cells))
 
     @property
     def modes(self) -> list[str]:
-        """Columns."""
+        """Names of the modes."""
         return list(dict.fromkeys(mode for _, mode, _ in self.cells))
 
     def check(self) -> None:
-        """Raises `CellFailed` if a cell does not hold, or a processor never changed a text."""
+        """Raises `CellFailed` if a cell is empty or does not hold, or a processor never acted."""
         lines = [
             f"{processor}, {mode}, {sampling}: {problem}"
             for (processor, mode, sampling), cell in self.cells.items()
             if not cell.holds
             for problem in (cell.problems[:3] or [cell.outcome])
         ]
-        lines += [f"{name}: no text differs from the plain one" for name in self.processors if name not in self.acting]
+        asked = dict.fromkeys((row, sampling) for row, _, sampling in self.cells)
+        lines += [
+            f"{row}, {mode}, {sampling}: no text was compared"
+            for mode in self.modes
+            for row, sampling in asked
+            if (row, mode, sampling) not in self.cells
+        ]
+        lines += [f"{name}: no text differs from the plain one" for name in self.rows if name not in self.acting]
         if lines:
             raise CellFailed("\n".join(lines))
 
@@ -107,7 +114,7 @@ class Matrix:
             "computed_by": self.computed_by,
             "modes": self.modes,
             "texts": {mode: self.num_equal(mode) for mode in self.modes},
-            "cells": {name: self._row(name) for name in self.processors},
+            "cells": {name: self._row(name) for name in self.rows},
             "left_out": self.left_out,
         }
 
@@ -170,8 +177,8 @@ async def _alone(bench: Bench, matrix: Matrix, max_tokens: int, is_short: bool) 
             key = str((case.prompt, case.plain.sampling_options, case.beside))
             if key not in plain_texts:
                 plain_texts[key] = await mode.tokens(Request(case.plain, ()))
-            if text != plain_texts[key]:
-                matrix.acting.add(case.processor)
+            if text != plain_texts[key] or case.row == NO_PROCESSOR:
+                matrix.acting.add(case.row)
             texts.append((case, text))
     return texts
 

@@ -189,7 +189,10 @@ class Disaggregated(Answering):
             assert received == self._num_prefills, f"{received} KV transfers for {self._num_prefills} prompts"
 
     async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
-        one_token = {**raw, "stop_conditions": {"max_tokens": 1}}  # as the frontend's prefill router asks
+        one_token = {
+            **raw,
+            "stop_conditions": {**raw["stop_conditions"], "max_tokens": 1},
+        }  # as the frontend's prefill router asks
         (chunk,) = await self._prefill.chunks(one_token, request_id)
         self._num_prefills += 1
         result = {"disaggregated_params": chunk["disaggregated_params"]}
@@ -201,7 +204,7 @@ class Disaggregated(Answering):
 
 
 class Migrated:
-    """A worker has died, and another one is sent prompt and answer so far, cut at every token.
+    """A worker has died, and another one is sent prompt and answer so far, cut after some token.
 
     What the dead worker leaves is its record in the boundary store. The rest is what the frontend
     does: it appends the tokens that it has received to the prompt, and subtracts their number.
@@ -209,12 +212,15 @@ class Migrated:
     Args:
         name: Column of the matrix.
         to: The mode in which the answer goes on.
+        at_every_token: Whether the answer is cut after each of its tokens; else after the first,
+            one in the middle and the last.
     """
 
-    def __init__(self, name: str, to: Answering) -> None:
+    def __init__(self, name: str, to: Answering, *, at_every_token: bool = False) -> None:
         self.name = name
         self.at_once = to.at_once
         self._to = to
+        self._at_every_token = at_every_token
 
     @asynccontextmanager
     async def running(self, bench: Bench) -> AsyncIterator[None]:
@@ -235,7 +241,8 @@ class Migrated:
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
         last = len(alone) - (len(alone) == case.max_tokens)  # where it is full there is nothing to go on with
-        return [Request(case, tuple(alone), num_sent=number) for number in range(1, last + 1)]
+        cuts = range(1, last + 1) if self._at_every_token else sorted({1, (1 + last) // 2, last} - {0})
+        return [Request(case, tuple(alone), num_sent=number) for number in cuts]
 
     async def tokens(self, request: Request) -> list[int]:
         raw, request_id = cold(request.case), new_id()
@@ -316,10 +323,12 @@ def stand_in_mode(name: str) -> StandIn:
 
 MODES: tuple[Mode, ...] = (
     Disaggregated("disaggregated"),
-    Migrated("migrated", to=OneWorker("", at_once=64)),
+    Migrated("migrated", to=OneWorker("", at_once=64), at_every_token=True),
+    Migrated("migrated, disaggregated", to=Disaggregated("")),
     Preempted("preempted", at_once=8),
     OneWorker("chunked prefill", "--max-num-batched-tokens", "8", "--max-num-seqs", "4", at_once=4),
     OneWorker("batched", at_once=64, is_warm=True),
     NthChoice(),
     stand_in_mode("TensorRT-LLM stand-in"),
+    Migrated("migrated, stand-in", to=stand_in_mode("")),
 )

@@ -46,6 +46,16 @@ def markdown(runs: Iterable[Run]) -> str:
     return "\n".join([head, "|" + " --- |" * len(rows[0]), *body, "", *notes]).rstrip()
 
 
+def overview(runs: Mapping[str, Run]) -> str:
+    """A table of the runs: what computed them, and how many texts are equal."""
+    rows = [
+        f"| {name} | {run['computed_by']} | {sum(run['texts'].values())} | {run['texts'].get('migrated', 0)} |"
+        for name, run in runs.items()
+    ]
+    head = "| run | computed by | equal texts | of these migrated |"
+    return "\n".join([head, "| --- | --- | --- | --- |", *rows])
+
+
 def _table(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
     """Rows of cells, the first one the head, and the reasons that cells refer to."""
     modes = list(dict.fromkeys(mode for run in runs for mode in run["modes"]))

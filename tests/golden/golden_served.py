@@ -249,7 +249,7 @@ SMALL = ("--context-length", "320", "--kv-blocks", "40", "--max-num-seqs", "8")
 SERVED_MODES: tuple[Mode, ...] = (
     Served("aggregated", ()),
     Served("disaggregated", ("--disaggregation-mode", "prefill"), ("--disaggregation-mode", "decode"), at_once=16),
-    Killed("migrated", (), num_workers=3, at_once=4),
+    Killed("migrated", (), num_workers=3, at_once=3),
     Served("preempted", SMALL, at_once=8),
     Served("chunked prefill", ("--max-num-batched-tokens", "8", "--max-num-seqs", "4"), at_once=4),
     Served("batched", (), at_once=64),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from golden_cases import SAMPLINGS, THIRD_PARTIES, Case
+from golden_cases import FIELDS, SAMPLINGS, THIRD_PARTIES, Case
 from golden_matrix import CellFailed, Matrix, compare_all, run
 from golden_modes import MODES, Request
-from golden_report import RECORD, markdown, read, terminal, write
+from golden_report import RECORD, markdown, overview, read, terminal, write
 from golden_served import SERVED_MODES, Rounds
 from golden_workers import Bench, Refused
 
@@ -20,7 +21,7 @@ from adapters.processors import BUILTINS
 from worker.tiny_model import write_tiny_model
 
 DOCUMENT = RECORD.with_suffix(".md")
-NAMES = [*(builtin.name for builtin in BUILTINS), *THIRD_PARTIES]
+NAMES = [*FIELDS, *(builtin.name for builtin in BUILTINS), *THIRD_PARTIES]
 
 
 @pytest.mark.timeout(300)
@@ -33,7 +34,7 @@ async def test_every_processor_in_every_mode(tmp_path: Path) -> None:
     finally:
         await bench.close()
     matrix.check()
-    assert set(matrix.processors) == set(NAMES)
+    assert set(matrix.rows) == set(NAMES)
     assert matrix.modes == [mode.name for mode in MODES]
     assert not matrix.left_out
 
@@ -41,13 +42,29 @@ async def test_every_processor_in_every_mode(tmp_path: Path) -> None:
 # The record
 
 
-def test_the_table_of_the_document_is_that_of_the_record() -> None:
-    """On failure, paste the left side."""
-    table = DOCUMENT.read_text(encoding="utf-8").partition("<!-- matrix -->")[2].partition("<!-- /matrix -->")[0]
-    assert markdown(read(RECORD).values()) == table.strip()
+def section(name: str) -> str:
+    """What the document has between two marks."""
+    return (
+        DOCUMENT.read_text(encoding="utf-8").partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0].strip()
+    )
 
 
-@pytest.mark.parametrize("name", ["tiny, in-process", "tiny, processes", "SmolLM2-135M-Instruct, in-process"])
+def test_the_tables_of_the_document_are_those_of_the_record() -> None:
+    """On failure, paste the left sides."""
+    runs = read(RECORD)
+    assert overview(runs) == section("runs")
+    assert markdown(runs.values()) == section("matrix")
+
+
+RUNS = {
+    "tiny, in-process": [],
+    "SmolLM2-135M-Instruct, in-process": ["--model", "default"],
+    "tiny, processes": ["--all"],
+}
+"""Arguments of ``scripts/golden`` by the name of their run in the record."""
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_the_record_is_complete_and_every_cell_holds(name: str) -> None:
     found = read(RECORD)[name]
     modes = SERVED_MODES if "processes" in name else MODES
@@ -57,6 +74,19 @@ def test_the_record_is_complete_and_every_cell_holds(name: str) -> None:
         for outcomes in row.values():
             assert set(outcomes) == set(SAMPLINGS)
             assert all(re.fullmatch("equal|refused: .+", outcome) for outcome in outcomes.values())
+
+
+@pytest.mark.campaign
+@pytest.mark.real_model
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", RUNS)
+def test_the_record_is_what_the_script_writes(name: str, tmp_path: Path) -> None:
+    script = RECORD.parents[1] / "scripts" / "golden"
+    done = subprocess.run(
+        [script, *RUNS[name], "--json", tmp_path / "record.json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read(tmp_path / "record.json")[name]["cells"] == read(RECORD)[name]["cells"]
 
 
 # What the comparison finds
