@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -148,6 +148,12 @@ class ServedChainBuilder:
         self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
         ends = frozenset(facts.vocabulary.eos_token_ids)
         policy.check(model, catalog, self.builder.context(ends, 0, None))
+
+    @property
+    def token_bytes(self) -> Sequence[bytes]:
+        """Bytes of each token id; empty for a model without a tokenizer."""
+        vocabulary = self.facts.vocabulary
+        return () if vocabulary.tokenizer is None else vocabulary.token_bytes
 
     def select(self, request: GenerationRequest, metadata: Mapping[str, str]) -> Selection:
         """What the request asks for, and what the operator adds.

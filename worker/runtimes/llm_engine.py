@@ -26,7 +26,7 @@ from worker.arguments import Arguments
 from worker.build import Built, build
 from worker.disaggregation.seal import Seal
 from worker.disaggregation.serving import DisaggregatedServing, Part, TransferMetrics
-from worker.engines import EngineInfo, ReadKv, SelfReporting, ServingEngine, TokenDelta
+from worker.engines import CountsBlocks, EngineInfo, ReadKv, SelfReporting, ServingEngine, TokenDelta
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -48,6 +48,7 @@ from worker.requests.deadline import until
 from worker.requests.receipts import RequestReceipt, Server
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
+from worker.requests.whole_characters import WholeCharacters
 from worker.runtimes import dynamo as runtime
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import for_engine
@@ -82,6 +83,7 @@ class _Serving:
     request: GenerationRequest
     selection: Selection
     entry: RequestEntry
+    characters: WholeCharacters
 
 
 class _Aborted(Exception):
@@ -193,6 +195,8 @@ class WorkerEngine(LLMEngine):
             self.engine.tell_broken(self._break)
             self.engine.tell_load(self._take_load)
         self.metrics.describe_engine(info)
+        if isinstance(self.engine, CountsBlocks):
+            self.metrics.watch_blocks(self.engine.num_used_blocks)
         if self.arguments.disaggregation_mode != "aggregated":
             TransferMetrics(self.engine, self.disaggregation, self.metrics.registry)
         return runtime.engine_config(info, self.arguments)
@@ -205,7 +209,8 @@ class WorkerEngine(LLMEngine):
             try:
                 async with contextlib.aclosing(serving.deltas) as deltas:
                     async for delta in deltas:
-                        chunk = self._chunk(serving, delta)
+                        whole = serving.characters.take(delta)
+                        chunk = None if whole is None else self._chunk(serving, whole)
                         entry.finish_reason = delta.finish_reason
                         if chunk is not None:
                             yield chunk
@@ -254,14 +259,16 @@ class WorkerEngine(LLMEngine):
                 deltas = until(selection.deadline, deltas)
             self.disaggregation.check_local_prefills(part)
         except _Aborted:
-            return _Serving(admitted, ResponseBuilder(request, frozenset()), _cancelled(), request, selection, entry)
+            builder, deltas = ResponseBuilder(request, frozenset()), _cancelled()
+            return _Serving(admitted, builder, deltas, request, selection, entry, WholeCharacters(()))
         except BaseException:
             self._in_loop(self.in_flight.release, admitted)
             raise
         self.in_flight.grow(admitted, len(prompt))
         self.disaggregation.admit(admitted, part)
         self._publish_load()
-        return _Serving(admitted, builder, deltas, request, selection, entry)
+        characters = WholeCharacters(chains.token_bytes)
+        return _Serving(admitted, builder, deltas, request, selection, entry, characters)
 
     def _seed(self, request: GenerationRequest, part: Part) -> int:
         """The client's seed, else the prefill worker's if it came with the KV, else a new one."""
