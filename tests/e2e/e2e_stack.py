@@ -172,9 +172,14 @@ class Stack:
             wait_for(lambda: http(f"{self.url}/health")[0] == 200 or not frontend.running, "frontend")
             assert frontend.running, frontend.log
 
-    def start_worker(self, *arguments: str, scripted: bool = False, wait: bool = True, **environ: str) -> Worker:
-        """Start a worker; ``scripted`` replaces its engine by `scripted_worker.ScriptedEngine`."""
-        program = [str(Path(__file__).with_name("scripted_worker.py"))] if scripted else ["-m", "worker"]
+    def start_worker(
+        self, *arguments: str, scripted: bool = False, script: Path | None = None, wait: bool = True, **environ: str
+    ) -> Worker:
+        """Start a worker; ``scripted`` replaces its engine by `scripted_worker.ScriptedEngine`, and
+        ``script`` runs instead of ``-m worker``.
+        """
+        script = Path(__file__).with_name("scripted_worker.py") if scripted else script
+        program = ["-m", "worker"] if script is None else [str(script)]
         command = [sys.executable, *program, "--served-model-name", MODEL, *arguments]
         if not any(argument.startswith("--model-path") for argument in arguments):
             command += ["--model-path", str(self.model_path)]

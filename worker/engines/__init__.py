@@ -191,6 +191,16 @@ class ServingEngine(Protocol):
 
 
 @runtime_checkable
+class CountsBlocks(Protocol):
+    """An engine that knows which KV blocks its requests own."""
+
+    def num_used_blocks(self) -> int:
+        """KV blocks that requests own, running or pinned for transfer: not those that are only
+        cached. May be read by any thread.
+        """
+
+
+@runtime_checkable
 class SelfReporting(Protocol):
     """An engine that knows its own load and death, because another process does the work."""
 

@@ -1,0 +1,126 @@
+"""Faults under load, on one cluster: every answer is whole and right, and nothing is left behind.
+
+`test_faults_campaign.py` has the long series, with bounds on time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checker import Reference, check_answers, check_ended
+from cluster import Cluster, running_cluster
+from injectors import BadRequests, Disconnect, Kill, NeverReads, RollingRestart
+from load_client import LoadClient, Record, prompt_of, under_load
+
+NUM_TOKENS = 100
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> Reference:
+    return Reference(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("cluster"), tiny_model) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared: Cluster) -> Cluster:
+    """With two workers, whatever the last test has left of them."""
+    shared.start(2)
+    return shared
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    return random.Random(15)
+
+
+async def all_begun(client: LoadClient, num_tokens: int) -> None:
+    """Until every request has got so many tokens."""
+
+    async def wait() -> None:
+        while any(len(record.token_ids) < num_tokens for record in client.records):
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(wait(), 60)
+
+
+async def streams(cluster: Cluster, client: LoadClient, number: int, num_tokens: int) -> list[asyncio.Task[Record]]:
+    """So many answers at a time, all of which have begun."""
+    asked = [asyncio.create_task(client.ask(prompt_of(name), num_tokens)) for name in range(number)]
+    while len(client.records) < number:
+        await asyncio.sleep(0)
+    await all_begun(client, 5)
+    return asked
+
+
+async def test_a_worker_is_killed(cluster: Cluster, reference: Reference, chance: random.Random) -> None:
+    async with LoadClient(cluster.url) as client:
+        asked = await streams(cluster, client, 64, NUM_TOKENS)
+        await Kill(replaced=False).inject(cluster, client, chance)
+        await asyncio.gather(*asked)
+        calm = await asyncio.gather(*(client.ask(prompt_of(name), NUM_TOKENS) for name in range(64)))
+    check_answers(client.records, reference)
+    assert [record.text for record in client.records[:64]] == [record.text for record in calm]
+    cluster.check_settled()
+
+
+async def test_workers_are_replaced_one_by_one(cluster: Cluster, reference: Reference, chance: random.Random) -> None:
+    restart = RollingRestart()
+    async with LoadClient(cluster.url) as client, under_load(client, 8, NUM_TOKENS, first=1000):
+        await restart.inject(cluster, client, chance)
+    check_answers(client.records, reference)
+    assert restart.drain.statuses == [0, 0]
+    cluster.check_settled()
+
+
+async def test_a_second_signal_migrates_at_once(cluster: Cluster, reference: Reference, chance: random.Random) -> None:
+    async with LoadClient(cluster.url) as client:
+        asked = await streams(cluster, client, 8, 1000)
+        leaving = next(worker for worker in cluster.living if worker.metric("dlw_in_flight_requests") > 0)
+        leaving.signal(signal.SIGTERM)
+        leaving.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(leaving.wait) == 0
+        assert not any(task.done() for task in asked)  # it did not wait for them
+        await asyncio.gather(*asked)
+    check_answers(client.records, reference)
+    cluster.check_settled()
+
+
+async def test_bad_clients_beside_good_ones(cluster: Cluster, reference: Reference, chance: random.Random) -> None:
+    """Those that leave, those that never read, and those whose requests cannot be served."""
+    never, bad = NeverReads(8), BadRequests()
+    async with LoadClient(cluster.url) as client:
+        async with under_load(client, 4, NUM_TOKENS, first=2000):
+            await never.inject(cluster, client, chance)
+            await Disconnect(60).inject(cluster, client, chance)
+            await bad.inject(cluster, client, chance)
+        await never.leave()
+    check_answers(client.records, reference)
+    check_ended(client.records)
+    assert not bad.unanswered
+    assert all(status >= 400 for status, _ in bad.answers), bad.answers
+    assert len(cluster.living) == 2
+    cluster.check_settled()
+
+
+async def test_a_stopped_worker_is_left_alone(cluster: Cluster, reference: Reference) -> None:
+    async with LoadClient(cluster.url) as client:
+        asked = await streams(cluster, client, 16, NUM_TOKENS)
+        stopped = cluster.living[0]
+        stopped.signal(signal.SIGSTOP)
+        try:
+            late = [asyncio.create_task(client.ask(prompt_of(3000 + name), 8)) for name in range(16)]
+            await asyncio.gather(*asked, *late)
+        finally:
+            stopped.signal(signal.SIGCONT)
+    check_ended(client.records)
+    cluster.check_settled()
