@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from e2e_stack import Worker, http, wait_for
+from e2e_stack import Worker, wait_for
 from load_client import Record
 
 from worker.engines.embedded import Engine
@@ -36,6 +36,10 @@ class Reference:
         self.learn([record.prompt], record.num_tokens)
         return self._of(record.prompt)[: record.num_tokens]
 
+    def forget(self) -> None:
+        """Let go of what it has computed."""
+        self._known.clear()
+
     def _of(self, prompt: Sequence[int]) -> list[int]:
         return self._known.get(tuple(prompt), [])
 
@@ -54,10 +58,6 @@ def problems(record: Record, expected: Expected, max_gap_s: float | None = None)
         found.append(f"{len(record.token_ids)} tokens for {len(right)}, the first difference at {same}")
     if max_gap_s is not None and record.longest_gap_s > max_gap_s:
         found.append(f"a gap of {record.longest_gap_s:.2f} s")
-    usage = record.usage or {}
-    counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    if False and counts != (len(record.prompt), record.num_tokens):
-        found.append(f"usage says {counts} tokens, for {len(record.prompt)} and {record.num_tokens}")
     return [f"request {record.number}: {problem}" for problem in found]
 
 
@@ -91,14 +91,3 @@ def check_settled(workers: Sequence[Worker], timeout_s: float = 30) -> None:
         ended = worker.metric("dlw_requests_total")
         assert begun == ended, f"{worker.log_path}: {begun:g} requests began, {ended:g} ended"
         assert worker.metric("dlw_requests_total", outcome="unknown_error") == 0, worker.log
-
-
-def evidence(workers: Sequence[Worker]) -> str:
-    """What workers say of themselves, for the report of a request that was not answered."""
-    parts = []
-    for worker in workers:
-        status, text = http(f"http://127.0.0.1:{worker.port}/metrics", timeout_s=2)
-        lines = [line for line in text.splitlines() if line.startswith(("dlw_", "dynamo_component_inflight"))]
-        metrics = "\n".join(line for line in lines if not line.endswith(" 0.0"))
-        parts.append(f"== {worker.log_path.name}, metrics ({status}):\n{metrics}\n-- log:\n{worker.log[-4000:]}")
-    return "\n".join(parts)

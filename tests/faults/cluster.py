@@ -35,12 +35,16 @@ class Cluster:
         arguments: Of every worker.
         migrates: Whether the frontend moves the requests of a worker that is gone to another one.
         pace_s: Least time of a worker's step.
+
+    Attributes:
+        spared: A worker that no fault is given to.
     """
 
     def __init__(self, stack: Stack, *arguments: str, migrates: bool = True, pace_s: float = 0.005) -> None:
         self.stack = stack
         self.arguments = (*ENGINE, *arguments)
         self.pace_s = pace_s
+        self.spared: Worker | None = None
         self.frontend: Process = stack.start_frontend(*(["--migration-limit", "3"] if migrates else []))
 
     @property
@@ -52,6 +56,11 @@ class Cluster:
     def living(self) -> list[Worker]:
         """The workers that run, the oldest first."""
         return [worker for worker in self.stack.workers if worker.running]
+
+    @property
+    def at_risk(self) -> list[Worker]:
+        """Those that a fault may be given to."""
+        return [worker for worker in self.living if worker is not self.spared]
 
     def start(self, number: int) -> None:
         """Start workers until so many run, and wait until the frontend has them all."""

@@ -38,7 +38,7 @@ class Kill:
     replaced: bool = True
 
     async def inject(self, cluster: Cluster, client: LoadClient, chance: random.Random) -> None:
-        victim = chance.choice(cluster.living)
+        victim = chance.choice(cluster.at_risk)
         victim.signal(signal.SIGKILL)
         await asyncio.to_thread(victim.wait)
         if self.replaced:
@@ -56,7 +56,7 @@ class Stop:
     seconds: float
 
     async def inject(self, cluster: Cluster, client: LoadClient, chance: random.Random) -> None:
-        victim = chance.choice(cluster.living)
+        victim = chance.choice(cluster.at_risk)
         victim.signal(signal.SIGSTOP)
         try:
             await asyncio.sleep(self.seconds)
@@ -81,7 +81,7 @@ class Drain:
     seconds: list[float] = field(default_factory=list)
 
     async def inject(self, cluster: Cluster, client: LoadClient, chance: random.Random) -> None:
-        await self.leave(cluster, chance.choice(cluster.living))
+        await self.leave(cluster, chance.choice(cluster.at_risk))
 
     async def leave(self, cluster: Cluster, worker: Worker) -> None:
         """Replace one worker."""
@@ -107,7 +107,7 @@ class RollingRestart:
     drain: Drain = field(default_factory=Drain)
 
     async def inject(self, cluster: Cluster, client: LoadClient, chance: random.Random) -> None:
-        for worker in cluster.living:
+        for worker in cluster.at_risk:
             await self.drain.leave(cluster, worker)
 
 
@@ -175,16 +175,15 @@ MALFORMED: Sequence[dict[str, Any]] = (
     {"prompt": "x", "temperature": "warm"},
     {"prompt": "x", "top_p": 7},
     {"prompt": [999_999]},
-    {"prompt": "x", "nvext": {"annotations": ["lp:{"]}},
+    {"prompt": "x", "nvext": {"annotations": ["logits_processors:{"]}},
     {"prompt": "x", "nvext": {"annotations": ['logits_processors:{"processors": [{"name": "no_such"}]}']}},
     {"prompt": "x", "no_such_field": 1},
 )
-"""Bodies that must be refused, or answered as if the malformed part were not there."""
+"""Bodies that must be refused."""
 
 OVERSIZED: Sequence[dict[str, Any]] = (
     {"prompt": [300] * 5000},
     {"prompt": "word " * 20_000},
-    {"prompt": "x", "stop": ["y" * 100_000]},
     {"prompt": "x", "nvext": {"annotations": ["logits_processors:" + "[" * 200_000]}},
 )
 
@@ -198,7 +197,7 @@ class BadRequests:
         answers: Status and text of each answer.
     """
 
-    bodies: Sequence[dict[str, Any]] = (*MALFORMED, *OVERSIZED)
+    bodies: tuple[dict[str, Any], ...] = (*MALFORMED, *OVERSIZED)
     answers: list[tuple[int, str]] = field(default_factory=list)
 
     async def inject(self, cluster: Cluster, client: LoadClient, chance: random.Random) -> None:
@@ -207,6 +206,7 @@ class BadRequests:
             self.answers.append(await asyncio.to_thread(http, f"{client.url}/v1/completions", sent))
 
     @property
-    def unanswered(self) -> list[tuple[int, str]]:
-        """Answers that are none."""
-        return [answer for answer in self.answers if answer[0] == 0]
+    def served(self) -> list[tuple[dict[str, Any], tuple[int, str]]]:
+        """Bodies that were not refused with an answer, and what came."""
+        pairs = zip(self.bodies * (1 + len(self.answers) // len(self.bodies)), self.answers, strict=False)
+        return [(body, answer) for body, answer in pairs if not 400 <= answer[0] < 600]

@@ -157,3 +157,22 @@ async def under_load(client: LoadClient, num_clients: int, num_tokens: int, firs
     finally:
         over.set()
         await asyncio.gather(*clients)
+
+
+async def streams(client: LoadClient, number: int, num_tokens: int, first: int = 0) -> list[asyncio.Task[Record]]:
+    """So many answers at a time, all of which have begun."""
+    asked = [asyncio.create_task(client.ask(prompt_of(first + name), num_tokens)) for name in range(number)]
+    while len(client.records) < number:
+        await asyncio.sleep(0)
+    await all_begun(client, 5)
+    return asked
+
+
+async def all_begun(client: LoadClient, num_tokens: int) -> None:
+    """Until every request has got so many tokens."""
+
+    async def wait() -> None:
+        while any(len(record.token_ids) < num_tokens for record in client.records):
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(wait(), 60)

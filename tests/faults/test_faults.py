@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from checker import Reference, check_answers, check_ended
 from cluster import Cluster, running_cluster
+from e2e_stack import wait_for
 from injectors import BadRequests, Disconnect, Kill, NeverReads, RollingRestart
-from load_client import LoadClient, Record, prompt_of, under_load
+from load_client import LoadClient, prompt_of, streams, under_load
 
 NUM_TOKENS = 100
 
@@ -43,28 +44,9 @@ def chance() -> random.Random:
     return random.Random(15)
 
 
-async def all_begun(client: LoadClient, num_tokens: int) -> None:
-    """Until every request has got so many tokens."""
-
-    async def wait() -> None:
-        while any(len(record.token_ids) < num_tokens for record in client.records):
-            await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(wait(), 60)
-
-
-async def streams(cluster: Cluster, client: LoadClient, number: int, num_tokens: int) -> list[asyncio.Task[Record]]:
-    """So many answers at a time, all of which have begun."""
-    asked = [asyncio.create_task(client.ask(prompt_of(name), num_tokens)) for name in range(number)]
-    while len(client.records) < number:
-        await asyncio.sleep(0)
-    await all_begun(client, 5)
-    return asked
-
-
 async def test_a_worker_is_killed(cluster: Cluster, reference: Reference, chance: random.Random) -> None:
     async with LoadClient(cluster.url) as client:
-        asked = await streams(cluster, client, 64, NUM_TOKENS)
+        asked = await streams(client, 64, NUM_TOKENS)
         await Kill(replaced=False).inject(cluster, client, chance)
         await asyncio.gather(*asked)
         calm = await asyncio.gather(*(client.ask(prompt_of(name), NUM_TOKENS) for name in range(64)))
@@ -84,9 +66,10 @@ async def test_workers_are_replaced_one_by_one(cluster: Cluster, reference: Refe
 
 async def test_a_second_signal_migrates_at_once(cluster: Cluster, reference: Reference, chance: random.Random) -> None:
     async with LoadClient(cluster.url) as client:
-        asked = await streams(cluster, client, 8, 1000)
+        asked = await streams(client, 8, 1000)
         leaving = next(worker for worker in cluster.living if worker.metric("dlw_in_flight_requests") > 0)
         leaving.signal(signal.SIGTERM)
+        await asyncio.to_thread(wait_for, lambda: leaving.metric("dlw_draining") == 1, "the drain", 30)
         leaving.signal(signal.SIGTERM)
         assert await asyncio.to_thread(leaving.wait) == 0
         assert not any(task.done() for task in asked)  # it did not wait for them
@@ -106,15 +89,14 @@ async def test_bad_clients_beside_good_ones(cluster: Cluster, reference: Referen
         await never.leave()
     check_answers(client.records, reference)
     check_ended(client.records)
-    assert not bad.unanswered
-    assert all(status >= 400 for status, _ in bad.answers), bad.answers
+    assert not bad.served
     assert len(cluster.living) == 2
     cluster.check_settled()
 
 
 async def test_a_stopped_worker_is_left_alone(cluster: Cluster, reference: Reference) -> None:
     async with LoadClient(cluster.url) as client:
-        asked = await streams(cluster, client, 16, NUM_TOKENS)
+        asked = await streams(client, 16, NUM_TOKENS)
         stopped = cluster.living[0]
         stopped.signal(signal.SIGSTOP)
         try:
