@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from checker import Reference, check_answers, check_ended
-from cluster import Cluster, running_cluster
-from e2e_stack import wait_for
+from cluster import ENGINE, PACED, Cluster, running_cluster
+from e2e_stack import Stack, running_stack, wait_for
 from injectors import BadRequests, Disconnect, Kill, NeverReads, RollingRestart
 from load_client import LoadClient, prompt_of, streams, under_load
 
@@ -106,3 +106,24 @@ async def test_a_stopped_worker_is_left_alone(cluster: Cluster, reference: Refer
             stopped.signal(signal.SIGCONT)
     check_ended(client.records)
     cluster.check_settled()
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_busy_worker_is_not_taken_for_a_hung_one(patient: Stack, path: str) -> None:
+    """Its step takes longer than the frontend's stream time-out; empty chunks say that it lives."""
+    asked = {"prompt": "z"} if path == "completions" else {"messages": [{"role": "user", "content": "z"}]}
+    for stream in (False, True):
+        status, text = patient.post(path, max_tokens=2, stream=stream, **asked)
+        assert status == 200, text
+        assert "error" not in text
+        assert '"finish_reason":"length"' in text
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Stack]:
+    """A worker whose steps take 1.5 s, and a frontend that waits 1 s for a sign of life."""
+    with running_stack(tmp_path_factory.mktemp("patient"), tiny_model) as stack:
+        stack.environ["DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS"] = "1"
+        stack.start_frontend()
+        stack.start_worker(*ENGINE, "--keepalive-s", "0.2", script=PACED, PACE_S="1.5")
+        yield stack

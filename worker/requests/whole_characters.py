@@ -41,12 +41,14 @@ class WholeCharacters:
     def take(self, delta: TokenDelta) -> TokenDelta | None:
         """`delta` and all that was held back before it; None if it is held back as well.
 
-        The last delta of an answer is never held back.
+        The last delta of an answer is never held back, nor is one that says nothing.
         """
+        if delta.is_empty:
+            return delta
         for token_id in delta.token_ids if self._pieces else ():
             self._tail = (self._tail + self._pieces[token_id])[-LONGEST_CHARACTER:]
         whole = delta if self._held is None else joined(self._held, delta)
-        is_held = whole.finish_reason is None and 0 < len(whole.token_ids) < MAX_HELD and self._ends_inside()
+        is_held = whole.finish_reason is None and len(whole.token_ids) < MAX_HELD and self._ends_inside()
         self._held = whole if is_held else None
         return None if is_held else whole
 

@@ -26,7 +26,7 @@ from worker.arguments import Arguments
 from worker.build import Built, build
 from worker.disaggregation.seal import Seal
 from worker.disaggregation.serving import DisaggregatedServing, Part, TransferMetrics
-from worker.engines import CountsBlocks, EngineInfo, ReadKv, SelfReporting, ServingEngine, TokenDelta
+from worker.engines import CountsBlocks, EngineInfo, KeepsAlive, ReadKv, SelfReporting, ServingEngine, TokenDelta
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -158,6 +158,7 @@ class WorkerEngine(LLMEngine):
         self._used_blocks: int | None = None  # as the engine itself says, where it does
         self._published_blocks = -1
         self._num_signals = 0
+        self._keepalive: asyncio.Task[None] | None = None
         self._drained = False
 
     @classmethod
@@ -191,6 +192,9 @@ class WorkerEngine(LLMEngine):
             self._log = RequestLog()
         self._info = info
         self.in_flight.block_size = info.kv_block_size
+        if self.arguments.keepalive_s and self.arguments.disaggregation_mode != "prefill":
+            # a prefill worker's first chunk is its last
+            self._keepalive = asyncio.create_task(self._keep_alive())
         if isinstance(self.engine, SelfReporting):
             self.engine.tell_broken(self._break)
             self.engine.tell_load(self._take_load)
@@ -304,6 +308,8 @@ class WorkerEngine(LLMEngine):
             del self._admissions[admitted.request_id]
 
     def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
+        if delta.is_empty:
+            return {"token_ids": [], "index": delta.index} if self.arguments.keepalive_s else None
         self._count_processors(delta)
         self.disaggregation.release(serving.admitted)
         chunk = serving.builder.chunk(delta)
@@ -399,6 +405,11 @@ class WorkerEngine(LLMEngine):
             self.engine.migrate_all()
             self._shut_down()
 
+    async def _keep_alive(self) -> None:
+        while isinstance(self.engine, KeepsAlive):
+            await asyncio.sleep(self.arguments.keepalive_s)
+            self.engine.keep_alive()
+
     def migrate_all(self) -> int:
         """End every request in flight with `Draining`, those not yet in the engine too."""
         return self._end_admissions(Draining("this worker is shutting down")) + self.engine.migrate_all()
@@ -437,6 +448,8 @@ class WorkerEngine(LLMEngine):
             outcome = await drain(self.in_flight, self, budget_s)
             self.metrics.count_drain(outcome)
             logger.info("drained: %d finished, %d migrated", outcome.num_finished, outcome.num_migrated)
+        if self._keepalive is not None:
+            self._keepalive.cancel()
         if self._chains is not None:
             await self._chains.close()
         await self.engine.stop()

@@ -172,6 +172,11 @@ class EmbeddedEngine:
         """KV transfers so far by outcome, and seconds that reads took."""
         return {} if self._connector is None else {**self._connector.counts, "seconds": self._connector.seconds}
 
+    def keep_alive(self) -> None:
+        """Give an empty delta to each stream that has had none since the last call."""
+        for stream in self._streams.values():
+            stream.keep_alive()
+
     def num_used_blocks(self) -> int:
         """KV blocks in pages that requests own."""
         return 0 if self._scheduler is None else self._scheduler.num_used_blocks
