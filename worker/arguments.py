@@ -109,6 +109,12 @@ def _positive_seconds(text: str) -> float:
     return seconds
 
 
+def _store(text: str) -> str:
+    if not re.fullmatch(r"(file|nats|etcd):\S.*", text):
+        raise ValueError("file:DIRECTORY, nats:URL or etcd:URL")
+    return text
+
+
 def _list(text: str) -> tuple[str, ...]:
     entries = tuple(entry.strip() for entry in text.split(","))
     if not all(entries):
@@ -284,6 +290,17 @@ class Arguments:
         "Write one line of JSON to standard output when a request has ended (docs/debugging.md); true, false, or the "
         "flag alone.",
         parse=_truth,
+    )
+    migration: str = _option(
+        "off",
+        "Whether requests that move here from another worker go on exactly (docs/migration.md); the frontend's "
+        "--migration-limit moves them. on needs --boundary-store.",
+        choices=("off", "on"),
+    )
+    boundary_store: str | None = _option(
+        None,
+        "Where workers keep how requests began: file:DIRECTORY, nats:URL or etcd:URL; one for all workers of a pool.",
+        parse=_store,
     )
     disaggregation_mode: str = _option(
         "aggregated", "Role of this worker.", choices=("aggregated", "agg", "prefill", "decode")
@@ -534,6 +551,10 @@ def _refuse_contradictions(a: Arguments) -> None:
         raise ConfigurationError(f"--context-length must be at least 2, got {a.context_length}")
     if a.kv_blocks is not None and a.kv_cache_memory is not None:
         raise ConfigurationError("--kv-blocks and --kv-cache-memory both size the KV cache; give one of them")
+    if a.migration == "on" and a.boundary_store is None:
+        raise ConfigurationError("--migration on needs --boundary-store")
+    if a.migration == "off" and a.boundary_store is not None:
+        raise ConfigurationError("--boundary-store needs --migration on")
     if a.engine == "trtllm" and a.device not in ("auto", "cuda"):
         needs = "needs CUDA" if a.device == "cpu" else "chooses its devices itself"
         raise ConfigurationError(f"--engine trtllm {needs}, but --device is {a.device}")

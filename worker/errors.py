@@ -74,6 +74,21 @@ class ProcessorUnavailable(ServingError):
         self.processor = processor
 
 
+class PoisonRequest(InvalidRequest):
+    """The request was in flight in several workers that died; it is not tried again.
+
+    Args:
+        num_crashes: In how many.
+    """
+
+    def __init__(self, num_crashes: int) -> None:
+        super().__init__("request id", f"was in flight in {num_crashes} workers that died; it is not tried again")
+
+
+class BoundaryStoreUnavailable(ServingError):
+    """The boundary store cannot be reached, and what could not migrate is not accepted."""
+
+
 def shown(value: Any) -> str:
     """``value`` for an error message: short, never all of a long text that a client sent."""
     if isinstance(value, (list, tuple)):

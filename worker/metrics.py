@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from worker.engines import EngineInfo
 from worker.lifecycle.drain import DrainOutcome, InFlightRequests
+from worker.migration.records import BoundaryRecords
 from worker.requests.fields import FIELDS
 
 PREFIX = "dlw_"
@@ -17,6 +20,7 @@ OUTCOMES = (
     "length",
     "cancelled",
     "refused",
+    "poison",
     "failed",
     "overloaded",
     "unavailable",
@@ -50,6 +54,10 @@ class WorkerMetrics:
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, documentation, labels, registry=self.registry)
 
+    def watch(self, boundaries: BoundaryRecords) -> None:
+        """Publish what became of migrated requests and of the boundary store."""
+        self.registry.register(BoundaryMetrics(boundaries))
+
     def describe_engine(self, info: EngineInfo) -> None:
         """Publish what the engine is and how large."""
         described = Gauge(PREFIX + "engine_info", "Always 1.", ["engine", "version"], registry=self.registry)
@@ -77,3 +85,20 @@ class WorkerMetrics:
 
     def count_drain(self, outcome: DrainOutcome) -> None:
         self._migrated.inc(outcome.num_migrated)
+
+
+class BoundaryMetrics(Collector):
+    """Metrics of the boundary store, read whenever they are collected."""
+
+    def __init__(self, boundaries: BoundaryRecords) -> None:
+        self._boundaries = boundaries
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of now; `prometheus_client` calls it."""
+        counts = {
+            "continued_requests": ("Requests that went on here after another worker.", self._boundaries.num_continued),
+            "replayed_tokens": ("Tokens of their answers so far.", self._boundaries.num_replayed_tokens),
+            "boundary_store_failures": ("Operations that the boundary store failed.", self._boundaries.num_failures),
+        }
+        for name, (documentation, value) in counts.items():
+            yield CounterMetricFamily(PREFIX + name, documentation, value=value)

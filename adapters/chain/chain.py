@@ -171,7 +171,7 @@ class ProcessorChain:
         Raises:
             ValueError: there are generated tokens and the chain observes logits; use
                 `adapters.chain.batch.replay`.
-            ProcessorFailed: a processor raised on the prompt.
+            ProcessorFailed: a processor raised on the prompt, or on the generated tokens.
         """
         if generated and self.observes_logits:
             names = ", ".join(m.name for m in self.members if m.processor.observes_logits)
@@ -188,12 +188,21 @@ class ProcessorChain:
         self.receipt.begin(mode, len(prompt), len(generated))
         for token_id in generated:
             self._append(token_id)
+        if generated:  # now: the next step has a budget
+            for member in self.members:
+                self._catch_up(member)
 
     def _begin(self, member: Member) -> None:
         prompt = self.tokens[: self.prompt_length]
         try:
             shared = self.tokens if member.scope == "all" else None
             member.processor.start(prompt, shared=shared, derived=self._derived)
+        except Exception as error:  # the processor boundary: third-party code
+            raise self.fail_from(member, error) from error
+
+    def _catch_up(self, member: Member) -> None:
+        try:
+            member.processor.catch_up()
         except Exception as error:  # the processor boundary: third-party code
             raise self.fail_from(member, error) from error
 

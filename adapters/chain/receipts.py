@@ -79,6 +79,8 @@ class Receipt:
     """What the processors of one choice did, cumulative over its chunks.
 
     Attributes:
+        mode: How the request ran; ``migrated`` is reported with the number of replayed tokens.
+        replayed: Tokens that were generated before a migration, or on a prefill worker.
         seed: Of the sampler's random numbers and of the processors', 64 bits.
         numerics: ``exact`` if the engine is batch-invariant, else ``fast``; the engine says so.
         attribution: Keep what each processor did to each token, in `tokens`.
@@ -97,7 +99,7 @@ class Receipt:
 
     def begin(self, mode: str, prompt_length: int, replayed: int) -> None:
         """Start after a prompt; ``replayed`` tokens were generated before a migration."""
-        self.mode = f"migrated at {replayed}" if mode == "migrated" else mode
+        self.mode = mode
         self.prompt_length = prompt_length
         self.replayed = replayed
         self.forget_from(0)
@@ -124,7 +126,7 @@ class Receipt:
         """
         data: dict[str, Any] = {
             "version": 1,
-            "mode": self.mode,
+            "mode": f"migrated at {self.replayed}" if self.mode == "migrated" else self.mode,
             "numerics": self.numerics,
             "seed": self.seed,
             "prompt_length": self.prompt_length,

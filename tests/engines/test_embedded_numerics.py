@@ -60,6 +60,7 @@ class EveryToken:
 
     wants_prompt = True
     wants_generated = False
+    first_wanted = 0
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []

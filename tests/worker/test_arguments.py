@@ -70,6 +70,7 @@ def example(option: Option) -> str:
         "kv_cache_memory": "1.5GiB",
         "device": "cuda:1",
         "endpoint_types": "chat",
+        "boundary_store": "nats:nats://127.0.0.1:4222",
     }.get(option.name, "word")
 
 
@@ -83,6 +84,7 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
     trtllm = ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors")
     extra = ["--max-num-batched-tokens", "4000"] if option.name == "max_num_seqs" else []
     extra += ["--engine", "trtllm"] if option.name in trtllm else []
+    extra += ["--migration", "on"] if option.name == "boundary_store" else []
     by_flag = parse_arguments([*model, *extra, option.flag, text], {})
     by_environment = parse_arguments([*model, *extra], {option.env: text})
     assert by_flag == by_environment

@@ -90,6 +90,7 @@ class FakeEngine:
         sampling_params: SamplingParams,
         kv: object = None,
         cache_salt: str | None = None,
+        generated_token_ids: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         return self.script(request_id, sampling_params)
 

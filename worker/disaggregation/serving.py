@@ -97,7 +97,7 @@ class DisaggregatedServing:
             return self._local_part("missing")
         assert self._seal is not None
         opened = self._seal.open(given)
-        found = params.read(opened.body, request.prompt_token_ids, selection)
+        found = params.read(opened.body, request.token_ids, selection)
         return self._local_part("late") if opened.is_late else Part(ReadKv(found.kv), found.num_cached_tokens)
 
     def _local_part(self, reason: str) -> Part:

@@ -154,10 +154,15 @@ class ServingEngine(Protocol):
         sampling_params: SamplingParams,
         kv: KeepKv | ReadKv | None = None,
         cache_salt: str | None = None,
+        generated_token_ids: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request, or in disaggregated serving one worker's part of it.
 
         Requests share the KV of a common prefix only if their `cache_salt` is the same.
+
+        A migrated request comes with the tokens of its answer so far, ``generated_token_ids``, and
+        the stream begins after them. Everything else, ``max_tokens`` too, is as if they had been
+        generated here; a KV transfer covers them.
 
         The request is admitted when the first item is awaited. The stream ends after a delta with a
         `finish_reason`. Several tokens share a delta only when the consumer is behind.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,12 +15,15 @@ from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 
 
-def chain_of(params: SamplingParams, prompt: list[int]) -> ProcessorChain | None:
-    """The chain among the logits processors, out of its callable, begun after the prompt."""
+def chain_of(params: SamplingParams, prompt: list[int], generated: Sequence[int] = ()) -> ProcessorChain | None:
+    """The chain among the logits processors, out of its callable, begun after the prompt.
+
+    If it has been given all of ``generated`` already, it stays so.
+    """
     chains = [each.chain for each in params.logits_processors if isinstance(each, ChainAdapter)]
     if len(chains) > 1:
         raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
-    if chains and chains[0].tokens != prompt:
+    if chains and chains[0].tokens not in (prompt, [*prompt, *generated]):
         chains[0].start(prompt)
     return chains[0] if chains else None
 

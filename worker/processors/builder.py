@@ -176,12 +176,14 @@ class ServedChainBuilder:
         seed: int,
         max_tokens: int | None,
         client: str | None = None,
+        generated: Sequence[int] = (),
     ) -> ProcessorChain | None:
         """The chain of a request, begun after its prompt; None if there is nothing for one to do.
         A request that wants a receipt has one, be it empty.
 
         Cancelling it while a grammar compiles ends that at once. ``client`` is whose turn that
-        takes.
+        takes. ``generated`` is the answer so far of a migrated request: it is replayed, unless that
+        needs logits.
 
         Raises:
             InvalidRequest: a processor is unknown, its arguments cannot be honoured, or nothing can
@@ -197,7 +199,7 @@ class ServedChainBuilder:
         context = self.builder.context(end_token_ids, seed, max_tokens)
         try:
             grammars = await self._compiled(selection, context, client)
-            chain = await self._in_thread(self._build, selection, context, prompt)
+            chain = await self._in_thread(self._build, selection, context, prompt, generated)
             del grammars  # until here they were in use, so the chain's processors found them in the cache
         except BuildFailed as error:
             self.breaker.record(error.processor)
@@ -228,13 +230,18 @@ class ServedChainBuilder:
             if sandbox is not None:
                 await asyncio.to_thread(sandbox.close)
 
-    def _build(self, selection: Selection, context: Context, prompt: list[int]) -> ProcessorChain:
+    def _build(
+        self, selection: Selection, context: Context, prompt: list[int], generated: Sequence[int]
+    ) -> ProcessorChain:
         try:
             chain = self.builder.build(selection, context)
         except RuledOut as error:
             raise self._blamed(error, context) from None
         chain.wants_receipt = bool(selection.receipt)
-        chain.start(prompt)
+        if generated and not chain.observes_logits:
+            chain.start(prompt, generated, mode="migrated")
+        else:
+            chain.start(prompt)
         return chain
 
     def _blamed(self, error: RuledOut, context: Context) -> SelectionError:

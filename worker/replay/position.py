@@ -28,6 +28,7 @@ class PositionTap:
 
     wants_generated = True
     wants_prompt = False
+    first_wanted = 0
 
     def __init__(
         self, request: Request, copy: Request, position: int, undecodable_ids: Sequence[int], tokenizer: Any

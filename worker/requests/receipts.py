@@ -113,6 +113,7 @@ class RequestReceipt:
         params: What its engine was given.
         selection: Its processors, the operator's among them. Of theirs only the names are recorded:
             arguments are the operator's own.
+        generated_token_ids: The answer so far of a migrated request.
         smoke: Whether the smoke test forces its answer.
     """
 
@@ -123,11 +124,12 @@ class RequestReceipt:
         params: SamplingParams,
         selection: Selection,
         *,
+        generated_token_ids: Sequence[int] = (),
         smoke: bool = False,
     ) -> None:
         self._server = server.as_json()
         self._prompt = TokenDigest(prompt_token_ids)
-        self._answer = TokenDigest()
+        self._answer = TokenDigest(generated_token_ids)
         self._num_preemptions: int | None = None
         self._request = _recorded(params, selection, smoke)
 

@@ -6,7 +6,7 @@ What becomes of each field is in `worker.requests.fields`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from worker.errors import InvalidRequest, shown
@@ -42,6 +42,8 @@ class GenerationRequest:
 
     Attributes:
         prompt_token_ids: The prompt, at least one token and at most ``context_length - 1``.
+        generated_token_ids: The answer's tokens so far, if the request was migrated; see
+            `worker.migration.boundary.continuation`.
         params: The sampling controls; None in it is what the client did not set. ``max_tokens``
             never leads past the end of the context, ``min_tokens`` not past ``max_tokens``. The
             model's end tokens end the answer unless ``ignore_eos``. If any stop token is shown, the
@@ -58,6 +60,7 @@ class GenerationRequest:
     """
 
     prompt_token_ids: list[int]
+    generated_token_ids: list[int] = field(default_factory=list)
     params: SamplingParams
     shown_stop_token_ids: frozenset[int] = frozenset()
     model: str = ""
@@ -66,6 +69,11 @@ class GenerationRequest:
     cache_salt: str | None = None
     prefill_result: Mapping[str, Any] | None = None
     is_probe: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.prompt_token_ids + self.generated_token_ids
 
 
 class RequestTable:

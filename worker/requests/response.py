@@ -15,7 +15,8 @@ class ResponseBuilder:
 
     Attributes:
         num_prompt_tokens: Tokens of the prompt.
-        num_generated_tokens: Tokens sent so far.
+        num_generated_tokens: Tokens of the answer so far.
+        num_replayed_tokens: Those among them that were sent before the request was migrated.
         num_cached_tokens: Prompt tokens whose KV the engine found in its cache.
         num_preemptions: How often the engine preempted the request, None where it does not say.
     """
@@ -27,7 +28,7 @@ class ResponseBuilder:
         is the request's, None if it wants none.
         """
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.num_generated_tokens = 0
+        self.num_generated_tokens = self.num_replayed_tokens = len(request.generated_token_ids)
         self.num_cached_tokens = 0
         self.num_preemptions: int | None = None
         self._receipt = receipt
@@ -44,7 +45,8 @@ class ResponseBuilder:
             raise RequestFailed(delta.error or "the engine gave no reason")
         shown = len(delta.token_ids) - self._ends_hidden(delta)
         self.num_generated_tokens += shown
-        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        # after a migration a prefix hit may go on into the answer
+        self.num_cached_tokens = min(max(self.num_cached_tokens, delta.num_cached_tokens), self.num_prompt_tokens)
         if delta.num_preemptions is not None:
             self.num_preemptions = delta.num_preemptions
         if self._receipt is not None:

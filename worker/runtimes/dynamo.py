@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from worker.arguments import Arguments
 from worker.errors import (
+    BoundaryStoreUnavailable,
     ConfigurationError,
     Draining,
     EngineBroken,
@@ -193,7 +194,7 @@ def to_dynamo(error: ServingError) -> Exception:
         return InvalidArgument(str(error))
     if isinstance(error, Overloaded):
         return HttpError(529, str(error))
-    if isinstance(error, (ProcessorUnavailable, GrammarsUnavailable)):
+    if isinstance(error, (ProcessorUnavailable, GrammarsUnavailable, BoundaryStoreUnavailable)):
         return HttpError(503, str(error))
     if isinstance(error, (Draining, EngineBroken)):
         return EngineShutdown(str(error))

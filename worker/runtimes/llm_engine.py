@@ -9,8 +9,8 @@ import logging
 import random
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from dynamo.common.backend.engine import EngineConfig, LLMEngine
 from dynamo.common.backend.health_check import build_health_check_payload
@@ -28,11 +28,13 @@ from worker.disaggregation.seal import Seal
 from worker.disaggregation.serving import DisaggregatedServing, Part, TransferMetrics
 from worker.engines import CountsBlocks, EngineInfo, KeepsAlive, ReadKv, SelfReporting, ServingEngine, TokenDelta
 from worker.errors import (
+    BoundaryStoreUnavailable,
     Draining,
     EngineBroken,
     GrammarsUnavailable,
     InvalidRequest,
     Overloaded,
+    PoisonRequest,
     ProcessorUnavailable,
     RequestFailed,
     ServingError,
@@ -41,6 +43,7 @@ from worker.errors import (
 from worker.lifecycle.drain import InFlightRequest, InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
 from worker.metrics import WorkerMetrics
+from worker.migration.records import BoundaryRecords, RequestRecord, UnrecordedRequest, records_of
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.processors.smoke import SmokeTest
 from worker.request_log import RequestEntry, RequestLog
@@ -63,6 +66,7 @@ a client can send the seed of a receipt back.
 """
 
 _OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
+    (PoisonRequest, "poison"),
     (InvalidRequest, "refused"),
     (RequestFailed, "failed"),
     (Overloaded, "overloaded"),
@@ -70,7 +74,10 @@ _OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
     (EngineBroken, "engine_broken"),
     (ProcessorUnavailable, "unavailable"),
     (GrammarsUnavailable, "unavailable"),
+    (BoundaryStoreUnavailable, "unavailable"),
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +87,10 @@ class _Serving:
     admitted: InFlightRequest
     builder: ResponseBuilder
     deltas: AsyncGenerator[TokenDelta, None]
-    request: GenerationRequest
     selection: Selection
     entry: RequestEntry
-    characters: WholeCharacters
+    record: RequestRecord
+    characters: WholeCharacters = field(default_factory=lambda: WholeCharacters(()))
 
 
 class _Aborted(Exception):
@@ -92,14 +99,14 @@ class _Aborted(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Admission:
-    """A request whose chain is being built.
+    """A request whose record is being read, or whose chain is being built.
 
     Attributes:
-        task: Builds it.
+        task: Does so.
         failure: What the request ends with, once the task was cancelled for that.
     """
 
-    task: asyncio.Task[SamplingParams]
+    task: asyncio.Task[Any]
     failure: Exception | None = None
 
     def end(self, failure: Exception) -> None:
@@ -137,6 +144,7 @@ class WorkerEngine(LLMEngine):
         self.arguments = arguments
         self.in_flight = InFlightRequests()
         self.metrics = WorkerMetrics(self.in_flight)
+        self._boundaries: BoundaryRecords | None = records_of(arguments)
         self.disaggregation = DisaggregatedServing(
             arguments.disaggregation_mode, seal, arguments.kv_lease_s, arguments.max_local_prefills
         )
@@ -175,6 +183,9 @@ class WorkerEngine(LLMEngine):
     async def start(self, worker_id: int) -> EngineConfig:
         self._loop = asyncio.get_running_loop()
         try:
+            if self._boundaries is not None:
+                await self._boundaries.open()
+                self.metrics.watch(self._boundaries)
             info = await self.engine.start()
             self._chains = await asyncio.to_thread(self._make_chains, self.arguments, info, self.metrics.registry)
             self._server = await asyncio.to_thread(Server.of, info, self.arguments)
@@ -208,11 +219,14 @@ class WorkerEngine(LLMEngine):
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
         entry = RequestEntry(request_id=context.id(), model=self.arguments.served_model_name)
+        record: RequestRecord | None = None
         try:
             serving = await self._admit(entry, request, context.metadata or {})
+            record = serving.record
             try:
                 async with contextlib.aclosing(serving.deltas) as deltas:
                     async for delta in deltas:
+                        await record.written()
                         whole = serving.characters.take(delta)
                         chunk = None if whole is None else self._chunk(serving, whole)
                         entry.finish_reason = delta.finish_reason
@@ -220,19 +234,26 @@ class WorkerEngine(LLMEngine):
                             yield chunk
             finally:
                 self._in_loop(self._release, serving)
+            record.linger() if entry.finish_reason == "cancelled" else record.remove()
         except (GeneratorExit, asyncio.CancelledError):  # the runtime drops a stream that nobody reads any more
             if entry.finish_reason is None:
                 entry.finish_reason = "cancelled"
                 self._in_loop(self.metrics.count_outcome, "cancelled")
+            if record is not None:
+                self._in_loop(record.linger)
             raise
         except ServingError as error:
             entry.failed(error)
             self._record(context.id(), error)
+            if record is not None:
+                await _let_go(record, error)
             raise runtime.to_dynamo(error) from None
         except Exception as error:  # the request boundary: one request's unknown error stays its own
             entry.failed(error)
             logger.exception("request %s failed", context.id())
             self.metrics.count_outcome("unknown_error")
+            if record is not None:
+                await _let_go(record, error)
             if self._faults.record():
                 self._break(f"{self._faults.limit} unknown errors within {self._faults.window_s:g} s")
             raise runtime.to_dynamo(ServingError("internal error")) from error
@@ -241,38 +262,58 @@ class WorkerEngine(LLMEngine):
                 self._log.write(entry)
 
     async def _admit(self, entry: RequestEntry, raw: Mapping[str, Any], metadata: Mapping[str, str]) -> _Serving:
-        info, chains = self._ready()
+        info, _ = self._ready()
         entry.numerics = info.numerics
         request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size, info.eos_token_ids))
-        entry.is_probe, prompt = request.is_probe, request.prompt_token_ids
-        entry.num_prompt_tokens, request_id = len(prompt), entry.request_id
+        entry.is_probe, entry.num_prompt_tokens = request.is_probe, len(request.prompt_token_ids)
+        admitted = self.in_flight.admit(entry.request_id, 0)  # in flight while its grammars compile, but without KV
+        record: RequestRecord = UnrecordedRequest(request)
+        try:
+            record = await self._record_of(admitted, request)
+            return await self._begin(entry, admitted, record, metadata)
+        except _Aborted:
+            record.linger()
+            builder = ResponseBuilder(request, frozenset())
+            return _Serving(admitted, builder, _cancelled(), Selection(), entry, record)
+        except BaseException as error:
+            self._in_loop(self.in_flight.release, admitted)
+            await _let_go(record, error)
+            raise
+
+    async def _record_of(self, admitted: InFlightRequest, request: GenerationRequest) -> RequestRecord:
+        """The request's record, with the request as its first worker received it."""
+        if self._boundaries is None or request.is_probe:
+            return UnrecordedRequest(request)
+        return await self._while_in_flight(admitted, self._boundaries.begin(admitted.request_id, request))
+
+    async def _begin(
+        self, entry: RequestEntry, admitted: InFlightRequest, record: RequestRecord, metadata: Mapping[str, str]
+    ) -> _Serving:
+        """Give an admitted request to the engine."""
+        info, chains = self._ready()
+        request = record.request
+        prompt, generated = request.prompt_token_ids, request.generated_token_ids
+        entry.num_prompt_tokens = len(prompt)
         selection = chains.select(request, metadata)
         entry.processors = [one.name for one in selection.processors if one.name in chains.catalog]
         part = self.disaggregation.part_of(request, selection)
-        admitted = self.in_flight.admit(request_id, 0)  # in flight while its grammars compile, but without KV
-        try:
-            work = self._parameters(request, chains, selection, info, self._seed(request, part))
-            has_chain = selection.processors or selection.order or selection.receipt
-            params = await (self._while_in_flight(admitted, work) if has_chain else work)
-            entry.seed = params.seed
-            hidden = params.end_token_ids - request.shown_stop_token_ids
-            builder = entry.builder = ResponseBuilder(request, hidden, self._receipt(request, params, selection))
-            builder.num_cached_tokens = part.num_cached_tokens
-            deltas = self.engine.generate(request_id, prompt, params, part.kv, request.cache_salt)
-            if selection.deadline is not None:
-                deltas = until(selection.deadline, deltas)
-            self.disaggregation.check_local_prefills(part)
-        except _Aborted:
-            builder, deltas = ResponseBuilder(request, frozenset()), _cancelled()
-            return _Serving(admitted, builder, deltas, request, selection, entry, WholeCharacters(()))
-        except BaseException:
-            self._in_loop(self.in_flight.release, admitted)
-            raise
-        self.in_flight.grow(admitted, len(prompt))
+        seed = self._seed(request, part)
+        record.write(seed)
+        work = self._parameters(request, chains, selection, info, seed)
+        has_chain = selection.processors or selection.order or selection.receipt
+        params = await (self._while_in_flight(admitted, work) if has_chain else work)
+        entry.seed = params.seed
+        hidden = params.end_token_ids - request.shown_stop_token_ids
+        builder = entry.builder = ResponseBuilder(request, hidden, self._receipt(request, params, selection))
+        builder.num_cached_tokens = min(part.num_cached_tokens, len(prompt))
+        deltas = self.engine.generate(admitted.request_id, prompt, params, part.kv, request.cache_salt, generated)
+        if selection.deadline is not None:
+            deltas = until(selection.deadline, deltas)
+        self.disaggregation.check_local_prefills(part)
+        self.in_flight.grow(admitted, len(request.token_ids))
         self.disaggregation.admit(admitted, part)
         self._publish_load()
-        characters = WholeCharacters(chains.token_bytes)
-        return _Serving(admitted, builder, deltas, request, selection, entry, characters)
+        return _Serving(admitted, builder, deltas, selection, entry, record, WholeCharacters(chains.token_bytes))
 
     def _seed(self, request: GenerationRequest, part: Part) -> int:
         """The client's seed, else the prefill worker's if it came with the KV, else a new one."""
@@ -286,19 +327,18 @@ class WorkerEngine(LLMEngine):
     ) -> RequestReceipt | None:
         if not selection.receipt or self._server is None:
             return None
-        return RequestReceipt(self._server, request.prompt_token_ids, params, selection, smoke=self._smoke is not None)
+        prompt, generated, smoke = request.prompt_token_ids, request.generated_token_ids, self._smoke is not None
+        return RequestReceipt(self._server, prompt, params, selection, generated_token_ids=generated, smoke=smoke)
 
-    async def _while_in_flight(
-        self, admitted: InFlightRequest, work: Coroutine[Any, Any, SamplingParams]
-    ) -> SamplingParams:
+    async def _while_in_flight(self, admitted: InFlightRequest, work: Coroutine[Any, Any, T]) -> T:
         """What ``work`` returns, unless `abort` or `migrate_all` end it."""
-        admission = _Admission(asyncio.create_task(work))
-        self._admissions[admitted.request_id] = admission
+        task = asyncio.create_task(work)
+        admission = self._admissions[admitted.request_id] = _Admission(task)
         try:
-            await asyncio.wait([admission.task])
+            await asyncio.wait([task])
             if admission.failure is not None:
                 raise admission.failure
-            return admission.task.result()
+            return task.result()
         finally:
             self._in_loop(self._end_admission, admitted, admission)
 
@@ -318,7 +358,7 @@ class WorkerEngine(LLMEngine):
         self.in_flight.grow(serving.admitted, len(delta.token_ids))
         self._publish_load()
         if delta.kv is not None:
-            prompt = serving.request.prompt_token_ids
+            prompt = serving.record.request.prompt_token_ids
             chunk["disaggregated_params"] = self.disaggregation.transfer_params(prompt, serving.selection, delta)
         if delta.finish_reason is not None:
             self.metrics.count_outcome(delta.finish_reason)
@@ -348,7 +388,8 @@ class WorkerEngine(LLMEngine):
         budget = params.max_tokens
         if self.arguments.disaggregation_mode == "prefill":  # is asked for one token, whatever decode will be asked for
             budget = info.context_length - len(prompt)
-        chain = await chains.build(selection, prompt, params.end_token_ids, seed, budget, request.cache_salt)
+        ends, generated = params.end_token_ids, request.generated_token_ids
+        chain = await chains.build(selection, prompt, ends, seed, budget, request.cache_salt, generated)
         callables = [] if chain is None else create_trtllm_adapters([chain], end_id=params.end_id)
         return for_engine(
             params,
@@ -381,7 +422,8 @@ class WorkerEngine(LLMEngine):
         self.disaggregation.release(serving.admitted)
         self._publish_load()
         builder = serving.builder
-        self.metrics.count_tokens(builder.num_prompt_tokens, builder.num_cached_tokens, builder.num_generated_tokens)
+        num_generated = builder.num_generated_tokens - builder.num_replayed_tokens
+        self.metrics.count_tokens(builder.num_prompt_tokens, builder.num_cached_tokens, num_generated)
 
     def _record(self, request_id: str, error: ServingError) -> None:
         outcome = next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "unknown_error")
@@ -453,6 +495,8 @@ class WorkerEngine(LLMEngine):
         if self._chains is not None:
             await self._chains.close()
         await self.engine.stop()
+        if self._boundaries is not None:
+            await self._boundaries.close()
         if self._log is not None:
             await asyncio.to_thread(self._log.close)
 
@@ -529,6 +573,18 @@ class WorkerEngine(LLMEngine):
             "draining": self.in_flight.closed,
             "smoke_test": self._smoke is not None,
         }
+
+
+async def _let_go(record: RequestRecord, error: BaseException) -> None:
+    """Do with a request's record what the error asks for that its stream ends with."""
+    if isinstance(error, Draining):
+        await record.pass_on()
+    elif isinstance(error, EngineBroken):
+        record.abandon()
+    elif isinstance(error, asyncio.CancelledError):
+        record.linger()
+    else:
+        record.remove()
 
 
 async def _cancelled() -> AsyncGenerator[TokenDelta, None]:

@@ -12,6 +12,7 @@ from adapters.contract import Context
 from adapters.vocabulary import Vocabulary
 from worker.engines.chain_members import chain_of, other_members
 from worker.engines.embedded.plan import Model, Request
+from worker.engines.embedded.sampling.chain_replay import resume
 from worker.engines.embedded.sampling.truncation import Controls
 from worker.engines.refusals import IRRELEVANT, REFUSED_EVERYWHERE, RUN_AS_PROCESSORS, check_refused
 from worker.errors import InvalidRequest
@@ -57,6 +58,7 @@ def admit(
     model: Model,
     context_length: int,
     *,
+    generated: Sequence[int] = (),
     choice: int = 0,
     allowed: AbstractSet[str] = frozenset(),
 ) -> Request:
@@ -69,6 +71,8 @@ def admit(
         params: What is asked for.
         model: Which will answer.
         context_length: Longest prompt + answer, in tokens.
+        generated: The answer's tokens so far, if the request was migrated: it goes on after them,
+            as if they had been sampled here.
         choice: Which of several answers to one prompt this is.
         allowed: Fields of `REFUSED` that the caller takes care of itself.
 
@@ -76,14 +80,16 @@ def admit(
         InvalidRequest: naming the first field that cannot be served, and why.
     """
     check_refused(params, REFUSED, allowed)
-    tokens = _check_prompt(prompt, model.vocab_size, context_length)
+    tokens = _check_prompt([*prompt, *generated], model.vocab_size, context_length)
+    prompt = tokens[: len(prompt)]
     end_ids = end_ids_of(params, model)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     context = Context(Vocabulary(model.vocab_size), end_ids, seed, choice)
     others = other_members(params, number, model.vocab_size, model.device)
     try:
-        chain = chain_of(params, tokens)
-        left, chain = with_field_processors(params, chain, tokens, context, others, by_sampler=SAMPLED)
+        chain = chain_of(params, prompt, generated)
+        left, chain = with_field_processors(params, chain, prompt, context, others, by_sampler=SAMPLED)
+        tap = None if chain is None or not generated else resume(chain, tokens, len(prompt), model.undecodable_ids)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None:
@@ -93,12 +99,13 @@ def admit(
         number=number,
         params=left,
         tokens=tokens,
-        prompt_length=len(tokens),
-        limit=context_length if params.max_tokens is None else min(len(tokens) + params.max_tokens, context_length),
+        prompt_length=len(prompt),
+        limit=context_length if params.max_tokens is None else min(len(prompt) + params.max_tokens, context_length),
         end_ids=end_ids,
         seed=seed,
         chain=chain,
         choice=choice,
+        tap=tap,
     )
 
 

@@ -230,9 +230,11 @@ class TrtllmEngine(RuntimeReports):
         sampling_params: SamplingParams,
         kv: KeepKv | ReadKv | None = None,
         cache_salt: str | None = None,
+        generated_token_ids: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
-        request = await self._submit(request_id, list(prompt_token_ids), sampling_params, kv, cache_salt)
+        prompt, generated = list(prompt_token_ids), list(generated_token_ids)
+        request = await self._submit(request_id, prompt, generated, sampling_params, kv, cache_salt)
         try:
             while True:
                 yield await request.take()
@@ -269,6 +271,7 @@ class TrtllmEngine(RuntimeReports):
         self,
         request_id: str,
         prompt: list[int],
+        generated: list[int],
         params: SamplingParams,
         kv: KeepKv | ReadKv | None,
         cache_salt: str | None,
@@ -279,17 +282,19 @@ class TrtllmEngine(RuntimeReports):
             raise EngineBroken("the engine has not been started")
         if request_id in self._requests:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
-        _check_prompt(prompt, self._info)
+        tokens = prompt + generated
+        _check_prompt(tokens, self._info)
         if cache_salt is not None and "cache_salt" not in self._package.generate_arguments:
             raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
         number = next(self._numbers)
-        made = native_request(params, prompt, number, self._served)
+        made = native_request(params, prompt, number, self._served, generated)
         if len(self._requests) >= self.config.max_num_seqs + self.config.max_queue:
             raise Overloaded(
                 f"the queue is full: {self.config.max_num_seqs} requests may run and {self.config.max_queue} wait; "
                 "retry later or elsewhere"
             )
-        request = self._running_request(request_id, made, params, self._info.context_length - len(prompt))
+        request = self._running_request(request_id, made, params, self._info.context_length - len(tokens))
+        request.num_given = len(tokens)
         request.number = str(number)
         adapter = self._adapter(request, made, params)
         arguments = self._disaggregated(request, kv, params)
@@ -302,7 +307,7 @@ class TrtllmEngine(RuntimeReports):
             native = self._package.sampling_params(**made.fields)
             if adapter is not None:
                 native.logits_processor = [adapter]
-            request.result = self._llm.generate_async(prompt, native, streaming=streaming, **arguments)
+            request.result = self._llm.generate_async(tokens, native, streaming=streaming, **arguments)
         except Exception as error:  # the engine's boundary: classified, never the worker's end by itself
             refusal = submission_error(error, self._package, made.fields)
             raise refusal or await self._blame(error) from error
@@ -317,7 +322,8 @@ class TrtllmEngine(RuntimeReports):
         too.
         """
         assert self._served is not None
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        left = made.fields["max_tokens"]
+        max_tokens = room if left is None else min(left, room)
         eos = self._served.eos_token_ids
         default_end = None if params.ignore_eos or not eos else eos[0]
         native_logprobs = params.logprobs if made.chain is None else None
@@ -355,8 +361,8 @@ class TrtllmEngine(RuntimeReports):
         """Disaggregation arguments of ``generate_async``; none for a health probe."""
         assert self._package is not None
         if kv is None:
-            if self.config.role == "decode" and request.chain is not None:  # this executor computes the prompt itself
-                request.chain.receipt.mode = "local prefill"
+            if self.config.role == "decode":  # this executor computes the prompt itself
+                request.note_mode("local prefill")
             return {}
         if params.n > 1:
             raise InvalidRequest("sampling_params.n", "must be 1 in disaggregated serving: one sequence is handed over")
@@ -375,8 +381,7 @@ class TrtllmEngine(RuntimeReports):
         request.handed_over = len(given.first_gen_tokens)
         request.handed_logprobs = _logprobs_of(hand_off)
         request.must_not_abort = True
-        if request.chain is not None:
-            request.chain.receipt.mode = "disaggregated"
+        request.note_mode("disaggregated")
         return given
 
     async def _pump(self, request: RunningRequest, params: SamplingParams, kv: KeepKv | ReadKv | None) -> None:

@@ -73,7 +73,9 @@ class NativeRequest:
     chain_logprobs: int | None = None
 
 
-def native_request(params: SamplingParams, prompt: list[int], number: int, served: Served) -> NativeRequest:
+def native_request(
+    params: SamplingParams, prompt: list[int], number: int, served: Served, generated: Sequence[int] = ()
+) -> NativeRequest:
     """A request in TensorRT-LLM's own fields, and the chain of what it does not honour exactly.
 
     Args:
@@ -81,14 +83,16 @@ def native_request(params: SamplingParams, prompt: list[int], number: int, serve
         prompt: Its token ids.
         number: The id that third-party callables are called with.
         served: About the engine.
+        generated: The answer's tokens so far, if the request was migrated. To the engine they are
+            prompt, so every control that tells them apart runs in the chain.
 
     Raises:
         InvalidRequest: a field cannot be served here; it is named.
     """
     check_refused(params, REFUSED)
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
-    native, rest = _native(params, len(prompt), served)
-    chain = chain_of(params, prompt)
+    native, rest = ({}, params) if generated else _native(params, len(prompt), served)
+    chain = chain_of(params, prompt, generated)
     random = is_sampled(params, chain)
     chain_samples = _must_sample_in_chain(rest, random, chain is not None or bool(params.logits_processors), served)
     seed = params.seed or 0
@@ -100,10 +104,13 @@ def native_request(params: SamplingParams, prompt: list[int], number: int, serve
         if chain_samples:
             chain = chain or _empty_chain(context, prompt)
             chain.add([SeededSampler(seed if random else None)], last=True)
+        if chain is not None and generated:
+            _resume(chain, prompt, generated)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     _check_choices(params, chain)
-    fields = _fields(params, ends) | native | (_sampling(rest) if random and not chain_samples else _greedy())
+    sampling = _sampling(rest) if random and not chain_samples else _greedy()
+    fields = _fields(params, ends, len(generated)) | native | sampling
     chain_logprobs = params.logprobs if chain is not None else None
     if chain is None and params.logprobs is not None:
         fields |= _logprobs(params, served)
@@ -190,10 +197,20 @@ def _check_choices(params: SamplingParams, chain: ProcessorChain | None) -> None
         raise InvalidRequest("sampling_params.n", problem)
 
 
-def _fields(params: SamplingParams, ends: frozenset[int]) -> dict[str, Any]:
+def _resume(chain: ProcessorChain, prompt: list[int], generated: Sequence[int]) -> None:
+    """Replay the answer so far of a migrated request."""
+    if chain.observes_logits:
+        names = ", ".join(member.name for member in chain.members if member.processor.observes_logits)
+        problem = f"{names} cannot go on after a migration: TensorRT-LLM shows no logits to replay on"
+        raise InvalidRequest("sampling_params.logits_processor", problem)
+    if chain.receipt.mode != "migrated" or chain.tokens != [*prompt, *generated]:
+        chain.start(prompt, generated, mode="migrated")
+
+
+def _fields(params: SamplingParams, ends: frozenset[int], num_replayed: int) -> dict[str, Any]:
     """``end_id`` stays unset: only then TensorRT-LLM sets up its own stop tokens."""
     return {
-        "max_tokens": params.max_tokens,
+        "max_tokens": None if params.max_tokens is None else params.max_tokens - num_replayed,
         "stop_token_ids": None if params.ignore_eos else sorted(ends) or None,
         "include_stop_str_in_output": params.include_stop_str_in_output,
         "ignore_eos": params.ignore_eos,

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import Mode, ProcessorChain, ProcessorFailed
 from adapters.trtllm import Failure, Step
 from worker.engines import TokenDelta, TokenLogprob
 from worker.engines.trtllm.deltas import Cursor, entries_of
@@ -26,6 +26,7 @@ class RunningRequest:
         fails_open: A failing processor does not end the request.
         step_budget_s: Budget of a third-party processor for one step, enforced here; None if the
             chain enforces it.
+        num_given: Tokens that it begins with: the prompt, and the answer so far of a migrated one.
         handed_over: Number of tokens that a prefill worker sampled with its own copy of the chain.
         handed_logprobs: Their log probabilities.
         must_not_abort: The KV transfer from a prefill worker is unfinished; an abort waits for the
@@ -43,6 +44,7 @@ class RunningRequest:
     chain_logprobs: bool = False
     fails_open: bool = False
     step_budget_s: float | None = None
+    num_given: int = 0
     handed_over: int = 0
     handed_logprobs: list[TokenLogprob] | None = None
     must_not_abort: bool = False
@@ -69,6 +71,11 @@ class RunningRequest:
     def is_exhausted(self) -> bool:
         """Whether the last delta has been taken."""
         return self.done and self._queue.empty()
+
+    def note_mode(self, mode: Mode) -> None:
+        """Say in the receipt where the prompt was computed, unless the request was migrated."""
+        if self.chain is not None and self.chain.receipt.mode != "migrated":
+            self.chain.receipt.mode = mode
 
     def fail(self, error: ServingError) -> None:
         """End the stream with an exception."""
@@ -166,7 +173,7 @@ class RunningRequest:
         self, chain: ProcessorChain, token_id: int, logprobs: list[list[TokenLogprob]]
     ) -> ProcessorFailed | None:
         position = chain.position
-        if position - chain.prompt_length < self.handed_over:
+        if position - self.num_given < self.handed_over:
             chain.replay_token(token_id)
             logprobs.append(self.handed_logprobs or [])
             return None

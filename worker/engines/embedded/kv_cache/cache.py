@@ -100,16 +100,15 @@ class KvCache:
     def match_prefix(self, request: Request) -> list[Block]:
         """The prefix hit: the longest chain of cached blocks that a request's tokens begin with.
 
-        At least one token is left to compute, for its logits. The hit of the last call is extended
-        and not looked up again: of a chain whose last block is cached, every block is.
+        At least one token is left to compute, for its logits; more where a tap wants theirs. The
+        hit of the last call is extended and not looked up again: of a chain whose last block is
+        cached, every block is.
         """
-        if request.tap is not None and request.tap.wants_prompt:
-            return []  # logits of every prompt token are wanted, so every one is computed
         size, tokens, chain = self.block_size, request.tokens, request.cached_blocks
         hashes = hash_blocks(request, size)
         while chain and self._index.get(chain[-1].hash) is not chain[-1]:
             chain.pop()
-        for index in range(len(chain), (len(tokens) - 1) // size):
+        for index in range(len(chain), request.num_reusable // size):
             block = self._index.get(hashes[index])
             parent = chain[-1] if chain else None
             if block is None or not block.is_made_of(parent, tokens[index * size : (index + 1) * size]):

@@ -36,6 +36,7 @@ class LogitsCollector:
         keep_generated: bool = False,
     ) -> None:
         self.wants_generated = keep_generated
+        self.first_wanted = 0
         self._prompt = list(prompt)
         self._top_n = top_n
         self._never = list(never)

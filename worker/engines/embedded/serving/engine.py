@@ -135,9 +135,10 @@ class EmbeddedEngine:
         sampling_params: SamplingParams,
         kv: KeepKv | ReadKv | None = None,
         cache_salt: str | None = None,
+        generated_token_ids: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
-        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt)
+        stream = self._admit(request_id, prompt_token_ids, sampling_params, kv, cache_salt, generated_token_ids)
         try:
             while True:
                 delta = await stream.take()
@@ -202,6 +203,7 @@ class EmbeddedEngine:
         params: SamplingParams,
         kv: KeepKv | ReadKv | None,
         cache_salt: str | None,
+        generated: Sequence[int],
     ) -> Stream:
         if self._refusal is not None:
             raise self._refusal
@@ -209,7 +211,8 @@ class EmbeddedEngine:
             raise EngineBroken("the engine has not been started")
         if request_id in self._streams:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by an unfinished request")
-        request = admit(request_id, next(self._numbers), prompt, params, self._model, self._info.context_length)
+        number, context_length = next(self._numbers), self._info.context_length
+        request = admit(request_id, number, prompt, params, self._model, context_length, generated=generated)
         request.cache_salt = cache_salt
         handle = self._part(request, kv)
         if len(self._streams) >= self.config.max_num_seqs + self.config.max_queue:
@@ -229,7 +232,7 @@ class EmbeddedEngine:
             return None
         assert self._connector is not None, f"an {self.config.role} engine transfers no KV"
         if isinstance(kv, ReadKv):
-            return handle_from_json(kv.handle, self._connector.layout, request.prompt_length)
+            return handle_from_json(kv.handle, self._connector.layout, len(request.tokens))
         request.keeps_kv = True
         request.params, request.chain, request.end_ids = SamplingParams(), None, frozenset()
         request.limit = request.prompt_length + 1

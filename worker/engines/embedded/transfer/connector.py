@@ -319,12 +319,14 @@ class KvConnector:
             self._begin(incoming, copies)
 
     def _begin(self, incoming: IncomingKv, copies: Sequence[PageCopy]) -> None:
-        """Read what is not cached, except the last position: that is computed, for its logits."""
+        """Read what is not cached, except what is computed here, for its logits: the last position,
+        or after a migration those of the answer that the chain is replayed on.
+        """
         request = incoming.request
         self._store.copy(copies)
         if request.num_computed <= (len(request.pages) - 1) * self.layout.page_size:
             self._store.zero(request.pages[-1:])  # the read does not fill it to its end
-        start, stop = request.num_computed, request.prompt_length - 1
+        start, stop = request.num_computed, request.num_reusable
         if stop - start < self.layout.block_size:  # less than a block: sooner computed than read
             self.transport.release(incoming.handle)
             self.counts["cached"] += 1
@@ -350,7 +352,7 @@ class KvConnector:
     def _end_read(self, request: Request, read: KvRead, state: str) -> None:
         is_released = read.release()
         if state == "done" and is_released:
-            self._scheduler.complete_transfer(request, request.prompt_length - 1)
+            self._scheduler.complete_transfer(request, request.num_reusable)
             self.counts["received"] += 1
             self.counts["bytes"] += read.num_bytes
             self.seconds += read.seconds
@@ -392,6 +394,6 @@ class KvConnector:
 
 
 def note_mode(request: Request, mode: Mode) -> None:
-    """Say in a request's receipt where its prompt was computed."""
-    if request.chain is not None:
+    """Say in a request's receipt where its prompt was computed, unless it was migrated."""
+    if request.chain is not None and request.chain.receipt.mode != "migrated":
         request.chain.receipt.mode = mode

@@ -1,0 +1,87 @@
+"""What a continuation is, and what it becomes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.migration.boundary import Boundary, continuation
+from worker.requests.request import GenerationRequest, RequestLimits, parse_request
+
+LIMITS = RequestLimits(context_length=64, vocab_size=8, eos_token_ids=(2,))
+
+tokens = st.lists(st.integers(0, 7), min_size=1, max_size=12)
+answers = st.lists(st.integers(0, 7), max_size=12)
+
+
+def parsed(
+    token_ids: list[int], max_tokens: int | None, min_tokens: int | None = None, **more: object
+) -> GenerationRequest:
+    stops = {"max_tokens": max_tokens, "min_tokens": min_tokens}
+    return parse_request({"token_ids": token_ids, "stop_conditions": stops, **more}, LIMITS)
+
+
+@given(prompt=tokens, answer=answers, max_tokens=st.none() | st.integers(12, 40), reduces=st.booleans())
+def test_prompt_and_answer_are_told_apart_wherever_it_was_cut(
+    prompt: list[int], answer: list[int], max_tokens: int | None, reduces: bool
+) -> None:
+    first = parsed(prompt, max_tokens, 12)
+    boundary = Boundary.decode(Boundary.of(first, 7, "a-0").encode())
+    left = None if max_tokens is None else max(1, max_tokens - len(answer))
+    min_tokens = max(0, 12 - len(answer)) if reduces else 12  # 1.6.1 reduces it, 1.4.2 does not
+    received = parsed(prompt + answer, left, min_tokens)
+    if max_tokens == len(answer):
+        return  # nothing is left to generate, so nothing migrates
+    assert boundary.is_continued_by(received) == bool(answer)
+    assert boundary.is_repeated_by(received) == (not answer)
+    if answer:
+        request = continuation(received, boundary)
+        assert (request.prompt_token_ids, request.generated_token_ids) == (prompt, answer)
+        assert request.token_ids == prompt + answer
+        assert request.params.max_tokens == first.params.max_tokens
+        assert request.params.min_tokens == first.params.min_tokens
+        assert request.params.seed == 7
+
+
+@given(prompt=tokens, other=tokens, max_tokens=st.none() | st.integers(1, 40))
+def test_another_prompt_is_no_continuation(prompt: list[int], other: list[int], max_tokens: int | None) -> None:
+    boundary = Boundary.of(parsed(prompt, None), 7, "a-0")
+    received = parsed(other, max_tokens)
+    if other[: len(prompt)] != prompt:
+        assert not boundary.is_continued_by(received)
+        assert not boundary.is_repeated_by(received)
+
+
+@given(prompt=tokens, more=tokens, max_tokens=st.integers(1, 20))
+def test_a_longer_prompt_with_the_same_id_and_the_same_limit_is_a_new_request(
+    prompt: list[int], more: list[int], max_tokens: int
+) -> None:
+    """A client that numbers its sessions, and sends the answer back with the next question."""
+    boundary = Boundary.of(parsed(prompt, max_tokens), 7, "a-0")
+    assert not boundary.is_continued_by(parsed(prompt + more, max_tokens))
+
+
+GOOD = json.loads(Boundary.of(parsed([1, 2], 5), 7, "a-0").encode())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        json.dumps(GOOD | {"version": 2}),
+        json.dumps(GOOD | {"more": 1}),
+        json.dumps({name: value for name, value in GOOD.items() if name != "seed"}),
+        json.dumps(GOOD | {"prompt_length": 0}),
+        json.dumps(GOOD | {"max_tokens": "5"}),
+        json.dumps(GOOD | {"attempts": True}),
+        json.dumps(GOOD | {"owner": None}),
+    ],
+)
+def test_what_is_no_record_is_refused(data: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Boundary.decode(data.encode())

@@ -1,0 +1,179 @@
+"""The boundary store's protocol, on each of its kinds; a store that is killed works again once it
+is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from store_servers import StoreServer
+
+from worker.errors import StartupError
+from worker.migration.etcd_store import EtcdStore
+from worker.migration.file_store import FileStore
+from worker.migration.nats_store import NatsStore
+from worker.migration.store import BoundaryStore, StoreError, make_store
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+KINDS = ("file", "nats", "etcd")
+KEY, OTHER = "0123456789abcdef", "fedcba9876543210"
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StoreServer]]:
+    started = {kind: StoreServer(kind, tmp_path_factory.mktemp(kind)) for kind in ("nats", "etcd")}
+    try:
+        for server in started.values():
+            server.start()
+        yield started
+    finally:
+        for server in started.values():
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def addresses(servers: dict[str, StoreServer], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    directory = tmp_path_factory.mktemp("files") / "store"
+    return {"file": f"file:{directory}"} | {kind: server.address for kind, server in servers.items()}
+
+
+@pytest_asyncio.fixture(params=KINDS, loop_scope="module")
+async def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def store(kind: str, addresses: dict[str, str]) -> AsyncIterator[BoundaryStore]:
+    made = make_store(addresses[kind])
+    await made.open()
+    await answering(made)
+    yield made
+    await made.close()
+    await made.close()
+
+
+async def answering(store: BoundaryStore) -> None:
+    """Until the store answers."""
+    while True:
+        try:
+            await store.get(KEY)
+            return
+        except StoreError:
+            await asyncio.sleep(0.02)
+
+
+async def test_what_is_put_is_there_for_everyone_until_it_is_deleted(
+    store: BoundaryStore, kind: str, addresses: dict[str, str]
+) -> None:
+    value = bytes(range(256))
+    other = make_store(addresses[kind])
+    await other.open()
+    assert await store.get(KEY) is None
+    await store.delete(KEY)
+    await store.put(KEY, b"first")
+    await store.put(KEY, value)
+    await store.put(OTHER, b"2")
+    assert [await other.get(KEY), await other.get(OTHER)] == [value, b"2"]
+    await other.delete(KEY)
+    assert [await store.get(KEY), await store.get(OTHER)] == [None, b"2"]
+    await store.delete(OTHER)
+    await other.close()
+
+
+async def test_many_at_once(store: BoundaryStore) -> None:
+    keys = [f"{number:032x}" for number in range(64)]
+    await asyncio.gather(*(store.put(key, key.encode()) for key in keys))
+    assert await asyncio.gather(*map(store.get, keys)) == [key.encode() for key in keys]
+    await asyncio.gather(*map(store.delete, keys))
+    assert await asyncio.gather(*map(store.get, keys)) == [None] * 64
+
+
+@pytest.mark.parametrize("kind", ["nats", "etcd"])
+async def test_a_store_that_died_says_so_and_works_again_when_it_is_back(
+    kind: str, servers: dict[str, StoreServer]
+) -> None:
+    store = make_store(servers[kind].address)
+    await store.open()
+    await answering(store)
+    await store.put(KEY, b"before")
+    servers[kind].kill()
+    for operation in (store.get(KEY), store.put(KEY, b"in vain"), store.delete(KEY)):
+        with pytest.raises((StoreError, asyncio.TimeoutError), match=f"127.0.0.1:{servers[kind].port}|^$"):
+            await asyncio.wait_for(operation, 1.0)
+    servers[kind].start()
+    await answering(store)
+    assert await store.get(KEY) == b"before"
+    await store.put(KEY, b"after")
+    assert await store.get(KEY) == b"after"
+    await store.delete(KEY)
+    await store.close()
+
+
+@pytest.mark.parametrize("kind", ["nats", "etcd"])
+async def test_a_store_may_come_up_after_its_clients(kind: str, tmp_path: Path) -> None:
+    server = StoreServer(kind, tmp_path)
+    store = make_store(server.address)
+    await store.open()
+    with pytest.raises((StoreError, asyncio.TimeoutError)):
+        await asyncio.wait_for(store.get(KEY), 1.0)
+    try:
+        server.start()
+        await answering(store)
+        await store.put(KEY, b"1")
+        assert await store.get(KEY) == b"1"
+    finally:
+        await store.close()
+        server.kill()
+
+
+async def test_records_of_a_directory_go_away(tmp_path: Path) -> None:
+    later_s = [0.0]
+    store = FileStore(str(tmp_path), 10.0, clock=lambda: time.time() + later_s[0])
+    for name in (KEY, OTHER, f"{KEY}.12-ab", "an operator's own file"):
+        (tmp_path / name).write_bytes(b"1")
+    for name in (KEY, f"{KEY}.12-ab", "an operator's own file"):
+        os.utime(tmp_path / name, (time.time() - 11, time.time() - 11))
+    assert await store.get(KEY) is None
+    assert await store.get(OTHER) == b"1"
+    later_s[0] = 6.0
+    await store.put("00ff", b"3")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00ff", "an operator's own file", OTHER]
+    await store.close()
+
+
+async def test_records_of_nats_go_away(servers: dict[str, StoreServer]) -> None:
+    server = servers["nats"]
+    store = NatsStore(f"nats://127.0.0.1:{server.port}", 1.0, bucket="short-lived")
+    await store.put(KEY, b"1")
+    assert await store.get(KEY) == b"1"
+    while await store.get(KEY) is not None:
+        await asyncio.sleep(0.02)
+    await store.close()
+
+
+async def test_records_of_etcd_go_away(servers: dict[str, StoreServer]) -> None:
+    store = EtcdStore(f"http://127.0.0.1:{servers['etcd'].port}", 1.0)
+    await store.put(KEY, b"1")
+    assert await store.get(KEY) == b"1"
+    while await store.get(KEY) is not None:
+        await asyncio.sleep(0.02)
+    await store.put(KEY, b"2")  # by another lease
+    assert await store.get(KEY) == b"2"
+    await store.delete(KEY)
+    await store.close()
+
+
+async def test_what_can_never_work_is_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartupError, match=r"--boundary-store file:.*file: File exists"):
+        await make_store(f"file:{tmp_path / 'file'}").open()
+    for address in ("etcd:127.0.0.1:2379", "etcd:ftp://127.0.0.1", "etcd:http://"):
+        with pytest.raises(StartupError, match="must be etcd:http://HOST:PORT"):
+            make_store(address)

@@ -1,0 +1,124 @@
+"""Where the prompt of a request ends: its record in the boundary store, and what follows from it.
+
+Pure: no I/O.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from worker.requests.receipts import TokenDigest
+from worker.requests.request import GenerationRequest
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """What the boundary store keeps of a request: as it was when its first worker received it.
+
+    Attributes:
+        prompt_length: Tokens of the prompt.
+        prompt_digest: See `worker.requests.receipts.TokenDigest`.
+        max_tokens: Most tokens of the whole answer.
+        min_tokens: Fewest tokens of the whole answer; None if the client did not say.
+        seed: Of the draws, the client's or drawn by the first worker.
+        owner: Who wrote the record last: one request in one worker.
+        attempts: Workers that have taken the request on and have neither finished it nor passed it
+            on in order; the owner is among them.
+    """
+
+    prompt_length: int
+    prompt_digest: str
+    max_tokens: int
+    min_tokens: int | None
+    seed: int
+    owner: str
+    attempts: int
+
+    @classmethod
+    def of(cls, request: GenerationRequest, seed: int, owner: str, attempts: int = 1) -> Boundary:
+        """The record of a request that its first worker has received."""
+        params = request.params
+        assert params.max_tokens is not None, "a parsed request has a limit"
+        return cls(
+            prompt_length=len(request.prompt_token_ids),
+            prompt_digest=str(TokenDigest(request.prompt_token_ids)),
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            seed=seed,
+            owner=owner,
+            attempts=attempts,
+        )
+
+    def begins(self, token_ids: Sequence[int]) -> bool:
+        """Whether tokens begin with the prompt: clients may choose ids, so an id proves nothing."""
+        if len(token_ids) < self.prompt_length:
+            return False
+        return str(TokenDigest(token_ids[: self.prompt_length])) == self.prompt_digest
+
+    def is_continued_by(self, request: GenerationRequest) -> bool:
+        """Whether a request, as parsed, is a continuation: the prompt, and some of the answer.
+
+        The frontend reduces ``max_tokens`` by the length of the answer so far. A client's new
+        request with the same id, which begins like the old one, asks for as much as ever.
+        """
+        tokens, max_tokens = request.prompt_token_ids, request.params.max_tokens
+        num_generated = len(tokens) - self.prompt_length
+        if num_generated <= 0 or max_tokens is None or max_tokens > self.max_tokens - num_generated:
+            return False
+        return self.begins(tokens)
+
+    def is_repeated_by(self, request: GenerationRequest) -> bool:
+        """Whether a request, as parsed, has this very prompt: nothing was generated yet."""
+        return len(request.prompt_token_ids) == self.prompt_length and self.begins(request.prompt_token_ids)
+
+    def encode(self) -> bytes:
+        """JSON text."""
+        return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Boundary:
+        """The record in ``data``. Raises `ValueError` if there is none of this version."""
+        try:
+            found: Any = json.loads(data)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        if not isinstance(found, dict) or found.pop("version", None) != VERSION:
+            raise ValueError(f"it is not of version {VERSION}")
+        if set(found) != {field.name for field in fields(cls)}:
+            raise ValueError("its fields are not those of this version")
+        boundary = cls(**found)
+        boundary._check()
+        return boundary
+
+    def _check(self) -> None:
+        lowest = {"prompt_length": 1, "max_tokens": 1, "min_tokens": 0, "seed": 0, "attempts": 0}
+        for name, least in lowest.items():
+            value = getattr(self, name)
+            if name == "min_tokens" and value is None:
+                continue
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} is {value!r}")
+        if not isinstance(self.owner, str) or not isinstance(self.prompt_digest, str):
+            raise ValueError("owner and prompt_digest must be texts")
+
+
+def continuation(request: GenerationRequest, boundary: Boundary) -> GenerationRequest:
+    """The request as its first worker received it, with the answer so far.
+
+    An engine that is given it goes on with the very tokens that the first one would have sampled:
+    processors are replayed over the answer, budgets are those of the whole answer, and draws depend
+    on seed and position.
+
+    Args:
+        request: As parsed: prompt and answer so far are its prompt, and its budgets are what the
+            frontend left of them. `Boundary.is_continued_by` is true of it.
+        boundary: Its record.
+    """
+    tokens, length = request.prompt_token_ids, boundary.prompt_length
+    params = replace(request.params, max_tokens=boundary.max_tokens, min_tokens=boundary.min_tokens, seed=boundary.seed)
+    return replace(request, prompt_token_ids=tokens[:length], generated_token_ids=tokens[length:], params=params)

@@ -1,0 +1,107 @@
+"""A boundary store in a key-value bucket of NATS JetStream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import nats
+from nats.aio.client import Client
+from nats.js.errors import BucketNotFoundError, KeyNotFoundError, NoStreamResponseError
+from nats.js.kv import KeyValue
+
+from worker.migration.store import TTL_S, StoreError
+
+logger = logging.getLogger(__name__)
+
+BUCKET = "dynamo-logits-worker-boundaries"
+
+RECONNECT_S = 0.25
+"""Pause between two attempts to connect again."""
+
+
+class NatsStore:
+    """One connection, which comes back by itself; the bucket is made where it is missing.
+
+    Args:
+        url: For example ``nats://127.0.0.1:4222``.
+        ttl_s: Seconds after which a record goes away; of a bucket that is there already, its own.
+        bucket: Its name.
+    """
+
+    def __init__(self, url: str, ttl_s: float = TTL_S, bucket: str = BUCKET) -> None:
+        self._url = url
+        self._name = bucket
+        self._ttl_s = ttl_s
+        self._client: Client | None = None
+        self._bucket: KeyValue | None = None
+        self._opening = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Nothing: the server may come up after its clients."""
+
+    async def get(self, key: str) -> bytes | None:
+        """See `BoundaryStore.get`."""
+        async with self._ready() as bucket:
+            try:
+                return (await bucket.get(key)).value
+            except KeyNotFoundError:
+                return None
+
+    async def put(self, key: str, value: bytes) -> None:
+        """See `BoundaryStore.put`."""
+        async with self._ready() as bucket:
+            await bucket.put(key, value)
+
+    async def delete(self, key: str) -> None:
+        """See `BoundaryStore.delete`."""
+        async with self._ready() as bucket:
+            await bucket.delete(key)
+
+    async def close(self) -> None:
+        """See `BoundaryStore.close`."""
+        client, self._client, self._bucket = self._client, None, None
+        if client is not None:
+            await client.close()
+
+    @asynccontextmanager
+    async def _ready(self) -> AsyncIterator[KeyValue]:
+        """The bucket; what the library raises becomes a `StoreError`."""
+        try:
+            async with self._opening:
+                bucket = self._bucket or await self._open_bucket()
+            yield bucket
+        except (nats.errors.Error, OSError) as error:
+            if isinstance(error, (BucketNotFoundError, NoStreamResponseError)):
+                self._bucket = None  # the server has lost it: it is made again
+            raise StoreError(f"{self._url}: {str(error) or type(error).__name__}") from None
+
+    async def _open_bucket(self) -> KeyValue:
+        client = await self._connected()
+        stream: Any = client.jetstream()
+        try:
+            self._bucket = await stream.key_value(self._name)
+        except BucketNotFoundError:
+            self._bucket = await stream.create_key_value(bucket=self._name, ttl=self._ttl_s, history=1)
+        assert self._bucket is not None
+        return self._bucket
+
+    async def _connected(self) -> Client:
+        if self._client is None:
+            self._client = await nats.connect(
+                self._url,
+                connect_timeout=1,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=RECONNECT_S,
+                pending_size=0,  # while it is away, nothing is kept to be written late
+                error_cb=_note,
+                name="dynamo-logits-worker",
+            )
+        return self._client
+
+
+async def _note(error: Exception) -> None:
+    logger.debug("NATS: %s", error)

@@ -1,0 +1,325 @@
+"""This worker's records in the boundary store: read, written, renewed and removed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Coroutine
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import count
+from typing import Any, TypeVar
+
+from worker.arguments import Arguments
+from worker.errors import BoundaryStoreUnavailable, PoisonRequest
+from worker.migration.boundary import Boundary, continuation
+from worker.migration.store import TTL_S, BoundaryStore, StoreError, make_store
+from worker.requests.request import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_CRASHES = 2
+"""Workers that may die with a request in flight before it is refused."""
+
+TIMEOUT_S = 2.0
+"""Longest that one operation of the store may take."""
+
+LINGER_S = 2.0
+"""How long the record of a cancelled request stays: the frontend may have cancelled it here, after
+a time-out, to migrate it.
+"""
+
+
+class BoundaryRecords:
+    """Tells continuations from new requests, and keeps the records of those in flight here.
+
+    Args:
+        store: Not open yet.
+        pool: What the workers that share records have in common, and others in the store have not.
+        ttl_s: Of the store's records; those of requests in flight are written again in time.
+
+    Attributes:
+        num_failures: Operations that the store failed.
+        num_continued: Requests that were continuations.
+        num_replayed_tokens: Tokens that those came with.
+    """
+
+    def __init__(self, store: BoundaryStore, pool: str, ttl_s: float = TTL_S) -> None:
+        self.num_failures = 0
+        self.num_continued = 0
+        self.num_replayed_tokens = 0
+        self._store = store
+        self._pool = pool
+        self._ttl_s = ttl_s
+        self._worker = secrets.token_hex(8)
+        self._numbers = count()
+        self._live: set[BoundaryRecord] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_down = False
+
+    async def open(self) -> None:
+        """Open the store. Raises `StartupError` if it is not configured as it can be used."""
+        await self._store.open()
+        self._in_background(self._renew_live())
+
+    async def begin(self, request_id: str, request: GenerationRequest) -> BoundaryRecord:
+        """The record of a request that is about to be served, with what the request is.
+
+        Args:
+            request_id: The runtime's.
+            request: As parsed.
+
+        Raises:
+            BoundaryStoreUnavailable: the store cannot be read.
+            PoisonRequest: `MAX_CRASHES` workers have died with it.
+        """
+        key = self.key_of(request_id)
+        found = _decoded(await self._wanted(self._store.get(key)))
+        if found is None:
+            return BoundaryRecord(self, key, request)
+        if found.is_continued_by(request):
+            _refuse_poison(found)
+            self.num_continued += 1
+            self.num_replayed_tokens += len(request.prompt_token_ids) - found.prompt_length
+            return BoundaryRecord(self, key, continuation(request, found), found.attempts)
+        if found.is_repeated_by(request):
+            _refuse_poison(found)
+            if request.params.seed is None:
+                request = replace(request, params=replace(request.params, seed=found.seed))
+            return BoundaryRecord(self, key, request, found.attempts)
+        return BoundaryRecord(self, key, request)
+
+    async def close(self) -> None:
+        """Finish what is being written or removed, within `TIMEOUT_S`, and close the store."""
+        tasks = [task for task in self._tasks if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        removals = [self._remove(record.key, record.owner) for record in self._live if record.has_ended]
+        with contextlib.suppress(asyncio.TimeoutError, StoreError):
+            await asyncio.wait_for(asyncio.gather(*removals), TIMEOUT_S)
+        await self._store.close()
+
+    def key_of(self, request_id: str) -> str:
+        """Under which the record of a request is kept."""
+        return blake2b(f"{self._pool}\0{request_id}".encode(), digest_size=16).hexdigest()
+
+    def _owner(self) -> str:
+        return f"{self._worker}-{next(self._numbers)}"
+
+    async def _wanted(self, operation: Awaitable[T]) -> T:
+        """What ``operation`` returns. Raises `BoundaryStoreUnavailable`."""
+        try:
+            return await self._answered(operation)
+        except StoreError as error:
+            raise BoundaryStoreUnavailable(f"the boundary store {error}") from None
+
+    async def _answered(self, operation: Awaitable[T]) -> T:
+        """What ``operation`` returns, within `TIMEOUT_S`. Raises `StoreError`."""
+        try:
+            result = await asyncio.wait_for(operation, TIMEOUT_S)
+        except (StoreError, asyncio.TimeoutError) as error:
+            self.num_failures += 1
+            problem = error if isinstance(error, StoreError) else StoreError(f"does not answer within {TIMEOUT_S:g} s")
+            if not self._is_down:
+                logger.error("requests are refused: the boundary store %s", problem)
+            self._is_down = True
+            raise problem from None
+        if self._is_down:
+            logger.warning("the boundary store answers again")
+        self._is_down = False
+        return result
+
+    async def _remove(self, key: str, owner: str) -> None:
+        """Remove a record, unless another worker has taken the request over."""
+        if await self._still_owns(key, owner) is not None:
+            await self._answered(self._store.delete(key))
+
+    async def _pass_on(self, key: str, owner: str) -> None:
+        """Note that this worker lets go of a request in order, unless another has taken it over."""
+        found = await self._still_owns(key, owner)
+        if found is not None:
+            passed_on = replace(found, attempts=found.attempts - 1)
+            await self._answered(self._store.put(key, passed_on.encode()))
+
+    async def _still_owns(self, key: str, owner: str) -> Boundary | None:
+        found = _decoded(await self._answered(self._store.get(key)))
+        return found if found is not None and found.owner == owner else None
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(_without_store_errors(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _renew_live(self) -> None:
+        while True:
+            await asyncio.sleep(self._ttl_s / 3)
+            for record in list(self._live):
+                with contextlib.suppress(StoreError):
+                    await record.renew()
+
+
+class BoundaryRecord:
+    """One request in flight in this worker, and its record; `BoundaryRecords.begin` makes it.
+
+    Once `write` has been called, one of the other verbs is called when the request leaves this
+    worker: `remove` if it has ended, `linger` if it was cancelled, `pass_on` if it migrates in
+    order, `abandon` if this worker breaks.
+
+    Attributes:
+        key: In the store.
+        owner: Of the record.
+        request: The request as its first worker received it, with the answer so far.
+        has_ended: Whether the record is to go away.
+    """
+
+    def __init__(self, records: BoundaryRecords, key: str, request: GenerationRequest, num_crashes: int = 0) -> None:
+        self.key = key
+        self.owner = records._owner()
+        self.request = request
+        self.has_ended = False
+        self._records = records
+        self._num_crashes = num_crashes
+        self._boundary: Boundary | None = None
+        self._put: asyncio.Task[None] | None = None
+
+    def write(self, seed: int) -> None:
+        """Begin to write the record of the request, whose draws are made of ``seed``."""
+        self._boundary = Boundary.of(self.request, seed, self.owner, self._num_crashes + 1)
+        self._put = asyncio.create_task(self._records._wanted(self._store_it()))
+        self._put.add_done_callback(_retrieved)
+        self._records._live.add(self)
+
+    async def written(self) -> None:
+        """Until the record is in the store: before the first token leaves this worker.
+
+        Raises:
+            BoundaryStoreUnavailable: it could not be written.
+        """
+        if self._put is not None:
+            await asyncio.shield(self._put)
+            self._put = None
+
+    async def renew(self) -> None:
+        """Write the record again, so that it does not go away. Raises `StoreError`."""
+        await self._records._answered(self._store_it())
+
+    async def _store_it(self) -> None:
+        assert self._boundary is not None
+        if not self.has_ended:
+            await self._records._store.put(self.key, self._boundary.encode())
+
+    def remove(self) -> None:
+        """The request has ended. Idempotent."""
+        self._end(0.0)
+
+    def linger(self) -> None:
+        """The request was cancelled: it has ended, or the frontend is about to migrate it."""
+        self._end(LINGER_S)
+
+    async def pass_on(self) -> None:
+        """The request is about to migrate in order: this worker is none that died with it."""
+        if self._boundary is None or self.has_ended:
+            return
+        self.abandon()
+        with contextlib.suppress(StoreError):
+            await self._settled()
+            await self._records._pass_on(self.key, self.owner)
+
+    def abandon(self) -> None:
+        """The worker breaks: the record stays as it is, with this worker counted. Idempotent."""
+        self.has_ended = True
+        self._records._live.discard(self)
+
+    def _end(self, linger_s: float) -> None:
+        if self._boundary is not None and not self.has_ended:
+            self.has_ended = True
+            self._records._in_background(self._go_away(linger_s))
+
+    async def _go_away(self, linger_s: float) -> None:
+        await self._settled()
+        if linger_s:
+            await self._records._pass_on(self.key, self.owner)
+            await asyncio.sleep(linger_s)
+        await self._records._remove(self.key, self.owner)
+        self._records._live.discard(self)
+
+    async def _settled(self) -> None:
+        """Until the record has been written, or could not be."""
+        if self._put is not None:
+            await asyncio.wait([self._put])
+
+
+class UnrecordedRequest:
+    """A request without a record: migration is off, or it is a health probe."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+
+    def write(self, seed: int) -> None:
+        """Nothing."""
+
+    async def written(self) -> None:
+        """Nothing."""
+
+    def remove(self) -> None:
+        """Nothing."""
+
+    def linger(self) -> None:
+        """Nothing."""
+
+    async def pass_on(self) -> None:
+        """Nothing."""
+
+    def abandon(self) -> None:
+        """Nothing."""
+
+
+RequestRecord = BoundaryRecord | UnrecordedRequest
+
+
+def records_of(arguments: Arguments) -> BoundaryRecords | None:
+    """The records of a worker, None while ``--migration off``.
+
+    Prefill workers have records of their own: a request runs there and on a decode worker.
+
+    Raises:
+        StartupError: the client library of the store is not installed.
+    """
+    if arguments.migration == "off":
+        return None
+    assert arguments.boundary_store is not None
+    pool = [arguments.namespace, arguments.served_model_name]
+    if arguments.disaggregation_mode == "prefill":
+        pool.append("prefill")
+    return BoundaryRecords(make_store(arguments.boundary_store), json.dumps(pool))
+
+
+def _refuse_poison(found: Boundary) -> None:
+    if found.attempts >= MAX_CRASHES:
+        raise PoisonRequest(found.attempts)
+
+
+def _decoded(data: bytes | None) -> Boundary | None:
+    try:
+        return None if data is None else Boundary.decode(data)
+    except ValueError as error:
+        logger.warning("a record of the boundary store is not one of this worker's: %s", error)
+        return None
+
+
+def _retrieved(task: asyncio.Task[None]) -> None:
+    """Nobody may be left to hear of a failure."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _without_store_errors(work: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(StoreError):
+        await work
