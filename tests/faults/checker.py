@@ -58,6 +58,10 @@ def problems(record: Record, expected: Expected, max_gap_s: float | None = None)
         found.append(f"{len(record.token_ids)} tokens for {len(right)}, the first difference at {same}")
     if max_gap_s is not None and record.longest_gap_s > max_gap_s:
         found.append(f"a gap of {record.longest_gap_s:.2f} s")
+    usage = record.usage or {}
+    counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if counts != (len(record.prompt), record.num_tokens):
+        found.append(f"usage says {counts} tokens, for {len(record.prompt)} and {record.num_tokens}")
     return [f"request {record.number}: {problem}" for problem in found]
 
 

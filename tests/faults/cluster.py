@@ -14,6 +14,8 @@ from e2e_stack import Process, Stack, Worker, running_stack, wait_for
 PACED = Path(__file__).with_name("paced_worker.py")
 ENGINE = ("--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--max-num-seqs", "64")
 
+EXITS = ("--logits-processor", "faults/exits=exits:Exits")
+
 REQUEST_TIMEOUT_S = 2
 """How long the frontend waits until a worker has taken a request in, which needs no computing."""
 
@@ -37,12 +39,15 @@ class Cluster:
         pace_s: Least time of a worker's step.
 
     Attributes:
+        boundaries: Directory of the boundary store, which the workers use if requests migrate.
         spared: A worker that no fault is given to.
     """
 
     def __init__(self, stack: Stack, *arguments: str, migrates: bool = True, pace_s: float = 0.005) -> None:
         self.stack = stack
-        self.arguments = (*ENGINE, *arguments)
+        self.boundaries = stack.directory / "boundaries"
+        exact = ("--migration", "on", "--boundary-store", f"file:{self.boundaries}") if migrates else ()
+        self.arguments = (*ENGINE, "--keepalive-s", "1", *EXITS, *exact, *arguments)
         self.pace_s = pace_s
         self.spared: Worker | None = None
         self.frontend: Process = stack.start_frontend(*(["--migration-limit", "3"] if migrates else []))
@@ -91,6 +96,7 @@ def running_cluster(directory: Path, model_path: Path, *arguments: str, **named:
     """A cluster without workers; all that it starts is killed afterwards."""
     with running_stack(directory, model_path) as stack:
         stack.environ.update(FRONTEND)
+        stack.environ["PYTHONPATH"] += f":{Path(__file__).parent}"
         cluster = Cluster(stack, *arguments, **named)  # type: ignore[arg-type]
         try:
             yield cluster

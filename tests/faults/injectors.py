@@ -112,6 +112,25 @@ class RollingRestart:
 
 
 @dataclass(frozen=True)
+class StoreDown:
+    """The boundary store goes away, and comes back as it was.
+
+    Attributes:
+        seconds: How long it is away.
+    """
+
+    seconds: float
+
+    async def inject(self, cluster: Cluster, client: LoadClient, chance: random.Random) -> None:
+        away = cluster.boundaries.with_name("away")
+        cluster.boundaries.rename(away)
+        try:
+            await asyncio.sleep(self.seconds)
+        finally:
+            away.rename(cluster.boundaries)
+
+
+@dataclass(frozen=True)
 class Disconnect:
     """Clients that go away at random times, so that their requests wait, are computed, or are
     answered.

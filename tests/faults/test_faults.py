@@ -18,6 +18,8 @@ from e2e_stack import Stack, running_stack, wait_for
 from injectors import BadRequests, Disconnect, Kill, NeverReads, RollingRestart
 from load_client import LoadClient, prompt_of, streams, under_load
 
+from adapters.client import logits_processors, processor
+
 NUM_TOKENS = 100
 
 
@@ -105,6 +107,35 @@ async def test_a_stopped_worker_is_left_alone(cluster: Cluster, reference: Refer
         finally:
             stopped.signal(signal.SIGCONT)
     check_ended(client.records)
+    cluster.check_settled()
+
+
+async def test_the_boundary_store_is_away_and_comes_back(cluster: Cluster, reference: Reference) -> None:
+    """What is in flight goes on; new requests are refused until it is back, without a restart."""
+    async with LoadClient(cluster.url) as client:
+        asked = await streams(client, 8, NUM_TOKENS)
+        away = cluster.boundaries.rename(cluster.boundaries.with_name("away"))
+        refused = [await client.ask(prompt_of(4000 + name), 8) for name in range(2)]
+        away.rename(cluster.boundaries)
+        await asyncio.gather(*asked)
+        again = [await client.ask(record.prompt, 8) for record in refused]
+    check_answers([task.result() for task in asked] + again, reference)
+    for record in refused:
+        assert record.errors
+        assert not record.token_ids
+    assert any(f"file:{cluster.boundaries}" in worker.log for worker in cluster.living)
+    cluster.check_settled()
+
+
+async def test_a_request_that_kills_workers_is_refused_by_the_rest(cluster: Cluster, reference: Reference) -> None:
+    cluster.start(3)
+    async with LoadClient(cluster.url) as client:
+        poison = await client.ask(prompt_of(5000), 8, **logits_processors(processor("faults/exits")))
+        calm = await client.ask(prompt_of(5000), 8)
+    assert poison.errors
+    assert len(cluster.living) == 1
+    assert sum(worker.metric("dlw_requests_total", outcome="poison") for worker in cluster.living) == 1
+    check_answers([calm], reference)
     cluster.check_settled()
 
 
