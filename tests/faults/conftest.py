@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from worker.tiny_model import write_tiny_model
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))  # e2e_stack runs processes
+logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request, otherwise
 
 
 @pytest.fixture(scope="session")
