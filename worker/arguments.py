@@ -253,6 +253,12 @@ class Arguments:
     drain_timeout_s: float = _option(
         30.0, "Seconds that in-flight requests get to finish after SIGTERM; the rest are migrated.", parse=_seconds
     )
+    keepalive_s: float = _option(
+        0.0,
+        "Seconds without a token after which the stream of a request gets an empty chunk, at most twice as many; 0 for "
+        "never. A frontend with a stream time-out needs it: it would take a busy worker for a hung one.",
+        parse=_seconds,
+    )
     logits_processor: tuple[str, ...] = _option(
         (),
         "Third-party logits processors, NAME=module:Class, several separated by commas or given one by one.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -64,6 +64,11 @@ class WorkerMetrics:
         described.labels(info.name, info.version).set(1)
         sequences = Gauge(PREFIX + "max_num_seqs", "Requests decoded in one step at most.", registry=self.registry)
         sequences.set(info.max_num_seqs)
+
+    def watch_blocks(self, num_used: Callable[[], int]) -> None:
+        """Publish the KV blocks that requests own, read whenever metrics are collected."""
+        used = "KV blocks that requests own: running, or pinned for transfer."
+        Gauge(PREFIX + "kv_used_blocks", used, registry=self.registry).set_function(num_used)
 
     def count_outcome(self, outcome: str) -> None:
         if outcome not in OUTCOMES:

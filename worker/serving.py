@@ -21,7 +21,7 @@ from worker import __version__
 from worker.arguments import Arguments
 from worker.disaggregation.seal import Seal
 from worker.disaggregation.serving import DisaggregatedServing, Part, TransferMetrics
-from worker.engines import EngineInfo, ReadKv, SelfReporting, ServingEngine, TokenDelta
+from worker.engines import CountsBlocks, EngineInfo, KeepsAlive, ReadKv, SelfReporting, ServingEngine, TokenDelta
 from worker.errors import (
     BoundaryStoreUnavailable,
     Draining,
@@ -156,6 +156,7 @@ class RequestServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._used_blocks: int | None = None  # as the engine itself says, where it does
         self._num_signals = 0
+        self._keepalive: asyncio.Task[None] | None = None
         self._drained = False
 
     async def load(self) -> EngineInfo:
@@ -182,10 +183,15 @@ class RequestServer:
             self._log = RequestLog()
         self._info = info
         self.in_flight.block_size = info.kv_block_size
+        if self.arguments.keepalive_s and self.arguments.disaggregation_mode != "prefill":
+            # a prefill worker's first chunk is its last
+            self._keepalive = asyncio.create_task(self._keep_alive())
         if isinstance(self.engine, SelfReporting):
             self.engine.tell_broken(self._break)
             self.engine.tell_load(self._take_load)
         self.metrics.describe_engine(info)
+        if isinstance(self.engine, CountsBlocks):
+            self.metrics.watch_blocks(self.engine.num_used_blocks)
         if self.arguments.disaggregation_mode != "aggregated":
             TransferMetrics(self.engine, self.disaggregation, self.metrics.registry)
         return info
@@ -352,6 +358,8 @@ class RequestServer:
             del self._admissions[admitted.request_id]
 
     def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
+        if delta.is_empty:
+            return {"token_ids": [], "index": delta.index} if self.arguments.keepalive_s else None
         self._count_processors(delta)
         self.disaggregation.release(serving.admitted)
         self.in_flight.grow(serving.admitted, len(delta.token_ids))
@@ -456,6 +464,11 @@ class RequestServer:
             self.engine.migrate_all()
             self._shut_down()
 
+    async def _keep_alive(self) -> None:
+        while isinstance(self.engine, KeepsAlive):
+            await asyncio.sleep(self.arguments.keepalive_s)
+            self.engine.keep_alive()
+
     def migrate_all(self) -> int:
         """End every request in flight with `Draining`, those not yet in the engine too."""
         return self._end_admissions(Draining("this worker is shutting down")) + self.engine.migrate_all()
@@ -493,6 +506,8 @@ class RequestServer:
             outcome = await drain(self.in_flight, self, budget_s)
             self.metrics.count_drain(outcome)
             logger.info("drained: %d finished, %d migrated", outcome.num_finished, outcome.num_migrated)
+        if self._keepalive is not None:
+            self._keepalive.cancel()
         if self._chains is not None:
             await self._chains.close()
         await self.engine.stop()

@@ -172,9 +172,14 @@ class Stack:
             wait_for(lambda: http(f"{self.url}/health")[0] == 200 or not frontend.running, "frontend")
             assert frontend.running, frontend.log
 
-    def start_worker(self, *arguments: str, scripted: bool = False, wait: bool = True, **environ: str) -> Worker:
-        """Start a worker; ``scripted`` replaces its engine by `scripted_worker.ScriptedEngine`."""
-        program = [str(Path(__file__).with_name("scripted_worker.py"))] if scripted else ["-m", "worker"]
+    def start_worker(
+        self, *arguments: str, scripted: bool = False, script: Path | None = None, wait: bool = True, **environ: str
+    ) -> Worker:
+        """Start a worker; ``scripted`` replaces its engine by `scripted_worker.ScriptedEngine`, and
+        ``script`` runs instead of ``-m worker``.
+        """
+        script = Path(__file__).with_name("scripted_worker.py") if scripted else script
+        program = ["-m", "worker"] if script is None else [str(script)]
         command = [sys.executable, *program, "--served-model-name", MODEL, *arguments]
         if not any(argument.startswith("--model-path") for argument in arguments):
             command += ["--model-path", str(self.model_path)]
@@ -220,6 +225,11 @@ class Stack:
     def workers(self) -> list[Worker]:
         return [process for process in self._processes if isinstance(process, Worker)]
 
+    def evidence(self) -> str:
+        """What the processes say of themselves, for the report of a request without an answer."""
+        urls = {self.frontend: self.url, **{worker: f"http://127.0.0.1:{worker.port}" for worker in self.workers}}
+        return "\n".join(_evidence(process, url) for process, url in urls.items())
+
     def registered(self) -> list[Path]:
         """Instances in the discovery directory."""
         return [path for path in (self.directory / "discovery").glob("v1/instances/*") if path.is_file()]
@@ -229,6 +239,14 @@ class Stack:
             client.close()
         for process in reversed(self._processes):
             process.end()
+
+
+def _evidence(process: Process, url: str) -> str:
+    status, text = http(f"{url}/metrics", timeout_s=2)
+    found = (line for line in text.splitlines() if line.startswith(("dlw_", "dynamo_")) and "_bucket" not in line)
+    metrics = "\n".join(line for line in found if float(line.rpartition(" ")[2]) != 0)
+    state = "runs" if process.running else "has ended"
+    return f"== {process.log_path.name} {state}; its metrics ({status}):\n{metrics}\n-- its log:\n{process.log[-4000:]}"
 
 
 @contextlib.contextmanager

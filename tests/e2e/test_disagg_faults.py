@@ -56,7 +56,10 @@ def prompt_of(number: int, length: int = 100) -> list[int]:
 
 def ask(stack: Stack, prompt: list[int], num_tokens: int = NUM_TOKENS) -> Reply:
     body = {"prompt": prompt, "max_tokens": num_tokens, "logprobs": 1, "return_tokens_as_token_ids": True}
-    return send(stack, "completions", {**body, "ignore_eos": True, "temperature": 0}, timeout_s=100)
+    try:
+        return send(stack, "completions", {**body, "ignore_eos": True, "temperature": 0}, timeout_s=60)
+    except httpx.TimeoutException:
+        raise AssertionError(f"not answered within 60 s\n{stack.evidence()}") from None
 
 
 class Asking:
@@ -64,11 +67,15 @@ class Asking:
 
     def __init__(self, stack: Stack, prompt: list[int], num_tokens: int = NUM_TOKENS) -> None:
         self._reply: Reply | None = None
+        self._failure: AssertionError | None = None
         self._thread = threading.Thread(target=self._ask, args=(stack, prompt, num_tokens))
         self._thread.start()
 
     def _ask(self, stack: Stack, prompt: list[int], num_tokens: int) -> None:
-        self._reply = ask(stack, prompt, num_tokens)
+        try:
+            self._reply = ask(stack, prompt, num_tokens)
+        except AssertionError as failure:
+            self._failure = failure
 
     def wait(self, timeout_s: float) -> None:
         """Until it is answered, at most so long."""
@@ -76,6 +83,8 @@ class Asking:
 
     def reply(self) -> Reply:
         self._thread.join()
+        if self._failure is not None:
+            raise self._failure
         assert self._reply is not None
         return self._reply
 
@@ -107,7 +116,7 @@ def settled(stack: Stack) -> None:
             wait_for(lambda worker=worker: worker.metric("dlw_in_flight_requests") == 0, "no request in flight")
             wait_for(lambda worker=worker: held(worker) == 0, "no prompt held")
             wait_for(lambda worker=worker: worker.metric("dlw_kv_used_blocks") == 0, "no block in use")
-            assert worker.running
+            assert worker.running, worker.log
 
 
 @pytest.fixture(scope="module")

@@ -109,6 +109,23 @@ async def test_a_consumer_that_is_behind_gets_several_tokens_at_once(start_engin
     assert [delta async for delta in slow] == []
 
 
+async def test_a_stream_from_which_nothing_comes_is_kept_alive(start_engine: StartEngine, gate: Gate) -> None:
+    model = ScriptedModel(gate)
+    engine = await start_engine(model)
+    stream = engine.generate("one", PROMPT, params(3))
+    first = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    engine.keep_alive()
+    await asyncio.sleep(0)
+    assert not first.done()  # it is not silent yet
+    engine.keep_alive()
+    assert (await first).is_empty
+    gate.open()
+    deltas = [delta async for delta in stream]
+    assert [token for delta in deltas for token in delta.token_ids] == model.greedy(PROMPT, 3)
+    engine.keep_alive()  # nobody is left
+
+
 async def test_a_consumer_that_keeps_up_gets_each_token_by_itself(start_engine: StartEngine) -> None:
     taken = threading.Semaphore(1)
 

@@ -182,6 +182,25 @@ async def test_a_request() -> None:
     assert outcome(worker, "length") == 1
 
 
+async def test_an_engine_that_is_silent_is_asked_to_keep_its_streams_alive() -> None:
+    silent = asyncio.Event()
+
+    class Engine(FakeEngine):
+        def keep_alive(self) -> None:
+            silent.set()
+
+    async def script(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        await silent.wait()
+        yield TokenDelta()
+        yield TokenDelta([6], finish_reason="length")
+
+    arguments = dataclasses.replace(ARGUMENTS, keepalive_s=0.001)
+    worker = WorkerEngine(Engine(script), arguments, shut_down=Left(), make_chains=chains)
+    await worker.start(1)
+    assert [chunk["token_ids"] for chunk in await collect(worker, request())] == [[], [6]]
+    await worker.cleanup()
+
+
 async def test_load_follows_the_tokens() -> None:
     worker, _, _ = await started()
     publisher = Publisher()

@@ -108,6 +108,11 @@ class TokenDelta:
     failure: ProcessorFailed | None = None
     kv: dict[str, Any] | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing, and only shows that the request is not forgotten."""
+        return not self.token_ids and self.finish_reason is None and self.engine_data is None
+
 
 class KvEventSink(Protocol):
     """Is told which blocks an engine has cached, for a router.
@@ -196,6 +201,24 @@ class ServingEngine(Protocol):
 
     async def stop(self) -> None:
         """Stop and release the device. Idempotent, and safe after a failed or missing `start`."""
+
+
+@runtime_checkable
+class CountsBlocks(Protocol):
+    """An engine that knows which KV blocks its requests own."""
+
+    def num_used_blocks(self) -> int:
+        """KV blocks that requests own, running or pinned for transfer: not those that are only
+        cached. May be read by any thread.
+        """
+
+
+@runtime_checkable
+class KeepsAlive(Protocol):
+    """An engine that can show that a stream from which nothing comes is not forgotten."""
+
+    def keep_alive(self) -> None:
+        """Give an empty delta to each stream that has had none since the last call."""
 
 
 @runtime_checkable

@@ -255,6 +255,11 @@ class TrtllmEngine(RuntimeReports):
         if request is not None:
             request.abort()
 
+    def keep_alive(self) -> None:
+        """Give an empty delta to each stream that has had none since the last call."""
+        for request in self._requests.values():
+            request.keep_alive()
+
     def num_unfinished(self) -> int:
         """Requests admitted and not yet finished."""
         return len(self._requests)

@@ -31,6 +31,7 @@ class RunningRequest:
         handed_logprobs: Their log probabilities.
         must_not_abort: The KV transfer from a prefill worker is unfinished; an abort waits for the
             first token.
+        is_silent: No delta has come since the last `keep_alive`.
         number: Id for reports of processors in the engine's process; never reused.
         result: The engine's ``RequestOutput``.
         disaggregated_params: Given to the engine; used where a prefill's result has none.
@@ -47,6 +48,7 @@ class RunningRequest:
     handed_over: int = 0
     handed_logprobs: list[TokenLogprob] | None = None
     must_not_abort: bool = False
+    is_silent: bool = False
     number: str = ""
     result: Any = None
     disaggregated_params: Any = None
@@ -80,6 +82,12 @@ class RunningRequest:
         if not self.done:
             self.done = True
             self._queue.put_nowait(error)
+
+    def keep_alive(self) -> None:
+        """Give the consumer an empty delta if none has come since the last call."""
+        if self.is_silent and not self.done and self._queue.empty():
+            self._queue.put_nowait(TokenDelta())
+        self.is_silent = True
 
     def fail_alone(self, message: str) -> None:
         """End the stream with an error of this request."""
@@ -136,6 +144,7 @@ class RunningRequest:
     def _put(self, delta: TokenDelta) -> None:
         if self.done:
             return
+        self.is_silent = False
         self.done = delta.finish_reason == "error" or all(cursor.finished for cursor in self.cursors)
         self._queue.put_nowait(delta)
 

@@ -15,6 +15,7 @@ from worker.engines.embedded.host import limit_threads
 from worker.engines.embedded.kv_cache import choose_kv_blocks
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Model, Output, Request
+from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.serving.step_thread import MIN_AHEAD, RUN_AHEAD, Abort, Listen, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
 from worker.engines.embedded.step import Stepper, make_stepper
@@ -95,6 +96,7 @@ class EmbeddedEngine:
         self._info: EngineInfo | None = None
         self._thread: StepThread | None = None
         self._connector: KvConnector | None = None
+        self._scheduler: Scheduler | None = None  # the step thread's; only a count of it is read here
         self._streams: dict[str, Stream] = {}
         self._behind: set[Stream] = set()  # those whose consumers are behind
         self._numbers = count()
@@ -117,6 +119,7 @@ class EmbeddedEngine:
         self._thread = StepThread(stepper, self._deliver, self._break, loop, self.config.step_timeout_s)
         self._model = stepper.model
         self._connector = stepper.connector
+        self._scheduler = stepper.scheduler
         self._info = info
         self._thread.start()
         return info
@@ -169,11 +172,17 @@ class EmbeddedEngine:
         self._thread.tell(Listen(sink))
 
     def transfers(self) -> dict[str, float]:
-        """KV transfers so far by outcome, seconds that reads took, and blocks in use now."""
-        if self._connector is None:
-            return {}
-        connector = self._connector
-        return {**connector.counts, "seconds": connector.seconds, "used_blocks": connector.num_used_blocks}
+        """KV transfers so far by outcome, and seconds that reads took."""
+        return {} if self._connector is None else {**self._connector.counts, "seconds": self._connector.seconds}
+
+    def keep_alive(self) -> None:
+        """Give an empty delta to each stream that has had none since the last call."""
+        for stream in self._streams.values():
+            stream.keep_alive()
+
+    def num_used_blocks(self) -> int:
+        """KV blocks in pages that requests own."""
+        return 0 if self._scheduler is None else self._scheduler.num_used_blocks
 
     def migrate_all(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many."""

@@ -12,12 +12,13 @@ from worker.errors import ServingError
 class Stream:
     """One request's pending delta. For one event loop and one consumer."""
 
-    __slots__ = ("_failure", "_pending", "_request", "_waiter", "finished", "request_id")
+    __slots__ = ("_failure", "_is_silent", "_pending", "_request", "_waiter", "finished", "request_id")
 
     def __init__(self, request: Request) -> None:
         self.request_id = request.id
         self._request = request  # the step thread's; only a count of it is read here
         self.finished = False  # whether the last output has come in, or a failure
+        self._is_silent = False
         self._pending: TokenDelta | None = None
         self._failure: ServingError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -31,6 +32,7 @@ class Stream:
         """Add one output to the pending delta; what comes after a failure is dropped."""
         if self.finished:
             return
+        self._is_silent = False
         delta = self._pending
         if delta is None:
             delta = self._pending = TokenDelta()
@@ -52,6 +54,13 @@ class Stream:
                 delta.failure = output.chain.failure
             self.finished = True
         self._wake()
+
+    def keep_alive(self) -> None:
+        """Give the consumer an empty delta if it has got none since the last call."""
+        if self._is_silent and self._pending is None and not self.finished:
+            self._pending = TokenDelta()
+            self._wake()
+        self._is_silent = True
 
     def fail(self, failure: ServingError) -> None:
         """End the stream with an exception, raised once the pending delta is consumed."""
