@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.processors.structural import FORMATS
 from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.errors import ConfigurationError
+from worker.frontdoor.tools import CallFormat
 from worker.frontdoor.upstreams import Upstream
 
 ENVIRONMENT_PREFIX = "FRONT_DOOR_"
+NO_FORMAT = "none"
 
 
 def _port(text: str) -> int:
@@ -40,6 +43,12 @@ def _upstreams(text: str) -> tuple[Upstream, ...]:
         return tuple(Upstream.of(url.strip()) for url in text.split(","))
     except ValueError:
         raise ValueError("http://host:port, several separated by commas") from None
+
+
+def _call_format(text: str) -> str:
+    if text != NO_FORMAT and text not in FORMATS:
+        raise ValueError(f"one of {', '.join(FORMATS)} or {NO_FORMAT}")
+    return text
 
 
 def _text(text: str) -> str:
@@ -74,8 +83,24 @@ class Options:
     )
     connect_timeout_s: float = _option(2.0, "Seconds to wait for a connection to a frontend.", _seconds)
     drain_timeout_s: float = _option(120.0, "Seconds that answers under way get after SIGTERM.", _seconds)
+    tool_call_format: str | None = _option(
+        None,
+        f"How the models write tool calls, which are then held to their tools: {', '.join(FORMATS)}, or {NO_FORMAT}. "
+        "By default the workers' --dyn-tool-call-parser.",
+        _call_format,
+    )
     logits_processor: tuple[str, ...] = ()
     allow_logits_processors: tuple[str, ...] = ()
+    dyn_tool_call_parser: str | None = None
+    dyn_reasoning_parser: str | None = None
+
+    @property
+    def calls(self) -> CallFormat | None:
+        """How the models write tool calls, None if calls are not held to anything."""
+        name = self.tool_call_format or self.dyn_tool_call_parser
+        if name not in FORMATS:
+            return None
+        return CallFormat(name, "answer" if self.dyn_reasoning_parser else "all")
 
 
 def flag(name: str) -> str:
@@ -97,7 +122,8 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
     """Read the options: the command line wins over the environment, both over the defaults.
 
     Arguments after ``--`` are those of the workers behind: which third-party processors they take,
-    the front door takes too. The workers' environment variables count as well.
+    the front door takes too, and tools are held to their tool-call parser. The workers' environment
+    variables count as well.
 
     Raises:
         ConfigurationError: an option is unknown, malformed or missing.
@@ -108,7 +134,7 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
     parser = _Parser(
         prog="python -m worker.frontdoor",
         description="An OpenAI-compatible endpoint before Dynamo's frontends: every control arrives or is refused.",
-        epilog="Arguments after -- are the workers'; of them, those about third-party processors count here too.",
+        epilog="Arguments after -- are the workers'; those about processors and parsers count here too.",
         allow_abbrev=False,
     )
     for name, field in table.items():
@@ -129,18 +155,28 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
             values[name] = _read(table[name].metadata["parse"], text, flag(name))
     if not values.get("upstream"):
         raise ConfigurationError("--upstream is required")
-    return Options(**values, **_third_party(workers, environ))
+    return Options(**values, **_of_workers(workers, environ))
 
 
-def _third_party(workers: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Which third-party processors the workers take, by their own arguments and environment."""
-    options = [option for option in WORKER_OPTIONS if option.name in ("logits_processor", "allow_logits_processors")]
+_WORKERS = ("logits_processor", "allow_logits_processors", "dyn_tool_call_parser", "dyn_reasoning_parser")
+
+
+def _of_workers(workers: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """What the workers' own arguments and environment say of requests: which third-party processors
+    they take, and how their models write tool calls and thinking.
+    """
+    options = [option for option in WORKER_OPTIONS if option.name in _WORKERS]
     parser = _Parser(allow_abbrev=False, add_help=False)
     for option in options:
         parser.add_argument(option.flag, dest=option.name, action="append")
     given = vars(parser.parse_known_args(workers)[0])  # the rest is the workers' alone
-    texts = {option: ",".join(given[option.name] or ()) or environ.get(option.env) for option in options}
+    texts = {option: _joined(option.name, given[option.name]) or environ.get(option.env) for option in options}
     return {option.name: option.read(text, option.flag) for option, text in texts.items() if text}
+
+
+def _joined(name: str, texts: Sequence[str] | None) -> str:
+    """An option that may be repeated, as one text; of another the last."""
+    return ",".join((texts or ()) if name.endswith(("processor", "processors")) else (texts or ())[-1:])
 
 
 def _read(parse: Callable[[str], Any], text: str, source: str) -> Any:
