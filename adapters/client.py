@@ -46,12 +46,13 @@ def from_openai_tools(
     format: str,
     parallel_tool_calls: bool = True,
     **args: Any,
-) -> dict[str, Any] | None:
-    """OpenAI's ``tools`` and ``tool_choice`` as the processor ``tool_calls``; None for ``none``.
+) -> dict[str, Any]:
+    """OpenAI's ``tools`` and ``tool_choice`` as the processor ``tool_calls``.
 
     Args:
         tools: As in a chat: ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
-        tool_choice: ``none``, ``auto``, ``required``, or the function that must be called.
+        tool_choice: ``none``, ``auto``, ``required``, or the function that must be called. Without
+            ``parameters`` a function takes none.
         format: How the model writes calls, such as ``hermes``.
         parallel_tool_calls: More than one call is allowed.
         **args: Further arguments, such as ``scope="answer"`` for a model that thinks.
@@ -59,14 +60,12 @@ def from_openai_tools(
     Raises:
         ValueError: a tool is no function, or the choice is none of these.
     """
-    if tool_choice == "none":
-        return None
     functions = [_function(tool) for tool in tools]
     wanted: dict[str, Any] = {"format": format, "parallel": parallel_tool_calls, **args}
-    wanted["tools"] = [{"name": each["name"], "parameters": each.get("parameters", True)} for each in functions]
+    wanted["tools"] = [{"name": each["name"], "parameters": _parameters(each)} for each in functions]
     if not isinstance(tool_choice, str):
         wanted |= {"choice": "required", "tool": _function(tool_choice)["name"]}
-    elif tool_choice in ("auto", "required"):
+    elif tool_choice in ("none", "auto", "required"):
         wanted["choice"] = tool_choice
     else:
         raise ValueError(f"tool_choice: expected none, auto, required or a function, got {tool_choice!r}")
@@ -78,6 +77,11 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     if tool.get("type") != "function" or not isinstance(function, Mapping) or "name" not in function:
         raise ValueError(f"expected a function with a name, got {tool!r:.80}")
     return function
+
+
+def _parameters(function: Mapping[str, Any]) -> Any:
+    given = function.get("parameters")
+    return {"type": "object", "properties": {}, "additionalProperties": False} if given is None else given
 
 
 def selection(

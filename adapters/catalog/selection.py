@@ -28,7 +28,7 @@ METADATA_KEY = "logits-processors"
 
 VERSION = 1
 MAX_BYTES = 64 * 1024
-MAX_DEPTH = 16
+MAX_DEPTH = 32
 MAX_PROCESSORS = 16
 MAX_DEADLINE = 2**33
 """Seconds since 1970; a deadline in milliseconds is beyond it."""

@@ -9,7 +9,8 @@ from itertools import groupby
 from typing import Annotated, Any, Literal, NamedTuple
 
 from llguidance import LLMatcher
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from adapters.contract import ArgumentError, ProcessorArgs
 from adapters.processors.grammar import MAX_SOURCE, GrammarProcessor, JsonSchema, literal
@@ -152,9 +153,11 @@ class ToolCalls(GrammarProcessor):
 
     Source: ``tools`` and ``tool_choice`` of OpenAI's API reference; the formats are those of
     Dynamo's tool-call parsers, enforced as `StructuralTag` enforces tags. With ``auto`` the model
-    may write free text, calls, or both; with ``required`` the answer is calls alone, at least one.
-    ``tool`` names the only one that may be called. Without ``parallel`` there is at most one call,
-    and nothing behind it.
+    may write free text, calls, or both; with ``required`` the answer is calls alone, at least one;
+    with ``none`` it is free text without a call. With ``answer`` an automatic choice is between
+    calls alone and what ``answer`` describes. ``tool`` names the only one that may be called.
+    Without ``parallel`` there is at most one call, and nothing behind it. The arguments of a call
+    are a JSON object, whether or not the schema says so.
     """
 
     name = "tool_calls"
@@ -165,11 +168,22 @@ class ToolCalls(GrammarProcessor):
             description="How the model writes calls."
         )
         tools: list[Tool] = Field(min_length=1, max_length=MAX_TAGS, description="The functions.")
-        choice: Literal["auto", "required"] = Field(default="auto", description="Whether the model must call.")
+        choice: Literal["auto", "required", "none"] = Field(
+            default="auto", description="Whether the model may or must call."
+        )
         tool: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
             default=None, description="The only function that may be called."
         )
         parallel: bool = Field(default=True, description="More than one call is allowed.")
+        answer: JsonContent | RegexContent | None = Field(
+            default=None, description="What an answer without calls is; by default free text."
+        )
+
+        @model_validator(mode="after")
+        def _answer_may_come(self) -> Self:
+            if self.answer is not None and self.choice != "auto":
+                raise ValueError("answer needs the choice auto")
+            return self
 
     @classmethod
     def grammar(cls, args: Args, vocabulary: Vocabulary) -> str:
@@ -177,23 +191,27 @@ class ToolCalls(GrammarProcessor):
         tools = [tool for tool in args.tools if args.tool in (None, tool.name)]
         if not tools:
             raise ArgumentError("tool", "expected the name of one of the tools")
-        if len({tool.name for tool in tools}) < len(tools):
+        if len({tool.name for tool in args.tools}) < len(args.tools):
             raise ArgumentError("tools", "expected each name once")
         wanted, source = FORMATS[args.format], _Source("tools", vocabulary)
+        start, rest = source.trigger(wanted.trigger)
+        block = _Block(start, start.token or source.text(wanted.trigger))
+        if args.choice == "none":
+            return source.free_text([block])
         head, behind = wanted.call
         calls = [
-            f"{source.text(head + tool.name + behind)} {source.json(tool.parameters)} {source.text(wanted.end)}"
+            f"{source.text(head + tool.name + behind)} {source.arguments(tool)} {source.text(wanted.end)}"
             for tool in tools
         ]
         source.rules.append(f"call: {' | '.join(calls)}")
         more = f" ({source.text(wanted.between)} call)*" if wanted.between and args.parallel else ""
-        start, rest = source.trigger(wanted.trigger)
         opening = source.text(rest + wanted.open[len(wanted.trigger) :])
-        block = _Block(start, start.token or source.text(wanted.trigger))
         block.options.append(f"{opening} call{more} {source.text(wanted.close)}")
+        again = f' ("\\n" {block.whole})*' if args.parallel else ""
         if args.choice == "required":
-            again = f' ("\\n" {block.whole})*' if args.parallel else ""
             return source.finished(f"{block.whole}{again}")
+        if args.answer is not None:
+            return source.finished(f"{block.whole}{again} | {source.content(args.answer)}")
         return source.grammar([block], begins=False, many=args.parallel)
 
 
@@ -245,6 +263,20 @@ class _Source:
             raise ArgumentError(self._argument, "the schema false matches no JSON")
         made = JsonSchema.grammar(JsonSchema.Args.model_validate({"schema": schema}), self._vocabulary)
         return self._content(made)
+
+    def arguments(self, tool: Tool) -> str:
+        """Lark expression of the arguments of a call, an object."""
+        if tool.parameters is False:
+            return self.json(False)
+        schema = {} if tool.parameters is True else tool.parameters
+        types = schema.get("type", "object")
+        if "object" not in (types if isinstance(types, list) else [types]):
+            raise ArgumentError(self._argument, f"expected the arguments of {tool.name} to be an object")
+        return self.json({**schema, "type": "object"})
+
+    def content(self, content: JsonContent | RegexContent) -> str:
+        """Lark expression of a tag's content."""
+        return self.json(content.json_schema) if isinstance(content, JsonContent) else self.regex(content.pattern)
 
     def regex(self, pattern: str) -> str:
         """Lark expression of what ``pattern`` matches."""
@@ -309,8 +341,7 @@ class _Source:
         for text in texts:
             if sum(text.count(other) > 0 for other in texts) > 1:
                 raise ArgumentError(self._argument, "no trigger may contain another one")
-        without = f" & ~/{_ANY}({'|'.join(map(literal, texts))}){_ANY}/" if texts else ""
-        self.rules.append(f"FREE: /{_ANY}/{without}")
+        self._free(texts)
         for index, block in enumerate(blocks):
             if block.trigger.text:
                 self.rules.append(f"trigger_{index}[lazy]: /{_ANY}{literal(block.trigger.text)}/")
@@ -321,6 +352,16 @@ class _Source:
         if begins:
             return self.finished(f"({first}) ({any_block})* FREE" if many else f"{first}")
         return self.finished(f"({any_block})* FREE" if many else f"FREE | {any_block}")
+
+    def free_text(self, blocks: Sequence[_Block]) -> str:
+        """The grammar of free text in which no block starts."""
+        self._free([block.trigger.text for block in blocks if block.trigger.text])
+        return self.finished("FREE")
+
+    def _free(self, texts: Sequence[str]) -> None:
+        """The rule of free text that holds none of ``texts``."""
+        without = f" & ~/{_ANY}({'|'.join(map(literal, texts))}){_ANY}/" if texts else ""
+        self.rules.append(f"FREE: /{_ANY}/{without}")
 
     def finished(self, start: str) -> str:
         """The whole, in llguidance's JSON form."""
@@ -338,8 +379,7 @@ def _block(trigger: str, tags: Sequence[Tag], source: _Source) -> _Block:
     for tag in tags:
         if not tag.begin.startswith(trigger):
             continue
-        content = tag.content
-        inner = source.json(content.json_schema) if isinstance(content, JsonContent) else source.regex(content.pattern)
+        inner = source.content(tag.content)
         begin = source.text(rest + tag.begin[len(trigger) :])
         if source.starts_special(tag.begin) and not found.token:
             raise ArgumentError("format", "a trigger must not end inside a special token of a tag")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ def test_every_built_in_is_in_the_catalogue_and_describes_itself():
         assert set(data["args"]["properties"]["scope"]["enum"]) <= set(SCOPES)
         for name, field in data["args"]["properties"].items():
             assert field.get("description"), f"{entry.name}.{name}"
+
+
+def test_the_readme_counts_the_built_ins():
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    assert re.findall(r"(\d+)\s+built-ins", text) == [str(len(BUILTINS))]
 
 
 NAMES = """

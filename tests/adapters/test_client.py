@@ -101,22 +101,22 @@ TOOLS = [
     [
         ("auto", {"choice": "auto"}),
         ("required", {"choice": "required"}),
+        ("none", {"choice": "none"}),
         ({"type": "function", "function": {"name": "two"}}, {"choice": "required", "tool": "two"}),
     ],
 )
 def test_tools_of_openai_are_a_processor_that_the_catalogue_takes(choice, expected):
     made = client.from_openai_tools(TOOLS, choice, format="hermes", parallel_tool_calls=False, scope="answer")
-    assert made is not None
     (requested,) = parse_selection(client.selection(made)).processors
     args = Catalog.default().parse_args(requested)
     assert requested.scope == "answer"
     assert [tool.name for tool in args.tools] == ["one", "two"]
     assert {name: getattr(args, name) for name in expected} == expected
     assert args.parallel is False
+    assert args.tools[1].parameters == {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def test_what_is_no_tool_is_refused():
-    assert client.from_openai_tools(TOOLS, "none", format="hermes") is None
     with pytest.raises(ValueError, match="tool_choice: expected none"):
         client.from_openai_tools(TOOLS, "any", format="hermes")
     with pytest.raises(ValueError, match="expected a function with a name"):

@@ -110,12 +110,12 @@ def nested(depth: int) -> Any:
     return value
 
 
-def test_depth_16_is_the_last_one():
+def test_depth_32_is_the_last_one():
     # the outer object, the list, the entry and its args are four
-    assert parse_selection(selection({"name": "x", "args": {"a": nested(12)}}))
-    error = refused(selection({"name": "x", "args": {"a": nested(13)}}))
-    assert error.problem == "is nested more than 16 deep"
-    assert error.path == "processors[0].args.a" + "[0]" * 12
+    assert parse_selection(selection({"name": "x", "args": {"a": nested(28)}}))
+    error = refused(selection({"name": "x", "args": {"a": nested(29)}}))
+    assert error.problem == "is nested more than 32 deep"
+    assert error.path == "processors[0].args.a" + "[0]" * 28
 
 
 def test_integers_of_64_bits_pass():

@@ -70,10 +70,10 @@ REPEAT = "((a{1,200}){1,200}){1,200}"
 TOO_DEEP = "exceed the maximum number of nested parentheses"
 
 BOMBS: dict[str, tuple[dict[str, Any], str]] = {
-    "nested schema": (of(processor("json_schema", schema=nested(60))), "is nested more than 16 deep"),
+    "nested schema": (of(processor("json_schema", schema=nested(60))), "is nested more than 32 deep"),
     "schema nested 1,700 times": (
         annotation('{"version":1,"processors":[{"name":"json_schema","args":{"schema":' + nested_text(1700) + "}}]}"),
-        "is nested more than 16 deep",
+        "is nested more than 32 deep",
     ),
     "schema as text nested 1,700 times": ({"guided_json": nested_text(1700)}, "guided_decoding"),
     "enum of 200,000": ({"guided_json": {"enum": ENUM}}, "args.schema: expected at most 1048576 characters"),

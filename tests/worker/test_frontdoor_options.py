@@ -11,6 +11,7 @@ import pytest
 from worker.errors import ConfigurationError, StartupError
 from worker.frontdoor.__main__ import api_keys, make_front_door
 from worker.frontdoor.options import Options, flag, parse_options, variable
+from worker.frontdoor.tools import CallFormat
 
 UPSTREAM = ("--upstream", "http://127.0.0.1:1, http://[::1]:2/")
 
@@ -41,6 +42,24 @@ def test_third_party_processors_are_the_workers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        ([], {}, None),
+        (["--", "--dyn-tool-call-parser", "hermes"], {}, CallFormat("hermes")),
+        (["--", "--dyn-tool-call-parser=a", "--dyn-tool-call-parser", "phi4"], {}, CallFormat("phi4")),
+        (["--", "--dyn-reasoning-parser=qwen3"], {"DYN_TOOL_CALL_PARSER": "hermes"}, CallFormat("hermes", "answer")),
+        (["--", "--dyn-tool-call-parser", "pythonic"], {}, None),
+        (["--tool-call-format", "none", "--", "--dyn-tool-call-parser", "hermes"], {}, None),
+        (["--tool-call-format", "mistral"], {"DYN_TOOL_CALL_PARSER": "hermes"}, CallFormat("mistral")),
+    ],
+)
+def test_the_format_of_calls_is_the_workers(
+    argv: list[str], environ: dict[str, str], expected: CallFormat | None
+) -> None:
+    assert parse_options([*UPSTREAM, *argv], environ).calls == expected
+
+
+@pytest.mark.parametrize(
     ("argv", "environ", "named"),
     [
         ([], {}, "--upstream is required"),
@@ -49,6 +68,7 @@ def test_third_party_processors_are_the_workers() -> None:
         ([*UPSTREAM, "--port", "70000"], {}, "--port must be a port number"),
         ([*UPSTREAM, "--body-limit-mib", "0"], {}, "--body-limit-mib must be an integer of at least 1"),
         ([*UPSTREAM, "--send-timeout-s", "0"], {}, "--send-timeout-s must be a number of seconds above 0"),
+        ([*UPSTREAM, "--tool-call-format", "pythonic"], {}, "--tool-call-format must be one of hermes"),
         ([*UPSTREAM, "--zzz", "1"], {}, "--zzz"),
         (UPSTREAM, {variable("zzz"): "1"}, "unknown environment variable FRONT_DOOR_ZZZ"),
         (UPSTREAM, {"FRONT_DOOR_PORT": "x"}, "FRONT_DOOR_PORT must be"),

@@ -19,6 +19,7 @@ from worker.frontdoor import fields as fields_module
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, FIELDS, TABLES, stop_limit
 from worker.frontdoor.requests import METADATA_HEADER, rewritten
+from worker.frontdoor.tools import CallFormat
 
 CATALOG = Catalog.default()
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -31,15 +32,22 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type":
 MIN_TOKENS = {"name": "min_tokens", "args": {"n": 3}}
 
 
-def sent(path: str = CHAT, headers: dict[bytes, bytes] | None = None, **fields: Any) -> Any:
+HERMES = CallFormat("hermes")
+
+
+def sent(
+    path: str = CHAT, headers: dict[bytes, bytes] | None = None, calls: CallFormat | None = None, **fields: Any
+) -> Any:
     """What the frontend gets of a request with these fields beside the required ones."""
     body = json.dumps({**BASE[path], **fields}).encode()
-    return json.loads(rewritten(path, body, headers or {}, CATALOG))
+    return json.loads(rewritten(path, body, headers or {}, CATALOG, calls))
 
 
-def refusal(path: str = CHAT, headers: dict[bytes, bytes] | None = None, **fields: Any) -> Refused:
+def refusal(
+    path: str = CHAT, headers: dict[bytes, bytes] | None = None, calls: CallFormat | None = None, **fields: Any
+) -> Refused:
     with pytest.raises(Refused) as caught:
-        sent(path, headers, **fields)
+        sent(path, headers, calls, **fields)
     assert caught.value.status == 400
     assert json.loads(caught.value.body())["error"]["param"] == caught.value.param
     return caught.value
@@ -92,6 +100,100 @@ def test_processors_become_the_annotation(path: str) -> None:
     body = sent(path, logits_processors=[MIN_TOKENS], logit_bias={"5": 3})
     assert "logits_processors" not in body
     assert [each["name"] for each in selected(body)["processors"]] == ["min_tokens", "logit_bias"]
+
+
+TAGS = {"type": "triggered_tags", "triggers": ["<a>"], "tags": []}
+TAG = {"begin": "<a>", "end": "</a>"}
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"format": {**TAGS, "tags": [{**TAG, "content": {"type": "regex", "pattern": "a"}}]}},
+        {"structures": [{**TAG, "schema": {}}], "triggers": ["<a>"]},
+    ],
+)
+def test_a_structural_tag_becomes_the_processor(wanted: Any) -> None:
+    body = sent(response_format={"type": "structural_tag", **wanted}, seed=1)
+    assert "response_format" not in body
+    (processor,) = selected(body)["processors"]
+    assert processor["name"] == "structural_tag"
+    assert processor["args"]["format"]["tags"][0]["begin"] == "<a>"
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+OTHER = {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "auto": ({}, {"choice": "auto"}, {}),
+    "null": ({"tool_choice": None, "parallel_tool_calls": None}, {"choice": "auto"}, {}),
+    "none": ({"tool_choice": "none"}, {"choice": "none"}, {"tool_choice": "none"}),
+    "required": ({"tool_choice": "required"}, {"choice": "required"}, {"tool_choice": "auto"}),
+    "named": ({"tool_choice": NAMED}, {"choice": "required", "tool": "f"}, {"tool_choice": "auto"}),
+    "one at a time": ({"parallel_tool_calls": False}, {"choice": "auto", "parallel": False}, {}),
+    "json": (
+        {"response_format": SCHEMA},
+        {"answer": {"type": "json_schema", "json_schema": {"type": "object"}}},
+        {},
+    ),
+    "any json": (
+        {"response_format": {"type": "json_object"}},
+        {"answer": {"type": "json_schema", "json_schema": {"type": "object"}}},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tools_become_the_processor(name: str) -> None:
+    """The frontend gets no forced call any more, for which it would have a schema of its own."""
+    fields, expected, kept = CALLS[name]
+    body = sent(calls=HERMES, tools=[TOOL, OTHER], logit_bias={"5": 1}, **fields)
+    first, second = selected(body)["processors"]
+    assert (first["name"], second["name"]) == ("logit_bias", "tool_calls")
+    args = {"parallel": True, "format": "hermes", "choice": "auto", **expected}
+    assert {key: value for key, value in second["args"].items() if key != "tools"} == args
+    assert [each["name"] for each in second["args"]["tools"]] == ["f", "g"]
+    assert "response_format" not in body
+    assert body["tools"] == [TOOL, OTHER]
+    assert {key: value for key, value in body.items() if key == "tool_choice"} == kept
+
+
+def test_tools_of_a_model_that_thinks_bind_its_answer() -> None:
+    (processor,) = selected(sent(calls=CallFormat("mistral", "answer"), tools=[TOOL]))["processors"]
+    assert processor["args"]["scope"] == "answer"
+    assert processor["args"]["format"] == "mistral"
+
+
+def test_strict_tools_are_strict_with_a_format() -> None:
+    strict = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object"}}}
+    (processor,) = selected(sent(calls=HERMES, tools=[strict]))["processors"]
+    assert processor["args"]["tools"] == [{"name": "f", "parameters": {"type": "object"}}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tools": [OTHER], "tool_choice": NAMED}, "tool_choice.function.name"),
+        ({"tools": [OTHER], "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [OTHER, {"type": "function", "function": {"name": "a b"}}]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": 3}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools"),
+    ],
+)
+def test_tools_that_cannot_be_enforced_are_named(fields: dict[str, Any], param: str) -> None:
+    error = refusal(calls=HERMES, **fields)
+    assert error.param is not None
+    assert error.param.startswith(param)
+
+
+def test_tools_beside_a_selection_in_the_header() -> None:
+    header = {METADATA_HEADER: b'{"version": 1}'}
+    assert refusal(headers=header, calls=HERMES, tools=[TOOL]).param == "tools"
+    assert sent(headers=header, tools=[TOOL])["tools"] == [TOOL]
 
 
 def test_an_object_may_ask_for_receipt_deadline_and_order() -> None:
@@ -191,6 +293,22 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         CHAT,
         {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
         "tools[0].function.strict",
+    ),
+    "forced without tools": (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    "forced and formatted": (
+        CHAT,
+        {"tools": [TOOL], "tool_choice": "required", "response_format": SCHEMA},
+        "response_format",
+    ),
+    "structural tag": (
+        CHAT,
+        {"response_format": {"type": "structural_tag", "format": {"type": "tag"}}},
+        "response_format.format.type",
+    ),
+    "old structural tag": (
+        CHAT,
+        {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["a"]}},
+        "response_format.tags",
     ),
     "allowed tools": (
         CHAT,
@@ -316,18 +434,18 @@ JSON = st.recursive(
 )
 
 
-@given(path=st.sampled_from(sorted(TABLES)), data=st.data())
-def test_any_request_is_refused_or_sent_on(path: str, data: st.DataObject) -> None:
+@given(path=st.sampled_from(sorted(TABLES)), calls=st.sampled_from([None, HERMES]), data=st.data())
+def test_any_request_is_refused_or_sent_on(path: str, calls: CallFormat | None, data: st.DataObject) -> None:
     """Nothing is lost: what is not sent on under its name is selected, or asked for nothing."""
     fields = data.draw(st.dictionaries(st.sampled_from(sorted(TABLES[path])) | st.text(max_size=4), JSON, max_size=4))
     try:
-        after = json.loads(rewritten(path, json.dumps(fields).encode(), {}, CATALOG))
+        after = json.loads(rewritten(path, json.dumps(fields).encode(), {}, CATALOG, calls))
     except Refused:
         return
     for name, value in fields.items():
         if after.get(name) != value and name not in ("nvext", "stream_options"):
             field = TABLES[path][name]
-            assert value is None or field.removed
+            assert value is None or field.removed or name in ("tool_choice", "response_format")
             if field.fate == "honoured":
                 assert not value or "nvext" in after
 

@@ -9,11 +9,15 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import h11
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from adapters.catalog import ANNOTATION, Catalog
 from worker.frontdoor.http import AnswerEnd, BadAnswer
 from worker.frontdoor.options import Options
+from worker.frontdoor.request_reader import Head, RequestReader, plain_head
 from worker.frontdoor.server import CATALOGUE, FrontDoor, protocol_factory
 from worker.frontdoor.upstreams import Upstream, Upstreams
 
@@ -234,6 +238,221 @@ async def test_one_connection_for_many_requests() -> None:
         assert data.count(b"HTTP/1.1 ") == 4
         assert [part[:3] for part in data.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400", b"200", b"200"]
         assert len(at.frontends[0].requests) == 2
+
+
+class Keeping(Frontend):
+    """A frontend that answers many requests on one connection; each entry of `connections` is
+    their number.
+    """
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.connections: list[int] = []
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(self.connections)
+        self.connections.append(0)
+        self.writers.append(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+                self.requests.append(head + await reader.readexactly(length))
+                self.connections[number] += 1
+                await self.script(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def keeping(script: Script) -> AsyncIterator[tuple[House, Keeping]]:
+    frontend = Keeping(script)
+    await frontend.start()
+    built = House([frontend])
+    await built.start()
+    try:
+        yield built, frontend
+    finally:
+        await built.stop()
+
+
+async def test_a_connection_to_a_frontend_is_kept_for_the_next_request() -> None:
+    """Whether or not the client keeps its own; two at a time need two."""
+    async with keeping(say_stream) as (at, frontend):
+        for _ in range(3):
+            assert await at.ask(post()) == STREAM
+        assert await at.ask(post(close=False) + post()) == STREAM + STREAM
+        assert frontend.connections == [5]
+        assert not any(b"onnection" in request for request in frontend.requests)
+        assert await asyncio.gather(at.ask(post()), at.ask(post())) == [STREAM] * 2
+        assert sum(frontend.connections) == 7
+        assert len(frontend.connections) == 2
+
+
+async def test_a_kept_connection_that_was_closed_costs_a_second_attempt() -> None:
+    async with keeping(say_ok) as (at, frontend):
+        await at.ask(post())
+        (upstream,) = at.options.upstream
+        (connection,) = upstream.idle
+        connection.connection_lost = lambda exc: None  # type: ignore[method-assign]  # it is not known yet
+        frontend.writers[0].transport.abort()
+        del connection.connection_lost  # type: ignore[attr-defined]
+        assert (await at.ask(post())).endswith(b"{}")
+        assert frontend.connections == [1, 1]
+
+
+async def test_a_frontend_that_dies_on_the_second_attempt_too_is_a_502() -> None:
+    answers = 0
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal answers
+        answers += 1
+        if answers > 1:
+            raise ConnectionError
+        await say_ok(reader, writer)
+
+    async with keeping(say) as (at, frontend):
+        assert (await at.ask(post())).endswith(b"{}")
+        assert error_of(await at.ask(post()))[0] == 502
+        assert frontend.connections == [2, 1]
+
+
+async def test_nothing_of_an_answer_is_asked_for_twice() -> None:
+    """A kept connection that dies within an answer cuts it."""
+    answers = 0
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal answers
+        answers += 1
+        writer.write(STREAM if answers == 1 else STREAM[:-9])
+        await writer.drain()
+        if answers > 1:
+            raise ConnectionError
+
+    async with keeping(say) as (at, frontend):
+        assert await at.ask(post()) == STREAM
+        assert await at.ask(post()) == STREAM[:-9]
+        assert frontend.connections == [2]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nConnection: Close\r\n\r\n{}",
+        b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+    ],
+)
+async def test_a_connection_that_the_frontend_closes_is_not_kept(answer: bytes) -> None:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+
+    async with keeping(say) as (at, frontend):
+        for _ in range(2):
+            assert await at.ask(post()) == answer
+        assert frontend.connections == [1, 1]
+
+
+async def test_a_client_that_leaves_takes_its_connection_with_it() -> None:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(frontend.requests) == 1:
+            await say_ok(reader, writer)
+        else:
+            writer.write(STREAM_HEAD + chunked(EVENTS[0]))
+            assert await reader.read() == b""
+            frontend.gone.set()
+
+    async with keeping(say) as (at, frontend):
+        await at.ask(post())
+        reader, writer = await at.connect()
+        writer.write(post())
+        await asyncio.wait_for(reader.readuntil(b"\n\n"), WAIT_S)
+        writer.close()
+        await asyncio.wait_for(frontend.gone.wait(), WAIT_S)
+        assert at.options.upstream[0].idle == []
+
+
+async def test_bytes_that_nobody_asked_for_close_a_kept_connection() -> None:
+    """They would be taken for the next answer."""
+    async with keeping(say_ok) as (at, frontend):
+        await at.ask(post())
+        frontend.writers[0].write(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx")
+        while at.options.upstream[0].idle:
+            await asyncio.sleep(0.001)
+        assert (await at.ask(post())).endswith(b"{}")
+
+
+async def test_a_large_request_gets_a_new_connection() -> None:
+    large = json.dumps({"model": "m", "messages": [], "user": "a" * 300_000}).encode()
+    async with keeping(say_ok) as (at, frontend):
+        await at.ask(post())
+        assert (await at.ask(post(large))).endswith(b"{}")
+        assert frontend.connections == [1, 1]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/responses?stream=1"])
+async def test_endpoints_that_would_drop_fields_are_not_served(path: str) -> None:
+    async with house(say_ok) as at:
+        status, error = error_of(await at.ask(post(b'{"model": "m", "input": "a"}', path=path)))
+        assert (status, error["code"]) == (404, "unsupported_endpoint")
+        assert at.frontends[0].requests == []
+
+
+NAMES = st.sampled_from(["Host", "host", "Content-Length", "X-A", "Expect", "Transfer-Encoding", "Upgrade", "X A", ""])
+VALUES = st.text(st.characters(max_codepoint=255), max_size=6) | st.sampled_from(["3", "+3", "chunked", " 3 ", "a\tb"])
+
+
+@given(
+    method=st.sampled_from(["GET", "POST", "get", "CONNECT", ""]),
+    target=st.sampled_from(["/", "/v1/a?b=c#d", "/\xe9", "*", "http://a/", "/a b", ""]),
+    version=st.sampled_from(["HTTP/1.1", "HTTP/1.0", "HTTP/1.1 ", "http/1.1"]),
+    headers=st.lists(st.tuples(NAMES, VALUES), max_size=5),
+    end=st.sampled_from(["\r\n", "\n"]),
+)
+def test_h11_reads_every_plain_head_alike(
+    method: str, target: str, version: str, headers: list[tuple[str, str]], end: str
+) -> None:
+    lines = [f"{method} {target} {version}", *(f"{name}: {value}" for name, value in headers), "", ""]
+    data = end.join(lines).encode("latin-1")
+    plain = plain_head(data + b"rest")
+    if plain is None:
+        return
+    head, length = plain
+    parser = h11.Connection(h11.SERVER)
+    parser.receive_data(data)
+    request = parser.next_event()
+    assert isinstance(request, h11.Request)
+    assert length == len(data)
+    assert (head.method, head.target, head.version) == (request.method, request.target, request.http_version)
+    assert head.lines == [(bytes(name), bytes(value)) for name, value in request.headers.raw_items()]
+    assert head.headers == dict(request.headers)
+    assert int(head.headers.get(b"content-length", b"0")) == int(dict(request.headers).get(b"content-length", b"0"))
+
+
+def test_the_heads_of_usual_clients_are_plain() -> None:
+    for data in (post(), get("/v1/models?x=1"), post(b"", "Accept: */*", "Authorization: Bearer a", "X-Odd: \u00e9")):
+        assert plain_head(data) is not None
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_a_request_is_read_however_it_is_cut(step: int) -> None:
+    reader, read = RequestReader(), []
+    data = post(CHAT_BODY, close=False) + b"next"
+    for start in range(0, len(data), step):
+        reader.feed(data[start : start + step])
+        while RequestReader.END not in read and (part := reader.next()) is not None:
+            read.append(part)
+    head, *parts = read
+    assert isinstance(head, Head)
+    assert (head.method, head.target) == (b"POST", b"/v1/chat/completions")
+    assert b"".join(part for part in parts if isinstance(part, bytes)) == CHAT_BODY
+    assert reader.trailing == b"next"
 
 
 async def test_http_1_0_gets_what_http_1_0_can_read() -> None:

@@ -129,16 +129,27 @@ def _messages(value: Any, body: Body) -> None:
             _known_keys(f"{path}.content[{j}]", part, _PART_KEYS)
 
 
+_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "text": ("type",),
+    "json_object": ("type",),
+    "json_schema": ("type", "json_schema"),
+    "structural_tag": ("type", "format", "structures", "triggers"),
+}
+"""The keys of each type of ``response_format``."""
+
+
 def _response_format(value: Any, body: Body) -> None:
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in ("text", "json_object", "json_schema"):
-        raise FieldRefused("response_format.type", f"must be text, json_object or json_schema, got {shown(str(kind))}")
-    _known_keys("response_format", value, ("type", "json_schema") if kind == "json_schema" else ("type",))
+    if not isinstance(kind, str) or kind not in _FORMATS:
+        raise FieldRefused("response_format.type", f"must be one of {', '.join(_FORMATS)}, got {shown(str(kind))}")
+    _known_keys("response_format", value, _FORMATS[kind])
     if kind == "json_schema":
         schema = value.get("json_schema")
         _known_keys("response_format.json_schema", schema, ("name", "description", "schema", "strict"))
         if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
             raise FieldRefused("response_format.json_schema.schema", "must be a JSON Schema")
+    if kind != "text" and body.get("tools") and forces_call(body):
+        raise FieldRefused("response_format", "cannot be given beside a tool_choice that forces a call")
 
 
 def _stream_options(value: Any, body: Body) -> None:
@@ -149,23 +160,17 @@ def _stream_options(value: Any, body: Body) -> None:
 
 
 def _tools(value: Any, body: Body) -> None:
-    forced = _forces_tool(body)
     for i, tool in enumerate(value if isinstance(value, list) else ()):
         path = f"tools[{i}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind != "function":
             raise FieldRefused(f"{path}.type", f"must be function, got {shown(str(kind))}")
         _known_keys(path, tool, ("type", "function"))
-        function = tool.get("function")
-        _known_keys(f"{path}.function", function, ("name", "description", "parameters", "strict"))
-        if isinstance(function, dict) and function.get("strict") and not forced:
-            raise FieldRefused(
-                f"{path}.function.strict",
-                'is kept only with a tool_choice that forces a call: "required" or a function',
-            )
+        _known_keys(f"{path}.function", tool.get("function"), ("name", "description", "parameters", "strict"))
 
 
-def _forces_tool(body: Body) -> bool:
+def forces_call(body: Body) -> bool:
+    """Whether ``tool_choice`` asks for a call, of any tool or of one."""
     choice = body.get("tool_choice")
     return choice == "required" or isinstance(choice, dict)
 
@@ -174,12 +179,8 @@ def _tool_choice(value: Any, body: Body) -> None:
     if isinstance(value, dict) and value.get("type") != "function":
         raise FieldRefused("tool_choice.type", f"must be function, got {shown(str(value.get('type')))}")
     _known_keys("tool_choice", value, ("type", "function"))
-
-
-def _parallel_tool_calls(value: Any, body: Body) -> None:
-    choice = body.get("tool_choice")
-    if value is False and body.get("tools") and choice != "none" and not isinstance(choice, dict):
-        raise FieldRefused("parallel_tool_calls", "false is kept only with a tool_choice that names the function")
+    if forces_call(body) and not body.get("tools"):
+        raise FieldRefused("tool_choice", "forces a call, and there are no tools")
 
 
 def _top_logprobs(value: Any, body: Body) -> None:
@@ -191,10 +192,10 @@ def _guide(name: str) -> Check:
     def check(value: Any, body: Body) -> None:
         if value in ([], ""):
             raise FieldRefused(name, "must not be empty")
-        guides = [other for other in _GUIDES if body.get(other) is not None]
+        guides = [other for other in GUIDES if body.get(other) is not None]
         if isinstance(body.get("response_format"), dict) and body["response_format"].get("type") != "text":
             guides.append("response_format")
-        if body.get("tools") and _forces_tool(body):
+        if body.get("tools") and forces_call(body):
             guides.append("tool_choice")
         if len(guides) > 1:
             raise FieldRefused(name, f"cannot be given beside {', '.join(g for g in guides if g != name)}")
@@ -215,7 +216,7 @@ def _nvext(value: Any, body: Body) -> None:
 
 
 _BOTH = (CHAT, COMPLETIONS)
-_GUIDES = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+GUIDES = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 _TEXT_ONLY = "this worker serves text only"
 _OLD = "is deprecated; use tools and tool_choice"
 _TEMPLATE = "For the chat template."
@@ -277,29 +278,31 @@ FIELDS: tuple[Field, ...] = (
         "response_format",
         (CHAT,),
         "honoured",
-        "json_object and json_schema run as processors, whatever strict says. Refused: other types, unknown keys.",
+        "json_object, json_schema and structural_tag run as processors, whatever strict says. "
+        "Refused: other types, unknown keys, beside a forced call.",
         _response_format,
     ),
     _row(
         "tools",
         (CHAT,),
-        "frontend",
-        "For the chat template and the tool-call parser. Refused: custom tools; strict: true without a forced call.",
+        "honoured",
+        f"{_TEMPLATE} With a format of calls every call is held to its schema; without one strict: true needs a forced "
+        "call. Refused: custom tools.",
         _tools,
     ),
     _row(
         "tool_choice",
         (CHAT,),
         "honoured",
-        "required and a named function run as the processor json_schema. Refused: allowed_tools, custom.",
+        "Runs as the processor tool_calls; without a format of calls a forced call runs as json_schema, and none only "
+        "leaves out the tools. Refused: allowed_tools, custom.",
         _tool_choice,
     ),
     _row(
         "parallel_tool_calls",
         (CHAT,),
-        "frontend",
-        "Refused: false, unless there are no tools, none may be called, or one is named.",
-        _parallel_tool_calls,
+        "honoured",
+        "Without a format of calls false is refused, unless there are no tools, none may be called, or one is named.",
     ),
     _row("reasoning_effort", (CHAT,), "frontend", _TEMPLATE),
     _refused("n", _BOTH, "more than one choice cannot be streamed; send one request per choice", 1),
@@ -341,7 +344,7 @@ FIELDS: tuple[Field, ...] = (
     _row("bad_words_token_ids", _BOTH, "honoured", "Runs as the processor bad_words."),
     *(
         _row(name, _BOTH, "honoured", f"Runs as the processor {processor}. {_ONE_GUIDE}", _guide(name))
-        for name, processor in zip(_GUIDES, ("json_schema", "regex", "grammar", "choice"), strict=True)
+        for name, processor in zip(GUIDES, ("json_schema", "regex", "grammar", "choice"), strict=True)
     ),
     _row("guided_decoding_backend", _BOTH, "no effect", "Refused: another one than llguidance.", _guide_backend),
     _refused("guided_whitespace_pattern", _BOTH, "is not supported"),
@@ -369,3 +372,6 @@ def _by_path(path: str) -> Mapping[str, Field]:
 
 TABLES: Mapping[str, Mapping[str, Field]] = {path: _by_path(path) for path in _BOTH}
 """The fields of each endpoint, by name."""
+
+UNCHECKED = ("/v1/responses", "/v1/messages", "/v1/generate")
+"""Endpoints of the frontend that generate text too, and drop what they do not know."""

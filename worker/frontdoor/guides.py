@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from adapters.catalog import MAX_BYTES
 from worker.frontdoor.fields import Body
+from worker.frontdoor.tools import Made
 
 _PROCESSORS = {
     "guided_json": ("json_schema", "schema"),
@@ -20,8 +22,8 @@ LONGEST = MAX_BYTES // 2
 """Characters of JSON; a longer guide stays where it is, because a selection has less room."""
 
 
-def take_guide(fields: Body) -> tuple[str, dict[str, Any]] | None:
-    """Take the guide out of ``fields``: its field, and the processor that stands for it.
+def guide_as_processor(fields: Body) -> Made | None:
+    """The processor that stands for a guide, which is taken out of ``fields``.
 
     None, and nothing is changed, if there is none, or if it has to stay: one beside tools is the
     tool-call parser's business.
@@ -33,8 +35,12 @@ def take_guide(fields: Body) -> tuple[str, dict[str, Any]] | None:
         if processor is not None and len(json.dumps(processor)) <= LONGEST:
             del fields[name]
             fields.pop("guided_decoding_backend", None)
-            return name, processor
+            return Made(processor, partial(_blamed, name))
     return None
+
+
+def _blamed(name: str, path: str) -> str:
+    return name
 
 
 def _processor(name: str, value: Any) -> dict[str, Any] | None:

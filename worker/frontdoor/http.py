@@ -1,43 +1,30 @@
-"""HTTP/1.1 beside h11, which parses the clients' requests: heads that go to a frontend, answers of
-the front door's own, and the end of an answer whose bytes are passed on.
-"""
+"""HTTP/1.1 of answers: the front door's own, and the end of one whose bytes are passed on."""
 
 from __future__ import annotations
 
 from http import HTTPStatus
 
-import h11
-
-_HOP_BY_HOP = frozenset(
-    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"content-length",
+        b"expect",
+        b"keep-alive",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
 )
+"""Headers that are not sent on; the length is the front door's own."""
+
 MAX_HEAD = 64 * 1024
 """Largest head of a request or an answer, in bytes."""
 
 
 class BadAnswer(Exception):
     """A frontend answered what is not HTTP/1.1."""
-
-
-def request_head(request: h11.Request, connection: bytes, num_bytes: int | None, keep_alive: bool) -> bytes:
-    """The head to send to a frontend, with the client's headers but those of one connection.
-
-    Args:
-        request: Of the client.
-        connection: Its Connection header, which names headers that end here too.
-        num_bytes: Length of the body, None if it has none.
-        keep_alive: Whether the client's connection stays open; else the answer shall say so.
-    """
-    dropped = _HOP_BY_HOP | {name.strip().lower() for name in connection.split(b",")}
-    lines = [b"%b %b HTTP/%b" % (request.method, request.target, request.http_version)]
-    for name, value in request.headers.raw_items():
-        if name.lower() not in dropped and name.lower() != b"content-length":
-            lines.append(b"%b: %b" % (name, value))
-    if num_bytes is not None:
-        lines.append(b"content-length: %d" % num_bytes)
-    if not keep_alive:
-        lines.append(b"connection: close")
-    return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
 def answer(status: int, body: bytes, *, keep_alive: bool, head_only: bool = False, headers: bytes = b"") -> bytes:
@@ -68,6 +55,7 @@ class AnswerEnd:
         self._chunked = False
         self._line = b""
         self._trailers = False
+        self._stays = False
         self.complete = False
 
     @property
@@ -79,6 +67,11 @@ class AnswerEnd:
     def until_close(self) -> bool:
         """Whether the answer ends with the connection."""
         return self.begun and not self._chunked and self._remaining is None
+
+    @property
+    def stays_open(self) -> bool:
+        """Whether the connection may carry another answer after this one."""
+        return self.complete and self._stays
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes. Raises `BadAnswer`."""
@@ -114,6 +107,7 @@ class AnswerEnd:
             self._head = b""  # the answer proper is still to come
             return rest
         self._head = None
+        self._stays = words[0] == b"HTTP/1.1"
         self._begin_body(status, lines)
         return rest
 
@@ -121,7 +115,9 @@ class AnswerEnd:
         headers = {}
         for line in lines:
             name, _, value = line.partition(b":")
-            headers[name.strip().lower()] = value.strip().lower()
+            headers[name.strip().lower()] = value = value.strip().lower()
+            if name.strip().lower() == b"connection" and b"close" in value:
+                self._stays = False
         if self._head_only or status in (204, 304):
             self._remaining, self.complete = 0, True
         elif b"chunked" in headers.get(b"transfer-encoding", b""):

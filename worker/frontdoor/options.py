@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.processors.structural import FORMATS
 from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.errors import ConfigurationError
+from worker.frontdoor.tools import CallFormat
 from worker.frontdoor.upstreams import Upstream
 
 ENVIRONMENT_PREFIX = "FRONT_DOOR_"
+NO_FORMAT = "none"
 
 
 def _port(text: str) -> int:
@@ -40,6 +43,12 @@ def _upstreams(text: str) -> tuple[Upstream, ...]:
         return tuple(Upstream.of(url.strip()) for url in text.split(","))
     except ValueError:
         raise ValueError("http://host:port, several separated by commas") from None
+
+
+def _call_format(text: str) -> str:
+    if text != NO_FORMAT and text not in FORMATS:
+        raise ValueError(f"one of {', '.join(FORMATS)} or {NO_FORMAT}")
+    return text
 
 
 def _text(text: str) -> str:
@@ -74,12 +83,32 @@ class Options:
     )
     connect_timeout_s: float = _option(2.0, "Seconds to wait for a connection to a frontend.", _seconds)
     drain_timeout_s: float = _option(120.0, "Seconds that answers under way get after SIGTERM.", _seconds)
+    tool_call_format: str | None = _option(
+        None,
+        f"How the models write tool calls, which are then held to their tools: {', '.join(FORMATS)}, or {NO_FORMAT}. "
+        "By default the workers' --dyn-tool-call-parser.",
+        _call_format,
+    )
     logits_processor: tuple[str, ...] = ()
     allow_logits_processors: tuple[str, ...] = ()
-    carries_guides: bool = False
-    """Whether grammars go to the workers as processors: Dynamo's frontend does not migrate guides.
-    With a reasoning parser they stay guides, because those begin after the thinking.
-    """
+    dyn_tool_call_parser: str | None = None
+    dyn_reasoning_parser: str | None = None
+    migration: str = "off"
+
+    @property
+    def carries_guides(self) -> bool:
+        """Whether grammars go to the workers as processors: Dynamo's frontend does not migrate
+        guides. With a reasoning parser they stay guides, because those begin after the thinking.
+        """
+        return self.migration == "on" and self.dyn_reasoning_parser is None
+
+    @property
+    def calls(self) -> CallFormat | None:
+        """How the models write tool calls, None if calls are not held to anything."""
+        name = self.tool_call_format or self.dyn_tool_call_parser
+        if name not in FORMATS:
+            return None
+        return CallFormat(name, "answer" if self.dyn_reasoning_parser else "all")
 
 
 def flag(name: str) -> str:
@@ -101,8 +130,8 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
     """Read the options: the command line wins over the environment, both over the defaults.
 
     Arguments after ``--`` are those of the workers behind: which third-party processors they take,
-    the front door takes too, and whether they migrate. The workers' environment variables count as
-    well.
+    the front door takes too, their tool-call parser, and whether they migrate. The workers'
+    environment variables count as well.
 
     Raises:
         ConfigurationError: an option is unknown, malformed or missing.
@@ -113,7 +142,7 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
     parser = _Parser(
         prog="python -m worker.frontdoor",
         description="An OpenAI-compatible endpoint before Dynamo's frontends: every control arrives or is refused.",
-        epilog="Arguments after -- are the workers'; of them, those about third-party processors count here too.",
+        epilog="Arguments after -- are the workers'; those about processors and parsers count here too.",
         allow_abbrev=False,
     )
     for name, field in table.items():
@@ -134,24 +163,34 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
             values[name] = _read(table[name].metadata["parse"], text, flag(name))
     if not values.get("upstream"):
         raise ConfigurationError("--upstream is required")
-    of_workers = _of_workers(workers, environ)
-    migrates = of_workers.pop("migration", "off") == "on"
-    thinks = of_workers.pop("dyn_reasoning_parser", None) is not None
-    return Options(**values, **of_workers, carries_guides=migrates and not thinks)
+    return Options(**values, **_of_workers(workers, environ))
 
 
-_SHARED = ("logits_processor", "allow_logits_processors", "migration", "dyn_reasoning_parser")
+_WORKERS = (
+    "logits_processor",
+    "allow_logits_processors",
+    "dyn_tool_call_parser",
+    "dyn_reasoning_parser",
+    "migration",
+)
 
 
 def _of_workers(workers: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Of the options in `_SHARED`, those that the workers' arguments and environment set."""
-    options = [option for option in WORKER_OPTIONS if option.name in _SHARED]
+    """What the workers' own arguments and environment say of requests: which third-party processors
+    they take, how their models write tool calls and thinking, and whether requests migrate.
+    """
+    options = [option for option in WORKER_OPTIONS if option.name in _WORKERS]
     parser = _Parser(allow_abbrev=False, add_help=False)
     for option in options:
         parser.add_argument(option.flag, dest=option.name, action="append")
     given = vars(parser.parse_known_args(workers)[0])  # the rest is the workers' alone
-    texts = {option: ",".join(given[option.name] or ()) or environ.get(option.env) for option in options}
+    texts = {option: _joined(option.name, given[option.name]) or environ.get(option.env) for option in options}
     return {option.name: option.read(text, option.flag) for option, text in texts.items() if text}
+
+
+def _joined(name: str, texts: Sequence[str] | None) -> str:
+    """An option that may be repeated, as one text; of another the last."""
+    return ",".join((texts or ()) if name.endswith(("processor", "processors")) else (texts or ())[-1:])
 
 
 def _read(parse: Callable[[str], Any], text: str, source: str) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from adapters.catalog import ANNOTATION, METADATA_KEY, Catalog, Selection, SelectionError, parse_selection
@@ -12,7 +13,14 @@ from adapters.client import from_openai_logit_bias
 from worker.errors import InvalidRequest
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import TABLES, Body, shown
-from worker.frontdoor.guides import take_guide
+from worker.frontdoor.guides import guide_as_processor
+from worker.frontdoor.tools import (
+    CallFormat,
+    Made,
+    check_without_format,
+    structural_tag_as_processor,
+    tools_as_processor,
+)
 from worker.requests.fields import client_annotations
 
 METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
@@ -22,7 +30,13 @@ _SELECTION_FIELD = "logits_processors"
 
 
 def rewritten(
-    path: str, body: bytes, headers: Mapping[bytes, bytes], catalog: Catalog, *, carries_guides: bool = False
+    path: str,
+    body: bytes,
+    headers: Mapping[bytes, bytes],
+    catalog: Catalog,
+    calls: CallFormat | None = None,
+    *,
+    carries_guides: bool = False,
 ) -> bytes:
     """The body to send to the frontend: ``body`` itself if there is nothing to change.
 
@@ -31,6 +45,7 @@ def rewritten(
         body: As the client sent it.
         headers: Of the request, names in lower case.
         catalog: The processors that requests may name.
+        calls: How the models write tool calls, None if that is not known.
         carries_guides: Guides become processors, so that the frontend migrates the request.
 
     Raises:
@@ -38,11 +53,25 @@ def rewritten(
     """
     fields = parsed(body)
     _check(path, fields)
-    guide = take_guide(fields) if carries_guides and METADATA_HEADER not in headers else None
-    selected = _with_selection(fields, headers, catalog, guide)
-    if _without_idle_fields(path, fields) or selected:
+    num_fields = len(fields)
+    made = _made(fields, calls, carries_guides and METADATA_HEADER not in headers)
+    selected = _with_selection(fields, made, headers, catalog)
+    if _without_idle_fields(path, fields) or selected or len(fields) != num_fields:
         return _encoded(fields)
     return body
+
+
+def _made(fields: Body, calls: CallFormat | None, carries_guides: bool) -> list[Made]:
+    """The processors that fields stand for; the fields that nobody behind needs are taken out."""
+    if calls is None:
+        check_without_format(fields)
+    found = [
+        _bias_as_processor(fields.pop("logit_bias", None)),
+        structural_tag_as_processor(fields),
+        None if calls is None else tools_as_processor(fields, calls),
+        guide_as_processor(fields) if carries_guides else None,
+    ]
+    return [made for made in found if made is not None]
 
 
 def parsed(body: bytes) -> Body:
@@ -120,15 +149,13 @@ def _without_idle_fields(path: str, fields: Body) -> bool:
     return True
 
 
-def _with_selection(
-    fields: Body, headers: Mapping[bytes, bytes], catalog: Catalog, guide: tuple[str, dict[str, Any]] | None
-) -> bool:
-    """Turn ``logits_processors``, ``logit_bias`` and the guide into the annotation that the worker
-    reads; whether that changed ``fields``.
+def _with_selection(fields: Body, made: Sequence[Made], headers: Mapping[bytes, bytes], catalog: Catalog) -> bool:
+    """Turn ``logits_processors`` and ``made`` into the annotation that the worker reads; whether
+    there is anything to turn.
 
     The selection is checked as far as that needs no model, wherever it came from.
     """
-    chosen, bias = fields.pop(_SELECTION_FIELD, None), fields.pop("logit_bias", None)
+    chosen = fields.pop(_SELECTION_FIELD, None)
     annotations = _annotations(fields.get("nvext"))
     places = [text for text in annotations if text.startswith(ANNOTATION)]
     header = headers.get(METADATA_HEADER)
@@ -136,22 +163,20 @@ def _with_selection(
         raise FieldRefused(
             _SELECTION_FIELD, "processors are selected more than once; give one field, annotation or header"
         )
-    if header is not None and bias:
-        raise FieldRefused("logit_bias", f"cannot be given beside the header {METADATA_HEADER.decode()}")
+    if header is not None and made:
+        raise FieldRefused(made[0].blamed(""), f"cannot be given beside the header {METADATA_HEADER.decode()}")
     if places:
         _checked(places[0][len(ANNOTATION) :], catalog, lambda path: f"nvext.annotations: {ANNOTATION}{path}")
     if header is not None:
         _checked(header.decode("latin-1"), catalog, lambda path: f"{METADATA_HEADER.decode()}: {path}")
-    if not chosen and not bias and guide is None:
-        return chosen is not None or bias is not None
+    if not chosen and not made:
+        return False
 
     selection = json.loads(places[0][len(ANNOTATION) :]) if places else _selection_of(chosen)
     listed = list(selection.get("processors", ()))
-    added = ([("logit_bias", _bias_processor(bias))] if bias else []) + ([guide] if guide is not None else [])
-    selection["processors"] = listed + [each for _, each in added]
+    selection["processors"] = listed + [each.processor for each in made]
     text = json.dumps(selection, separators=(",", ":"))
-    named = _naming(len(listed), [name for name, _ in added], isinstance(chosen, list))
-    receipt = _checked(text, catalog, named).receipt
+    receipt = _checked(text, catalog, _naming(len(listed), made, isinstance(chosen, list))).receipt
     _annotate(fields, places, ANNOTATION + text, bool(receipt))
     return True
 
@@ -179,22 +204,27 @@ def _selection_of(chosen: Any) -> dict[str, Any]:
     raise FieldRefused(_SELECTION_FIELD, "must be a list of processors, or an object that has one as processors")
 
 
-def _bias_processor(bias: Any) -> dict[str, Any]:
+def _bias_as_processor(bias: Any) -> Made | None:
+    if bias is None or bias == {}:
+        return None
     if not isinstance(bias, dict):
         raise FieldRefused("logit_bias", f"must be an object of token ids and numbers, got {type(bias).__name__}")
     try:
-        return from_openai_logit_bias(bias)
+        return Made(from_openai_logit_bias(bias), lambda path: "logit_bias")
     except ValueError as error:
         raise FieldRefused("logit_bias", str(error).removeprefix("logit_bias: ")) from None
 
 
-def _naming(num_listed: int, added: list[str], is_list: bool) -> Callable[[str], str]:
+_ENTRY = re.compile(r"processors\[(\d+)\](.*)", re.DOTALL)
+
+
+def _naming(num_listed: int, made: Sequence[Made], is_list: bool) -> Callable[[str], str]:
     """How the client calls a path in the selection that was made from its fields."""
 
     def name(path: str) -> str:
-        for number, field in enumerate(added, num_listed):
-            if path.startswith(f"processors[{number}]"):
-                return field
+        entry = _ENTRY.fullmatch(path)
+        if entry and num_listed <= int(entry[1]) < num_listed + len(made):
+            return made[int(entry[1]) - num_listed].blamed(entry[2])
         if is_list and path.startswith("processors"):
             return _SELECTION_FIELD + path.removeprefix("processors")
         return f"{_SELECTION_FIELD}.{path}" if path else _SELECTION_FIELD

@@ -12,19 +12,17 @@ import hashlib
 import hmac
 import json
 import logging
-import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
-
-import h11
 
 from adapters.catalog import Catalog
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.fields import TABLES
-from worker.frontdoor.http import MAX_HEAD, AnswerEnd, BadAnswer, answer, request_head
+from worker.frontdoor.fields import TABLES, UNCHECKED
+from worker.frontdoor.http import AnswerEnd, answer
 from worker.frontdoor.options import Options
+from worker.frontdoor.request_reader import Head, RequestReader
 from worker.frontdoor.requests import rewritten
-from worker.frontdoor.upstreams import NoUpstream, Upstreams
+from worker.frontdoor.upstreams import NoUpstream, Upstream, UpstreamConnection, Upstreams
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +38,11 @@ MAX_PIPELINED = 64 * 1024
 
 BODIES_AT_ONCE = 16
 """Bodies of the largest size that are in memory at a time."""
+
+REPEATABLE = 256 * 1024
+"""Size of the largest request that may take a kept connection: it is held until its answer begins,
+in case the frontend has closed that connection.
+"""
 
 LINGER_S = 5.0
 """How long a refused client may go on sending, so that it gets to read why."""
@@ -58,6 +61,7 @@ class FrontDoor:
     def __init__(self, options: Options, catalog: Catalog, upstreams: Upstreams, keys: Collection[str] = ()) -> None:
         self.options = options
         self.catalog = catalog
+        self.calls = options.calls
         self.upstreams = upstreams
         self.catalogue = json.dumps(catalog.as_json()).encode()
         self.connections: set[ClientConnection] = set()
@@ -99,6 +103,7 @@ class FrontDoor:
             logger.warning("%d connections closed before their answers ended", len(self.connections))
         for connection in list(self.connections):
             connection.abort()
+        self.upstreams.close()
 
 
 def _digest(key: bytes) -> bytes:
@@ -116,9 +121,8 @@ class ClientConnection(asyncio.Protocol):
         self._door = door
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._parser = _parser()
-        self._request: h11.Request | None = None
-        self._headers: dict[bytes, bytes] = {}
+        self._reader = RequestReader()
+        self._request: Head | None = None
         self._body: list[bytes] = []
         self._num_bytes = 0
         self._path = ""
@@ -130,6 +134,7 @@ class ClientConnection(asyncio.Protocol):
         self._paused = False  # the client does not keep up
         self._connecting: asyncio.Task[None] | None = None
         self._upstream: UpstreamConnection | None = None
+        self._sent: bytes | None = None  # the request, if it may have to be sent again
         self._timer: asyncio.TimerHandle | None = None
 
     # What the event loop calls.
@@ -153,7 +158,7 @@ class ClientConnection(asyncio.Protocol):
         elif not self._head_begun:
             self._head_begun = True
             self._expect(self._door.options.header_timeout_s)
-        self._parser.receive_data(data)
+        self._reader.feed(data)
         self._advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -182,38 +187,34 @@ class ClientConnection(asyncio.Protocol):
     def _advance(self) -> None:
         try:
             while not (self._answering or self._paused) and self._transport is not None:
-                event = self._parser.next_event()
-                if event is h11.NEED_DATA:
-                    self._continue()
+                part = self._reader.next()
+                if part is None:
+                    if self._reader.awaits_continue:
+                        self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
                     return
-                if isinstance(event, h11.Request):
-                    self._begin(event)
-                elif isinstance(event, h11.Data):
-                    self._add(bytes(event.data))
-                elif isinstance(event, h11.EndOfMessage):
+                if isinstance(part, Head):
+                    self._begin(part)
+                elif part is RequestReader.END:
                     self._cancel_timer()
                     self._answer()
                 else:
-                    return
-        except h11.RemoteProtocolError as error:
-            self._refuse(Refused(error.error_status_hint, f"this is not HTTP/1.1 as it should be: {error}"))
+                    self._add(part)
         except Refused as refused:
             self._refuse(refused)
 
-    def _continue(self) -> None:
-        if self._parser.they_are_waiting_for_100_continue:
-            self._write(self._parser.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-
-    def _begin(self, request: h11.Request) -> None:
+    def _begin(self, request: Head) -> None:
         self._request = request
-        headers = self._headers = dict(request.headers)
+        headers = request.headers
         closes = b"close" in headers.get(b"connection", b"").lower()
-        self._keep_alive = request.http_version == b"1.1" and not closes and not self._door.draining
+        self._keep_alive = request.version == b"1.1" and not closes and not self._door.draining
         self._expect(self._door.options.body_timeout_s)
         if not request.target.startswith(b"/"):
             raise Refused(400, "the request's target must be a path")
         method, self._path = request.method.decode(), request.target.partition(b"?")[0].decode("latin-1")
         self._door.authorize(method, self._path, headers.get(b"authorization", b""))
+        if method == "POST" and self._path in UNCHECKED:
+            problem = f"{self._path} is not served: fields of its requests would be dropped; use /v1/chat/completions"
+            raise Refused(404, problem, code="unsupported_endpoint")
         self._check_length(int(headers.get(b"content-length", b"0")))
         if self._rewrites() and headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise Refused(415, "a compressed body is not supported", "content-encoding")
@@ -250,16 +251,21 @@ class ClientConnection(asyncio.Protocol):
         if self._path == CATALOGUE:
             self._answer_catalogue(request)
             return
-        body = b"".join(self._body)
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         if self._rewrites():
-            carries_guides = self._door.options.carries_guides
-            body = rewritten(self._path, body, self._headers, self._door.catalog, carries_guides=carries_guides)
-        has_body = bool(body) or b"content-length" in self._headers
-        connection = self._headers.get(b"connection", b"")
-        head = request_head(request, connection, len(body) if has_body else None, self._keep_alive)
-        self._connecting = self._loop.create_task(self._relay(head + body))
+            body = rewritten(
+                self._path,
+                body,
+                request.headers,
+                self._door.catalog,
+                self._door.calls,
+                carries_guides=self._door.options.carries_guides,
+            )
+        has_body = bool(body) or b"content-length" in request.headers
+        last = request.version == b"1.0" or self._door.draining
+        self._relay(request.sent_on(len(body) if has_body else None, close=last) + body)
 
-    def _answer_catalogue(self, request: h11.Request) -> None:
+    def _answer_catalogue(self, request: Head) -> None:
         if request.method not in (b"GET", b"HEAD"):
             allow = b"allow: GET, HEAD\r\n"
             self._write(answer(405, Refused(405, "use GET").body(), keep_alive=self._keep_alive, headers=allow))
@@ -268,22 +274,34 @@ class ClientConnection(asyncio.Protocol):
             self._write(answer(200, self._door.catalogue, keep_alive=self._keep_alive, head_only=head_only))
         self._next_request()
 
-    async def _relay(self, data: bytes) -> None:
-        assert self._request is not None
-        upstream = self._upstream = UpstreamConnection(self, AnswerEnd(self._request.method == b"HEAD"))
+    def _relay(self, data: bytes) -> None:
+        turn = self._door.upstreams.in_turn()
+        if turn[0].idle and len(data) <= REPEATABLE:
+            self._upstream, self._sent = turn[0].idle.pop(), data
+            self._send(self._upstream, data)
+        else:
+            self._connecting = self._loop.create_task(self._connect(turn, data))
+
+    async def _connect(self, turn: Sequence[Upstream], data: bytes) -> None:
+        upstream = self._upstream = UpstreamConnection()
         try:
-            await self._door.upstreams.connect(lambda: upstream)
+            await self._door.upstreams.connect(turn, upstream)
         except NoUpstream:
             self._connecting = self._upstream = None
             self._refuse(Refused(503, "no frontend can be reached", kind="server_error"))
             return
         if self._upstream is upstream:  # it may have gone already
             self._connecting = None
-            self._free_body()
-            upstream.send(data)
+            self._send(upstream, data)
+
+    def _send(self, upstream: UpstreamConnection, data: bytes) -> None:
+        self._free_body()
+        assert self._request is not None
+        upstream.begin(self, AnswerEnd(self._request.method == b"HEAD"), data)
 
     def received(self, data: bytes) -> None:
         """Bytes of the answer."""
+        self._sent = None
         if self._transport is not None:
             self._transport.write(data)
 
@@ -297,8 +315,12 @@ class ClientConnection(asyncio.Protocol):
         """The frontend has gone before the end of the answer; ``begun``: bytes of it have been
         passed on.
         """
-        self._upstream = self._connecting = None
+        upstream, data = self._upstream, self._sent
+        self._upstream = self._connecting = self._sent = None
         if self._transport is None:
+            return
+        if upstream is not None and upstream.upstream is not None and data is not None and not begun:
+            self._connecting = self._loop.create_task(self._connect([upstream.upstream], data))
             return
         logger.warning("a frontend did not finish its answer: %s", reason)
         if begun:
@@ -312,14 +334,14 @@ class ClientConnection(asyncio.Protocol):
         if not self._keep_alive or self._door.draining:
             self._close()
             return
-        data, _ = self._parser.trailing_data
-        self._parser = _parser()
+        data = self._reader.trailing
+        self._reader = RequestReader()
         self._request, self._path, self._ahead, self._answering = None, "", 0, False
         self._free_body()
         self._head_begun = bool(data)
         if data:
             self._expect(self._door.options.header_timeout_s)
-            self._parser.receive_data(data)
+            self._reader.feed(data)
             self._loop.call_soon(self._advance)  # not deeper into the stack with each of them
         else:
             self._expect(self._door.options.idle_timeout_s)
@@ -399,85 +421,6 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(Refused(408, "the request took too long to arrive"))
         else:
             self.abort()
-
-
-def _parser() -> h11.Connection:
-    return h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD)
-
-
-class UpstreamConnection(asyncio.Protocol):
-    """The connection to a frontend for one request.
-
-    Args:
-        client: Whom the answer goes to.
-        end: Looks for the end of the answer.
-    """
-
-    def __init__(self, client: ClientConnection, end: AnswerEnd) -> None:
-        self._client: ClientConnection | None = client
-        self._end = end
-        self._transport: asyncio.Transport | None = None
-        self._begun = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-    def send(self, data: bytes) -> None:
-        """Send the request."""
-        if self._transport is not None:
-            self._transport.write(data)
-
-    def data_received(self, data: bytes) -> None:
-        if self._client is None:
-            return
-        try:
-            self._end.feed(data)
-        except BadAnswer as error:
-            self._fail(str(error))
-            return
-        self._begun = True
-        self._client.received(data)
-        if self._end.complete:
-            self._finish()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        if self._client is None:
-            return
-        if self._end.until_close and exc is None:
-            self._finish()
-        else:
-            self._fail(str(exc or "it closed the connection"))
-
-    def pause(self) -> None:
-        """Read no more for now."""
-        if self._transport is not None:
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        """Read again."""
-        if self._transport is not None:
-            self._transport.resume_reading()
-
-    def abort(self) -> None:
-        """The client has gone: so must its request."""
-        self._client = None
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _finish(self) -> None:
-        client, self._client = self._client, None
-        if self._transport is not None:
-            self._transport.close()
-        assert client is not None
-        client.answered(self._end.until_close)
-
-    def _fail(self, reason: str) -> None:
-        client = self._client
-        self.abort()
-        assert client is not None
-        client.failed(self._begun, reason)
 
 
 def protocol_factory(door: FrontDoor) -> Callable[[], ClientConnection]:

@@ -1,18 +1,33 @@
-"""The frontends behind the front door: who is next, and who was dead a moment ago."""
+"""The frontends behind the front door: who is next, who was dead a moment ago, and connections.
+
+A connection is kept for the next request where the answer leaves it open. One that a frontend has
+closed meanwhile is found out when it is used: before anything of an answer has come, the request is
+sent once more, on a new connection to the same frontend.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol, cast
 from urllib.parse import urlsplit
+
+from worker.frontdoor.http import AnswerEnd, BadAnswer
 
 logger = logging.getLogger(__name__)
 
 SKIP_S = 2.0
 """How long a frontend that could not be reached is tried after the others."""
+
+IDLE_S = 30.0
+"""How long a connection is kept without a request."""
+
+MAX_IDLE = 256
+"""Connections to one frontend that are kept without a request."""
 
 
 class NoUpstream(Exception):
@@ -27,11 +42,13 @@ class Upstream:
         host: Name or address.
         port: Of its HTTP server.
         dead_until: Monotonic time until which it is tried last.
+        idle: Connections without a request, the last used at the end.
     """
 
     host: str
     port: int
     dead_until: float = 0.0
+    idle: list[UpstreamConnection] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     def of(cls, url: str) -> Upstream:
@@ -71,25 +88,158 @@ class Upstreams:
         self._num_requests += 1
         return alive[start:] + alive[:start] + dead
 
-    async def connect(self, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
-        """A new connection to the first that takes one; nothing has been sent on it.
+    async def connect(self, turn: Sequence[Upstream], connection: UpstreamConnection) -> None:
+        """Connect to the first of ``turn`` that takes it; nothing has been sent.
 
         Raises:
             NoUpstream: none does.
         """
         loop = asyncio.get_running_loop()
-        for upstream in self.in_turn():
-            connecting = loop.create_connection(protocol, upstream.host, upstream.port)
+        for upstream in turn:
+            connecting = loop.create_connection(lambda: connection, upstream.host, upstream.port)
             try:
-                transport, _ = await asyncio.wait_for(connecting, self._connect_timeout_s)
+                await asyncio.wait_for(connecting, self._connect_timeout_s)
             except (OSError, asyncio.TimeoutError) as error:
                 self._bury(upstream, error)
             else:
                 upstream.dead_until = 0.0
-                return transport
+                connection.upstream = upstream
+                return
         raise NoUpstream
+
+    def close(self) -> None:
+        """Close the connections without a request."""
+        for upstream in self._upstreams:
+            for connection in list(upstream.idle):
+                connection.abort()
 
     def _bury(self, upstream: Upstream, error: Exception) -> None:
         if not upstream.dead_until:  # it was alive
             logger.warning("frontend %s cannot be reached: %s", upstream, error or type(error).__name__)
         upstream.dead_until = self._now() + SKIP_S
+
+
+class Client(Protocol):
+    """Whom an answer goes to."""
+
+    def received(self, data: bytes) -> None:
+        """Bytes of the answer."""
+
+    def answered(self, closes: bool) -> None:
+        """The answer is complete; ``closes``: its end is that of the connection."""
+
+    def failed(self, begun: bool, reason: str) -> None:
+        """The frontend has gone before the end of the answer; ``begun``: bytes of it have come."""
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """A connection to a frontend: one request at a time, and its answer.
+
+    Attributes:
+        upstream: The frontend, once it is connected.
+        reused: Whether the request is not the first one.
+    """
+
+    def __init__(self) -> None:
+        self.upstream: Upstream | None = None
+        self.reused = False
+        self._client: Client | None = None
+        self._end = AnswerEnd()
+        self._transport: asyncio.Transport | None = None
+        self._begun = False
+        self._paused = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, client: Client, end: AnswerEnd, data: bytes) -> None:
+        """Send a request.
+
+        Args:
+            client: Whom the answer goes to.
+            end: Looks for its end.
+            data: The request.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer, self.reused = None, True
+        self._client, self._end, self._begun = client, end, False
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def data_received(self, data: bytes) -> None:
+        client = self._client
+        if client is None:
+            self.abort()  # nothing was asked
+            return
+        try:
+            self._end.feed(data)
+        except BadAnswer as error:
+            self._fail(str(error))
+            return
+        self._begun = True
+        client.received(data)
+        if self._end.complete:
+            self._finish()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._client is None:
+            self._forget()
+        elif self._end.until_close and exc is None:
+            self._finish()
+        else:
+            self._fail(str(exc or "it closed the connection"))
+
+    def pause(self) -> None:
+        """Read no more for now."""
+        if self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._transport is not None and self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """The client has gone: so must its request. Idempotent."""
+        self._client = None
+        self._forget()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _finish(self) -> None:
+        client, self._client = self._client, None
+        self._keep()
+        assert client is not None
+        client.answered(self._end.until_close)
+
+    def _keep(self) -> None:
+        """Keep the connection for the next request, or close it."""
+        if self._transport is None:
+            return
+        sent = self._transport.get_write_buffer_size() == 0 and not self._transport.is_closing()
+        if not (sent and self._end.stays_open and self.upstream and len(self.upstream.idle) < MAX_IDLE):
+            self._transport.close()
+            return
+        self.resume()
+        self._timer = asyncio.get_running_loop().call_later(IDLE_S, self.abort)
+        self.upstream.idle.append(self)
+
+    def _forget(self) -> None:
+        """No request may take this connection any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.upstream is not None and self in self.upstream.idle:
+            self.upstream.idle.remove(self)
+
+    def _fail(self, reason: str) -> None:
+        client = self._client
+        self.abort()
+        assert client is not None
+        client.failed(self._begun, reason)

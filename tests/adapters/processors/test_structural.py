@@ -190,6 +190,51 @@ def test_parallel_calls(name: str) -> None:
         assert "stopped" in follow(calls(name, choice=choice, parallel=False), two)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_call_where_none_may_come(name: str) -> None:
+    none = calls(name, choice="none")
+    assert follow(none, "No call, <f=one> and {} too.") == "complete"
+    assert "stopped" in follow(none, f"Let me see. {CALLS[name]}")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_of_its_own_beside_calls(name: str) -> None:
+    """As tools beside a ``response_format``: calls alone, or what was asked for."""
+    either = calls(name, answer={"type": "json_schema", "json_schema": {"const": {"name": "x"}}})
+    assert follow(either, CALLS[name]) == "complete"
+    assert follow(either, '{"name":"x"}') == "complete"
+    for text in ("", "text", '{"name":"y"}', "{" + CALLS[name], f"{CALLS[name]} text", '{"name":"x"}' + CALLS[name]):
+        assert follow(either, text) != "complete"
+    pattern = calls(name, answer={"type": "regex", "pattern": "[0-9]+"}, parallel=False)
+    assert follow(pattern, "42") == follow(pattern, CALLS[name]) == "complete"
+    with pytest.raises(ValidationError, match="answer needs the choice auto"):
+        calls(name, choice="required", answer={"type": "regex", "pattern": "a"})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        True,
+        {},
+        {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        {"type": ["object", "null"]},
+        {"anyOf": [{"const": 3}, {"type": "object"}]},
+        {"$ref": "#/$defs/any", "$defs": {"any": {}}},
+    ],
+)
+def test_arguments_are_an_object(parameters: Any) -> None:
+    processor = calls("hermes", tools=[{"name": "one", "parameters": parameters}])
+    assert follow(processor, CALLS["hermes"]) == "complete"
+    for other in ("3", "null", "[]", '"a"'):
+        assert "stopped" in follow(processor, CALLS["hermes"].replace('{"a":1}', other))
+
+
+@pytest.mark.parametrize("parameters", [{"type": "string"}, {"type": ["array", "null"]}, {"const": 3}, False])
+def test_arguments_that_can_be_no_object_are_refused(parameters: Any) -> None:
+    with pytest.raises(ArgumentError, match="tools"):
+        calls("hermes", tools=[{"name": "one", "parameters": parameters}])
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [

@@ -1,0 +1,148 @@
+"""Tools and structured answers of a chat as logits processors.
+
+Dynamo's frontend gives ``tools`` to the chat template and looks for calls in the finished text;
+only a call that ``tool_choice`` forces is held to its schema, as JSON in place of the model's own
+format. Where the front door is told in which format the model writes calls, every call is held to
+the name of a tool and to the schema of its parameters, by the processor ``tool_calls``, and the
+frontend parses what comes out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adapters.client import from_openai_tools, processor
+from adapters.contract import Scope
+from adapters.processors.structural import format_of
+from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.fields import Body, forces_call
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How the served models write tool calls.
+
+    Attributes:
+        name: ``format`` of the processor ``tool_calls``.
+        scope: ``answer`` for models that think.
+    """
+
+    name: str
+    scope: Scope = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A processor that stands for a field of the request.
+
+    Attributes:
+        processor: Its entry in the selection.
+        blamed: What the client calls a path in the entry, such as ``.args.tools[1].name``.
+    """
+
+    processor: Mapping[str, Any]
+    blamed: Callable[[str], str]
+
+
+def check_without_format(fields: Body) -> None:
+    """Refuse what only `tool_calls` could keep. Raises `FieldRefused`."""
+    choice = fields.get("tool_choice")
+    tools = fields.get("tools")
+    if fields.get("parallel_tool_calls") is False and tools and choice != "none" and not isinstance(choice, dict):
+        raise FieldRefused("parallel_tool_calls", "false is kept only with a tool_choice that names the function")
+    for i, tool in enumerate(tools if isinstance(tools, list) and not forces_call(fields) else ()):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(function, dict) and function.get("strict"):
+            raise FieldRefused(
+                f"tools[{i}].function.strict",
+                'is kept only with a tool_choice that forces a call: "required" or a function',
+            )
+
+
+def tools_as_processor(fields: Body, format: CallFormat) -> Made | None:
+    """The processor that holds calls to ``tools``; None without tools.
+
+    What the processor now does is taken out of ``fields``: a ``tool_choice`` that forces a call, in
+    which place the frontend would put a JSON Schema, and a ``response_format``, which is that of an
+    answer without calls.
+
+    Raises:
+        FieldRefused: the tools cannot be enforced.
+    """
+    tools = fields.get("tools")
+    if not isinstance(tools, list) or not tools:
+        return None
+    choice = _or(fields.get("tool_choice"), "auto")
+    parallel = _or(fields.get("parallel_tool_calls"), True)
+    if not isinstance(choice, str | dict) or not isinstance(parallel, bool):
+        return None  # the frontend refuses it
+    _check_names(tools, choice)
+    try:
+        made = from_openai_tools(
+            tools, choice, format=format.name, parallel_tool_calls=parallel, **_scope(format), **_answer(fields, choice)
+        )
+    except ValueError as error:
+        problem = str(error)
+        raise FieldRefused("tool_choice" if problem.startswith("tool_choice") else "tools", problem) from None
+    if forces_call(fields):
+        fields["tool_choice"] = "auto"
+    return Made(made, _blamed_tool)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _scope(format: CallFormat) -> dict[str, Any]:
+    return {} if format.scope == "all" else {"scope": format.scope}
+
+
+def _check_names(tools: list[Any], choice: str | dict[str, Any]) -> None:
+    names: list[Any] = []
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if name in names:
+            raise FieldRefused(f"tools[{i}].function.name", "is the name of an earlier tool")
+        names.append(name)
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        if not isinstance(function, dict) or function.get("name") not in names:
+            raise FieldRefused("tool_choice.function.name", "is the name of none of the tools")
+
+
+def _answer(fields: Body, choice: str | dict[str, Any]) -> dict[str, Any]:
+    """The argument for what an answer without calls must be, taken out of ``fields``."""
+    wanted = fields.get("response_format")
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if choice != "auto" or kind not in ("json_object", "json_schema"):
+        return {}
+    assert isinstance(wanted, dict)
+    schema = wanted["json_schema"]["schema"] if kind == "json_schema" else {"type": "object"}
+    del fields["response_format"]
+    return {"answer": {"type": "json_schema", "json_schema": schema}}
+
+
+def _blamed_tool(path: str) -> str:
+    found = re.match(r"\.args\.tools\[(\d+)\](.*)", path)
+    if found:
+        return f"tools[{found[1]}].function{found[2]}"
+    if path.startswith(".args.answer"):
+        return "response_format" + path.removeprefix(".args.answer.json_schema").removeprefix(".args.answer")
+    return "tools"
+
+
+def structural_tag_as_processor(fields: Body) -> Made | None:
+    """The processor of a ``response_format`` of type ``structural_tag``, which is taken out of
+    ``fields``; None if it is of another type.
+    """
+    wanted = fields.get("response_format")
+    if not isinstance(wanted, dict) or wanted.get("type") != "structural_tag":
+        return None
+    del fields["response_format"]
+    where = "response_format.format" if "format" in wanted else "response_format"
+    made = processor("structural_tag", format=format_of(wanted))
+    return Made(made, lambda path: where + path.removeprefix(".args.format"))
