@@ -73,6 +73,12 @@ def _text(text: str) -> str:
     return text
 
 
+def _url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", text):
+        raise ValueError("an http:// or https:// URL")
+    return text
+
+
 def _positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
         raise ValueError("an integer of at least 1")
@@ -278,6 +284,9 @@ class Arguments:
         "Write one line of JSON to standard output when a request has ended (docs/debugging.md); true, false, or the "
         "flag alone.",
         parse=_truth,
+    )
+    otlp_endpoint: str | None = _option(
+        None, "URL of an OpenTelemetry collector that takes spans of requests, over HTTP (docs/metrics.md).", parse=_url
     )
     disaggregation_mode: str = _option(
         "aggregated", "Role of this worker.", choices=("aggregated", "agg", "prefill", "decode")

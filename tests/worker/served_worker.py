@@ -19,11 +19,15 @@ class Client:
     def __init__(self, worker: WorkerEngine) -> None:
         self.worker = worker
         self.metadata: dict[str, str] = {}
+        self.headers: dict[str, str] | None = None
         self.num_requests = 0
 
     def id(self) -> str:
         self.num_requests += 1
         return f"request-{self.num_requests}"
+
+    def trace_headers(self) -> dict[str, str] | None:
+        return self.headers
 
     async def ask(
         self, prompt: list[int], *processors: Any, receipt: Any = True, order: Sequence[str] = (), **request: Any

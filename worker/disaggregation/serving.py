@@ -176,8 +176,5 @@ class TransferMetrics:
         yield CounterMetricFamily("dlw_kv_received_bytes", f"{received}, bytes.", value=found.get("bytes", 0))
         seconds = found.get("seconds", 0.0)
         yield CounterMetricFamily("dlw_kv_received_seconds", f"{received}, seconds from start to end.", value=seconds)
-        if "used_blocks" in found:
-            used = "KV blocks that requests own: running, or pinned for transfer."
-            yield GaugeMetricFamily("dlw_kv_used_blocks", used, value=found["used_blocks"])
         leased = self._engine.num_leased()
         yield GaugeMetricFamily("dlw_kv_leased_prompts", "Prompts whose KV is leased to decode workers.", value=leased)

@@ -26,7 +26,7 @@ from worker.arguments import Arguments
 from worker.build import Built, build
 from worker.disaggregation.seal import Seal
 from worker.disaggregation.serving import DisaggregatedServing, Part, TransferMetrics
-from worker.engines import EngineInfo, ReadKv, SelfReporting, ServingEngine, TokenDelta
+from worker.engines import EngineInfo, Measured, ReadKv, SelfReporting, ServingEngine, TokenDelta
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -40,7 +40,7 @@ from worker.errors import (
 )
 from worker.lifecycle.drain import InFlightRequest, InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
-from worker.metrics import WorkerMetrics
+from worker.metrics import LoadMetrics, WorkerMetrics
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.processors.smoke import SmokeTest
 from worker.request_log import RequestEntry, RequestLog
@@ -51,6 +51,7 @@ from worker.requests.response import ResponseBuilder
 from worker.runtimes import dynamo as runtime
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import for_engine
+from worker.tracing import RequestTracer, to_endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class WorkerEngine(LLMEngine):
     Attributes:
         startup_error: Why `start` failed, for the one line that the operator sees.
         broken: Why the engine cannot serve any more, None while it can.
+        tracer: Makes spans of requests, None without ``--otlp-endpoint``.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class WorkerEngine(LLMEngine):
         self._smoke: SmokeTest | None = None
         self._faults = FaultWindow()
         self._log: RequestLog | None = None
+        self.tracer: RequestTracer | None = None
         self._server: Server | None = None
         self._seeds = random.Random(secrets.randbits(128))  # the system's own would let go of the interpreter each time
         self._shut_down = shut_down
@@ -187,12 +190,16 @@ class WorkerEngine(LLMEngine):
         gc.freeze()  # model and vocabulary stay; collections that look at them would hold up a step for milliseconds
         if self.arguments.log_requests:
             self._log = RequestLog()
+        if self.arguments.otlp_endpoint is not None:
+            self.tracer = to_endpoint(self.arguments.otlp_endpoint, self.arguments.served_model_name)
         self._info = info
         self.in_flight.block_size = info.kv_block_size
         if isinstance(self.engine, SelfReporting):
             self.engine.tell_broken(self._break)
             self.engine.tell_load(self._take_load)
         self.metrics.describe_engine(info)
+        if isinstance(self.engine, Measured):
+            LoadMetrics(self.engine, info, self.metrics.registry)
         if self.arguments.disaggregation_mode != "aggregated":
             TransferMetrics(self.engine, self.disaggregation, self.metrics.registry)
         return runtime.engine_config(info, self.arguments)
@@ -230,6 +237,8 @@ class WorkerEngine(LLMEngine):
         finally:
             if self._log is not None:
                 self._log.write(entry)
+            if self.tracer is not None:
+                self.tracer.ended(entry, runtime.trace_headers(context))
 
     async def _admit(self, entry: RequestEntry, raw: Mapping[str, Any], metadata: Mapping[str, str]) -> _Serving:
         info, chains = self._ready()
@@ -245,7 +254,7 @@ class WorkerEngine(LLMEngine):
             work = self._parameters(request, chains, selection, info, self._seed(request, part))
             has_chain = selection.processors or selection.order or selection.receipt
             params = await (self._while_in_flight(admitted, work) if has_chain else work)
-            entry.seed = params.seed
+            entry.seed, entry.params = params.seed, params
             hidden = params.end_token_ids - request.shown_stop_token_ids
             builder = entry.builder = ResponseBuilder(request, hidden, self._receipt(request, params, selection))
             builder.num_cached_tokens = part.num_cached_tokens
@@ -298,10 +307,13 @@ class WorkerEngine(LLMEngine):
 
     def _chunk(self, serving: _Serving, delta: TokenDelta) -> dict[str, Any] | None:
         self._count_processors(delta)
+        entry = serving.entry
+        entry.queue_times, entry.failure = delta.queue_times, delta.failure
         self.disaggregation.release(serving.admitted)
         chunk = serving.builder.chunk(delta)
         if chunk["token_ids"]:
-            serving.entry.token_sent()
+            is_first = entry.first_token_s is None
+            self.metrics.observe_tokens(len(chunk["token_ids"]), entry.tokens_sent(), is_first=is_first)
         self.in_flight.grow(serving.admitted, len(delta.token_ids))
         self._publish_load()
         if delta.kv is not None:
@@ -367,8 +379,11 @@ class WorkerEngine(LLMEngine):
         self.in_flight.release(serving.admitted)
         self.disaggregation.release(serving.admitted)
         self._publish_load()
-        builder = serving.builder
+        builder, entry = serving.builder, serving.entry
         self.metrics.count_tokens(builder.num_prompt_tokens, builder.num_cached_tokens, builder.num_generated_tokens)
+        if not entry.is_probe:
+            tokens = builder.num_prompt_tokens, builder.num_generated_tokens
+            self.metrics.observe_request(entry.began_s, entry.clock(), entry.queue_times, *tokens)
 
     def _record(self, request_id: str, error: ServingError) -> None:
         outcome = next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "unknown_error")
@@ -435,6 +450,8 @@ class WorkerEngine(LLMEngine):
         await self.engine.stop()
         if self._log is not None:
             await asyncio.to_thread(self._log.close)
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
     async def register_prometheus(self, metrics: Any) -> None:
         register_engine_registry(metrics, self.metrics.registry)

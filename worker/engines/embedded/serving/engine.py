@@ -8,7 +8,7 @@ from itertools import count
 
 import torch
 
-from worker.engines import EngineInfo, KeepKv, KvEventSink, ReadKv, TokenDelta
+from worker.engines import BATCH_SIZES, EngineInfo, EngineLoad, KeepKv, KvEventSink, ReadKv, TokenDelta
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.host import limit_threads
@@ -94,6 +94,7 @@ class EmbeddedEngine:
         self._info: EngineInfo | None = None
         self._thread: StepThread | None = None
         self._connector: KvConnector | None = None
+        self._stepper: Stepper | None = None  # the step thread's; only counts of it are read here
         self._streams: dict[str, Stream] = {}
         self._behind: set[Stream] = set()  # those whose consumers are behind
         self._numbers = count()
@@ -114,6 +115,7 @@ class EmbeddedEngine:
         stepper, info = await asyncio.to_thread(self._load)
         loop = asyncio.get_running_loop()
         self._thread = StepThread(stepper, self._deliver, self._break, loop, self.config.step_timeout_s)
+        self._stepper = stepper
         self._model = stepper.model
         self._connector = stepper.connector
         self._info = info
@@ -165,12 +167,27 @@ class EmbeddedEngine:
         assert self._thread is not None
         self._thread.tell(Listen(sink))
 
+    def load(self) -> EngineLoad:
+        """Its queues and batches now; see `worker.engines.Measured`."""
+        stepper = self._stepper
+        if stepper is None:
+            return EngineLoad(0, 0, 0, 0, [0] * (len(BATCH_SIZES) + 1), 0)
+        queues = stepper.scheduler
+        return EngineLoad(
+            num_waiting=len(queues.waiting),
+            num_running=len(queues.prefilling) + len(queues.decoding),
+            num_used_blocks=queues.num_used_blocks,
+            num_preemptions=queues.num_preemptions,
+            steps_by_batch_size=tuple(stepper.steps_by_batch_size),
+            num_rows=stepper.num_rows,
+        )
+
     def transfers(self) -> dict[str, float]:
-        """KV transfers so far by outcome, seconds that reads took, and blocks in use now."""
+        """KV transfers so far by outcome, and seconds that reads took."""
         if self._connector is None:
             return {}
         connector = self._connector
-        return {**connector.counts, "seconds": connector.seconds, "used_blocks": connector.num_used_blocks}
+        return {**connector.counts, "seconds": connector.seconds}
 
     def migrate_all(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many."""
@@ -179,7 +196,7 @@ class EmbeddedEngine:
     async def stop(self) -> None:
         """Stop the step thread and drop the model. Idempotent."""
         self._end_all(Draining("the engine was stopped"))
-        thread, self._thread, self._model = self._thread, None, None
+        thread, self._thread, self._model, self._stepper = self._thread, None, None, None
         if thread is not None:
             thread.tell(Stop())
             await asyncio.to_thread(thread.join)

@@ -71,10 +71,6 @@ class PinningScheduler(Protocol):
     def has_slot(self) -> bool:
         """Whether one more request may run."""
 
-    @property
-    def num_used_blocks(self) -> int:
-        """Blocks of the store in pages that requests own."""
-
     def arrive(self, request: Request) -> None:
         """Number a request in order of arrival."""
 
@@ -205,11 +201,6 @@ class KvConnector:
     def num_leased(self) -> int:
         """Prompts whose KV is leased to other workers. May be read by any thread."""
         return len(self._leases)
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Blocks of the store in pages that requests own. May be read by any thread."""
-        return self._scheduler.num_used_blocks
 
     @property
     def wait_s(self) -> float | None:
