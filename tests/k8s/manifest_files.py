@@ -66,6 +66,12 @@ class Component:
         return main  # type: ignore[no-any-return]
 
     @property
+    def door(self) -> dict[str, Any]:
+        """The container of the front door, in a frontend's pod."""
+        (door,) = (container for container in self.pod["containers"] if container["name"] == "front-door")
+        return door  # type: ignore[no-any-return]
+
+    @property
     def environ(self) -> dict[str, str]:
         """The operator's variables, then the graph's, then the container's."""
         given = {**OPERATOR_ENVIRON, "DYN_COMPONENT": self.type}

@@ -56,16 +56,18 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
         yield stack
 
 
-def start(stack: Stack, python: Path, part: Component, log: Path) -> Process:
+def start(stack: Stack, python: Path, part: Component, log: Path, *, door: bool = False) -> Process:
     """As a pod would, with the image's packages; ports, paths, network and discovery are this
-    machine's.
+    machine's. ``door``: the front door of the pod.
     """
-    port = str(free_port())
-    here = {"8000": str(stack.http_port), "9090": port, "eth0": "lo"}
-    words = [here.get(word, word).replace("/models/", f"{stack.directory}/models/") for word in part.main["args"]]
+    port, behind = str(free_port()), str(stack.http_port + 1)
+    here = {"8000": str(stack.http_port), "8001": behind, "0.0.0.0": "127.0.0.1", "9090": port, "eth0": "lo"}
+    container = part.door if door else part.main
+    words = [here.get(word, word).replace("/models/", f"{stack.directory}/models/") for word in container["args"]]
+    words = [word.replace(":8001", f":{behind}") for word in words]
     given = {name: here.get(value, value) for name, value in part.environ.items()}
     own = {"HOME": str(stack.directory), "DYN_NAMESPACE_WORKER_SUFFIX": "", "DYN_SYSTEM_PORT": port}
-    command = [str(python), *part.main["command"][1:], *words]
+    command = [str(python), *container["command"][1:], *words]
     return Process(command, {**given, **stack.environ, **own, "DLW_POOL_SECRET": given.get("DLW_POOL_SECRET", "")}, log)
 
 
@@ -77,6 +79,8 @@ def test_the_embedded_image_serves_its_manifests(stack: Stack, image: Path, grap
         for number, part in enumerate(parts):
             process = start(stack, image, part, stack.directory / f"part{number}.log")
             processes.append(process)
+            if part.type == "frontend":
+                processes.append(start(stack, image, part, stack.directory / "door.log", door=True))
             if part.type != "frontend":
                 wait_for(lambda p=process: "Registered endpoint" in p.log or not p.running, f"{part} to register")
             assert process.running, process.log

@@ -17,6 +17,9 @@ from manifest_files import FOLDER, GRAPHS, REPOSITORY, SECRETS, WORKERS, Compone
 
 from worker.arguments import Arguments, parse_arguments
 from worker.disaggregation.seal import SECRET, take_seal
+from worker.frontdoor.options import Options, parse_options
+from worker.frontdoor.server import OPEN_PATHS
+from worker.frontdoor.upstreams import Upstream
 from worker.runtimes.dynamo import SHUTDOWN_LIMIT, allow_drain
 
 RUNTIME_GRACE_PERIOD_S = 5  # of ai-dynamo, where DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS is not set
@@ -50,8 +53,26 @@ def test_the_frontend_reads_its_command_line(component: Component, monkeypatch: 
     assert component.main["command"] == ["python3", "-m", "dynamo.frontend"]
     monkeypatch.setattr("sys.argv", ["frontend", *component.main["args"]])
     config, _, _ = parse_frontend_arguments()
-    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        assert component.main[probe]["httpGet"]["port"] == config.http_port == 8000  # the operator's Service has 8000
+    assert config.http_host == "127.0.0.1"
+    assert door_options(component).upstream == (Upstream("127.0.0.1", config.http_port),)
+
+
+def door_options(component: Component) -> Options:
+    assert component.door["command"] == ["python3", "-m", "worker.frontdoor"]
+    return parse_options(component.door["args"], {entry["name"]: entry["value"] for entry in component.door["env"]})
+
+
+@each_frontend
+def test_the_front_door_is_what_others_reach(component: Component) -> None:
+    """The operator's Service leads to port 8000; no probe could reach the frontend's own."""
+    options = door_options(component)
+    assert (options.host, options.port) == ("0.0.0.0", 8000)
+    assert options.drain_timeout_s < component.pod["terminationGracePeriodSeconds"]
+    assert component.door["image"] == component.main["image"]
+    probes = [part[name] for part in (component.main, component.door) for name in part if name.endswith("Probe")]
+    assert len(probes) == 6
+    assert {probe["httpGet"]["port"] for probe in probes} == {options.port}
+    assert {probe["httpGet"]["path"] for probe in probes} <= OPEN_PATHS
 
 
 @each_frontend
@@ -59,7 +80,8 @@ def test_the_frontend_refuses_large_bodies(component: Component) -> None:
     """As with the launch scripts; `test_k8s_processes.py` sees it refuse one."""
     launched = re.search(r"DYN_HTTP_BODY_LIMIT_MB:-(\d+)", (REPOSITORY / "launch/lib.sh").read_text())
     assert launched is not None
-    assert component.environ["DYN_HTTP_BODY_LIMIT_MB"] == launched[1]
+    assert door_options(component).body_limit_mib == int(launched[1])
+    assert component.environ["DYN_HTTP_BODY_LIMIT_MB"] == str(int(launched[1]) + 1)
 
 
 @each_worker
