@@ -1,4 +1,4 @@
-"""``python -m worker``: check, load, serve, drain; ``python -m worker replay``: `worker.replay`.
+"""``python -m worker``: check, load, serve, drain; with ``replay`` or ``inspect`` first, those.
 
 Exit 0 after a clean drain, 2 for configuration, 1 for the rest.
 """
@@ -27,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from worker.replay import main as replay  # imports torch
 
         return replay(argv[1:])
+    if list(argv[:1]) == ["inspect"]:
+        from worker.inspect import main as inspect  # imports torch
+
+        return inspect(argv[1:])
     try:
         built = build(argv)
     except ConfigurationError as error:

@@ -73,6 +73,12 @@ def _text(text: str) -> str:
     return text
 
 
+def _url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", text):
+        raise ValueError("an http:// or https:// URL")
+    return text
+
+
 def _positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
         raise ValueError("an integer of at least 1")
@@ -308,6 +314,9 @@ class Arguments:
         None,
         "Where workers keep how requests began: file:DIRECTORY, nats:URL or etcd:URL; one for all workers of a pool.",
         parse=_store,
+    )
+    otlp_endpoint: str | None = _option(
+        None, "URL of an OpenTelemetry collector that takes spans of requests, over HTTP (docs/metrics.md).", parse=_url
     )
     disaggregation_mode: str = _option(
         "aggregated", "Role of this worker.", choices=("aggregated", "agg", "prefill", "decode")

@@ -16,6 +16,7 @@ from worker.disaggregation.seal import Seal, take_seal
 from worker.errors import ConfigurationError, StartupError
 from worker.processors.smoke import smoke_enabled
 from worker.runtimes import dynamo as runtime
+from worker.tracing import check_endpoint
 
 if TYPE_CHECKING:
     from worker.engines import ServingEngine
@@ -55,6 +56,7 @@ def build(argv: Sequence[str] | None = None) -> Built:
     check_adapters_package()
     check_runtime(arguments)
     check_engine(arguments)
+    check_endpoint(arguments.otlp_endpoint)
     check_model(arguments)
     if arguments.runtime == "dynamo":
         runtime.check_ports(os.environ)

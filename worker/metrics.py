@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from worker.engines import EngineInfo
+from worker.engines import BATCH_SIZES, EngineInfo, EngineLoad, Measured, QueueTimes
 from worker.lifecycle.drain import DrainOutcome, InFlightRequests
 from worker.migration.records import BoundaryRecords
 from worker.requests.fields import FIELDS
@@ -30,6 +31,13 @@ OUTCOMES = (
 )
 """How a request can end; each request counts exactly once."""
 
+FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+REQUEST_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
+"""Buckets of histograms: seconds, and tokens of one request."""
+
 _FIELD_LABELS = frozenset(row.path for row in FIELDS)
 
 
@@ -42,6 +50,21 @@ class WorkerMetrics:
         self._refused = self._counter("refused_fields", "Refused requests by the field that was refused.", "field")
         self._tokens = self._counter("tokens", "Tokens by kind.", "kind")
         self._migrated = self._counter("drain_migrated", "Requests that a drain ended, to be migrated.")
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "Time from a request's arrival to its first token, seconds.", FIRST_TOKEN_S
+        )
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds", "Time between tokens of an answer, seconds.", INTER_TOKEN_S
+        )
+        self._queue = self._histogram("queue_time_seconds", "Time in the waiting queue, seconds.", QUEUE_S)
+        self._transfer = self._histogram(
+            "kv_transfer_seconds", "Time that a request waited for its prompt's KV, seconds.", QUEUE_S
+        )
+        self._duration = self._histogram(
+            "request_duration_seconds", "Time from a request's arrival to its end, seconds.", REQUEST_S
+        )
+        self._prompt = self._histogram("prompt_length_tokens", "Tokens of a prompt.", TOKENS)
+        self._answer = self._histogram("answer_length_tokens", "Tokens of an answer.", TOKENS)
         num_in_flight = Gauge(PREFIX + "in_flight_requests", "Requests admitted and not ended.", registry=self.registry)
         num_in_flight.set_function(lambda: len(in_flight))
         draining = Gauge(PREFIX + "draining", "1 while the worker drains and admits nothing.", registry=self.registry)
@@ -58,17 +81,15 @@ class WorkerMetrics:
         """Publish what became of migrated requests and of the boundary store."""
         self.registry.register(BoundaryMetrics(boundaries))
 
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, documentation, buckets=buckets, registry=self.registry)
+
     def describe_engine(self, info: EngineInfo) -> None:
         """Publish what the engine is and how large."""
         described = Gauge(PREFIX + "engine_info", "Always 1.", ["engine", "version"], registry=self.registry)
         described.labels(info.name, info.version).set(1)
         sequences = Gauge(PREFIX + "max_num_seqs", "Requests decoded in one step at most.", registry=self.registry)
         sequences.set(info.max_num_seqs)
-
-    def watch_blocks(self, num_used: Callable[[], int]) -> None:
-        """Publish the KV blocks that requests own, read whenever metrics are collected."""
-        used = "KV blocks that requests own: running, or pinned for transfer."
-        Gauge(PREFIX + "kv_used_blocks", used, registry=self.registry).set_function(num_used)
 
     def count_outcome(self, outcome: str) -> None:
         if outcome not in OUTCOMES:
@@ -82,6 +103,40 @@ class WorkerMetrics:
     def count_tokens(self, prompt: int, cached: int, generated: int) -> None:
         for kind, number in (("prompt", prompt), ("cached", cached), ("generated", generated)):
             self._tokens.labels(kind).inc(number)
+
+    def observe_tokens(self, number: int, passed_s: float, *, is_first: bool) -> None:
+        """Tokens of one chunk.
+
+        Args:
+            number: How many, at least 1; that of several was the same time each.
+            passed_s: Since the chunk before, or since the request came.
+            is_first: No token came before.
+        """
+        if is_first:
+            self._first_token.observe(passed_s)
+            return
+        for _ in range(number):
+            self._inter_token.observe(passed_s / number)
+
+    def observe_request(
+        self, began_s: float, ended_s: float, queue_times: QueueTimes | None, prompt: int, generated: int
+    ) -> None:
+        """An admitted request has ended.
+
+        Args:
+            began_s: When it came; monotonic, as the other times.
+            ended_s: When it ended.
+            queue_times: When it left the waiting queue, None if it did not, or is not known.
+            prompt: Tokens of its prompt.
+            generated: Tokens of its answer.
+        """
+        self._duration.observe(ended_s - began_s)
+        self._prompt.observe(prompt)
+        self._answer.observe(generated)
+        if queue_times is not None:
+            self._queue.observe(max(0.0, queue_times.allocated_s - began_s))
+            if queue_times.admitted_s > queue_times.allocated_s:
+                self._transfer.observe(queue_times.admitted_s - queue_times.allocated_s)
 
     def count_drain(self, outcome: DrainOutcome) -> None:
         self._migrated.inc(outcome.num_migrated)
@@ -102,3 +157,40 @@ class BoundaryMetrics(Collector):
         }
         for name, (documentation, value) in counts.items():
             yield CounterMetricFamily(PREFIX + name, documentation, value=value)
+
+
+class LoadMetrics:
+    """Queues, batches and KV use of an engine, read from it whenever they are collected.
+
+    Args:
+        engine: The engine.
+        info: What it tells of itself.
+        registry: Where the metrics go.
+    """
+
+    def __init__(self, engine: Measured, info: EngineInfo, registry: CollectorRegistry) -> None:
+        self._engine = engine
+        self._info = info
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of now; `prometheus_client` calls it."""
+        load = self._engine.load()
+        gauges = (
+            ("waiting_requests", "Requests in the waiting queue.", load.num_waiting),
+            ("running_requests", "Requests in the batch.", load.num_running),
+            ("kv_used_blocks", "KV blocks that requests own: running, or pinned for transfer.", load.num_used_blocks),
+            ("kv_total_blocks", "KV blocks that the engine owns.", self._info.total_kv_blocks),
+        )
+        for name, documentation, value in gauges:
+            yield GaugeMetricFamily(PREFIX + name, documentation, value)
+        yield CounterMetricFamily(
+            PREFIX + "preemptions", "Requests that were preempted, each time.", load.num_preemptions
+        )
+        yield _batch_sizes(load)
+
+
+def _batch_sizes(load: EngineLoad) -> HistogramMetricFamily:
+    bounds = (*(f"{size:.1f}" for size in BATCH_SIZES), "+Inf")
+    buckets = list(zip(bounds, map(float, accumulate(load.steps_by_batch_size)), strict=True))
+    return HistogramMetricFamily(PREFIX + "batch_size_rows", "Sampled rows of a step.", buckets, load.num_rows)

@@ -15,11 +15,16 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from worker.errors import InvalidRequest
 from worker.requests.fields import FIELDS, SECTIONS
 from worker.requests.response import ResponseBuilder
+
+if TYPE_CHECKING:
+    from adapters.chain import ProcessorFailed
+    from worker.engines import QueueTimes
+    from worker.sampling import SamplingParams
 
 LOGGER = "worker.request_log"
 """Name of the logger. Without handlers of the operator's own, its lines go to standard output."""
@@ -48,7 +53,12 @@ class RequestEntry:
         finish_reason: How its answer ended, ``cancelled`` if it was dropped; None with an error.
         error: Class of the error that ended it.
         error_field: Field that was refused.
+        params: What the engine was given, None if the request was refused.
+        queue_times: When it left the waiting queue, where the engine says so.
+        failure: The processor that failed it.
         clock: Monotonic, seconds.
+        began_s: When it came, by `clock`.
+        first_token_s: When its first token was on its way; None before.
     """
 
     request_id: str
@@ -62,17 +72,27 @@ class RequestEntry:
     finish_reason: str | None = None
     error: str | None = None
     error_field: str | None = None
+    params: SamplingParams | None = None
+    queue_times: QueueTimes | None = None
+    failure: ProcessorFailed | None = None
     clock: Callable[[], float] = time.monotonic
-    _began_s: float = field(init=False)
-    _first_token_s: float | None = None
+    began_s: float = field(init=False)
+    first_token_s: float | None = None
+    _last_token_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._began_s = self.clock()
+        self.began_s = self._last_token_s = self.clock()
 
-    def token_sent(self) -> None:
-        """A token is on its way to the client."""
-        if self._first_token_s is None:
-            self._first_token_s = self.clock()
+    def tokens_sent(self) -> float:
+        """Tokens are on their way to the client; returns seconds since the last ones.
+
+        Of the first ones since the request came.
+        """
+        now_s = self.clock()
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        passed_s, self._last_token_s = now_s - self._last_token_s, now_s
+        return passed_s
 
     def failed(self, error: BaseException) -> None:
         """The request ended with an error."""
@@ -82,7 +102,7 @@ class RequestEntry:
     def as_json(self) -> dict[str, Any]:
         """The line's data; the key order is stable."""
         builder = self.builder
-        first_s = None if self._first_token_s is None else round(self._first_token_s - self._began_s, 6)
+        first_s = None if self.first_token_s is None else round(self.first_token_s - self.began_s, 6)
         return {
             "request_id": self.request_id,
             "model": self.model,
@@ -95,7 +115,7 @@ class RequestEntry:
             "error": self.error,
             "error_field": self.error_field,
             "time_to_first_token_s": first_s,
-            "total_s": round(self.clock() - self._began_s, 6),
+            "total_s": round(self.clock() - self.began_s, 6),
             "preemptions": None if builder is None else builder.num_preemptions,
             "processors": list(self.processors),
         }

@@ -21,7 +21,7 @@ from worker import __version__
 from worker.arguments import Arguments
 from worker.disaggregation.seal import Seal
 from worker.disaggregation.serving import DisaggregatedServing, Part, TransferMetrics
-from worker.engines import CountsBlocks, EngineInfo, KeepsAlive, ReadKv, SelfReporting, ServingEngine, TokenDelta
+from worker.engines import EngineInfo, KeepsAlive, Measured, ReadKv, SelfReporting, ServingEngine, TokenDelta
 from worker.errors import (
     BoundaryStoreUnavailable,
     Draining,
@@ -37,7 +37,7 @@ from worker.errors import (
 )
 from worker.lifecycle.drain import InFlightRequest, InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
-from worker.metrics import WorkerMetrics
+from worker.metrics import LoadMetrics, WorkerMetrics
 from worker.migration.records import BoundaryRecords, RequestRecord, UnrecordedRequest, records_of
 from worker.migration.safe_chunks import SafeChunks
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
@@ -49,6 +49,7 @@ from worker.requests.request import GenerationRequest, RequestLimits, parse_requ
 from worker.requests.response import ResponseBuilder
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import for_engine
+from worker.tracing import RequestTracer, to_endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class RequestServer:
     Attributes:
         startup_error: Why `load` failed, for the one line that the operator sees.
         broken: Why the engine cannot serve any more, None while it can.
+        tracer: Makes spans of requests, None without ``--otlp-endpoint``.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class RequestServer:
         self._smoke: SmokeTest | None = None
         self._faults = FaultWindow()
         self._log: RequestLog | None = None
+        self.tracer: RequestTracer | None = None
         self._server: Server | None = None
         self._seeds = random.Random(secrets.randbits(128))  # the system's own would let go of the interpreter each time
         self._shut_down = shut_down
@@ -181,6 +184,8 @@ class RequestServer:
         gc.freeze()  # model and vocabulary stay; collections that look at them would hold up a step for milliseconds
         if self.arguments.log_requests:
             self._log = RequestLog()
+        if self.arguments.otlp_endpoint is not None:
+            self.tracer = to_endpoint(self.arguments.otlp_endpoint, self.arguments.served_model_name)
         self._info = info
         self.in_flight.block_size = info.kv_block_size
         if self.arguments.keepalive_s and self.arguments.disaggregation_mode != "prefill":
@@ -190,14 +195,19 @@ class RequestServer:
             self.engine.tell_broken(self._break)
             self.engine.tell_load(self._take_load)
         self.metrics.describe_engine(info)
-        if isinstance(self.engine, CountsBlocks):
-            self.metrics.watch_blocks(self.engine.num_used_blocks)
+        if isinstance(self.engine, Measured):
+            LoadMetrics(self.engine, info, self.metrics.registry)
         if self.arguments.disaggregation_mode != "aggregated":
             TransferMetrics(self.engine, self.disaggregation, self.metrics.registry)
         return info
 
     async def serve(
-        self, request_id: str, request: Mapping[str, Any], metadata: Mapping[str, str], choice: int = 0
+        self,
+        request_id: str,
+        request: Mapping[str, Any],
+        metadata: Mapping[str, str],
+        choice: int = 0,
+        trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Serve one request. Everything that can refuse it does so before the first chunk.
 
@@ -206,6 +216,7 @@ class RequestServer:
             request: As `worker.requests.fields` has it.
             metadata: Of the runtime, where processors may be selected too.
             choice: Which of several answers to one prompt this is; each is a request of its own.
+            trace: Headers of the W3C trace context that its spans belong to.
 
         Raises:
             ServingError: it was refused, or failed; see `worker.errors`.
@@ -251,6 +262,8 @@ class RequestServer:
         finally:
             if self._log is not None:
                 self._log.write(entry)
+            if self.tracer is not None:
+                self.tracer.ended(entry, trace)
 
     async def _admit(
         self, entry: RequestEntry, raw: Mapping[str, Any], metadata: Mapping[str, str], choice: int
@@ -300,7 +313,7 @@ class RequestServer:
         work = self._parameters(request, chains, selection, info, seed, choice)
         has_chain = selection.processors or selection.order or selection.receipt
         params = await (self._while_in_flight(admitted, work) if has_chain else work)
-        entry.seed = params.seed
+        entry.seed, entry.params = params.seed, params
         hidden = params.end_token_ids - request.shown_stop_token_ids
         receipt = self._receipt(request, params, selection, choice)
         builder = entry.builder = ResponseBuilder(request, hidden, receipt)
@@ -361,6 +374,8 @@ class RequestServer:
         if delta.is_empty:
             return {"token_ids": [], "index": delta.index} if self.arguments.keepalive_s else None
         self._count_processors(delta)
+        entry = serving.entry
+        entry.queue_times, entry.failure = delta.queue_times, delta.failure
         self.disaggregation.release(serving.admitted)
         self.in_flight.grow(serving.admitted, len(delta.token_ids))
         self._publish_load()
@@ -371,7 +386,8 @@ class RequestServer:
             delta = safe
         chunk = serving.builder.chunk(delta)
         if chunk["token_ids"]:
-            serving.entry.token_sent()
+            is_first = entry.first_token_s is None
+            self.metrics.observe_tokens(len(chunk["token_ids"]), entry.tokens_sent(), is_first=is_first)
         if delta.kv is not None:
             prompt = serving.record.request.prompt_token_ids
             chunk["disaggregated_params"] = self.disaggregation.transfer_params(prompt, serving.selection, delta)
@@ -405,8 +421,7 @@ class RequestServer:
         if self.arguments.disaggregation_mode == "prefill":  # is asked for one token, whatever decode will be asked for
             budget = info.context_length - len(prompt)
         ends, generated = params.end_token_ids, request.generated_token_ids
-        chain = await chains.build(selection, prompt, ends, seed, budget, request.cache_salt, generated)
-        chain = await chains.build(selection, prompt, params.end_token_ids, seed, budget, request.cache_salt, choice)
+        chain = await chains.build(selection, prompt, ends, seed, budget, request.cache_salt, generated, choice)
         callables = [] if chain is None else create_trtllm_adapters([chain], end_id=params.end_id)
         return for_engine(
             params,
@@ -438,9 +453,12 @@ class RequestServer:
         self.in_flight.release(serving.admitted)
         self.disaggregation.release(serving.admitted)
         self._publish_load()
-        builder = serving.builder
+        builder, entry = serving.builder, serving.entry
         num_generated = builder.num_generated_tokens - builder.num_replayed_tokens
         self.metrics.count_tokens(builder.num_prompt_tokens, builder.num_cached_tokens, num_generated)
+        if not entry.is_probe:
+            tokens = builder.num_prompt_tokens, builder.num_generated_tokens
+            self.metrics.observe_request(entry.began_s, entry.clock(), entry.queue_times, *tokens)
 
     def _record(self, request_id: str, error: ServingError) -> None:
         outcome = next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "unknown_error")
@@ -515,6 +533,8 @@ class RequestServer:
             await self._boundaries.close()
         if self._log is not None:
             await asyncio.to_thread(self._log.close)
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
     def _take_load(self, used: int, total: int) -> None:
         """The engine's own count of KV blocks."""

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from served_worker import Client, serving
 
-from adapters.client import processor, selection
+from adapters.client import processor
 from worker.__main__ import main
-from worker.arguments import parse_arguments
-from worker.build import make_engine
 from worker.requests.receipts import TokenDigest
-from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -41,46 +38,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "models:\n  model:\n    mandatory:\n      - {name: watermark, args: {key_id: house}}\n"
     )
     return directory / "policy.yaml"
-
-
-class Client:
-    """The runtime's part: contexts with ids of their own, and whole answers."""
-
-    def __init__(self, worker: WorkerEngine) -> None:
-        self.worker = worker
-        self.metadata: dict[str, str] = {}
-        self.num_requests = 0
-
-    def id(self) -> str:
-        self.num_requests += 1
-        return f"request-{self.num_requests}"
-
-    async def ask(
-        self, prompt: list[int], *processors: Any, receipt: Any = True, order: Sequence[str] = (), **request: Any
-    ) -> Answer:
-        annotation = "logits_processors:" + selection(*processors, receipt=receipt, order=order)
-        raw = {"token_ids": prompt, "annotations": [annotation], **request}
-        return Answer([chunk async for chunk in self.worker.generate(raw, self)])
-
-
-class Answer:
-    def __init__(self, chunks: list[Any]) -> None:
-        self.receipts = [chunk["engine_data"]["logits_processors"] for chunk in chunks]
-        self.receipt = self.receipts[-1]
-        self.token_ids = [token_id for chunk in chunks for token_id in chunk["token_ids"]]
-        self.finish_reason = chunks[-1]["finish_reason"]
-
-
-@asynccontextmanager
-async def serving(model: Path, *argv: str) -> AsyncIterator[Client]:
-    given = ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", "--numerics", "exact", *argv]
-    arguments = parse_arguments(given, {})
-    worker = WorkerEngine(make_engine(arguments), arguments, shut_down=lambda: None)
-    await worker.start(1)
-    try:
-        yield Client(worker)
-    finally:
-        await worker.cleanup()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

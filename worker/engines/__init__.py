@@ -72,6 +72,46 @@ class ReadKv:
     handle: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class QueueTimes:
+    """When a request left the waiting queue; seconds of `time.monotonic`.
+
+    Attributes:
+        allocated_s: It got its KV pages.
+        admitted_s: It joined the batch; later than `allocated_s` where its prompt's KV was read
+            from a prefill worker in between.
+    """
+
+    allocated_s: float
+    admitted_s: float
+
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Buckets of `EngineLoad.steps_by_batch_size`: at most so many rows; one more has no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine is doing now, and the steps that it has done.
+
+    Attributes:
+        num_waiting: Requests in the waiting queue.
+        num_running: Requests in the batch.
+        num_used_blocks: KV blocks that requests own: running, or pinned for transfer.
+        num_preemptions: Since the start.
+        steps_by_batch_size: Steps since the start by number of sampled rows, one count for each of
+            `BATCH_SIZES`, and one for more.
+        num_rows: Sampled rows of all steps.
+    """
+
+    num_waiting: int
+    num_running: int
+    num_used_blocks: int
+    num_preemptions: int
+    steps_by_batch_size: Sequence[int]
+    num_rows: int
+
+
 @dataclass(slots=True)
 class TokenDelta:
     """What an engine has to say since its last delta about one choice of one request.
@@ -88,6 +128,8 @@ class TokenDelta:
         num_cached_tokens: Prompt tokens of the prefix hit.
         num_preemptions: How often the request has been preempted so far, None where the engine
             does not say.
+        queue_times: When the request left the waiting queue, None while it has not, and where the
+            engine does not say.
         engine_data: Cumulative extra data for the response (the receipt), or None.
         receipt: What the request's logits processors did; on the last delta of a request that has
             any.
@@ -103,6 +145,7 @@ class TokenDelta:
     error: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int | None = None
+    queue_times: QueueTimes | None = None
     engine_data: dict[str, object] | None = None
     receipt: Receipt | None = None
     failure: ProcessorFailed | None = None
@@ -204,16 +247,6 @@ class ServingEngine(Protocol):
 
 
 @runtime_checkable
-class CountsBlocks(Protocol):
-    """An engine that knows which KV blocks its requests own."""
-
-    def num_used_blocks(self) -> int:
-        """KV blocks that requests own, running or pinned for transfer: not those that are only
-        cached. May be read by any thread.
-        """
-
-
-@runtime_checkable
 class KeepsAlive(Protocol):
     """An engine that can show that a stream from which nothing comes is not forgotten."""
 
@@ -230,3 +263,11 @@ class SelfReporting(Protocol):
 
     def tell_load(self, callback: Callable[[int, int], None]) -> None:
         """Call ``callback`` with used and total KV blocks whenever the engine reports them."""
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """An engine that knows its queues and batches."""
+
+    def load(self) -> EngineLoad:
+        """Of now; may be called by any thread."""

@@ -180,6 +180,12 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
+def trace_headers(context: Any) -> Mapping[str, str] | None:
+    """The W3C trace context of a request; None where Dynamo passes none on."""
+    headers: Mapping[str, str] | None = context.trace_headers()
+    return headers
+
+
 def to_dynamo(error: ServingError) -> Exception:
     """The Dynamo exception for an error; `docs/failures.md` has what clients see of each.
 

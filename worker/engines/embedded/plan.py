@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from adapters.chain import Planned, ProcessorChain, ProcessorFailed
-from worker.engines import FinishReason, TokenLogprob
+from worker.engines import FinishReason, QueueTimes, TokenLogprob
 from worker.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class Request:
         num_computed: Tokens, from the first on, whose KV is in `pages`.
         num_cached_tokens: Prompt tokens of the prefix hit at its first admission; None before.
         num_preemptions: How often it has been preempted.
+        queue_times: When it left the waiting queue for the first time.
         block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
         cached_blocks: Its prefix hit, as `KvCache.match_prefix` found it last.
     """
@@ -111,6 +112,7 @@ class Request:
     num_computed: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
+    queue_times: QueueTimes | None = None
     block_hashes: list[int] = field(default_factory=list)
     cached_blocks: list[Block] = field(default_factory=list)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from itertools import islice
 from operator import attrgetter
 
 from adapters.chain import ProcessorChain
+from worker.engines import QueueTimes
 from worker.engines.embedded.kv_cache import KvCache, hash_blocks
 from worker.engines.embedded.plan import TILE, Chunk, Output, PageCopy, Plan, Request, Samples
 
@@ -150,6 +152,8 @@ class Scheduler:
             self._blocked_transfer = request
             return None
         request.num_cached_tokens = request.num_computed
+        now_s = time.monotonic()
+        request.queue_times = QueueTimes(now_s, now_s)
         self.pinned.append(request)
         return copies
 
@@ -165,6 +169,8 @@ class Scheduler:
     def resume(self, request: Request) -> None:
         """Move a pinned request into prefill; there must be a slot."""
         self.pinned.remove(request)
+        if request.queue_times is not None:
+            request.queue_times = QueueTimes(request.queue_times.allocated_s, time.monotonic())
         self._join(request)
 
     def unpin(self, request: Request) -> None:
@@ -306,6 +312,9 @@ class Scheduler:
         self._join(request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
+        if request.queue_times is None:
+            now_s = time.monotonic()
+            request.queue_times = QueueTimes(now_s, now_s)
 
     def _join(self, request: Request) -> None:
         self.prefilling.append(request)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import torch
 
 from adapters.chain import plan_rows
+from worker.engines import BATCH_SIZES
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache import KvCache, choose_page_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
@@ -29,6 +32,7 @@ class Stepper:
         scheduler: What decides the work of a step.
 
     Attributes:
+        steps_by_batch_size, num_rows: See `EngineLoad`.
         connector: Leases KV to other workers and receives it from them; None in aggregated serving.
     """
 
@@ -37,6 +41,8 @@ class Stepper:
         self.scheduler = scheduler
         self.connector: KvConnector | None = None
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
+        self.steps_by_batch_size = [0] * (len(BATCH_SIZES) + 1)
+        self.num_rows = 0
         self._starved = False  # requests wait, but pages pinned for transfer leave nothing to compute
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
@@ -84,6 +90,9 @@ class Stepper:
         self._starved = not plan.num_tokens
         if self._starved:
             return []
+        rows = len(plan.sampled)
+        self.steps_by_batch_size[bisect_left(BATCH_SIZES, rows)] += 1
+        self.num_rows += rows
         logits = self.model.forward(plan)
         edits = plan_edits(plan)  # needs no logits: on CUDA they are still being computed
         if self._tapped:

@@ -8,14 +8,13 @@ from itertools import count
 
 import torch
 
-from worker.engines import EngineInfo, KeepKv, KvEventSink, ReadKv, TokenDelta
+from worker.engines import BATCH_SIZES, EngineInfo, EngineLoad, KeepKv, KvEventSink, ReadKv, TokenDelta
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.host import limit_threads
 from worker.engines.embedded.kv_cache import choose_kv_blocks
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Model, Output, Request
-from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.serving.step_thread import MIN_AHEAD, RUN_AHEAD, Abort, Listen, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
 from worker.engines.embedded.step import Stepper, make_stepper
@@ -96,7 +95,7 @@ class EmbeddedEngine:
         self._info: EngineInfo | None = None
         self._thread: StepThread | None = None
         self._connector: KvConnector | None = None
-        self._scheduler: Scheduler | None = None  # the step thread's; only a count of it is read here
+        self._stepper: Stepper | None = None  # the step thread's; only counts of it are read here
         self._streams: dict[str, Stream] = {}
         self._behind: set[Stream] = set()  # those whose consumers are behind
         self._numbers = count()
@@ -117,9 +116,9 @@ class EmbeddedEngine:
         stepper, info = await asyncio.to_thread(self._load)
         loop = asyncio.get_running_loop()
         self._thread = StepThread(stepper, self._deliver, self._break, loop, self.config.step_timeout_s)
+        self._stepper = stepper
         self._model = stepper.model
         self._connector = stepper.connector
-        self._scheduler = stepper.scheduler
         self._info = info
         self._thread.start()
         return info
@@ -171,18 +170,32 @@ class EmbeddedEngine:
         assert self._thread is not None
         self._thread.tell(Listen(sink))
 
+    def load(self) -> EngineLoad:
+        """Its queues and batches now; see `worker.engines.Measured`."""
+        stepper = self._stepper
+        if stepper is None:
+            return EngineLoad(0, 0, 0, 0, [0] * (len(BATCH_SIZES) + 1), 0)
+        queues = stepper.scheduler
+        return EngineLoad(
+            num_waiting=len(queues.waiting),
+            num_running=len(queues.prefilling) + len(queues.decoding),
+            num_used_blocks=queues.num_used_blocks,
+            num_preemptions=queues.num_preemptions,
+            steps_by_batch_size=tuple(stepper.steps_by_batch_size),
+            num_rows=stepper.num_rows,
+        )
+
     def transfers(self) -> dict[str, float]:
         """KV transfers so far by outcome, and seconds that reads took."""
-        return {} if self._connector is None else {**self._connector.counts, "seconds": self._connector.seconds}
+        if self._connector is None:
+            return {}
+        connector = self._connector
+        return {**connector.counts, "seconds": connector.seconds}
 
     def keep_alive(self) -> None:
         """Give an empty delta to each stream that has had none since the last call."""
         for stream in self._streams.values():
             stream.keep_alive()
-
-    def num_used_blocks(self) -> int:
-        """KV blocks in pages that requests own."""
-        return 0 if self._scheduler is None else self._scheduler.num_used_blocks
 
     def migrate_all(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many."""
@@ -191,7 +204,7 @@ class EmbeddedEngine:
     async def stop(self) -> None:
         """Stop the step thread and drop the model. Idempotent."""
         self._end_all(Draining("the engine was stopped"))
-        thread, self._thread, self._model = self._thread, None, None
+        thread, self._thread, self._model, self._stepper = self._thread, None, None, None
         if thread is not None:
             thread.tell(Stop())
             await asyncio.to_thread(thread.join)

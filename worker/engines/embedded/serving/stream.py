@@ -16,7 +16,7 @@ class Stream:
 
     def __init__(self, request: Request) -> None:
         self.request_id = request.id
-        self._request = request  # the step thread's; only a count of it is read here
+        self._request = request  # the step thread's; only counts and times of it are read here
         self.finished = False  # whether the last output has come in, or a failure
         self._is_silent = False
         self._pending: TokenDelta | None = None
@@ -78,6 +78,7 @@ class Stream:
             await self._waiter
         delta, self._pending = self._pending, None
         delta.num_preemptions = self._request.num_preemptions
+        delta.queue_times = self._request.queue_times
         return delta
 
     def _wake(self) -> None:

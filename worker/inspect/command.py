@@ -1,0 +1,222 @@
+"""The command line of the token inspector.
+
+``python -m worker inspect MODEL --prompt TEXT [--processors JSON]``, or with ``--receipt FILE
+--prompt-file FILE`` the answer of a served request; any option of the worker may follow. Exit 0,
+or 1 if an answer of a receipt is not the recorded one, 2 if nothing could be shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from adapters.catalog import SelectionError, parse_selection
+from worker.arguments import Arguments, StrictParser, parse_arguments
+from worker.errors import ConfigurationError, ServingError
+from worker.inspect.named_model import DEFAULT, TINY, model_path
+from worker.inspect.page import page
+from worker.inspect.recording import Asked, Recording, asked_of, record
+from worker.inspect.terminal import as_svg, show
+from worker.replay.position import NUM_CANDIDATES
+from worker.replay.prompt import read_prompt
+from worker.replay.recorded import Recorded, as_recorded, read_receipt, selection_of
+from worker.replay.run import LoadedModel, Replayed, loaded
+from worker.replay.verdict import check_model_digest, is_equal, notes, verdict
+
+EXIT_SHOWN, EXIT_DIFFERENT, EXIT_TROUBLE = 0, 1, 2
+
+MAX_SEED = 2**64
+WIDTH = 110
+"""Columns of the picture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a command found.
+
+    Attributes:
+        notes: Lines about the model and, of a receipt, the verdict.
+        recordings: One or two.
+        status: Exit status.
+    """
+
+    notes: list[str]
+    recordings: list[Recording]
+    status: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status; trouble is one line on stderr."""
+    try:
+        options, rest = _parse(argv)
+        arguments = parse_arguments(["--model-path", model_path(options.model), *rest])
+        recorded = None if options.receipt is None else read_receipt(options.receipt)
+        if recorded is not None:
+            arguments = as_recorded(arguments, recorded.receipt)
+        arguments = replace(arguments, disaggregation_mode="aggregated", max_num_seqs=1)
+        shown = asyncio.run(_shown(options, arguments, recorded))
+        _write(options, shown)
+    except ServingError as error:
+        sys.stderr.write(f"worker inspect: error: {' '.join(str(error).split())}\n")
+        return EXIT_TROUBLE
+    return shown.status
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = StrictParser(
+        prog="python -m worker inspect",
+        usage="%(prog)s MODEL --prompt TEXT [options] [options of the worker]",
+        allow_abbrev=False,
+        description="Show what each logits processor did at every position of an answer.",
+    )
+    parser.add_argument("model", metavar="MODEL", help=f"checkpoint directory, GGUF file, {DEFAULT} or {TINY}")
+    parser.add_argument("--prompt", metavar="TEXT", help="text of the prompt")
+    parser.add_argument("--chat", action="store_true", help="--prompt is a user's message, for the chat template")
+    parser.add_argument("--processors", metavar="JSON", help="a list of processors, or a selection as in requests")
+    parser.add_argument("--sampling", metavar="JSON", default="{}", help='as in requests: {"temperature": 0.8}')
+    parser.add_argument("--seed", type=_seed, default=0, help="of the random numbers (default: 0)")
+    parser.add_argument("--max-tokens", type=_count, default=32, help="of the answer (default: 32)")
+    parser.add_argument("--receipt", metavar="FILE", type=Path, help="of a served answer, instead of --prompt")
+    parser.add_argument("--prompt-file", metavar="FILE", type=Path, help="prompt of the receipt, as for replay")
+    parser.add_argument("--compare", metavar="JSON", help="a second answer: other processors, or an integer as seed")
+    parser.add_argument("--top", type=_count, default=NUM_CANDIDATES, help="candidates shown (default: 5)")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page instead of tables")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="also write the tables as a picture")
+    options, rest = parser.parse_known_args(argv)
+    _refuse_contradictions(options, argv)
+    return options, rest
+
+
+def _seed(text: str) -> int:
+    return _integer(text, 0, MAX_SEED - 1)
+
+
+def _count(text: str) -> int:
+    return _integer(text, 1, 100_000)
+
+
+def _integer(text: str, least: int, most: int) -> int:
+    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"must be an integer from {least} to {most}, got {text!r}")
+    return int(text)
+
+
+def _refuse_contradictions(options: argparse.Namespace, argv: Sequence[str]) -> None:
+    if (options.prompt is None) == (options.receipt is None):
+        raise ConfigurationError("give either --prompt, or --receipt with --prompt-file")
+    if (options.receipt is None) != (options.prompt_file is None):
+        raise ConfigurationError("--receipt and --prompt-file go together")
+    if options.receipt is not None:
+        own = ("--chat", "--processors", "--sampling", "--seed", "--max-tokens")
+        given = [each for each in own if any(one == each or one.startswith(each + "=") for one in argv)]
+        if given:
+            raise ConfigurationError(f"{given[0]}: a receipt has its own; give --compare for another answer")
+
+
+async def _shown(options: argparse.Namespace, arguments: Arguments, recorded: Recorded | None) -> Shown:
+    async with loaded(arguments) as model:
+        if recorded is None:
+            asked = _asked(options, model)
+            lines = [f"engine: {model.server.engine} {model.server.version}, computed by {model.server.computed_by}"]
+        else:
+            asked = _asked_again(options, model, recorded)
+            lines = notes(model.server, recorded.receipt)
+        recordings = [await record(model, each, options.top) for each in asked]
+    status = EXIT_SHOWN
+    if recorded is not None:
+        replayed = Replayed(recordings[0].token_ids, recordings[0].error)
+        lines.append(verdict(replayed, recorded.receipt))
+        status = EXIT_SHOWN if is_equal(replayed, recorded.receipt) else EXIT_DIFFERENT
+    return Shown([f"model: {arguments.served_model_name}", *lines], recordings, status)
+
+
+def _asked(options: argparse.Namespace, model: LoadedModel) -> list[Asked]:
+    """The answer to a prompt, and the one that it is compared with."""
+    prompt, sampling = _prompt(options, model.tokenizer), _object(options.sampling, "--sampling")
+    processors = _selection_text(options.processors or "[]")
+    first = asked_of(model, prompt, sampling, processors, options.seed, options.max_tokens)
+    if options.compare is None:
+        return [first]
+    if _is_seed(options.compare):
+        return [first, first.with_seed("B", _seed_of(options.compare))]
+    other = _selection_text(options.compare)
+    second = asked_of(model, prompt, sampling, other, options.seed, options.max_tokens)
+    return [first, replace(second, name="B")]
+
+
+def _prompt(options: argparse.Namespace, tokenizer: Any) -> list[int]:
+    text = options.prompt
+    if options.chat:
+        try:
+            messages = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # the boundary of the checkpoint's chat template
+            raise ConfigurationError(f"--chat: the chat template failed: {error}") from None
+    return list(tokenizer.encode(text, add_special_tokens=not options.chat))
+
+
+def _asked_again(options: argparse.Namespace, model: LoadedModel, recorded: Recorded) -> list[Asked]:
+    """The answer of a receipt, and the one that it is compared with."""
+    check_model_digest(model.server, recorded.receipt)
+    prompt = read_prompt(options.prompt_file, recorded.receipt, model.tokenizer)
+    selection = selection_of(recorded, model.arguments.processor_policy, model.chains.catalog)
+    first = Asked("A", prompt, recorded.params, selection, recorded.receipt.generated_tokens)
+    if options.compare is None:
+        return [first]
+    if _is_seed(options.compare):
+        return [first, first.with_seed("B", _seed_of(options.compare))]
+    try:
+        named = parse_selection(_selection_text(options.compare))
+        other = model.chains.builder.select(named, first.params, served=True)
+    except SelectionError as error:
+        raise ConfigurationError(f"--compare: {error}") from None
+    return [first, replace(first, name="B", selection=other)]
+
+
+def _is_seed(text: str) -> bool:
+    return text.strip().isdecimal()
+
+
+def _seed_of(text: str) -> int:
+    try:
+        return _seed(text.strip())
+    except argparse.ArgumentTypeError as error:
+        raise ConfigurationError(f"--compare: {error}") from None
+
+
+def _selection_text(text: str) -> str:
+    """A selection as requests have it; a list stands for its processors."""
+    return '{"version":1,"processors":' + text + "}" if text.lstrip().startswith("[") else text
+
+
+def _object(text: str, option: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{option}: is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigurationError(f"{option}: expected a JSON object, got {text[:60]!r}")
+    return data
+
+
+def _write(options: argparse.Namespace, shown: Shown) -> None:
+    try:
+        if options.html is not None:
+            options.html.write_text(page(shown.notes, shown.recordings), encoding="utf-8")
+        if options.svg is not None:
+            picture = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+            show(picture, shown.notes, shown.recordings)
+            options.svg.write_text(as_svg(picture), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename}: {error.strerror}") from None
+    if options.html is None:
+        show(Console(highlight=False), shown.notes, shown.recordings)

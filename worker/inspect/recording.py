@@ -1,0 +1,153 @@
+"""One answer, with what each of its processors did at every position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from adapters.catalog import Selection
+from worker.replay.position import MODEL, SAMPLER, Position, Stage, sampler
+from worker.replay.run import LoadedModel, replay
+from worker.requests.request import RequestLimits, parse_request
+from worker.sampling import SamplingParams
+from worker.sampling.field_processors import for_engine
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request to record.
+
+    Attributes:
+        name: Tells the recordings of one command apart.
+        prompt: Token ids.
+        params: With a seed.
+        selection: Its processors.
+        num_tokens: Of the answer, at most.
+    """
+
+    name: str
+    prompt: list[int]
+    params: SamplingParams
+    selection: Selection
+    num_tokens: int
+
+    def with_seed(self, name: str, seed: int) -> Asked:
+        """The same request with another seed."""
+        return replace(self, name=name, params=replace(self.params, seed=seed))
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One answer.
+
+    Attributes:
+        name: As `Asked.name`.
+        seed: Of its random numbers.
+        sampler: What is left to the sampler when the processors have acted.
+        processors: Names, in the order of the request.
+        prompt_length: Tokens of the prompt.
+        positions: Those of the answer; the last one may have no token.
+        token_ids: Of the answer.
+        texts: Of every token in it and among its candidates, by id.
+        error: Why it ended early, if a processor failed.
+    """
+
+    name: str
+    seed: int
+    sampler: str
+    processors: tuple[str, ...]
+    prompt_length: int
+    positions: list[Position]
+    token_ids: list[int]
+    texts: Mapping[int, str] = field(repr=False)
+    error: str | None = None
+
+
+def asked_of(
+    model: LoadedModel,
+    prompt: list[int],
+    sampling: Mapping[str, Any],
+    processors: str,
+    seed: int,
+    num_tokens: int,
+) -> Asked:
+    """The request that a frontend would send.
+
+    Args:
+        model: Which will answer.
+        prompt: Token ids.
+        sampling: As ``sampling_options`` of a request.
+        processors: JSON, as the request channel takes it.
+        seed: Of its random numbers.
+        num_tokens: As ``max_tokens``.
+
+    Raises:
+        InvalidRequest: it would be refused.
+    """
+    info = model.info
+    raw = {
+        "token_ids": prompt,
+        "sampling_options": dict(sampling),
+        "stop_conditions": {"max_tokens": num_tokens},
+        "annotations": ["logits_processors:" + processors],
+    }
+    request = parse_request(raw, RequestLimits(info.context_length, info.vocab_size, info.eos_token_ids))
+    selection = model.chains.select(request, {})
+    params = for_engine(request.params, seed=seed)
+    return Asked("A", prompt, params, selection, num_tokens)
+
+
+async def record(model: LoadedModel, asked: Asked, num_candidates: int) -> Recording:
+    """Decode the answer.
+
+    Raises:
+        InvalidRequest: it cannot be served.
+    """
+    request, copy = [
+        await model.request(f"inspect-{asked.name}", asked.prompt, asked.params, asked.selection) for _ in range(2)
+    ]
+    tap = model.tap(request, copy, num_candidates=num_candidates)
+    replayed = replay(model.stepper, request, asked.num_tokens, tap)
+    assert asked.params.seed is not None
+    return Recording(
+        asked.name,
+        asked.params.seed,
+        sampler(request.params),
+        tuple(one.name for one in asked.selection.processors),
+        len(asked.prompt),
+        tap.positions,
+        replayed.token_ids,
+        _texts(tap.positions, lambda token_id: str(model.tokenizer.decode([token_id]))),
+        replayed.error,
+    )
+
+
+def _texts(positions: list[Position], decode: Callable[[int], str]) -> dict[int, str]:
+    ids = {one.token_id for each in positions for stage in each.stages for one in stage.candidates}
+    ids |= {each.token_id for each in positions if each.token_id is not None}
+    return {token_id: printable(decode(token_id)) for token_id in sorted(ids)}
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal or a page might obey or hide written as escapes."""
+    return repr(text)[1:-1].replace("\\'", "'") if text else "(nothing)"
+
+
+def verdict_of(position: Position) -> str:
+    """What the processors did to the token of a position, in one word.
+
+    ``failed``: the request ended here without a token. ``forced``: they left one token.
+    ``changed``: the model's likeliest token is another one after them. ``kept``: it is the same.
+    """
+    if position.token_id is None:
+        return "failed"
+    acted = [stage for stage in position.stages if stage.name != SAMPLER]
+    model, last = acted[0], acted[-1]
+    if last.num_left == 1 and last.name != MODEL:
+        return "forced"
+    return "kept" if model.candidates[:1] and _first(model) == _first(last) else "changed"
+
+
+def _first(stage: Stage) -> int | None:
+    return stage.candidates[0].token_id if stage.candidates else None

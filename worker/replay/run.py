@@ -1,0 +1,133 @@
+"""A request that is alone in its engine: the model, the request, and its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from adapters import create_trtllm_adapters
+from adapters.catalog import Selection
+from worker.arguments import Arguments
+from worker.build import check_model, embedded_config, with_checkpoint
+from worker.engines import EngineInfo
+from worker.engines.embedded.admission import admit
+from worker.engines.embedded.host import limit_threads
+from worker.engines.embedded.plan import Output, Request
+from worker.engines.embedded.serving import load
+from worker.engines.embedded.step import Stepper
+from worker.errors import ConfigurationError, InvalidRequest
+from worker.processors.builder import ServedChainBuilder, make_chain_builder
+from worker.replay.position import PositionTap
+from worker.requests.receipts import Server
+from worker.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with what serves one request after the other.
+
+    Attributes:
+        arguments: The worker's options.
+        stepper: Its engine.
+        info: What the engine tells of itself.
+        server: What a receipt says of it.
+        chains: Builds the requests' chains.
+    """
+
+    arguments: Arguments
+    stepper: Stepper
+    info: EngineInfo
+    server: Server
+    chains: ServedChainBuilder
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's."""
+        return self.chains.facts.vocabulary.tokenizer
+
+    async def request(self, name: str, prompt: list[int], params: SamplingParams, selection: Selection) -> Request:
+        """A request that finds no other one's KV.
+
+        Args:
+            name: Its id.
+            prompt: Token ids.
+            params: With a seed.
+            selection: Its processors.
+
+        Raises:
+            InvalidRequest: it cannot be served.
+        """
+        assert params.seed is not None
+        budget = self.info.context_length - len(prompt) if params.max_tokens is None else params.max_tokens
+        chain = await self.chains.build(selection, prompt, params.end_token_ids, params.seed, budget)
+        processors: list[Callable[..., None]] = (
+            [] if chain is None else list(create_trtllm_adapters([chain], end_id=params.end_id))
+        )
+        own = replace(params, logits_processor=processors or None)
+        request = admit(name, 0, prompt, own, self.stepper.model, self.info.context_length)
+        request.cache_salt = name
+        return request
+
+    def tap(self, request: Request, copy: Request, **options: Any) -> PositionTap:
+        """A tap on the request; `options` as of `PositionTap`."""
+        return PositionTap(request, copy, self.stepper.model.undecodable_ids, **options)
+
+
+@asynccontextmanager
+async def loaded(arguments: Arguments) -> AsyncIterator[LoadedModel]:
+    """The model of the options, in this process.
+
+    Raises:
+        ServingError: it cannot be loaded, or what is asked of it is refused.
+    """
+    check_model(arguments)
+    arguments = with_checkpoint(arguments)
+    config = embedded_config(arguments)
+    limit_threads(config.model_path, config.local_workers)  # as a worker does: how torch computes depends on it
+    stepper, info = load(config)
+    chains = make_chain_builder(arguments, info, CollectorRegistry())
+    try:
+        yield LoadedModel(arguments, stepper, info, Server.of(info, arguments), chains)
+    except InvalidRequest as error:
+        raise ConfigurationError(f"request: {error}") from None
+    finally:
+        await chains.close()
+
+
+@dataclass(slots=True)
+class Replayed:
+    """One answer, made again.
+
+    Attributes:
+        token_ids: The end token among them.
+        error: Why there are fewer than wanted, if a processor failed.
+    """
+
+    token_ids: list[int]
+    error: str | None
+
+
+def replay(stepper: Stepper, request: Request, num_tokens: int, tap: PositionTap | None = None) -> Replayed:
+    """Decode at most ``num_tokens`` tokens, an end token too, of the engine's only request."""
+    request.tap = tap
+    stepper.add(request)
+    tokens: list[int] = []
+    last = Output(request.id)
+    while len(tokens) < num_tokens and last.finish_reason is None:
+        for last in stepper.step():  # nothing where the step computed a chunk of the prompt
+            tokens += _sampled(last)
+    if last.finish_reason is None:
+        stepper.abort(request.id)
+    if tap is not None:
+        tap.take(tokens)
+    return Replayed(tokens, last.error)
+
+
+def _sampled(output: Output) -> list[int]:
+    """The token that was sampled, the end token too where the answer does not show it."""
+    token_id = output.stop_reason if output.token_id is None else output.token_id
+    return [] if token_id is None else [token_id]

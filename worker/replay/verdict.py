@@ -1,0 +1,54 @@
+"""Whether an answer that was made again is the recorded one, and what might explain it if not."""
+
+from __future__ import annotations
+
+from worker.errors import ConfigurationError
+from worker.replay.recorded import RecordedReceipt
+from worker.replay.run import Replayed
+from worker.requests.receipts import Server, TokenDigest
+
+
+def check_model_digest(server: Server, receipt: RecordedReceipt) -> None:
+    """Raises `ConfigurationError` if the receipt is of another checkpoint."""
+    if receipt.model.digest is not None and server.model_digest != receipt.model.digest:
+        raise ConfigurationError(
+            f"model.digest: the receipt is of a checkpoint with {receipt.model.digest}, "
+            f"--model-path has {server.model_digest}"
+        )
+
+
+def is_equal(replayed: Replayed, receipt: RecordedReceipt) -> bool:
+    """Whether the tokens are those that were recorded."""
+    tokens = replayed.token_ids
+    return len(tokens) == receipt.generated_tokens and str(TokenDigest(tokens)) == receipt.answer_digest
+
+
+def notes(server: Server, receipt: RecordedReceipt) -> list[str]:
+    """What was compared, and why tokens may differ though nothing is wrong."""
+    was = receipt.engine
+    lines = [f"engine: {server.engine} {server.version}, computed by {server.computed_by}"]
+    if receipt.numerics != "exact":
+        lines.append("note: the answer was made with fast numerics: equal tokens are likely, and not promised")
+    for name, then, now in (
+        ("engine", was.name, server.engine),
+        ("version", was.version, server.version),
+        ("computed_by", was.computed_by, server.computed_by),
+    ):
+        if then != now:
+            lines.append(f"note: engine.{name} was {then!r} and is {now!r} here: tokens may differ")
+    return lines
+
+
+def verdict(replayed: Replayed, receipt: RecordedReceipt) -> str:
+    """One line: whether the tokens are equal, or how they differ."""
+    tokens, number = replayed.token_ids, receipt.generated_tokens
+    if is_equal(replayed, receipt):
+        return f"answer: {number} tokens, equal to those recorded"
+    if replayed.error is not None:
+        return f"answer: DIFFERENT: failed after {len(tokens)} of {number} tokens: {replayed.error}"
+    if len(tokens) != number:
+        return f"answer: DIFFERENT: ended after {len(tokens)} of {number} tokens"
+    answer = dict(enumerate(tokens, receipt.prompt_length))
+    place = next((one.position for one in receipt.tokens if answer.get(one.position) != one.token_id), None)
+    known = f", the first known one at position {place}" if place is not None else ""
+    return f"answer: DIFFERENT: {number} tokens of another digest{known}"
