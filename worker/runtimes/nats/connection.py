@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
@@ -54,9 +55,12 @@ class ConnectionOptions:
         """Keyword arguments of `nats.connect`.
 
         Raises:
-            StartupError: a file cannot be read.
+            StartupError: a file cannot be read, or a package is missing.
         """
         given: dict[str, Any] = {"servers": self.servers}
+        needs_keys = self.credentials is not None or self.nkey_seed is not None
+        if needs_keys and importlib.util.find_spec("nkeys") is None:
+            raise StartupError("credentials and NKeys need the package nkeys: pip install nkeys")
         for name in ("credentials", "nkey_seed", "tls_ca", "tls_cert", "tls_key"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
@@ -108,7 +112,8 @@ async def connect(
         logger.debug("NATS: %s", str(error) or type(error).__name__)
 
     async def disconnected() -> None:
-        logger.warning("NATS: disconnected")
+        if not client.is_closed:
+            logger.warning("NATS: disconnected")
 
     async def returned() -> None:
         logger.warning("NATS: connected again")

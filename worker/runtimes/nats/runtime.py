@@ -14,6 +14,7 @@ from prometheus_client import start_http_server
 from worker.arguments import Arguments
 from worker.build import Built
 from worker.errors import StartupError
+from worker.runtimes.nats.batch.consumer import BatchConsumer
 from worker.runtimes.nats.connection import ConnectionOptions, connect
 from worker.runtimes.nats.messages import MessageServer
 from worker.runtimes.nats.service import NatsService
@@ -53,6 +54,7 @@ class NatsWorker:
         )
         self.ready = asyncio.Event()
         self._service: NatsService | None = None
+        self._batches: BatchConsumer | None = None
         self._leave = asyncio.Event()
         self._num_signals = 0
 
@@ -70,14 +72,17 @@ class NatsWorker:
         client = await connect(
             connection_options(self.arguments),
             f"worker {self.arguments.served_model_name}",
-            reconnected=self._server_returned,
             closed=self._connection_closed,
         )
         try:
             await self.server.load()
             self._open_metrics()
-            self._service = NatsService(MessageServer(self.server, self.arguments), self.arguments)
+            messages = MessageServer(self.server, self.arguments)
+            self._service = NatsService(messages, self.arguments)
             await self._service.start(client)
+            if self.arguments.batch:
+                self._batches = BatchConsumer(messages, self.arguments)
+                await self._start_batches(client)
             self.ready.set()
             await self._leave.wait()
         finally:
@@ -87,6 +92,8 @@ class NatsWorker:
         """Leave: no more requests, then the drain, then what is still on its way."""
         if self._service is not None:
             await self._service.stop_accepting()
+        if self._batches is not None:
+            await self._batches.stop()
         await self.server.close()
         if self._service is not None:
             await self._service.settle()
@@ -95,6 +102,13 @@ class NatsWorker:
             await client.flush()
         await client.close()
 
+    async def _start_batches(self, client: Client) -> None:
+        assert self._batches is not None
+        try:
+            await self._batches.start(client)
+        except NatsError as error:
+            raise StartupError(f"--batch: NATS does not offer JetStream: {error}") from None
+
     def _open_metrics(self) -> None:
         port = self.arguments.metrics_port
         if port:
@@ -102,10 +116,6 @@ class NatsWorker:
                 start_http_server(port, self.arguments.metrics_host, self.server.metrics.registry)
             except OSError as error:
                 raise StartupError(f"--metrics-port {port}: {error.strerror or error}") from None
-
-    async def _server_returned(self) -> None:
-        if self._service is not None:
-            await self._service.server_returned()
 
     async def _connection_closed(self) -> None:
         if not self._leave.is_set():  # the server does not let us in any more
