@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import ssl
@@ -19,6 +20,7 @@ from worker.errors import StartupError
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
+CLOSE_S = 1.0
 RECONNECT_WAIT_S = 0.25
 PENDING_BYTES = 16 * 2**20
 """What may wait to be sent while the server is away."""
@@ -138,7 +140,8 @@ async def connect(
         await asyncio.wait_for(connecting, CONNECT_S)
     except (NatsError, OSError, ValueError, asyncio.TimeoutError) as error:
         found = failures[-1] if failures else error
-        await client.close()
+        with contextlib.suppress(asyncio.TimeoutError):  # after a failed TLS handshake it never ends
+            await asyncio.wait_for(client.close(), CLOSE_S)
         raise StartupError(f"cannot connect to NATS at {options.url}: {found or type(found).__name__}") from None
     client.options["allow_reconnect"] = True
     return client
