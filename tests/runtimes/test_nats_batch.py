@@ -277,6 +277,7 @@ async def killed_at_random(
     finally:
         for each in workers:
             each.kill()
+            each.wait(30)
 
 
 async def answered(store: BatchStore, batch: str) -> int:

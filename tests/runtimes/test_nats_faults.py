@@ -101,6 +101,7 @@ async def test_a_worker_process_drains_at_sigterm_and_its_death_is_noticed(
         for process in (first, second):
             if process is not None:
                 process.kill()
+                process.wait(30)
 
 
 async def test_credentials(tmp_path: Path) -> None:
