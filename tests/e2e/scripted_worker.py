@@ -56,6 +56,7 @@ class ScriptedEngine:
         sampling_params: SamplingParams,
         kv: object = None,
         cache_salt: str | None = None,
+        choice: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         script = self.letters.get(prompt_token_ids[0], "")
         if script == "o":
