@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e_stack import Stack, running_stack, wait_for
+from e2e_stack import Stack, Worker, running_stack, wait_for
 from servers import EtcdServer, NatsServer
 from test_disagg_router import complete, prompt_of
 
@@ -20,6 +20,11 @@ class NatsStack(Stack):
 
     nats: NatsServer
     etcd: EtcdServer
+
+    def wait_endpoint(self, worker: Worker) -> None:
+        """The NATS plane says it in its own words."""
+        wait_for(lambda: "Registering NATS endpoint" in worker.log or not worker.running, "registration")
+        assert worker.running, worker.log
 
 
 @pytest.fixture

@@ -226,7 +226,7 @@ class BatchStore:
             if entry is None:
                 break
             found.append(await self._result(json.loads(entry.value)))
-        await watcher.stop()
+        await watcher.stop()  # type: ignore[no-untyped-call]
         for _, line in sorted(found, key=lambda each: each[0]):
             yield line
 
