@@ -123,7 +123,7 @@ class EtcdServer(ServerProcess):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.port, self._peer_port = _free_ports(2)
+        self.port, self._peer_port = free_ports(2)
 
     @property
     def url(self) -> str:
@@ -149,7 +149,8 @@ class EtcdServer(ServerProcess):
             return False
 
 
-def _free_ports(number: int) -> list[int]:
+def free_ports(number: int) -> list[int]:
+    """Of loopback, all different."""
     sockets = [socket.socket() for _ in range(number)]
     try:
         for each in sockets:

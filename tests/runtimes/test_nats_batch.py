@@ -181,6 +181,23 @@ async def test_online_requests_go_first(nats_server: NatsServer, tiny_model: Pat
     assert all(each["response"]["body"]["usage"]["completion_tokens"] == 300 for each in results)
 
 
+async def test_a_drain_gives_requests_back_without_counting_an_attempt(
+    nats_server: NatsServer, tiny_model: Path
+) -> None:
+    long = [line(f"long-{index}", prompt=[9, 30 + index], max_tokens=400, ignore_eos=True) for index in range(3)]
+    argv = (*QUICK, "--batch-max-deliver", "1", "--drain-timeout-s", "0")
+    async with connection(nats_server) as client:
+        store = BatchStore(client)
+        record = await store.submit(long, "drains")
+        for _ in range(2):
+            async with running(tiny_model, nats_server.url, "drains", *argv) as worker:
+                while not worker.server.engine.num_unfinished():
+                    await asyncio.sleep(0.01)
+        async with running(tiny_model, nats_server.url, "drains", *argv):
+            results = await completed(store, record.id)
+    assert [each["response"]["body"]["usage"]["completion_tokens"] for each in results] == [400] * 3
+
+
 async def test_what_no_worker_can_answer_becomes_a_dead_letter(
     nats_server: NatsServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import signal
 import ssl
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import nkeys
 import pytest
 from nats_workers import EXACT, connected, running
-from servers import NatsServer
+from servers import NatsServer, free_ports
 from warm_start import WarmProcess
 
 from worker.errors import StartupError
@@ -162,13 +163,20 @@ def _make_certificate(directory: Path) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-async def test_the_blocking_client(nats_server: NatsServer, tiny_model: Path) -> None:
+async def test_the_blocking_client_and_metrics(nats_server: NatsServer, tiny_model: Path) -> None:
+    (port,) = free_ports(1)
+
     def use() -> tuple[list[int], list[int], str]:
         with BlockingWorkerClient("blocking", options=ConnectionOptions(url=nats_server.url)) as client:
             streamed = [token for chunk in client.stream(**SHORT) for token in chunk["token_ids"]]
             return streamed, client.generate(**SHORT).choices[0].token_ids, client.info()["model"]
 
-    async with running(tiny_model, nats_server.url, "blocking"):
+    def metrics() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+            return str(reply.read(), "utf-8")
+
+    async with running(tiny_model, nats_server.url, "blocking", "--metrics-port", str(port)):
         streamed, whole, model = await asyncio.to_thread(use)
+        assert 'dlw_requests_total{outcome="length"} 2.0' in await asyncio.to_thread(metrics)
     assert streamed == whole
     assert model == "blocking"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+from wsgiref.simple_server import WSGIServer
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
@@ -56,7 +57,7 @@ class NatsWorker:
         self._service: NatsService | None = None
         self._batches: BatchConsumer | None = None
         self._leave = asyncio.Event()
-        self._num_signals = 0
+        self._metrics: WSGIServer | None = None
 
     def shut_down(self) -> None:
         """Stop serving: `run` drains and returns. The second time, the drain ends at once."""
@@ -101,6 +102,9 @@ class NatsWorker:
         with contextlib.suppress(NatsError, asyncio.TimeoutError):
             await client.flush()
         await client.close()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.shutdown)
+            self._metrics.server_close()
 
     async def _start_batches(self, client: Client) -> None:
         assert self._batches is not None
@@ -113,7 +117,8 @@ class NatsWorker:
         port = self.arguments.metrics_port
         if port:
             try:
-                start_http_server(port, self.arguments.metrics_host, self.server.metrics.registry)
+                host, registry = self.arguments.metrics_host, self.server.metrics.registry
+                self._metrics, _ = start_http_server(port, host, registry)
             except OSError as error:
                 raise StartupError(f"--metrics-port {port}: {error.strerror or error}") from None
 
