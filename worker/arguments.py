@@ -614,7 +614,10 @@ _ONLY_NATS = (
     "nats_tls_key",
     "model_version",
     "batch",
+    "batch_ack_wait_s",
+    "batch_max_deliver",
     "metrics_port",
+    "metrics_host",
 )
 
 

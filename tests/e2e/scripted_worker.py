@@ -57,6 +57,7 @@ class ScriptedEngine:
         kv: object = None,
         cache_salt: str | None = None,
         generated_token_ids: Sequence[int] = (),
+        choice: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         script = self.letters.get(prompt_token_ids[0], "")
         if script == "o":

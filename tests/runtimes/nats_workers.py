@@ -15,13 +15,13 @@ from worker.runtimes.nats.client import WorkerClient
 from worker.runtimes.nats.connection import ConnectionOptions
 from worker.runtimes.nats.runtime import NatsWorker
 
-EXACT = ("--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--kv-blocks", "512", "--max-num-seqs", "16")
+EXACT = ("--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--kv-blocks", "512")
 
 
 def make_worker(model: Path, url: str, name: str, *argv: str) -> NatsWorker:
     """A worker that serves ``model`` as ``name``, not started."""
     given = ["--runtime", "nats", "--nats-url", url, "--model-path", str(model), "--served-model-name", name]
-    arguments = parse_arguments([*given, *EXACT, "--drain-timeout-s", "5", *argv], {})
+    arguments = parse_arguments([*given, *EXACT, *argv], {"WORKER_MAX_NUM_SEQS": "16", "WORKER_DRAIN_TIMEOUT_S": "5"})
     return NatsWorker(Built(make_engine(arguments), arguments, None, smoke=False))
 
 

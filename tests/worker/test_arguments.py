@@ -74,6 +74,14 @@ def example(option: Option) -> str:
     }.get(option.name, "word")
 
 
+NATS = frozenset(option.name for option in OPTIONS if option.name.startswith("nats_")) | {
+    "model_version",
+    "batch",
+    "batch_ack_wait_s",
+    "batch_max_deliver",
+    "metrics_port",
+    "metrics_host",
+}
 READABLE = [option for option in OPTIONS if option.name != "extra_engine_args"]  # that one is tested with files
 
 
@@ -85,6 +93,8 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
     extra = ["--max-num-batched-tokens", "4000"] if option.name == "max_num_seqs" else []
     extra += ["--engine", "trtllm"] if option.name in trtllm else []
     extra += ["--migration", "on"] if option.name == "boundary_store" else []
+    extra += ["--runtime", "nats"] if option.name in NATS else []
+    extra += {"nats_tls_cert": ["--nats-tls-key", "k"], "nats_tls_key": ["--nats-tls-cert", "c"]}.get(option.name, [])
     by_flag = parse_arguments([*model, *extra, option.flag, text], {})
     by_environment = parse_arguments([*model, *extra], {option.env: text})
     assert by_flag == by_environment
@@ -107,6 +117,25 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (
             ["--kv-cache-memory", "0MiB"],
             "--kv-cache-memory must be a size above 0 with its unit, KiB, MiB or GiB, for example 2GiB, got '0MiB'",
+        ),
+        (["--nats-url", "nats://a:1"], "--nats-url needs --runtime nats"),
+        (["--batch"], "--batch needs --runtime nats"),
+        (["--runtime", "nats", "--namespace", "a"], "--namespace needs --runtime dynamo"),
+        (
+            ["--runtime", "nats", "--disaggregation-mode", "decode"],
+            "--disaggregation-mode decode needs --runtime dynamo",
+        ),
+        (
+            ["--runtime", "nats", "--nats-token", "t", "--nats-nkey-seed", "s"],
+            "--nats-token and --nats-nkey-seed both say who the worker is; give one of them",
+        ),
+        (
+            ["--runtime", "nats", "--nats-tls-cert", "c"],
+            "--nats-tls-cert and --nats-tls-key belong together; give both",
+        ),
+        (
+            ["--runtime", "nats", "--model-version", "1.0"],
+            "--model-version must be 1 to 64 letters, digits, hyphens and underscores, got '1.0'",
         ),
         (
             ["--kv-cache-memory", "2GiB", "--kv-blocks", "128"],

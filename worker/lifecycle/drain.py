@@ -55,6 +55,9 @@ class InFlightRequests:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._by_id
+
     def admit(self, request_id: str, num_tokens: int) -> InFlightRequest:
         """Admit a request.
 

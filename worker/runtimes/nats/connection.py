@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
@@ -18,6 +20,7 @@ from worker.errors import StartupError
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
+CLOSE_S = 1.0
 RECONNECT_WAIT_S = 0.25
 PENDING_BYTES = 16 * 2**20
 """What may wait to be sent while the server is away."""
@@ -54,9 +57,12 @@ class ConnectionOptions:
         """Keyword arguments of `nats.connect`.
 
         Raises:
-            StartupError: a file cannot be read.
+            StartupError: a file cannot be read, or a package is missing.
         """
         given: dict[str, Any] = {"servers": self.servers}
+        needs_keys = self.credentials is not None or self.nkey_seed is not None
+        if needs_keys and importlib.util.find_spec("nkeys") is None:
+            raise StartupError("credentials and NKeys need the package nkeys: pip install nkeys")
         for name in ("credentials", "nkey_seed", "tls_ca", "tls_cert", "tls_key"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
@@ -108,7 +114,8 @@ async def connect(
         logger.debug("NATS: %s", str(error) or type(error).__name__)
 
     async def disconnected() -> None:
-        logger.warning("NATS: disconnected")
+        if not client.is_closed:
+            logger.warning("NATS: disconnected")
 
     async def returned() -> None:
         logger.warning("NATS: connected again")
@@ -133,7 +140,8 @@ async def connect(
         await asyncio.wait_for(connecting, CONNECT_S)
     except (NatsError, OSError, ValueError, asyncio.TimeoutError) as error:
         found = failures[-1] if failures else error
-        await client.close()
+        with contextlib.suppress(asyncio.TimeoutError):  # after a failed TLS handshake it never ends
+            await asyncio.wait_for(client.close(), CLOSE_S)
         raise StartupError(f"cannot connect to NATS at {options.url}: {found or type(found).__name__}") from None
     client.options["allow_reconnect"] = True
     return client

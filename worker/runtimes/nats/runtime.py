@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+from wsgiref.simple_server import WSGIServer
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
@@ -14,6 +15,7 @@ from prometheus_client import start_http_server
 from worker.arguments import Arguments
 from worker.build import Built
 from worker.errors import StartupError
+from worker.runtimes.nats.batch.consumer import BatchConsumer
 from worker.runtimes.nats.connection import ConnectionOptions, connect
 from worker.runtimes.nats.messages import MessageServer
 from worker.runtimes.nats.service import NatsService
@@ -53,8 +55,9 @@ class NatsWorker:
         )
         self.ready = asyncio.Event()
         self._service: NatsService | None = None
+        self._batches: BatchConsumer | None = None
         self._leave = asyncio.Event()
-        self._num_signals = 0
+        self._metrics: WSGIServer | None = None
 
     def shut_down(self) -> None:
         """Stop serving: `run` drains and returns. The second time, the drain ends at once."""
@@ -70,14 +73,17 @@ class NatsWorker:
         client = await connect(
             connection_options(self.arguments),
             f"worker {self.arguments.served_model_name}",
-            reconnected=self._server_returned,
             closed=self._connection_closed,
         )
         try:
             await self.server.load()
             self._open_metrics()
-            self._service = NatsService(MessageServer(self.server, self.arguments), self.arguments)
+            messages = MessageServer(self.server, self.arguments)
+            self._service = NatsService(messages, self.arguments)
             await self._service.start(client)
+            if self.arguments.batch:
+                self._batches = BatchConsumer(messages, self.arguments)
+                await self._start_batches(client)
             self.ready.set()
             await self._leave.wait()
         finally:
@@ -87,6 +93,8 @@ class NatsWorker:
         """Leave: no more requests, then the drain, then what is still on its way."""
         if self._service is not None:
             await self._service.stop_accepting()
+        if self._batches is not None:
+            await self._batches.stop()
         await self.server.close()
         if self._service is not None:
             await self._service.settle()
@@ -94,18 +102,25 @@ class NatsWorker:
         with contextlib.suppress(NatsError, asyncio.TimeoutError):
             await client.flush()
         await client.close()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.shutdown)
+            self._metrics.server_close()
+
+    async def _start_batches(self, client: Client) -> None:
+        assert self._batches is not None
+        try:
+            await self._batches.start(client)
+        except NatsError as error:
+            raise StartupError(f"--batch: NATS does not offer JetStream: {error}") from None
 
     def _open_metrics(self) -> None:
         port = self.arguments.metrics_port
         if port:
             try:
-                start_http_server(port, self.arguments.metrics_host, self.server.metrics.registry)
+                host, registry = self.arguments.metrics_host, self.server.metrics.registry
+                self._metrics, _ = start_http_server(port, host, registry)
             except OSError as error:
                 raise StartupError(f"--metrics-port {port}: {error.strerror or error}") from None
-
-    async def _server_returned(self) -> None:
-        if self._service is not None:
-            await self._service.server_returned()
 
     async def _connection_closed(self) -> None:
         if not self._leave.is_set():  # the server does not let us in any more

@@ -210,11 +210,6 @@ class NatsService:
                 if stream.is_settled and request_id not in self._running:
                     self._streams.pop(request_id, None)
 
-    async def server_returned(self) -> None:
-        """The connection is back: clients come back too, and ask for what they have missed."""
-        for stream in self._streams.values():
-            stream.server_returned()
-
     async def stop_accepting(self) -> None:
         """Take no more requests from the queue group; those that have come are served."""
         if self._service is None:

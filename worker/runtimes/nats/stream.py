@@ -69,6 +69,7 @@ class AnswerStream:
         self._room.set()
         self._waiting_since_s: float | None = None
         self._absent_since_s: float | None = None
+        self._absent_last_s = 0.0
         self.ended = False
         self.is_gone = False
         self.last_sent_s = clock()
@@ -116,9 +117,9 @@ class AnswerStream:
         that has not been heard of.
         """
         now = self._clock()
-        waited = self._waiting_since_s is not None and now - self._waiting_since_s > STALL_S
-        absent = self._absent_since_s is not None and now - self._absent_since_s > ABSENT_S
-        if waited or absent:
+        if now - self._absent_last_s > ABSENT_S:
+            self._absent_since_s = None  # what was sent since then found somebody
+        if self._waiting_since_s is not None and now - self._waiting_since_s > STALL_S:
             self._give_up()
         elif now - self.last_sent_s >= protocol.HEARTBEAT_S and not self.is_settled:
             await self._publish(b"", {KIND: HEARTBEAT, SEQUENCE: str(self._sequence)})
@@ -145,11 +146,12 @@ class AnswerStream:
                 await self._publish(data, kept_headers)
 
     def _nobody_listens(self) -> None:
-        """Whoever keeps what was sent may be about to ask for it again; others are gone."""
-        if not self._window or self.ended:
+        """Whoever has a window may come back, and asks for what was kept; others are gone."""
+        now = self._absent_last_s = self._clock()
+        if self._absent_since_s is None:
+            self._absent_since_s = now
+        if not self._window or self.ended or now - self._absent_since_s > ABSENT_S:
             self._give_up()
-        elif self._absent_since_s is None:
-            self._absent_since_s = self._clock()
 
     def _give_up(self) -> None:
         if not self.is_gone:
@@ -157,8 +159,3 @@ class AnswerStream:
             self._kept.clear()
             self._room.set()
             self._gone()
-
-    def server_returned(self) -> None:
-        """The server was away; the client has its time to come back from now on."""
-        if self._absent_since_s is not None:
-            self._absent_since_s = self._clock()

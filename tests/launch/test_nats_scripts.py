@@ -1,0 +1,54 @@
+"""The launch scripts with NATS, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from launched_script import REPOSITORY, LaunchedScript, free_port, launched
+
+BATCH = "worker.runtimes.nats.batch.command"
+
+
+def run(*argv: str) -> str:
+    """Output of one of our programs. Raises if it fails."""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run([sys.executable, *argv], check=True, capture_output=True, text=True, env=environment).stdout
+
+
+def test_requests_and_a_batch(tmp_path: Path) -> None:
+    (tmp_path / "batch.jsonl").write_text(
+        json.dumps({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 3}})
+    )
+    with launched(tmp_path, "--device", "cpu", variables={"NATS_PORT": str(free_port())}, script="nats.sh") as script:
+        script.wait_until_ready()
+        where = ["--url", script.url, "--model", script.model]
+        assert run(str(REPOSITORY / "examples/nats_client.py"), "Hello", *where, "--max-tokens", "8").strip()
+        there = ["--nats-url", script.url]
+        batch = run("-m", BATCH, "submit", str(tmp_path / "batch.jsonl"), "--model", script.model, *there).strip()
+        run("-m", BATCH, "status", batch, "--watch", *there)
+        (line,) = run("-m", BATCH, "results", batch, *there).splitlines()
+        assert json.loads(line)["response"]["body"]["usage"]["completion_tokens"] == 3
+        check_ctrl_c(script)
+
+
+@pytest.mark.campaign
+def test_the_kv_router_over_nats(tmp_path: Path) -> None:
+    with launched(tmp_path, "--device", "cpu", script="agg_nats.sh") as script:
+        script.wait_until_ready()
+        with script.client() as client:
+            answer = client.completions.create(model=script.model, prompt="Hello", max_tokens=4)
+        assert answer.choices[0].text
+        check_ctrl_c(script)
+
+
+def check_ctrl_c(script: LaunchedScript) -> None:
+    children = [each for each in psutil.Process(script.process.pid).children(recursive=True) if each.name() != "sleep"]
+    script.press_ctrl_c()
+    assert script.finish() == 0, script.output
+    script.assert_nothing_left(children)

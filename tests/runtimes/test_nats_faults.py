@@ -1,0 +1,182 @@
+"""The NATS runtime when the server, a worker or the way between them fails; and who is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import ssl
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nkeys
+import pytest
+from nats_workers import EXACT, connected, running
+from servers import NatsServer, free_ports
+from warm_start import WarmProcess
+
+from worker.errors import StartupError
+from worker.runtimes.nats.client import BlockingWorkerClient, RequestError, WorkerClient, WorkerLost
+from worker.runtimes.nats.connection import ConnectionOptions, connect
+
+LONG: dict[str, Any] = {"token_ids": [9, 30, 41, 77], "stop_conditions": {"max_tokens": 300, "ignore_eos": True}}
+SHORT: dict[str, Any] = {"token_ids": [9, 30, 41, 77], "stop_conditions": {"max_tokens": 5, "ignore_eos": True}}
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path / "server")
+    server.start()
+    yield server
+    server.kill()
+
+
+async def test_a_server_that_is_killed_and_comes_back(own_server: NatsServer, tiny_model: Path) -> None:
+    """Answers under way go on where they were, the worker serves on without a restart."""
+    async with (
+        running(tiny_model, own_server.url, "tiny") as worker,
+        await connected(own_server.url, "tiny", window=16) as client,
+    ):
+        expected = (await client.generate(**LONG)).choices[0].token_ids
+        streams = [client.stream(retries=0, **LONG) for _ in range(4)]
+        tokens = [list((await anext(stream))["token_ids"]) for stream in streams]
+        own_server.kill()
+        while client.connection.is_connected:
+            await asyncio.sleep(0.005)
+        await asyncio.to_thread(own_server.start)
+        for stream, begun in zip(streams, tokens, strict=True):
+            async for chunk in stream:
+                begun += chunk["token_ids"]
+        assert tokens == [expected] * 4
+        assert (await client.generate(**SHORT)).choices[0].finish_reason == "length"
+        assert worker.server.broken is None
+
+
+def worker_process(model: Path, url: str, log: Path, *argv: str) -> WarmProcess:
+    given = ["-m", "worker", "--runtime", "nats", "--nats-url", url, "--model-path", str(model)]
+    return WarmProcess([*given, "--served-model-name", "tiny", *EXACT, *argv], dict(os.environ), log)
+
+
+async def until_served(client: WorkerClient, process: WarmProcess, log: Path) -> None:
+    while True:
+        try:
+            await client.info()
+            return
+        except RequestError:
+            assert process.poll() is None, log.read_text()
+            await asyncio.sleep(0.05)
+
+
+async def test_a_worker_process_drains_at_sigterm_and_its_death_is_noticed(
+    nats_server: NatsServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    first = worker_process(tiny_model, nats_server.url, log)
+    second = None
+    try:
+        async with await connected(nats_server.url, "tiny", window=8) as client:
+            await until_served(client, first, log)
+            stream = client.stream(retries=0, **LONG)
+            tokens = list((await anext(stream))["token_ids"])
+            first.send_signal(signal.SIGTERM)
+            async for chunk in stream:
+                tokens += chunk["token_ids"]
+            assert len(tokens) == 300
+            assert await asyncio.to_thread(first.wait, 60) == 0, log.read_text()
+
+            second = worker_process(tiny_model, nats_server.url, log)
+            await until_served(client, second, log)
+            stream = client.stream(retries=0, **LONG)
+            await anext(stream)
+            second.kill()
+            killed_s = time.monotonic()
+            with pytest.raises(WorkerLost):
+                async for _ in stream:
+                    pass
+            assert time.monotonic() - killed_s < 20  # a hang guard: 2 s on a machine that is not busy
+    finally:
+        for process in (first, second):
+            if process is not None:
+                process.kill()
+                process.wait(30)
+
+
+async def test_credentials(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path / "server", config='authorization { token: "right" }\n')
+    server.start()
+    try:
+        for token in ("wrong", None):
+            with pytest.raises(StartupError, match=r"cannot connect to NATS at .*: .*[Aa]uthorization"):
+                await connect(ConnectionOptions(url=server.url, token=token), "test")
+        client = await connect(ConnectionOptions(url=server.url, token="right"), "test")
+        await client.close()
+    finally:
+        server.kill()
+
+
+async def test_nkeys(tmp_path: Path) -> None:
+    seeds = [nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER) for _ in range(2)]
+    public = nkeys.from_seed(seeds[0]).public_key.decode()
+    for name, seed in zip(("right", "wrong"), seeds, strict=True):
+        (tmp_path / name).write_bytes(seed)
+    server = NatsServer(tmp_path / "server", config=f"authorization {{ users: [{{ nkey: {public} }}] }}\n")
+    server.start()
+    try:
+        with pytest.raises(StartupError, match="cannot connect to NATS"):
+            await connect(ConnectionOptions(url=server.url, nkey_seed=str(tmp_path / "wrong")), "test")
+        client = await connect(ConnectionOptions(url=server.url, nkey_seed=str(tmp_path / "right")), "test")
+        await client.close()
+        with pytest.raises(StartupError, match="nkey seed: no such file"):
+            await connect(ConnectionOptions(url=server.url, nkey_seed="/nowhere"), "test")
+    finally:
+        server.kill()
+
+
+async def test_tls(tmp_path: Path) -> None:
+    _make_certificate(tmp_path)
+    paths = {name: str(tmp_path / f"{name}.pem") for name in ("cert", "key")}
+    config = f'tls {{ cert_file: "{paths["cert"]}", key_file: "{paths["key"]}" }}\n'
+    server = NatsServer(tmp_path / "server", config=config)
+    server.start()
+    url = server.url.replace("nats://127.0.0.1", "tls://localhost")
+    try:
+        client = await connect(ConnectionOptions(url=url, tls_ca=paths["cert"]), "test")
+        await client.close()
+        with pytest.raises(StartupError, match="certificate verify failed"):
+            await connect(ConnectionOptions(url=url), "test")
+        (tmp_path / "bad.pem").write_text("no certificate")
+        with pytest.raises(StartupError, match="TLS"):
+            await connect(ConnectionOptions(url=url, tls_ca=str(tmp_path / "bad.pem")), "test")
+    finally:
+        server.kill()
+
+
+def _make_certificate(directory: Path) -> None:
+    assert ssl.OPENSSL_VERSION_INFO >= (1, 1, 1)
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    files = ["-keyout", str(directory / "key.pem"), "-out", str(directory / "cert.pem")]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *files]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+async def test_the_blocking_client_and_metrics(nats_server: NatsServer, tiny_model: Path) -> None:
+    (port,) = free_ports(1)
+
+    def use() -> tuple[list[int], list[int], str]:
+        with BlockingWorkerClient("blocking", options=ConnectionOptions(url=nats_server.url)) as client:
+            streamed = [token for chunk in client.stream(**SHORT) for token in chunk["token_ids"]]
+            return streamed, client.generate(**SHORT).choices[0].token_ids, client.info()["model"]
+
+    def metrics() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+            return str(reply.read(), "utf-8")
+
+    async with running(tiny_model, nats_server.url, "blocking", "--metrics-port", str(port)):
+        streamed, whole, model = await asyncio.to_thread(use)
+        assert 'dlw_requests_total{outcome="length"} 2.0' in await asyncio.to_thread(metrics)
+    assert streamed == whole
+    assert model == "blocking"

@@ -1,0 +1,185 @@
+"""``dlw-batch``: submit files in OpenAI's batch format, look at them, collect results, cancel."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nats.errors import Error as NatsError
+from tqdm import tqdm
+
+from worker.errors import ConfigurationError, ServingError
+from worker.runtimes.nats.batch.layout import PRIORITIES
+from worker.runtimes.nats.batch.store import BatchStatus, BatchStore
+from worker.runtimes.nats.connection import ConnectionOptions, connect
+
+POLL_S = 0.5
+
+_CONNECTION = {
+    "url": ("WORKER_NATS_URL", "NATS servers, separated by commas (default: nats://127.0.0.1:4222)"),
+    "credentials": ("WORKER_NATS_CREDENTIALS", "file with a JWT and an NKey seed"),
+    "token": ("WORKER_NATS_TOKEN", "token; better in the variable"),
+    "nkey_seed": ("WORKER_NATS_NKEY_SEED", "file with an NKey's seed"),
+    "tls_ca": ("WORKER_NATS_TLS_CA", "file of the certificates that sign the server's"),
+    "tls_cert": ("WORKER_NATS_TLS_CERT", "file of the own certificate"),
+    "tls_key": ("WORKER_NATS_TLS_KEY", "file of its key"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 1 for a batch that is not complete or has errors, 2 for a mistake."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    commands: dict[str, Callable[[BatchStore, Any], Awaitable[int]]] = {
+        "submit": _submit,
+        "status": _status,
+        "results": _results,
+        "cancel": _cancel,
+    }
+    try:
+        return asyncio.run(_connected(options, commands[options.command]))
+    except (ServingError, NatsError, OSError) as error:
+        print(f"dlw-batch: error: {str(error) or type(error).__name__}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _connected(options: Any, command: Callable[[BatchStore, Any], Awaitable[int]]) -> int:
+    given = {name: getattr(options, name) or os.environ.get(env) for name, (env, _) in _CONNECTION.items()}
+    chosen = ConnectionOptions(**{name: value for name, value in given.items() if value})
+    connection = await connect(chosen, "dlw-batch")
+    try:
+        return await command(BatchStore(connection), options)
+    finally:
+        await connection.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    shared = argparse.ArgumentParser(add_help=False)
+    for name, (env, text) in _CONNECTION.items():
+        shared.add_argument(f"--nats-{name.replace('_', '-')}", dest=name, help=f"{text} [{env}]")
+    parser = argparse.ArgumentParser(prog="dlw-batch", description="Durable batches over NATS JetStream.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    submit = commands.add_parser("submit", parents=[shared], help="queue the requests of a file; prints the batch's id")
+    submit.add_argument("file", type=Path, help="requests in OpenAI's batch format, one a line")
+    submit.add_argument("--model", help="served model name (default: what the first request's body says)")
+    submit.add_argument("--model-version", default="1", help="of the model (default: 1)")
+    submit.add_argument("--priority", choices=PRIORITIES, default="normal", help="default: normal")
+    submit.add_argument("--deadline-s", type=float, help="seconds from now after which nothing is answered any more")
+    submit.add_argument("--id", help="of the batch; the same again continues a submission that was interrupted")
+    status = commands.add_parser("status", parents=[shared], help="how far a batch is")
+    status.add_argument("batch")
+    status.add_argument("--watch", action="store_true", help="show a progress bar until it is complete")
+    results = commands.add_parser("results", parents=[shared], help="the results so far, in OpenAI's output format")
+    results.add_argument("batch")
+    results.add_argument("-o", "--output", type=Path, help="file to write (default: standard output)")
+    cancel = commands.add_parser("cancel", parents=[shared], help="answer no more of its requests")
+    cancel.add_argument("batch")
+    return parser
+
+
+async def _submit(store: BatchStore, options: Any) -> int:
+    text = await asyncio.to_thread(options.file.read_text, encoding="utf-8")
+    lines = text.splitlines()
+    deadline_s = None if options.deadline_s is None else time.time() + options.deadline_s
+    with tqdm(total=len(lines), unit="requests", disable=not sys.stderr.isatty()) as bar:
+        record = await store.submit(
+            lines,
+            options.model or _model_of(lines),
+            options.model_version,
+            priority=options.priority,
+            deadline_s=deadline_s,
+            batch=options.id,
+            shown=lambda count: bar.update(count - bar.n),
+        )
+    print(record.id)
+    return 0
+
+
+def _model_of(lines: Sequence[str]) -> str:
+    first = next((line for line in lines if line.strip()), "{}")
+    try:
+        model = json.loads(first)["body"]["model"]
+    except (ValueError, KeyError, TypeError):
+        model = None
+    if not isinstance(model, str) or not model:
+        raise ConfigurationError("the first request's body names no model; give --model")
+    return model
+
+
+async def _status(store: BatchStore, options: Any) -> int:
+    if options.watch:
+        await _watch(store, options.batch)
+    status = await store.status(options.batch, count_failed=True)
+    print(json.dumps(_as_json(status)))
+    return 0 if status.state == "completed" and not status.num_failed else 1
+
+
+async def _watch(store: BatchStore, batch: str) -> None:
+    bar = None
+    try:
+        while (status := await store.status(batch)).state in ("submitting", "in_progress"):
+            if bar is None and status.record.num_requests:
+                bar = tqdm(total=status.record.num_requests, unit="requests")
+            if bar is not None:
+                bar.update(status.num_answered - bar.n)
+            await asyncio.sleep(POLL_S)
+        if bar is not None:
+            bar.update(status.num_answered - bar.n)
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _as_json(status: BatchStatus) -> dict[str, Any]:
+    """As OpenAI shows a batch."""
+    failed = status.num_failed or 0
+    record = status.record
+    return {
+        "id": record.id,
+        "object": "batch",
+        "status": status.state,
+        "model": record.model,
+        "model_version": record.version,
+        "priority": record.priority,
+        "expires_at": record.deadline_s,
+        "request_counts": {
+            "total": record.num_requests,
+            "completed": status.num_answered - failed,
+            "failed": failed,
+        },
+    }
+
+
+async def _results(store: BatchStore, options: Any) -> int:
+    lines = [json.dumps(line, ensure_ascii=False) + "\n" async for line in store.results(options.batch)]
+    text = "".join(lines)
+    if options.output is None:
+        sys.stdout.write(text)
+    else:
+        await asyncio.to_thread(options.output.write_text, text, encoding="utf-8")
+    status = await store.status(options.batch)
+    return 0 if status.state == "completed" else 1
+
+
+async def _cancel(store: BatchStore, options: Any) -> int:
+    record = await store.cancel(options.batch)
+    print(json.dumps(_as_json(await store.status(record.id, count_failed=True))))
+    return 0
+
+
+def run() -> None:
+    """Console script."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,239 @@
+"""OpenAI's requests of a batch → messages of this runtime, and answers → lines of results.
+
+Every field is honoured, without effect by nature, or refused with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from adapters.client import from_openai_logit_bias
+from worker.errors import InvalidRequest, ServingError, shown
+from worker.runtimes.nats import protocol
+from worker.runtimes.nats.batch.layout import URLS, QueuedRequest, request_digest
+
+CHAT, COMPLETIONS = URLS
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "n",
+    "allowed_token_ids",
+    "bad_words_token_ids",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "include_stop_str_in_output",
+)
+_STOPPING = ("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "max_thinking_tokens")
+_PLACES = {
+    **dict.fromkeys(_SAMPLING, "sampling_options"),
+    **dict.fromkeys(_STOPPING, "stop_conditions"),
+    "skip_special_tokens": "output_options",
+}
+"""Section of the message in which a field stands under the same name."""
+
+_NO_EFFECT = frozenset({"model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
+_OWN = {
+    CHAT: frozenset(
+        {
+            *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "stop", "stream", "logit_bias"),
+            *("response_format", "logits_processors", "chat_template_args", "tools", "tool_choice"),
+        }
+    ),
+    COMPLETIONS: frozenset({"prompt", "logprobs", "stop", "stream", "logit_bias", "logits_processors"}),
+}
+
+Message = dict[str, Any]
+
+
+def message_of(url: str, body: Any, digest: str) -> Message:
+    """What this runtime is asked for a body.
+
+    Args:
+        url: One of `URLS`.
+        body: Of the request.
+        digest: Of the request; the seed is made of it, unless the body has one.
+
+    Raises:
+        InvalidRequest: a field is unknown or cannot be honoured.
+    """
+    if not isinstance(body, Mapping):
+        raise InvalidRequest("body", f"must be an object, got {shown(body)}")
+    given = {name: value for name, value in body.items() if value is not None and name not in _NO_EFFECT}
+    message: Message = {"sampling_options": {}, "stop_conditions": {}, "output_options": {}}
+    for name, value in given.items():
+        section = _PLACES.get(name)
+        if section is not None:
+            message[section][name] = value
+        elif name not in _OWN[url]:
+            raise InvalidRequest(f"body.{name[:60]}", f"is not a field of {url} in batches")
+    message["sampling_options"].setdefault("seed", int(digest[:13], 16))
+    _add_prompt(message, url, given)
+    _add_stops(message, given)
+    _add_logprobs(message, url, given)
+    _add_processors(message, given)
+    if given.get("stream") not in (None, False):
+        raise InvalidRequest("body.stream", "must be false: the answer comes as a line of the results")
+    return message
+
+
+def _add_prompt(message: Message, url: str, given: Mapping[str, Any]) -> None:
+    if url == CHAT:
+        message["messages"] = given.get("messages")
+        message["chat_template_args"] = given.get("chat_template_args")
+        if given.get("tools") and given.get("tool_choice") != "none":
+            raise InvalidRequest("body.tools", "are supported only with tool_choice none: no tool call is parsed here")
+        message["tools"] = given.get("tools") or None
+        return
+    prompt = given.get("prompt")
+    message["prompt" if isinstance(prompt, str) else "token_ids"] = prompt
+
+
+def _add_stops(message: Message, given: Mapping[str, Any]) -> None:
+    stop = given.get("stop")
+    if stop is not None:
+        message["stop_conditions"]["stop"] = [stop] if isinstance(stop, str) else stop
+    if "max_completion_tokens" in given:
+        if "max_tokens" in given:
+            raise InvalidRequest("body.max_tokens", "is given beside max_completion_tokens; give one of them")
+        message["stop_conditions"]["max_tokens"] = given["max_completion_tokens"]
+
+
+def _add_logprobs(message: Message, url: str, given: Mapping[str, Any]) -> None:
+    wanted = given.get("logprobs")
+    if url == COMPLETIONS:
+        if wanted is not None:
+            message["output_options"]["logprobs"] = wanted
+        return
+    if wanted not in (None, True, False):
+        raise InvalidRequest("body.logprobs", f"must be true or false, got {shown(wanted)}")
+    if wanted:
+        message["output_options"]["logprobs"] = given.get("top_logprobs", 0)
+    elif given.get("top_logprobs"):
+        raise InvalidRequest("body.top_logprobs", "needs logprobs")
+
+
+def _add_processors(message: Message, given: Mapping[str, Any]) -> None:
+    chosen, bias = given.get("logits_processors"), given.get("logit_bias")
+    if bias:
+        if not isinstance(bias, Mapping):
+            raise InvalidRequest("body.logit_bias", f"must be an object of token ids and numbers, got {shown(bias)}")
+        try:
+            made = from_openai_logit_bias(bias)
+        except ValueError as error:
+            raise InvalidRequest("body.logit_bias", str(error).removeprefix("logit_bias: ")) from None
+        listed = chosen if isinstance(chosen, list) else (chosen or {}).get("processors", [])
+        options = {} if isinstance(chosen, list) else dict(chosen or {})
+        chosen = {**options, "processors": [*listed, made]}
+    if chosen:
+        message["logits_processors"] = chosen
+    form = given.get("response_format")
+    if form is not None:
+        guide = _guide(form)
+        if guide is not None:
+            message["sampling_options"]["guided_decoding"] = guide
+
+
+def _guide(form: Any) -> dict[str, Any] | None:
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json": {"type": "object"}}
+    schema = form.get("json_schema") if kind == "json_schema" else None
+    if isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
+        return {"json": schema["schema"]}
+    raise InvalidRequest("body.response_format", "must be of type text, json_object or json_schema with its schema")
+
+
+def response_body(request: QueuedRequest, body: Mapping[str, Any], chunks: Iterable[Message], tokenizer: Any) -> Any:
+    """The response to a request, as OpenAI's endpoint would give it.
+
+    Nothing in it depends on when and beside what it was computed: ids are made of the request,
+    ``created`` is 0, and of the usage cached tokens are left out.
+    """
+    choices: dict[int, Message] = {}
+    prompt_tokens = completion_tokens = 0
+    for chunk in chunks:
+        choice = choices.setdefault(chunk["index"], {"text": "", "ids": [], "logprobs": [], "tops": [], "reason": None})
+        choice["text"] += chunk.get("text", "")
+        choice["ids"] += chunk["token_ids"]
+        choice["logprobs"] += chunk.get("log_probs", ())
+        choice["tops"] += chunk.get("top_logprobs", ())
+        choice["reason"] = chunk.get("finish_reason", choice["reason"])
+        choice["engine_data"] = chunk.get("engine_data", choice.get("engine_data"))
+        if "completion_usage" in chunk:
+            prompt_tokens = chunk["completion_usage"]["prompt_tokens"]
+            completion_tokens += chunk["completion_usage"]["completion_tokens"]
+    is_chat = request.url == CHAT
+    made = [_choice(index, choices[index], is_chat, tokenizer) for index in sorted(choices)]
+    name = "chatcmpl" if is_chat else "cmpl"
+    response = {
+        "id": f"{name}-{request_digest(request.custom_id, request.url, body)}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": 0,
+        "model": body.get("model", ""),
+        "choices": made,
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+    }
+    receipts = [choices[index]["engine_data"] for index in sorted(choices)]
+    return response if receipts[0] is None else {**response, "nvext": {"engine_data": receipts[0]}}
+
+
+def _choice(index: int, choice: Message, is_chat: bool, tokenizer: Any) -> Message:
+    logprobs = _logprobs(choice, tokenizer) if choice["logprobs"] else None
+    if is_chat:
+        content = None if logprobs is None else {"content": logprobs, "refusal": None}
+        message = {"role": "assistant", "content": choice["text"], "refusal": None}
+        return {"index": index, "message": message, "logprobs": content, "finish_reason": choice["reason"]}
+    return {"index": index, "text": choice["text"], "logprobs": logprobs, "finish_reason": choice["reason"]}
+
+
+def _logprobs(choice: Message, tokenizer: Any) -> list[Message]:
+    tops = choice["tops"] or [[]] * len(choice["ids"])
+    found = []
+    for token_id, logprob, top in zip(choice["ids"], choice["logprobs"], tops, strict=True):
+        entry = _token(token_id, logprob, tokenizer)
+        entry["top_logprobs"] = [_token(each["token_id"], each["logprob"], tokenizer) for each in top]
+        found.append(entry)
+    return found
+
+
+def _token(token_id: int, logprob: float, tokenizer: Any) -> Message:
+    text = tokenizer.decode([token_id])
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def result_line(request: QueuedRequest, status: int, body: Any) -> Message:
+    """A line of the results: OpenAI's output format."""
+    made_of = digest_of(request)
+    response = {"status_code": status, "request_id": f"req_{made_of}", "body": body}
+    return {"id": f"batch_req_{made_of}", "custom_id": request.custom_id, "response": response, "error": None}
+
+
+def failed_line(request: QueuedRequest, error: ServingError) -> Message:
+    """The line of a request that was refused or has failed."""
+    body = protocol.error_body(error)
+    shown_error = {"message": body["message"], "type": body["type"], "param": body.get("field"), "code": body["code"]}
+    return result_line(request, body["code"], {"error": shown_error})
+
+
+def unanswered_line(request: QueuedRequest, code: str, message: str) -> Message:
+    """The line of a request that was never answered."""
+    error = {"code": code, "message": message}
+    line = result_line(request, 0, None)
+    return {**line, "response": None, "error": error}
+
+
+def digest_of(request: QueuedRequest) -> str:
+    """What the ids of a request are made of, whether its body is in the message or not."""
+    return request_digest(request.custom_id, request.url, request.body_digest or request.body)
