@@ -374,6 +374,25 @@ class ProcessorChain:
             self._pending = pending
         return plans
 
+    def foresee(self, limit: int) -> Sequence[int]:
+        """The tokens that the chain is about to force, or to leave alone, as far as it can tell.
+
+        For speculation: a guess at the next tokens, at most ``limit``. No third-party processor is
+        called for it, and the history and the receipt are left as they were.
+        """
+        if not any(member.foresees for member in self.members):
+            return ()
+        for member in self.members if self._tracker is None else self._active_members():
+            if member.foresees:
+                try:
+                    member.processor.catch_up()
+                    found = member.processor.foresee(limit)
+                except Exception:  # the processor boundary: the next plan shows what is wrong
+                    return ()
+                if found:
+                    return found
+        return ()
+
     def _active_members(self) -> list[Member]:
         assert self._tracker is not None
         section = "thinking" if self._tracker.thinking else "answer"

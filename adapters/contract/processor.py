@@ -207,6 +207,14 @@ class Processor(ABC):
         """Undo `advance` for the newest tokens, oldest first; False makes the base class replay."""
         return False
 
+    def foresee(self, limit: int) -> Sequence[int]:
+        """The tokens that it is about to force or to leave alone, at most ``limit``; for speculation.
+
+        A guess, which costs time where it is wrong and changes nothing: each token is sampled all
+        the same. Only called for built-in processors.
+        """
+        return ()
+
     # Methods that chains and engines call
 
     @property

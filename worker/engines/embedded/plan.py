@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -77,6 +77,7 @@ class Request:
             would get.
         keeps_kv: Whether its pages are pinned for transfer when it ends; see `KvConnector.lease`.
         cache_salt: It shares KV only with requests of the same salt.
+        speculates: Whether tokens may be drafted for it.
         arrival: Number in the order of arrival, given by the scheduler.
         pages: Its page table, while it runs: position p is in ``pages[p // page_size]`` at slot
             ``p % page_size``.
@@ -101,6 +102,7 @@ class Request:
     tap_error: str | None = None
     keeps_kv: bool = False
     cache_salt: str | None = None
+    speculates: bool = True
     arrival: int = -1
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -168,22 +170,41 @@ class Plan:
         sampled: Requests that get a token: those of `decode`, then those whose tokens end in
             `chunks`. The same tuple object in consecutive steps means the same rows.
         copies: Copies within the store, in this order, before anything is written.
+        drafts: Of each decode row the drafted tokens that are computed behind its newest one; empty
+            where no row has any.
     """
 
     decode: tuple[Request, ...]
     chunks: tuple[Chunk, ...]
     sampled: tuple[Request, ...]
     copies: tuple[PageCopy, ...] = ()
+    drafts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def scored(self) -> tuple[Chunk, ...]:
         """Chunks of which the logits of every token are wanted."""
         return tuple(chunk for chunk in self.chunks if chunk.is_scored)
 
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the decode rows, drafted ones among them."""
+        return len(self.decode) + sum(map(len, self.drafts))
+
+    def decode_tokens(self) -> Iterator[tuple[Request, list[int]]]:
+        """Each decode row, and its tokens that are computed: the newest one and its draft."""
+        for request, draft in zip_longest(self.decode, self.drafts, fillvalue=()):
+            yield request, [request.tokens[-1], *draft]  # type: ignore[union-attr]  # one draft for each row, or none
+
+    def first_rows(self) -> list[int]:
+        """The index of the first row of logits of each request of `sampled`."""
+        counts = [1 + len(draft) for draft in self.drafts] or [1] * len(self.decode)
+        counts += [1] * (len(self.sampled) - len(self.decode))
+        return list(accumulate(counts, initial=0))[:-1]
+
     def logit_rows(self) -> list[int]:
         """The indices, among the step's tokens (`decode`, then `chunks`), of the rows of logits."""
-        ends = accumulate((chunk.stop - chunk.start for chunk in self.chunks), initial=len(self.decode))
-        rows = range(len(self.decode))
+        rows = range(self.num_decode_tokens)
+        ends = accumulate((chunk.stop - chunk.start for chunk in self.chunks), initial=len(rows))
         return [*rows, *(end - 1 for chunk, end in zip(self.chunks, list(ends)[1:], strict=True) if chunk.is_last)]
 
     def show_scored(self, rows: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -193,7 +214,7 @@ class Plan:
             rows: Of each of the step's tokens ``[T, ...]``, what its logits are made of.
             logits: Makes logits ``[n, V]`` of n of them.
         """
-        first = len(self.decode)
+        first = self.num_decode_tokens
         for chunk in self.chunks:
             if chunk.is_scored:
                 for start in range(chunk.start, chunk.stop, SCORED_AT_ONCE):
@@ -205,7 +226,7 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
-        return len(self.decode) + sum(chunk.stop - chunk.start for chunk in self.chunks)
+        return self.num_decode_tokens + sum(chunk.stop - chunk.start for chunk in self.chunks)
 
 
 class Model(Protocol):
@@ -238,7 +259,8 @@ class Model(Protocol):
     def forward(self, plan: Plan) -> torch.Tensor:
         """Logits ``[n, vocab_size]`` of ``plan.sampled``, of a floating dtype.
 
-        The sampler may write into them. Those of the chunks of ``plan.scored`` go to the taps of
+        A decode row with a draft has one row for its newest token and one for each drafted token,
+        in order; every other request has one. The sampler may write into them. Those of the chunks of ``plan.scored`` go to the taps of
         their requests; see `Plan.show_scored`.
         """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
@@ -198,6 +198,33 @@ class Scheduler:
         if decode:
             copies += self.cache.compact()
         return Plan(decode, chunks, decode + ended if ended else decode, copies)
+
+    def add_drafts(self, plan: Plan, drafts: Sequence[Sequence[int]]) -> Plan:
+        """`plan` with `drafts` behind its decode rows, one each, cut to what may be computed.
+
+        That is the token budget, the rest of the answer but its last token, and the pages that
+        nobody owns: a draft preempts nobody.
+        """
+        left = self.max_num_batched_tokens - plan.num_tokens
+        cut: list[tuple[int, ...]] = []
+        for request, draft in zip(plan.decode, drafts, strict=True):
+            wanted = min(len(draft), left, request.limit - len(request.tokens) - 1)
+            cut.append(tuple(draft[: self._reserve(request, wanted)]))
+            left -= len(cut[-1])
+        return replace(plan, drafts=tuple(cut)) if any(cut) else plan
+
+    def _reserve(self, request: Request, count: int) -> int:
+        """Give a request pages for `count` drafted tokens; returns for how many there are."""
+        size = self.cache.page_size
+        while len(request.pages) * size < len(request.tokens) + count and self.cache.append_page(request):
+            pass
+        return max(0, min(count, len(request.pages) * size - len(request.tokens)))
+
+    def roll_back(self, plan: Plan) -> None:
+        """Free the pages that hold nothing but rejected drafts of a committed step."""
+        for request, draft in zip(plan.decode, plan.drafts, strict=False):
+            if draft and request.pages:
+                self.cache.trim(request)
 
     def settle(self, plan: Plan) -> None:
         """Take over the KV that the step computes; its sampled tokens may still be on their way."""

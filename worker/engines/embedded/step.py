@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from adapters.chain import plan_rows
@@ -10,6 +12,7 @@ from worker.engines.embedded.kv_cache import KvCache, choose_page_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.scheduler import Scheduler
+from worker.engines.embedded.speculation import SpeculativeConfig, Speculator, agreeing_rows
 from worker.engines.embedded.transfer import KvConnector, KvHandle
 
 MIXED_CHUNKS = {"cpu": 64, "cuda": 512}
@@ -22,20 +25,23 @@ STARVED_POLL_S = 0.005
 
 
 class Stepper:
-    """A model, a scheduler and a sampler.
+    """A model, a scheduler, a speculator and a sampler.
 
     Args:
         model: What computes logits; its KV store must hold the blocks of `scheduler`.
         scheduler: What decides the work of a step.
+        speculator: What drafts tokens; by default the requests' chains alone.
 
     Attributes:
+        speculator: The same.
         connector: Leases KV to other workers and receives it from them; None in aggregated serving.
     """
 
-    def __init__(self, model: Model, scheduler: Scheduler) -> None:
+    def __init__(self, model: Model, scheduler: Scheduler, speculator: Speculator | None = None) -> None:
         self.model = model
         self.scheduler = scheduler
         self.connector: KvConnector | None = None
+        self.speculator = speculator or Speculator()
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
         self._starved = False  # requests wait, but pages pinned for transfer leave nothing to compute
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
@@ -84,7 +90,20 @@ class Stepper:
         self._starved = not plan.num_tokens
         if self._starved:
             return []
+        if plan.decode:
+            plan = self.scheduler.add_drafts(plan, self.speculator.draft(plan))
         logits = self.model.forward(plan)
+        outputs = self._sample(plan, logits[plan.first_rows()] if plan.drafts else logits)
+        if self.connector is not None and self.scheduler.pinned:
+            self.connector.lease(plan, outputs)
+        if plan.decode:
+            accepted = self._verify(plan, logits, outputs) if plan.drafts else ()
+            self.speculator.learn(plan, accepted)
+        self._note_ended(plan, outputs)
+        return outputs
+
+    def _sample(self, plan: Plan, logits: torch.Tensor) -> list[Output]:
+        """Sample and commit one position of each of ``plan.sampled``."""
         edits = plan_edits(plan)  # needs no logits: on CUDA they are still being computed
         if self._tapped:
             show_logits(plan, logits)
@@ -94,12 +113,42 @@ class Stepper:
         samples = launched.collect()
         if self._tapped:
             samples.errors |= tap_errors(plan)
-        outputs = self.scheduler.commit(plan, samples)
-        if self.connector is not None and self.scheduler.pinned:
-            self.connector.lease(plan, outputs)
-        if self._tapped:
-            self._tapped -= {output.request_id for output in outputs if output.finish_reason is not None}
-        return outputs
+        return self.scheduler.commit(plan, samples)
+
+    def _verify(self, plan: Plan, logits: torch.Tensor, outputs: list[Output]) -> list[int]:
+        """Sample the drafted positions, each as in a step of its own whose logits are known already.
+
+        A row goes on while the sampled token is the drafted one. Then the rest is rolled back.
+
+        Args:
+            plan: Of the step, whose first positions have been committed.
+            logits: Of all positions.
+            outputs: Of the first positions; those of the drafted ones are added.
+
+        Returns:
+            Accepted tokens of each decode row's draft.
+        """
+        first, accepted = plan.first_rows(), [0] * len(plan.decode)
+        depth, latest = 0, outputs[: len(plan.decode)]
+        rows: Sequence[int] = range(len(plan.decode))
+        while rows := agreeing_rows(plan, depth, rows, latest):
+            depth += 1
+            requests = tuple(plan.decode[row] for row in rows)
+            latest = self._sample(Plan(requests, (), requests), logits[[first[row] + depth for row in rows]])
+            outputs += latest
+            for row in rows:
+                accepted[row] = depth
+        self.scheduler.roll_back(plan)
+        return accepted
+
+    def _note_ended(self, plan: Plan, outputs: list[Output]) -> None:
+        ended = {output.request_id: output for output in outputs if output.finish_reason is not None}
+        if not ended:
+            return
+        self._tapped -= ended.keys()
+        for request in plan.sampled:
+            if request.id in ended:
+                self.speculator.remember(request, ended[request.id])
 
 
 def show_logits(plan: Plan, logits: torch.Tensor) -> None:
@@ -126,4 +175,5 @@ def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> St
     model.allocate_kv(num_pages, page_size)
     cache = KvCache(num_pages, page_size, config.kv_block_size, is_dense=model.wants_dense_kv)
     mixed = config.max_mixed_chunk or MIXED_CHUNKS.get(model.device.type)
-    return Stepper(model, Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed))
+    scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed)
+    return Stepper(model, scheduler, Speculator(SpeculativeConfig.parse(config.speculative_config)))
