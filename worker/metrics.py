@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from collections.abc import Iterator
 
-from worker.engines import EngineInfo
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from worker.engines import EngineInfo, Speculating
 from worker.lifecycle.drain import DrainOutcome, InFlightRequests
 from worker.requests.fields import FIELDS
 
@@ -25,6 +28,30 @@ OUTCOMES = (
 """How a request can end; each request counts exactly once."""
 
 _FIELD_LABELS = frozenset(row.path for row in FIELDS)
+
+
+class SpeculationMetrics:
+    """Drafted tokens of an engine by proposer, read from it whenever they are collected.
+
+    Args:
+        engine: The engine.
+        registry: Where the metrics go.
+    """
+
+    def __init__(self, engine: Speculating, registry: CollectorRegistry) -> None:
+        self._engine = engine
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of now; `prometheus_client` calls it."""
+        found = self._engine.speculation()
+        for index, name in enumerate(("proposed", "accepted")):
+            what = "computed" if name == "proposed" else "accepted"
+            described = f"Drafted tokens that were {what}, by proposer."
+            tokens = CounterMetricFamily(f"{PREFIX}speculation_{name}_tokens", described, labels=["proposer"])
+            for proposer, counts in found.items():
+                tokens.add_metric([proposer], counts[index])
+            yield tokens
 
 
 class WorkerMetrics:

@@ -57,6 +57,7 @@ class ProcessorChain:
         wants_random_sampling: Whether a request that sets no temperature, top-k or top-p is sampled
             randomly instead of greedily, because it names a processor that acts at the temperature
             stage or later. The catalogue overrides it for processors of the operator's policy.
+        speculates: Whether tokens may be drafted for the request.
 
     Raises:
         ValueError: a scope is given and the model has no thinking tags.
@@ -83,6 +84,7 @@ class ProcessorChain:
         self.prompt_length = 0
         self.failure: ProcessorFailed | None = None
         self.wants_receipt = False
+        self.speculates = True
         self.wants_random_sampling = any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
         self.has_shaping = _any_shapes(self.members)
         self._pending: list[tuple[Member, str, int]] = []

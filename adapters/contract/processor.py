@@ -208,7 +208,7 @@ class Processor(ABC):
         return False
 
     def foresee(self, limit: int) -> Sequence[int]:
-        """The tokens that it is about to force or to leave alone, at most ``limit``; for speculation.
+        """For speculation: the tokens that it is about to force or leave alone, at most ``limit``.
 
         A guess, which costs time where it is wrong and changes nothing: each token is sampled all
         the same. Only called for built-in processors.

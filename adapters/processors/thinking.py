@@ -124,7 +124,9 @@ class ThinkingBudget(SteeringProcessor):
     def foresee(self, limit: int) -> Sequence[int]:
         state, found = self._state, list[int]()
         while state.spent and len(found) < limit:
-            token_id = (self._says[state.said] if state.said < len(self._says) else self._forces[state.closing]).token_id
+            token_id = (
+                self._says[state.said] if state.said < len(self._says) else self._forces[state.closing]
+            ).token_id
             found.append(token_id)
             if self._closing.step(state.closing, token_id)[1] >= 0:  # the tag is complete
                 break

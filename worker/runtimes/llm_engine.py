@@ -26,7 +26,7 @@ from worker.arguments import Arguments
 from worker.build import Built, build
 from worker.disaggregation.seal import Seal
 from worker.disaggregation.serving import DisaggregatedServing, Part, TransferMetrics
-from worker.engines import EngineInfo, ReadKv, SelfReporting, ServingEngine, TokenDelta
+from worker.engines import EngineInfo, ReadKv, SelfReporting, ServingEngine, Speculating, TokenDelta
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -40,7 +40,7 @@ from worker.errors import (
 )
 from worker.lifecycle.drain import InFlightRequest, InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
-from worker.metrics import WorkerMetrics
+from worker.metrics import SpeculationMetrics, WorkerMetrics
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.processors.smoke import SmokeTest
 from worker.request_log import RequestEntry, RequestLog
@@ -193,6 +193,8 @@ class WorkerEngine(LLMEngine):
             self.engine.tell_broken(self._break)
             self.engine.tell_load(self._take_load)
         self.metrics.describe_engine(info)
+        if isinstance(self.engine, Speculating):
+            SpeculationMetrics(self.engine, self.metrics.registry)
         if self.arguments.disaggregation_mode != "aggregated":
             TransferMetrics(self.engine, self.disaggregation, self.metrics.registry)
         return runtime.engine_config(info, self.arguments)

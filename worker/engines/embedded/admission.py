@@ -99,6 +99,7 @@ def admit(
         seed=seed,
         chain=chain,
         choice=choice,
+        speculates=chain is None or chain.speculates,
     )
 
 

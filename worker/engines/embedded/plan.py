@@ -260,8 +260,8 @@ class Model(Protocol):
         """Logits ``[n, vocab_size]`` of ``plan.sampled``, of a floating dtype.
 
         A decode row with a draft has one row for its newest token and one for each drafted token,
-        in order; every other request has one. The sampler may write into them. Those of the chunks of ``plan.scored`` go to the taps of
-        their requests; see `Plan.show_scored`.
+        in order; every other request has one. The sampler may write into them. Those of the chunks
+        of ``plan.scored`` go to the taps of their requests; see `Plan.show_scored`.
         """
 
 
@@ -300,6 +300,7 @@ class Output:
     Attributes:
         token_id: None if it shows no token.
         num_cached_tokens: Prompt tokens of the prefix hit; said with the first token.
+        is_too_short: Whether the answer must not end at this token, at a stop string either.
         chain: The request's processors, when it ends.
         kv: Handle of its leased KV, when it ends; see `handle.handle_as_json`.
     """
@@ -311,6 +312,7 @@ class Output:
     stop_reason: int | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    is_too_short: bool = False
     engine_data: dict[str, object] | None = None
     chain: ProcessorChain | None = None
     kv: dict[str, Any] | None = None

@@ -405,14 +405,18 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     logprobs = samples.logprobs.get(row) if samples.logprobs else None
     request.tokens.append(token)
     ends = token in request.end_ids or len(request.tokens) >= request.limit
-    data = _accept(chain, token, len(request.tokens) - 1, ends) if chain is not None else None
+    output = Output(request.id, token, logprobs)
+    if chain is not None:
+        output.engine_data = _accept(chain, token, len(request.tokens) - 1, ends)
+        output.is_too_short = chain.is_too_short
+    if not ends:
+        return output
+    output.chain, output.finish_reason = chain, "length"
     if token in request.end_ids:
+        output.finish_reason, output.stop_reason = "stop", token
         if not request.params.include_stop_str_in_output:
-            return Output(request.id, finish_reason="stop", stop_reason=token, engine_data=data, chain=chain)
-        return Output(request.id, token, logprobs, "stop", token, engine_data=data, chain=chain)
-    if len(request.tokens) >= request.limit:
-        return Output(request.id, token, logprobs, "length", engine_data=data, chain=chain)
-    return Output(request.id, token, logprobs, engine_data=data)
+            output.token_id = output.logprobs = None
+    return output
 
 
 def _accept(chain: ProcessorChain, token_id: int, position: int, ends: bool) -> dict[str, object] | None:

@@ -116,7 +116,7 @@ class Stepper:
         return self.scheduler.commit(plan, samples)
 
     def _verify(self, plan: Plan, logits: torch.Tensor, outputs: list[Output]) -> list[int]:
-        """Sample the drafted positions, each as in a step of its own whose logits are known already.
+        """Sample the drafted positions, each as in a step of its own whose logits are known.
 
         A row goes on while the sampled token is the drafted one. Then the rest is rolled back.
 

@@ -17,6 +17,7 @@ from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Model, Output, Request
 from worker.engines.embedded.serving.step_thread import MIN_AHEAD, RUN_AHEAD, Abort, Listen, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
+from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.transfer import (
     KvConnector,
@@ -41,6 +42,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         StartupError: with one clear line.
     """
     config.check()
+    SpeculativeConfig.parse(config.speculative_config)  # before the model, which takes long to load
     model = model or load_model(config)
     context_length = config.context_length or model.context_length
     if context_length > model.context_length:
@@ -94,6 +96,7 @@ class EmbeddedEngine:
         self._info: EngineInfo | None = None
         self._thread: StepThread | None = None
         self._connector: KvConnector | None = None
+        self._speculator: Speculator | None = None
         self._streams: dict[str, Stream] = {}
         self._behind: set[Stream] = set()  # those whose consumers are behind
         self._numbers = count()
@@ -116,6 +119,7 @@ class EmbeddedEngine:
         self._thread = StepThread(stepper, self._deliver, self._break, loop, self.config.step_timeout_s)
         self._model = stepper.model
         self._connector = stepper.connector
+        self._speculator = stepper.speculator
         self._info = info
         self._thread.start()
         return info
@@ -171,6 +175,11 @@ class EmbeddedEngine:
             return {}
         connector = self._connector
         return {**connector.counts, "seconds": connector.seconds, "used_blocks": connector.num_used_blocks}
+
+    def speculation(self) -> dict[str, tuple[int, int]]:
+        """Drafted tokens so far by proposer: those computed, and those of them accepted."""
+        counts = {} if self._speculator is None else self._speculator.counts.copy()
+        return {name: (one.proposed, one.accepted) for name, one in counts.items()}
 
     def migrate_all(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many."""

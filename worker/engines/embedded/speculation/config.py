@@ -31,7 +31,7 @@ class SpeculativeConfig:
     """How drafts are made. What a request's chain forces is drafted with every method.
 
     Attributes:
-        method: ``ngram`` (prompt lookup), ``suffix``, ``draft_model``, or ``none``: the chain alone.
+        method: ``ngram`` (prompt lookup), ``suffix`` or ``draft_model``; ``none``: chains alone.
         num_speculative_tokens: Tokens of a draft at most; fewer are drafted where fewer pay.
         prompt_lookup_min: ``ngram`` and ``suffix``: tokens that must have occurred before.
         prompt_lookup_max: ``ngram``: tokens of the longest n-gram that is looked up.

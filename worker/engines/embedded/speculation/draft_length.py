@@ -56,7 +56,7 @@ class StepCosts:
         self._seconds[num_tokens] = seconds if known is None else known + _SMOOTHING * (seconds - known)
 
     def per_token(self, num_tokens: int, more: int) -> float:
-        """What each of `more` tokens beside `num_tokens` costs, as a part of the step without them."""
+        """Cost of each of `more` tokens beside `num_tokens`, as a part of the step without them."""
         before, after = self._at(num_tokens), self._at(num_tokens + more)
         if before is None or after is None or before <= 0:
             return _COST_UNKNOWN

@@ -50,7 +50,7 @@ class _Source:
 
 @dataclass(slots=True)
 class _Candidate:
-    """A decode row that may draft: from the proposer that is to do it, or what its chain drafted."""
+    """A decode row that may draft: who is to do it, or what its chain has drafted already."""
 
     row: int
     source: _Source
