@@ -1,7 +1,8 @@
-"""Whatever is drafted, tokens, log probabilities, receipts and stops are those of plain decoding."""
+"""Whatever is drafted, tokens, logprobs, receipts and stops are those of plain decoding."""
 
 from __future__ import annotations
 
+import gc
 import random
 import runpy
 from collections.abc import Callable, Sequence
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_checkpoints
 from engine_doubles import PADDING, WIDTH, ScriptedModel, config, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_doubles import END as END_OF_RECALL
 from kv_doubles import RecallModel, answer, recall_request
 from random_checkpoints import EVERY_TYPE
 
@@ -24,13 +27,18 @@ from worker.engines.embedded import Engine, Plan, Request
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
+from worker.engines.embedded.speculation.draft_model import DraftModel, DraftModelProposer
 from worker.engines.embedded.step import Stepper, make_stepper
+from worker.errors import StartupError
 from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Draft = Callable[[Request], Sequence[int]]
 USABLE = WIDTH - PADDING
+PLAIN: dict[str, Any] = {"chain": False}
+TEXTS = ["the quick brown fox the quick brown", "a b a b a c a b a b a"]
+NEW_TOKENS = 24
 
 
 class Drafting(Speculator):
@@ -203,6 +211,63 @@ def test_a_draft_takes_no_page_that_somebody_owns_and_ends_with_the_answer() -> 
     assert scheduler.num_preemptions == 0
 
 
+# -- a draft model
+
+
+def test_a_draft_model_reads_its_own_kv_however_its_drafts_end() -> None:
+    source = random.Random(1)
+    draft_model = DraftModel(RecallModel(64), 3, 64, 4)
+    model = ScriptedModel()
+    asked = [Asked(str(number), [5 + number] * (1 + 7 * number), SamplingParams(max_tokens=30)) for number in range(3)]
+    plain = decode(model, asked, None)
+    proposers: dict[str, DraftModelProposer] = {}
+
+    def draft(one: Request) -> Sequence[int]:
+        proposer = proposers.setdefault(one.id, draft_model.proposer(one))
+        found = list(proposer.propose(one.tokens, source.randrange(1, 5)))
+        right = plain[one.id].token_ids[len(one.tokens) - one.prompt_length :]
+        assert found == answer(one.tokens, len(found)) or END_OF_RECALL in found
+        return (right[: source.randrange(3)] + found)[:4]
+
+    assert decode(model, asked, draft) == plain
+    proposers.clear()
+    gc.collect()
+    assert draft_model.cache.num_available == draft_model.cache.num_pages
+
+
+def test_the_model_itself_as_its_draft_is_always_right() -> None:
+    model = ScriptedModel()
+    proposer = DraftModel(ScriptedModel(), 1, 256, 16).proposer(request(model, "a", [5], SamplingParams()))
+    tokens = model.greedy([5], 30)
+    found = decode(
+        model,
+        [Asked("a", [5], SamplingParams(max_tokens=30, ignore_eos=True))],
+        lambda one: [min(token, USABLE - 1) for token in proposer.propose(one.tokens, 4)],
+    )
+    assert found["a"].token_ids == tokens
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    random_checkpoints.write(tmp_path / "other", "gemma2", random_checkpoints.TYPES["gemma2"])
+    with pytest.raises(StartupError, match="has a vocabulary of 320 ids"):
+        Engine(
+            checkpoints["llama"],
+            kv_blocks=64,
+            speculative_config={"method": "draft_model", "model": str(tmp_path / "other")},
+        )
+
+
+def test_a_draft_model_end_to_end(checkpoints: dict[str, Path]) -> None:
+    settings = {"method": "draft_model", "model": str(checkpoints["llama"]), "num_speculative_tokens": 3}
+    engine = Engine(checkpoints["llama"], max_num_seqs=2, context_length=256, speculative_config=settings)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    plain = [one.token_ids for one in engine.generate(TEXTS, params, speculation=False)]
+    assert engine.session.stepper.speculator.counts == {}
+    assert [one.token_ids for one in engine.generate(TEXTS, params)] == plain
+    counts = engine.session.stepper.speculator.counts["draft_model"]
+    assert counts.proposed >= counts.accepted > 0
+
+
 # -- real models
 
 
@@ -238,11 +303,6 @@ class Repeating(Speculator):
         for source in self._drafting.values():
             source.acceptance.accepted = source.acceptance.tried = 1.0
         return drafts
-
-
-PLAIN: dict[str, Any] = {"chain": False}
-TEXTS = ["the quick brown fox the quick brown", "a b a b a c a b a b a"]
-NEW_TOKENS = 24
 
 
 def outcome(engine: Engine, speculator: Speculator, prompts: Any, params: Any, processors: Any = ()) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -192,8 +192,9 @@ class Plan:
 
     def decode_tokens(self) -> Iterator[tuple[Request, list[int]]]:
         """Each decode row, and its tokens that are computed: the newest one and its draft."""
-        for request, draft in zip_longest(self.decode, self.drafts, fillvalue=()):
-            yield request, [request.tokens[-1], *draft]  # type: ignore[union-attr]  # one draft for each row, or none
+        drafts = self.drafts or ((),) * len(self.decode)
+        for request, draft in zip(self.decode, drafts, strict=True):
+            yield request, [request.tokens[-1], *draft]
 
     def first_rows(self) -> list[int]:
         """The index of the first row of logits of each request of `sampled`."""

@@ -12,7 +12,7 @@ from worker.engines.embedded.kv_cache import KvCache, choose_page_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.scheduler import Scheduler
-from worker.engines.embedded.speculation import SpeculativeConfig, Speculator, agreeing_rows
+from worker.engines.embedded.speculation import SpeculativeConfig, Speculator, agreeing_rows, load_draft_model
 from worker.engines.embedded.transfer import KvConnector, KvHandle
 
 MIXED_CHUNKS = {"cpu": 64, "cuda": 512}
@@ -176,4 +176,12 @@ def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> St
     cache = KvCache(num_pages, page_size, config.kv_block_size, is_dense=model.wants_dense_kv)
     mixed = config.max_mixed_chunk or MIXED_CHUNKS.get(model.device.type)
     scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed)
-    return Stepper(model, scheduler, Speculator(SpeculativeConfig.parse(config.speculative_config)))
+    return Stepper(model, scheduler, make_speculator(config, model))
+
+
+def make_speculator(config: EmbeddedConfig, model: Model) -> Speculator:
+    """What ``--speculative-config`` asks for; `StartupError` if a draft model is not served."""
+    speculative = SpeculativeConfig.parse(config.speculative_config)
+    if speculative.model is None:
+        return Speculator(speculative)
+    return Speculator(speculative, load_draft_model(speculative.model, config, model).proposer)

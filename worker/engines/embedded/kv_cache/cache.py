@@ -162,7 +162,7 @@ class KvCache:
             self._register(request, first, end)
 
     def trim(self, request: Request) -> None:
-        """Take back the pages behind a request's computed tokens, where only rejected drafts are."""
+        """Take back the pages behind a request's computed tokens: they hold rejected drafts."""
         while len(request.pages) > self.count_pages(request.num_computed):
             number = request.pages.pop()
             page = self._pages[number]
