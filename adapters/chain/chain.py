@@ -11,6 +11,7 @@ from adapters.chain.plan import NOTHING, Member, ProcessorFailed, RowPlan
 from adapters.chain.receipts import ProcessorRecord, Receipt
 from adapters.contract import (
     Allow,
+    BacktrackingProcessor,
     Ban,
     Context,
     Edit,
@@ -87,6 +88,7 @@ class ProcessorChain:
         self.speculates = True
         self.wants_random_sampling = any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
         self.has_shaping = _any_shapes(self.members)
+        self._backtracking = _backtracking(self.members)
         self._pending: list[tuple[Member, str, int]] = []
         self._derived: dict[Hashable, Any] = {}
         self._scoped = [member for member in self.members if member.scope != "all"]
@@ -164,6 +166,7 @@ class ProcessorChain:
         self.members = self._in_order(both)
         self.receipt.records = [member.record for member in self.members]
         self.has_shaping = _any_shapes(self.members)
+        self._backtracking = _backtracking(self.members)
         for member in added:
             self._begin(member)
 
@@ -395,6 +398,38 @@ class ProcessorChain:
                     return found
         return ()
 
+    # Backtracking
+
+    @property
+    def backtracks(self) -> bool:
+        """Whether tokens may be taken back: the engine must hold some, and call `take_back`."""
+        return bool(self._backtracking)
+
+    @property
+    def held_from(self) -> int | None:
+        """Position of the first token that may still be taken back, None if none may."""
+        held = [at for processor in self._caught_up() if (at := processor.held_from) is not None]
+        return self.prompt_length + min(held) if held else None
+
+    def take_back(self) -> int | None:
+        """Rewind to where a processor takes tokens back; the position to sample again, or None."""
+        asking = [(at, one) for one in self._caught_up() if (at := one.taken_back) is not None]
+        if not asking:
+            return None
+        first = min(at for at, _ in asking)
+        for at, processor in asking:
+            if at == first:
+                processor.take_back()
+                record = self._backtracking[processor]
+                record.rollbacks = (record.rollbacks or 0) + 1
+        self.rewind(self.prompt_length + first)
+        return self.prompt_length + first
+
+    def _caught_up(self) -> list[BacktrackingProcessor]:
+        for processor in self._backtracking:
+            processor.catch_up()
+        return list(self._backtracking)
+
     def _active_members(self) -> list[Member]:
         assert self._tracker is not None
         section = "thinking" if self._tracker.thinking else "answer"
@@ -610,7 +645,10 @@ def _binds_the_answer(member: Member) -> bool:
 
 
 def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Member:
-    member = Member(processor, scope, ProcessorRecord(processor.name, processor.version))
+    record = ProcessorRecord(processor.name, processor.version)
+    if isinstance(processor, BacktrackingProcessor):
+        record.rollbacks = 0
+    member = Member(processor, scope, record)
     if member.edit is not None and member.is_third_party:
         # Edits of third-party processors are checked before they are applied; those of built-ins
         # are checked in tests.
@@ -622,6 +660,11 @@ def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Membe
 def _checked_edit(make: Callable[[], Edit | None], soft: bool, vocab_size: int, num_tokens: int) -> Edit | None:
     edit = make()
     return None if edit is None else check_edit(edit, soft=soft, vocab_size=vocab_size, num_tokens=num_tokens)
+
+
+def _backtracking(members: list[Member]) -> dict[BacktrackingProcessor, ProcessorRecord]:
+    found = ((member.processor, member.record) for member in members)
+    return {processor: record for processor, record in found if isinstance(processor, BacktrackingProcessor)}
 
 
 def _any_shapes(members: list[Member]) -> bool:

@@ -104,9 +104,9 @@ def decode(model: ScriptedModel, asked: Sequence[Asked], draft: Draft | None, **
 
 def controls(source: random.Random) -> dict[str, Any]:
     """Controls of one request, of every kind that depends on history."""
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = {"seed": source.randrange(100)}
     if source.random() < 0.5:
-        chosen |= {"temperature": source.choice((0.5, 1.0, 2.0)), "seed": source.randrange(100)}
+        chosen["temperature"] = source.choice((0.5, 1.0, 2.0))
         chosen |= source.choice(({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05, "top_k": 40}))
     for name, value in (
         ("repetition_penalty", 1.3),
@@ -125,7 +125,7 @@ def controls(source: random.Random) -> dict[str, Any]:
 
 
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 5), budget=st.sampled_from((8, 24, 512)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_whatever_is_drafted_answers_are_those_of_plain_decoding(seed: int, size: int, budget: int) -> None:
     source = random.Random(seed)
     model = ScriptedModel()
@@ -159,7 +159,7 @@ def test_a_right_draft_saves_steps(length: int) -> None:
     num_pages=st.integers(6, 14),
     lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_kv_of_rejected_drafts_is_never_read_and_pages_balance(
     seed: int, num_pages: int, lengths: list[tuple[int, int]]
 ) -> None:
@@ -346,7 +346,7 @@ def check_type(engine: Engine, settings: dict[str, Any]) -> int:
     source = random.Random(5)
     shared = [source.randrange(3, 300) for _ in range(9)]
     prompts = [shared * 3 + [source.randrange(3, 300)] for _ in MIXED]
-    params = [SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **one) for one in MIXED]
+    params = [SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **{"seed": 1, **one}) for one in MIXED]
     return check_equal(engine, settings, prompts, params)
 
 
@@ -378,7 +378,7 @@ def engine(every_checkpoint: dict[str, Path], engines: dict[str, Engine]) -> Eng
 
 
 def check_builtin(engine: Engine, name: str, args: dict[str, Any], settings: dict[str, Any]) -> None:
-    greedy = SamplingParams(max_tokens=NEW_TOKENS, logprobs=0, temperature=0.0)
+    greedy = SamplingParams(max_tokens=NEW_TOKENS, logprobs=0, temperature=0.0, seed=7)
     sampled = SamplingParams(max_tokens=NEW_TOKENS, logprobs=0, temperature=0.6, seed=7)
     named = [{"name": name, "args": args}]
     late = Catalog.default()[name].processor.stage >= Stage.TEMPERATURE  # it says itself how to sample

@@ -301,6 +301,8 @@ class Output:
     Attributes:
         token_id: None if it shows no token.
         num_cached_tokens: Prompt tokens of the prefix hit; said with the first token.
+        rolled_back_to: Position of the token that is sampled again, once a processor has taken it
+            and those behind it back.
         is_too_short: Whether the answer must not end at this token, at a stop string either.
         chain: The request's processors, when it ends.
         kv: Handle of its leased KV, when it ends; see `handle.handle_as_json`.
@@ -313,6 +315,7 @@ class Output:
     stop_reason: int | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    rolled_back_to: int | None = None
     is_too_short: bool = False
     engine_data: dict[str, object] | None = None
     chain: ProcessorChain | None = None

@@ -249,9 +249,22 @@ class Scheduler:
                 if request.keeps_kv and output.finish_reason == "length"
             ]
             self._release(finished)
+        for request, output in zip(plan.sampled, outputs, strict=True):
+            if output.rolled_back_to is not None:
+                self._take_back(request, output.rolled_back_to)
         if self.is_idle:
             self.check_integrity()
         return outputs
+
+    def _take_back(self, request: Request, position: int) -> None:
+        """Cut a running request's tokens off at `position`, and compute it from there on.
+
+        As after a preemption it is in the waiting queue then; its KV up to there is cached.
+        """
+        num_blocks = position // self.cache.block_size
+        del request.tokens[position:], request.block_hashes[num_blocks:], request.cached_blocks[num_blocks:]
+        self._release([request])
+        self._enqueue(request)
 
     def check_integrity(self) -> None:
         """Every live request is in one queue and owns its pages. Raises `AssertionError`."""
@@ -407,6 +420,10 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     ends = token in request.end_ids or len(request.tokens) >= request.limit
     output = Output(request.id, token, logprobs)
     if chain is not None:
+        if chain.backtracks and token not in request.end_ids:
+            chain.accept(token, len(request.tokens) - 1)
+            if (position := chain.take_back()) is not None:
+                return _rolled_back(request, chain, position)
         output.engine_data = _accept(chain, token, len(request.tokens) - 1, ends)
         output.is_too_short = chain.is_too_short
     if not ends:
@@ -417,6 +434,14 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
         if not request.params.include_stop_str_in_output:
             output.token_id = output.logprobs = None
     return output
+
+
+def _rolled_back(request: Request, chain: ProcessorChain, position: int) -> Output:
+    if position >= request.prompt_length:
+        return Output(request.id, rolled_back_to=position)
+    # only where another engine sent what this one would have held back
+    problem = f"a phrase that must not be written begins at position {position}, which has been sent already"
+    return Output(request.id, finish_reason="error", error=problem, chain=chain)
 
 
 def _accept(chain: ProcessorChain, token_id: int, position: int, ends: bool) -> dict[str, object] | None:

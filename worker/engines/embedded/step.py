@@ -12,7 +12,13 @@ from worker.engines.embedded.kv_cache import KvCache, choose_page_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.scheduler import Scheduler
-from worker.engines.embedded.speculation import SpeculativeConfig, Speculator, agreeing_rows, load_draft_model
+from worker.engines.embedded.speculation import (
+    HeldOutputs,
+    SpeculativeConfig,
+    Speculator,
+    agreeing_rows,
+    load_draft_model,
+)
 from worker.engines.embedded.transfer import KvConnector, KvHandle
 
 MIXED_CHUNKS = {"cpu": 64, "cuda": 512}
@@ -43,6 +49,7 @@ class Stepper:
         self.connector: KvConnector | None = None
         self.speculator = speculator or Speculator()
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
+        self._held = HeldOutputs()
         self._starved = False  # requests wait, but pages pinned for transfer leave nothing to compute
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
@@ -59,6 +66,7 @@ class Stepper:
     def abort(self, request_id: str) -> Output | None:
         """End a request and free its pages; None if it has ended already."""
         self._tapped.discard(request_id)
+        self._held.forget(request_id)
         if self.connector is not None and (given_up := self.connector.abort(request_id)) is not None:
             return given_up
         return self.scheduler.abort(request_id)
@@ -100,7 +108,7 @@ class Stepper:
             accepted = self._verify(plan, logits, outputs) if plan.drafts else ()
             self.speculator.learn(plan, accepted)
         self._note_ended(plan, outputs)
-        return outputs
+        return self._held.pass_on(plan.sampled, outputs)
 
     def _sample(self, plan: Plan, logits: torch.Tensor) -> list[Output]:
         """Sample and commit one position of each of ``plan.sampled``."""

@@ -26,6 +26,7 @@ def agreeing_rows(plan: Plan, depth: int, rows: Sequence[int], outputs: Sequence
         row
         for row, output in zip(rows, outputs, strict=True)
         if output.finish_reason is None
+        and output.rolled_back_to is None
         and depth < len(plan.drafts[row])
         and plan.decode[row].tokens[-1] == plan.drafts[row][depth]
     ]
