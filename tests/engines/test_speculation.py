@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 import runpy
 from collections.abc import Callable, Sequence
@@ -12,16 +13,17 @@ from typing import Any
 
 import pytest
 import random_checkpoints
-from engine_doubles import PADDING, WIDTH, ScriptedModel, config, request
+from engine_doubles import PADDING, WIDTH, ScriptedModel, StartEngine, collect, config, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_doubles import END as END_OF_RECALL
 from kv_doubles import RecallModel, answer, recall_request
+from prometheus_client import CollectorRegistry
 from random_checkpoints import EVERY_TYPE
 
-from adapters.catalog import Catalog
+from adapters.catalog import Catalog, parse_selection
 from adapters.contract import Stage
-from adapters.testing.kit_model import KEY_ID
+from adapters.testing.kit_model import KEY_ID, kit_context
 from worker.engines import TokenDelta
 from worker.engines.embedded import Engine, Plan, Request
 from worker.engines.embedded.kv_cache import KvCache
@@ -30,6 +32,7 @@ from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
 from worker.engines.embedded.speculation.draft_model import DraftModel, DraftModelProposer
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.errors import StartupError
+from worker.metrics import SpeculationMetrics
 from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -375,6 +378,86 @@ def engine(every_checkpoint: dict[str, Path], engines: dict[str, Engine]) -> Eng
     builder = found.session.builder
     builder._chains = replace(builder._chains, watermark_keys={KEY_ID: bytes(range(32))})
     return found
+
+
+def test_what_a_chain_forces_is_drafted_without_a_setting(engine: Engine) -> None:
+    stepper = engine.session.stepper
+    forced = [{"name": "forced_sequence", "args": {"text": TEXTS[0]}}]
+    stepper.speculator = speculator = Speculator()
+    forwards: list[Plan] = []
+    forward = stepper.model.forward
+    stepper.model.forward = lambda plan: (forwards.append(plan), forward(plan))[1]  # type: ignore[method-assign,func-returns-value]
+    (result,) = engine.generate(TEXTS[1], SamplingParams(max_tokens=32), processors=forced)
+    stepper.model.forward = forward  # type: ignore[method-assign]
+    assert result.text == TEXTS[0]
+    counts = speculator.counts["chain"]
+    assert counts.proposed == counts.accepted == len(result.token_ids) - len(forwards) + 1
+    assert len(forwards) <= 2 + len(result.token_ids) // 16
+
+
+def test_a_grammar_drafts_the_text_that_it_forces(engine: Engine) -> None:
+    properties = {"customer_identification": {"type": "boolean"}, "preferred_language": {"enum": ["en", "de"]}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    engine.session.stepper.speculator = speculator = Speculator()
+    named = [{"name": "json_schema", "args": {"schema": schema}}]
+    (result,) = engine.generate(TEXTS[1], SamplingParams(max_tokens=128), processors=named)
+    assert set(json.loads(result.text or "")) == set(properties)
+    assert speculator.counts["chain"].accepted > 0
+    (plain,) = engine.generate(TEXTS[1], SamplingParams(max_tokens=128), processors=named, speculation=False)
+    assert plain.token_ids == result.token_ids
+
+
+def test_a_request_may_forgo_drafts(engine: Engine) -> None:
+    engine.session.stepper.speculator = speculator = Speculator(SpeculativeConfig(method="ngram", prompt_lookup_min=1))
+    forced = [{"name": "forced_sequence", "args": {"text": TEXTS[0]}}]
+    engine.generate(TEXTS, SamplingParams(max_tokens=16), processors=forced, speculation=False)
+    assert speculator.counts == {}
+    chain = Catalog.default().build_chain(parse_selection('{"version": 1, "speculation": false}'), kit_context())
+    assert not chain.speculates
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("min_tokens", [None, 12])
+def test_stop_strings_end_an_answer_within_a_draft(engine: Engine, include: bool, min_tokens: int | None) -> None:
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=1)
+    stepper = engine.session.stepper
+    stepper.speculator = Speculator(SpeculativeConfig.parse(PLAIN))
+    (free,) = engine.generate(TEXTS[0], params)
+    assert free.text is not None
+    stop = free.text[len(free.text) // 3 :][:2]
+    named = [{"name": "frequency_penalty", "args": {"penalty": 0.0001}}]
+    cut = replace(params, stop=[stop], logprobs=1, min_tokens=min_tokens, include_stop_str_in_output=include)
+    plain = outcome(engine, Speculator(SpeculativeConfig.parse(PLAIN)), TEXTS[0], cut, named)
+    known = free.token_ids
+
+    def right(one: Request) -> Sequence[int]:
+        return known[len(one.tokens) - one.prompt_length :][:7]
+
+    drafting = Drafting(right)
+    assert outcome(engine, drafting, TEXTS[0], cut, named) == plain
+    assert sum(drafting.accepted) > 0
+    assert plain[0][4] == stop or min_tokens
+
+
+async def test_served_answers_and_counts(start_engine: StartEngine) -> None:
+    model = ScriptedModel()
+    engine = await start_engine(model, speculative_config='{"method": "ngram", "prompt_lookup_min": 1}')
+    prompt = [5, 6, 7] * 5
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    tokens, _ = await collect(engine, "a", prompt, params)
+    assert tokens == model.greedy(prompt, 40)
+    proposed, accepted = engine.speculation()["ngram"]
+    assert proposed >= accepted
+    registry = CollectorRegistry()
+    SpeculationMetrics(engine, registry)
+    found = registry.get_sample_value("dlw_speculation_proposed_tokens_total", {"proposer": "ngram"})
+    assert found == proposed > 0
+    assert registry.get_sample_value("dlw_speculation_accepted_tokens_total", {"proposer": "ngram"}) == accepted
+
+
+async def test_a_wrong_setting_stops_the_start(start_engine: StartEngine) -> None:
+    with pytest.raises(StartupError, match="method 'eagle' is not served"):
+        await start_engine(ScriptedModel(), speculative_config='{"method": "eagle"}')
 
 
 def check_builtin(engine: Engine, name: str, args: dict[str, Any], settings: dict[str, Any]) -> None:
