@@ -379,14 +379,17 @@ class ProcessorChain:
             self._pending = pending
         return plans
 
+    @property
+    def foresees(self) -> bool:
+        """Whether `foresee` may ever tell anything."""
+        return any(member.foresees for member in self.members)
+
     def foresee(self, limit: int) -> Sequence[int]:
         """The tokens that the chain is about to force, or to leave alone, as far as it can tell.
 
         For speculation: a guess at the next tokens, at most ``limit``. No third-party processor is
         called for it, and the history and the receipt are left as they were.
         """
-        if not any(member.foresees for member in self.members):
-            return ()
         for member in self.members if self._tracker is None else self._active_members():
             if member.foresees:
                 try:

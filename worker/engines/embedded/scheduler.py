@@ -203,12 +203,13 @@ class Scheduler:
         """`plan` with `drafts` behind its decode rows, one each, cut to what may be computed.
 
         That is the token budget, the rest of the answer but its last token, and the pages that
-        nobody owns: a draft preempts nobody.
+        nobody owns: a draft preempts nobody. Nothing is drafted from an end token on.
         """
         left = self.max_num_batched_tokens - plan.num_tokens
         cut: list[tuple[int, ...]] = []
         for request, draft in zip(plan.decode, drafts, strict=True):
-            wanted = min(len(draft), left, request.limit - len(request.tokens) - 1)
+            length = next((index for index, token in enumerate(draft) if token in request.end_ids), len(draft))
+            wanted = min(length, left, request.limit - len(request.tokens) - 1)
             cut.append(tuple(draft[: self._reserve(request, wanted)]))
             left -= len(cut[-1])
         return replace(plan, drafts=tuple(cut)) if any(cut) else plan

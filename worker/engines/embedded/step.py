@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
 import torch
 
@@ -147,7 +148,32 @@ class Stepper:
             for row in rows:
                 accepted[row] = depth
         self.scheduler.roll_back(plan)
+        self._recompute_overflown(plan, logits, accepted)
         return accepted
+
+    def _recompute_overflown(self, plan: Plan, logits: torch.Tensor, accepted: Sequence[int]) -> None:
+        """Preempt rows of which a rejected draft may have left NaN or infinity in the KV cache.
+
+        Attention multiplies what its mask hides by 0, and a NaN would survive that. Where the KV of
+        a token is not finite its logits are not, either.
+        """
+        first = plan.first_rows()
+        rejected = [
+            (request, first[row] + depth)
+            for row, (request, draft) in enumerate(zip(plan.decode, plan.drafts, strict=True))
+            for depth in range(accepted[row] + 1, len(draft) + 1)
+        ]
+        if not rejected:
+            return
+        highest = logits[[index for _, index in rejected]].amax(-1)
+        if bool(highest.isfinite().all()):
+            return
+        overflown = {
+            request: None for (request, _), value in zip(rejected, highest.tolist(), strict=True) if not isfinite(value)
+        }
+        for request in overflown:
+            if request.pages:
+                self.scheduler.preempt(request)
 
     def _note_ended(self, plan: Plan, outputs: list[Output]) -> None:
         ended = {output.request_id: output for output in outputs if output.finish_reason is not None}

@@ -122,6 +122,8 @@ class Speculator:
     def _candidate(self, row: int, request: Request) -> _Candidate | None:
         if not (self.is_enabled and request.speculates and len(request.tokens) + 1 < request.limit):
             return None
+        if self._make is None and request.chain is None:
+            return None
         sources = self._sources.get(request)
         if sources is None:
             sources = self._sources[request] = list(self._sources_of(request))
@@ -134,7 +136,7 @@ class Speculator:
         return None
 
     def _sources_of(self, request: Request) -> Iterable[_Source]:
-        if self.config.chain and request.chain is not None:
+        if self.config.chain and request.chain is not None and request.chain.foresees:
             yield _Source(ChainProposer(request.chain), CHAIN_TOKENS, Acceptance(4.75, 5.0))
         if self._make is not None:
             yield _Source(self._make(request), self.config.num_speculative_tokens, Acceptance(3.0, 5.0))
