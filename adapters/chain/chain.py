@@ -411,16 +411,16 @@ class ProcessorChain:
     @property
     def held_from(self) -> int | None:
         """Position of the first token that may still be taken back, None if none may."""
-        held = [at for processor in self._caught_up() if (at := processor.held_from) is not None]
-        return self.prompt_length + min(held) if held else None
+        held = self._ask_each(lambda processor: processor.held_from)
+        return self.prompt_length + min(held.values()) if held else None
 
     def take_back(self) -> int | None:
         """Rewind to where a processor takes tokens back; the position to sample again, or None."""
-        asking = [(at, one) for one in self._caught_up() if (at := one.taken_back) is not None]
+        asking = self._ask_each(lambda processor: processor.taken_back)
         if not asking:
             return None
-        first = min(at for at, _ in asking)
-        for at, processor in asking:
+        first = min(asking.values())
+        for processor, at in asking.items():
             if at == first:
                 processor.take_back()
                 record = self._backtracking[processor]
@@ -428,10 +428,18 @@ class ProcessorChain:
         self.rewind(self.prompt_length + first)
         return self.prompt_length + first
 
-    def _caught_up(self) -> list[BacktrackingProcessor]:
+    def _ask_each(self, ask: Callable[[BacktrackingProcessor], int | None]) -> dict[BacktrackingProcessor, int]:
+        """The answers of the processors that may take tokens back, without None."""
+        found: dict[BacktrackingProcessor, int] = {}
         for processor in self._backtracking:
-            processor.catch_up()
-        return list(self._backtracking)
+            try:
+                processor.catch_up()
+                answer = ask(processor)
+            except Exception:  # the processor boundary: the next plan shows what is wrong
+                continue
+            if answer is not None:
+                found[processor] = answer
+        return found
 
     def _active_members(self) -> list[Member]:
         assert self._tracker is not None
