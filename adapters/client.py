@@ -89,6 +89,7 @@ def selection(
     receipt: bool | Literal["debug"] = False,
     deadline: float | None = None,
     order: Sequence[str] = (),
+    speculation: bool = True,
 ) -> str:
     """The selection as ASCII JSON: the value of the annotation, or of the header `HEADER`.
 
@@ -103,6 +104,8 @@ def selection(
         data["deadline"] = deadline
     if order:
         data["order"] = list(order)
+    if not speculation:
+        data["speculation"] = False
     return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
@@ -111,6 +114,7 @@ def logits_processors(
     receipt: bool | Literal["debug"] = False,
     deadline: float | None = None,
     order: Sequence[str] = (),
+    speculation: bool = True,
     nvext: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """``extra_body`` that selects ``processors``, in this order within a stage.
@@ -122,6 +126,7 @@ def logits_processors(
         deadline: Latest end of the answer, seconds since 1970.
         order: Names of processors of temperature and truncation (fields of the same name
             included), in the order in which they are applied; by default the order law's.
+        speculation: False drafts no tokens for this request, which changes none of them.
         nvext: Further fields of ``nvext``; annotations and extra fields are kept.
 
     Raises:
@@ -129,7 +134,9 @@ def logits_processors(
         TypeError: an argument is not JSON data.
     """
     fields = dict(nvext or {})
-    annotation = ANNOTATION + selection(*processors, receipt=receipt, deadline=deadline, order=order)
+    annotation = ANNOTATION + selection(
+        *processors, receipt=receipt, deadline=deadline, order=order, speculation=speculation
+    )
     fields["annotations"] = [*fields.get("annotations", ()), annotation]
     if receipt:
         fields["extra_fields"] = list(dict.fromkeys([*fields.get("extra_fields", ()), "engine_data"]))

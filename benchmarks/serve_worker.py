@@ -56,7 +56,7 @@ class NullModel:
         """There is none."""
 
     def forward(self, plan: Plan) -> torch.Tensor:
-        return self._logits[len(plan.sampled)]  # nobody writes into them: no request here asks for an edit
+        return self._logits[len(plan.sampled)]  # nobody writes into them or drafts: no request here has a chain
 
 
 class ConstantEngine(LLMEngine):

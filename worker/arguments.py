@@ -233,6 +233,12 @@ class Arguments:
     max_queue: int = _option(
         256, "Requests in the waiting queue at most; one more is refused.", parse=_not_negative, engine=True
     )
+    speculative_config: str | None = _option(
+        None,
+        "How the embedded engine drafts tokens, JSON in vLLM's names (docs/speculation.md), for example "
+        '{"method": "ngram", "num_speculative_tokens": 6}. What a request\'s processors force is drafted anyway.',
+        engine=True,
+    )
     step_timeout_s: float = _option(
         300.0,
         "Seconds after which a step that has not ended ends the process; above the longest prompt step of a slow CPU.",
@@ -580,7 +586,7 @@ def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
 
 _ONLY = {
     "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors"),
-    "embedded": ("numerics", "kernels", "kv_cache_memory", "max_mixed_chunk", "step_timeout_s"),
+    "embedded": ("numerics", "kernels", "kv_cache_memory", "max_mixed_chunk", "speculative_config", "step_timeout_s"),
 }
 """Options that one engine alone honours."""
 

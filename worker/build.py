@@ -161,6 +161,7 @@ def embedded_config(arguments: Arguments) -> EmbeddedConfig:
         kv_cache_memory=arguments.kv_cache_memory,
         local_workers=arguments.local_workers,
         max_queue=arguments.max_queue,
+        speculative_config=arguments.speculative_config,
         step_timeout_s=arguments.step_timeout_s,
         role=arguments.disaggregation_mode,
         kv_lease_s=arguments.kv_lease_s,

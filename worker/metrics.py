@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from worker.engines import BATCH_SIZES, EngineInfo, EngineLoad, Measured, QueueTimes
+from worker.engines import BATCH_SIZES, EngineInfo, EngineLoad, Measured, QueueTimes, Speculating
 from worker.lifecycle.drain import DrainOutcome, InFlightRequests
 from worker.migration.records import BoundaryRecords
 from worker.requests.fields import FIELDS
@@ -39,6 +39,30 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
 """Buckets of histograms: seconds, and tokens of one request."""
 
 _FIELD_LABELS = frozenset(row.path for row in FIELDS)
+
+
+class SpeculationMetrics:
+    """Drafted tokens of an engine by proposer, read from it whenever they are collected.
+
+    Args:
+        engine: The engine.
+        registry: Where the metrics go.
+    """
+
+    def __init__(self, engine: Speculating, registry: CollectorRegistry) -> None:
+        self._engine = engine
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of now; `prometheus_client` calls it."""
+        found = self._engine.speculation()
+        for index, name in enumerate(("proposed", "accepted")):
+            what = "computed" if name == "proposed" else "accepted"
+            described = f"Drafted tokens that were {what}, by proposer."
+            tokens = CounterMetricFamily(f"{PREFIX}speculation_{name}_tokens", described, labels=["proposer"])
+            for proposer, counts in found.items():
+                tokens.add_metric([proposer], counts[index])
+            yield tokens
 
 
 class WorkerMetrics:

@@ -21,7 +21,16 @@ from worker import __version__
 from worker.arguments import Arguments
 from worker.disaggregation.seal import Seal
 from worker.disaggregation.serving import DisaggregatedServing, Part, TransferMetrics
-from worker.engines import EngineInfo, KeepsAlive, Measured, ReadKv, SelfReporting, ServingEngine, TokenDelta
+from worker.engines import (
+    EngineInfo,
+    KeepsAlive,
+    Measured,
+    ReadKv,
+    SelfReporting,
+    ServingEngine,
+    Speculating,
+    TokenDelta,
+)
 from worker.errors import (
     BoundaryStoreUnavailable,
     Draining,
@@ -37,7 +46,7 @@ from worker.errors import (
 )
 from worker.lifecycle.drain import InFlightRequest, InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
-from worker.metrics import LoadMetrics, WorkerMetrics
+from worker.metrics import LoadMetrics, SpeculationMetrics, WorkerMetrics
 from worker.migration.records import BoundaryRecords, RequestRecord, UnrecordedRequest, records_of
 from worker.migration.safe_chunks import SafeChunks
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
@@ -197,6 +206,8 @@ class RequestServer:
         self.metrics.describe_engine(info)
         if isinstance(self.engine, Measured):
             LoadMetrics(self.engine, info, self.metrics.registry)
+        if isinstance(self.engine, Speculating):
+            SpeculationMetrics(self.engine, self.metrics.registry)
         if self.arguments.disaggregation_mode != "aggregated":
             TransferMetrics(self.engine, self.disaggregation, self.metrics.registry)
         return info

@@ -231,6 +231,7 @@ class Catalog:
                 "receipt": {"enum": [False, True, "debug"], "default": False},
                 "deadline": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE},
                 "order": {"type": "array", "maxItems": MAX_PROCESSORS, "uniqueItems": True, "items": {"enum": late}},
+                "speculation": {"type": "boolean", "default": True},
             },
             "$defs": definitions,
         }
@@ -286,6 +287,7 @@ class Catalog:
             order=selection.order,
         )
         chain.wants_random_sampling = wants_random_sampling
+        chain.speculates = selection.speculation
         return chain
 
     def _built(self, requested: Requested, context: Context) -> list[Processor]:

@@ -3,7 +3,8 @@
 An annotation ``logits_processors:{json}`` or a metadata value under ``logits-processors`` holds::
 
     {"version": 1, "processors": [{"name": "min_tokens", "args": {"n": 8, "scope": "answer"}}],
-     "receipt": true, "deadline": 1790000000.5, "order": ["min_p", "temperature"]}
+     "receipt": true, "deadline": 1790000000.5, "order": ["min_p", "temperature"],
+     "speculation": false}
 
 Names and JSON data only: no code, no import path and no pickle ever comes from a request. Parsing
 is a pure function; whatever the input is, it gives a `Selection` or raises `SelectionError`.
@@ -44,7 +45,7 @@ ReceiptLevel = Literal[False, True, "debug"]
 Origin = Literal["client", "default", "mandatory"]
 """Who asks for a processor: the client, or the operator's policy (as a default or mandatory)."""
 
-_FIELDS = ("version", "processors", "receipt", "deadline", "order")
+_FIELDS = ("version", "processors", "receipt", "deadline", "order", "speculation")
 _ENTRY_FIELDS = ("name", "args")
 _SHOWN = 60
 _PATH = 200
@@ -97,12 +98,14 @@ class Selection:
         deadline: Latest end of the answer, seconds since 1970; a stop criterion.
         order: Names of processors of the stages temperature and truncation, in the order in which
             they are applied; those not named are applied after them, by the order law.
+        speculation: Whether an engine that can may draft tokens, which changes none of them.
     """
 
     processors: tuple[Requested, ...] = ()
     receipt: ReceiptLevel = False
     deadline: float | None = None
     order: tuple[str, ...] = ()
+    speculation: bool = True
 
     def with_processors(self, *processors: Requested) -> Selection:
         """This selection with more processors at its end."""
@@ -146,9 +149,12 @@ def parse_selection(text: str) -> Selection:
     receipt = data.get("receipt", False)
     if not isinstance(receipt, bool) and receipt != "debug":
         raise SelectionError("receipt", f'expected true, false or "debug", got {shown(receipt)}')
+    speculation = data.get("speculation", True)
+    if not isinstance(speculation, bool):
+        raise SelectionError("speculation", f"expected true or false, got {shown(speculation)}")
     requested = [parse_processor(entry, f"processors[{i}]") for i, entry in enumerate(processors)]
     deadline, order = _deadline(data.get("deadline")), _order(data.get("order", []))
-    return Selection(tuple(requested), cast(ReceiptLevel, receipt), deadline, order)
+    return Selection(tuple(requested), cast(ReceiptLevel, receipt), deadline, order, speculation)
 
 
 def _order(value: object) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from adapters.chain.plan import NOTHING, Member, ProcessorFailed, RowPlan
 from adapters.chain.receipts import ProcessorRecord, Receipt
 from adapters.contract import (
     Allow,
+    BacktrackingProcessor,
     Ban,
     Context,
     Edit,
@@ -57,6 +58,7 @@ class ProcessorChain:
         wants_random_sampling: Whether a request that sets no temperature, top-k or top-p is sampled
             randomly instead of greedily, because it names a processor that acts at the temperature
             stage or later. The catalogue overrides it for processors of the operator's policy.
+        speculates: Whether tokens may be drafted for the request.
 
     Raises:
         ValueError: a scope is given and the model has no thinking tags.
@@ -83,8 +85,10 @@ class ProcessorChain:
         self.prompt_length = 0
         self.failure: ProcessorFailed | None = None
         self.wants_receipt = False
+        self.speculates = True
         self.wants_random_sampling = any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
         self.has_shaping = _any_shapes(self.members)
+        self._backtracking = _backtracking(self.members)
         self._pending: list[tuple[Member, str, int]] = []
         self._derived: dict[Hashable, Any] = {}
         self._scoped = [member for member in self.members if member.scope != "all"]
@@ -162,6 +166,7 @@ class ProcessorChain:
         self.members = self._in_order(both)
         self.receipt.records = [member.record for member in self.members]
         self.has_shaping = _any_shapes(self.members)
+        self._backtracking = _backtracking(self.members)
         for member in added:
             self._begin(member)
 
@@ -383,6 +388,68 @@ class ProcessorChain:
             self._pending = pending
         return plans
 
+    @property
+    def foresees(self) -> bool:
+        """Whether `foresee` may ever tell anything."""
+        return any(member.foresees for member in self.members)
+
+    def foresee(self, limit: int) -> Sequence[int]:
+        """The tokens that the chain is about to force, or to leave alone, as far as it can tell.
+
+        For speculation: a guess at the next tokens, at most ``limit``. No third-party processor is
+        called for it, and the history and the receipt are left as they were.
+        """
+        for member in self.members if self._tracker is None else self._active_members():
+            if member.foresees:
+                try:
+                    member.processor.catch_up()
+                    found = member.processor.foresee(limit)
+                except Exception:  # the processor boundary: the next plan shows what is wrong
+                    return ()
+                if found:
+                    return found
+        return ()
+
+    # Backtracking
+
+    @property
+    def backtracks(self) -> bool:
+        """Whether tokens may be taken back: the engine must hold some, and call `take_back`."""
+        return bool(self._backtracking)
+
+    @property
+    def held_from(self) -> int | None:
+        """Position of the first token that may still be taken back, None if none may."""
+        held = self._ask_each(lambda processor: processor.held_from)
+        return self.prompt_length + min(held.values()) if held else None
+
+    def take_back(self) -> int | None:
+        """Rewind to where a processor takes tokens back; the position to sample again, or None."""
+        asking = self._ask_each(lambda processor: processor.taken_back)
+        if not asking:
+            return None
+        first = min(asking.values())
+        for processor, at in asking.items():
+            if at == first:
+                processor.take_back()
+                record = self._backtracking[processor]
+                record.rollbacks = (record.rollbacks or 0) + 1
+        self.rewind(self.prompt_length + first)
+        return self.prompt_length + first
+
+    def _ask_each(self, ask: Callable[[BacktrackingProcessor], int | None]) -> dict[BacktrackingProcessor, int]:
+        """The answers of the processors that may take tokens back, without None."""
+        found: dict[BacktrackingProcessor, int] = {}
+        for processor in self._backtracking:
+            try:
+                processor.catch_up()
+                answer = ask(processor)
+            except Exception:  # the processor boundary: the next plan shows what is wrong
+                continue
+            if answer is not None:
+                found[processor] = answer
+        return found
+
     def _active_members(self) -> list[Member]:
         assert self._tracker is not None
         section = "thinking" if self._tracker.thinking else "answer"
@@ -598,7 +665,10 @@ def _binds_the_answer(member: Member) -> bool:
 
 
 def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Member:
-    member = Member(processor, scope, ProcessorRecord(processor.name, processor.version))
+    record = ProcessorRecord(processor.name, processor.version)
+    if isinstance(processor, BacktrackingProcessor):
+        record.rollbacks = 0
+    member = Member(processor, scope, record)
     if member.edit is not None and member.is_third_party:
         # Edits of third-party processors are checked before they are applied; those of built-ins
         # are checked in tests.
@@ -610,6 +680,11 @@ def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Membe
 def _checked_edit(make: Callable[[], Edit | None], soft: bool, vocab_size: int, num_tokens: int) -> Edit | None:
     edit = make()
     return None if edit is None else check_edit(edit, soft=soft, vocab_size=vocab_size, num_tokens=num_tokens)
+
+
+def _backtracking(members: list[Member]) -> dict[BacktrackingProcessor, ProcessorRecord]:
+    found = ((member.processor, member.record) for member in members)
+    return {processor: record for processor, record in found if isinstance(processor, BacktrackingProcessor)}
 
 
 def _any_shapes(members: list[Member]) -> bool:

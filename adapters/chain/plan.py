@@ -91,6 +91,7 @@ class Member:
         edit: The method of a steering processor, None for a shaping one.
         is_third_party: It runs code from outside this package: its edits are checked, and its time
             is bounded.
+        foresees: It may know tokens in advance (`Processor.foresee`).
         turn: The stage with which it is applied: its own, unless the request gives an order.
     """
 
@@ -100,11 +101,13 @@ class Member:
     edit: Callable[[], Edit | None] | None = None
     turn: Stage = field(init=False)
     is_third_party: bool = field(init=False)
+    foresees: bool = field(init=False)
 
     def __post_init__(self) -> None:
         kind = type(self.processor)
         self.turn = self.processor.stage
         self.is_third_party = kind.wraps_third_party or not kind.__module__.startswith("adapters.")
+        self.foresees = kind.foresee is not Processor.foresee and not self.is_third_party
         if isinstance(self.processor, SteeringProcessor):
             self.edit = self.processor.edit  # looked up once: isinstance is slow for abstract classes
 

@@ -18,6 +18,8 @@ class ProcessorRecord:
         tokens_forced: Positions at which it chose the token.
         tokens_masked: Vocabulary entries masked, summed over positions.
         seconds: CPU time spent in it.
+        rollbacks: How often it took tokens back, which are not counted otherwise; None for a
+            processor that cannot.
     """
 
     name: str
@@ -28,6 +30,7 @@ class ProcessorRecord:
     first_position: int | None = None
     last_position: int | None = None
     seconds: float = 0.0
+    rollbacks: int | None = None
     _positions: array[int] = field(default_factory=lambda: array("q"), init=False, repr=False)
     _amounts: array[int] = field(
         default_factory=lambda: array("q"), init=False, repr=False
@@ -57,7 +60,7 @@ class ProcessorRecord:
             self.first_position = self.first_position if positions else None
 
     def as_json(self) -> dict[str, Any]:
-        return {
+        data: dict[str, Any] = {
             "name": self.name,
             "version": self.version,
             "steps_active": self.steps_active,
@@ -66,6 +69,9 @@ class ProcessorRecord:
             "first_position": self.first_position,
             "last_position": self.last_position,
         }
+        if self.rollbacks is not None:
+            data["rollbacks"] = self.rollbacks
+        return data
 
 
 MAX_ATTRIBUTED = 65_536

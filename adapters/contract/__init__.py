@@ -25,6 +25,7 @@ from adapters.contract.edits import (
 )
 from adapters.contract.processor import (
     ArgumentError,
+    BacktrackingProcessor,
     Context,
     Processor,
     ProcessorArgs,
@@ -44,6 +45,7 @@ __all__ = [
     "SAMPLE",
     "Allow",
     "ArgumentError",
+    "BacktrackingProcessor",
     "Ban",
     "Bias",
     "Context",

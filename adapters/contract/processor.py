@@ -27,6 +27,7 @@ from adapters.vocabulary import Vocabulary
 __all__ = [
     "Allow",
     "ArgumentError",
+    "BacktrackingProcessor",
     "Ban",
     "Bias",
     "Context",
@@ -207,6 +208,14 @@ class Processor(ABC):
         """Undo `advance` for the newest tokens, oldest first; False makes the base class replay."""
         return False
 
+    def foresee(self, limit: int) -> Sequence[int]:
+        """For speculation: the tokens that it is about to force or leave alone, at most ``limit``.
+
+        A guess, which costs time where it is wrong and changes nothing: each token is sampled all
+        the same. Only called for built-in processors.
+        """
+        return ()
+
     # Methods that chains and engines call
 
     @property
@@ -336,6 +345,31 @@ class SteeringProcessor(Processor):
         Raises:
             Unsatisfiable: no token can satisfy this processor here.
         """
+
+
+class BacktrackingProcessor(SteeringProcessor):
+    """Steers, and may have tokens taken back that have not been sent.
+
+    Only an engine that holds tokens back can serve it. Where `taken_back` is not None it calls
+    `take_back`, rewinds the history to there, and samples again. What `take_back` remembers is the
+    one thing that is no function of the history.
+    """
+
+    scopes: ClassVar[tuple[Scope, ...]] = ("all",)
+
+    @property
+    @abstractmethod
+    def held_from(self) -> int | None:
+        """Index of the first generated token that may still be taken back, None if none may."""
+
+    @property
+    @abstractmethod
+    def taken_back(self) -> int | None:
+        """Index of the generated token to sample again, None if the answer may go on."""
+
+    @abstractmethod
+    def take_back(self) -> None:
+        """Mask the token at `taken_back` there from now on; the history is rewound next."""
 
 
 class ShapingProcessor(Processor):

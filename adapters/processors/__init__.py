@@ -9,6 +9,7 @@ from adapters.processors.grammar import Choice, Grammar, JsonSchema, Regex
 from adapters.processors.length import ExponentialDecayLength, GenLength, MinTokens
 from adapters.processors.masks import AllowedTokens, BadWords, BannedTokens
 from adapters.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
+from adapters.processors.phrase_ban import PhraseBan
 from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase
 from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
 from adapters.processors.scripts import BanScripts
@@ -48,6 +49,7 @@ BUILTINS: tuple[type[Processor], ...] = (
     AllowedTokens,
     BannedTokens,
     BadWords,
+    PhraseBan,
     BanScripts,
     NoRepeatNgram,
     MinTokens,

@@ -53,6 +53,9 @@ class ForcedSequence(SteeringProcessor):
     def edit(self) -> Edit | None:
         return self._forces[min(self.num_generated, len(self._forces) - 1)]
 
+    def foresee(self, limit: int) -> Sequence[int]:
+        return [force.token_id for force in self._forces[self.num_generated :][:limit]]
+
 
 class ForcedPrefix(SteeringProcessor):
     """The answer begins with a given sequence.
@@ -82,6 +85,10 @@ class ForcedPrefix(SteeringProcessor):
     def edit(self) -> Edit | None:
         i = self.num_generated
         return self._edits[i] if i < len(self._edits) else None
+
+    def foresee(self, limit: int) -> Sequence[int]:
+        ahead = self._edits[self.num_generated :][:limit]
+        return [edit.token_id for edit in ahead if isinstance(edit, Force)]
 
 
 def _beginning_with(context: Context, token_id: int) -> set[int]:
@@ -170,6 +177,11 @@ class ForceLastPhrase(SteeringProcessor):
         if left > MOST_MISSING:
             return None
         return self._characters.room(self._characters.open_after(self._tokens, self._prompt_length), left)
+
+    def foresee(self, limit: int) -> Sequence[int]:
+        if self._began is None:
+            return ()
+        return [force.token_id for force in self._forces[self.num_generated - self._began :][:limit]]
 
 
 class _PhraseInsteadOfEnd(ShapingProcessor):

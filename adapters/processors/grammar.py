@@ -166,6 +166,16 @@ class GrammarProcessor(SteeringProcessor):
             self._edit = Allow(torch.from_numpy(self._bits()))
         return self._edit
 
+    def foresee(self, limit: int) -> Sequence[int]:
+        """The tokens of the text that the grammar forces, as the tokenizer writes it."""
+        if self._num_outside or self._violated:
+            return ()
+        found: list[int] = self._matcher.compute_ff_tokens()
+        if self._matcher.is_error():  # the limits of a step were for its mask alone: start over
+            self._consumed = -1
+            return ()
+        return found[:limit]
+
     def _bits(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         if self._num_outside:  # the answer has ended
             bits = np.zeros(-(-self._width // 32), dtype=np.int32)

@@ -124,6 +124,12 @@ class TriggerPhrase(SteeringProcessor):
             return None
         return self._characters.room(self._open(len(self._tokens)), self._after - phase.waited)
 
+    def foresee(self, limit: int) -> Sequence[int]:
+        written = self._phase.written
+        if written < 0 or (written == 0 and self._open(len(self._tokens))):
+            return ()
+        return self._phrase[written:][:limit]
+
     def _open(self, end: int) -> bytes:
         """The incomplete character at the end of the generated tokens before position ``end``."""
         return self._characters.open_after(self._tokens, self._prompt_length, end)
@@ -267,6 +273,13 @@ class MultipleChoice(SteeringProcessor):
         if node not in self._edits:
             self._edits[node] = self._edit_at(node)
         return self._edits[node]
+
+    def foresee(self, limit: int) -> Sequence[int]:
+        trie, node, found = self._choices.trie, self._choices.path[-1], list[int]()
+        while node != _Trie.ASIDE and len(found) < limit and not trie.is_choice[node] and len(trie.children[node]) == 1:
+            ((token_id, node),) = trie.children[node].items()
+            found.append(token_id)
+        return found
 
     def _edit_at(self, node: int) -> Edit:
         trie = self._choices.trie

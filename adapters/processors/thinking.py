@@ -121,6 +121,18 @@ class ThinkingBudget(SteeringProcessor):
             return None
         return self._characters.room(self._characters.open_after(self._tokens, self._prompt_length), left)
 
+    def foresee(self, limit: int) -> Sequence[int]:
+        state, found = self._state, list[int]()
+        while state.spent and len(found) < limit:
+            token_id = (
+                self._says[state.said] if state.said < len(self._says) else self._forces[state.closing]
+            ).token_id
+            found.append(token_id)
+            if self._closing.step(state.closing, token_id)[1] >= 0:  # the tag is complete
+                break
+            state = self._next(state, token_id, len(self._tokens))
+        return found
+
     def _after_prompt(self, prompt: Sequence[int]) -> _State:
         """State after the prompt: only the last opening tag of its last turn counts.
 

@@ -110,6 +110,14 @@ def nested(depth: int) -> Any:
     return value
 
 
+@pytest.mark.parametrize("value", ["0", '"no"', "null"])
+def test_speculation_is_true_or_false(value: str):
+    assert not parse_selection('{"version": 1, "speculation": false}').speculation
+    assert parse_selection('{"version": 1}').speculation
+    error = refused(f'{{"version": 1, "speculation": {value}}}')
+    assert (error.path, error.problem) == ("speculation", f"expected true or false, got {value}")
+
+
 def test_depth_32_is_the_last_one():
     # the outer object, the list, the entry and its args are four
     assert parse_selection(selection({"name": "x", "args": {"a": nested(28)}}))

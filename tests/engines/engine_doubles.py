@@ -54,16 +54,20 @@ class ScriptedModel:
         self.plans.append(plan)
         if plan.scored:
             self.show_scored(plan)
-        rows = [self.row(request.tokens) for request in plan.sampled]
+        rows = [self.row(tokens) for tokens in histories(plan)]
         logits = torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
         if self.hook is not None:
             self.hook(plan, logits)
         return logits
 
     def show_scored(self, plan: Plan) -> None:
-        spans = [(one, len(one.tokens) - 1, len(one.tokens)) for one in plan.decode]
-        spans += [(chunk.request, chunk.start, chunk.stop) for chunk in plan.chunks]
-        places = [(one.tokens[position], position) for one, start, stop in spans for position in range(start, stop)]
+        places = [
+            (token, len(one.tokens) - 1 + index)
+            for one, tokens in plan.decode_tokens()
+            for index, token in enumerate(tokens)
+        ]
+        spans = [(chunk.request, chunk.start, chunk.stop) for chunk in plan.chunks]
+        places += [(one.tokens[position], position) for one, start, stop in spans for position in range(start, stop)]
         plan.show_scored(
             torch.tensor(places), lambda some: 2 * (self.by_token[some[:, 0]] + self.by_position[some[:, 1]])
         )
@@ -74,6 +78,14 @@ class ScriptedModel:
         for _ in range(count):
             tokens.append(int(self.row(tokens)[: WIDTH - PADDING].argmax()))
         return tokens[len(prompt) :]
+
+
+def histories(plan: Plan) -> list[list[int]]:
+    """The tokens that each row of logits of a step is made of, drafted ones too."""
+    decoded = [
+        [*one.tokens[:-1], *tokens[: index + 1]] for one, tokens in plan.decode_tokens() for index in range(len(tokens))
+    ]
+    return decoded + [one.tokens for one in plan.sampled[len(plan.decode) :]]
 
 
 def config(**changes: object) -> EmbeddedConfig:

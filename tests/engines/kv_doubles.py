@@ -67,23 +67,26 @@ class RecallModel:
         self.store = [[UNWRITTEN] * page_size for _ in range(num_pages)]
 
     def choose(self, plan: Plan) -> Samples:
-        """Compute a step; returns the greedy tokens."""
+        """Compute a step; returns the greedy tokens of all its rows, drafted positions too."""
         for copy in plan.copies:
             self.store[copy.target][: copy.num_tokens] = self.store[copy.source][: copy.num_tokens]
-        spans = [(one, len(one.tokens) - 1, len(one.tokens)) for one in plan.decode]
-        spans += [(chunk.request, chunk.start, chunk.stop) for chunk in plan.chunks]
+        spans = [(one, len(one.tokens) - 1, one.tokens[:-1] + tokens) for one, tokens in plan.decode_tokens()]
+        spans += [(chunk.request, chunk.start, chunk.request.tokens[: chunk.stop]) for chunk in plan.chunks]
         written: set[tuple[int, int]] = set()
-        for one, start, stop in spans:
-            self._check_sole_writer(one, start, stop, spans)
-            for position in range(start, stop):
+        for one, start, tokens in spans:
+            self._check_sole_writer(one, start, len(tokens), [other for other, _, _ in spans])
+            for position in range(start, len(tokens)):
                 page, slot = one.pages[position // self.size], position % self.size
                 assert (page, slot) not in written, f"{one.id}: position {position} is another row's too"
                 written.add((page, slot))
                 before = self._read(one, position - 1) if position else 1
-                self.store[page][slot] = mix(before, one.tokens[position])
-        last = {id(one): self._check_reads(one, stop) for one, _, stop in spans}
+                self.store[page][slot] = mix(before, tokens[position])
+        read = [self._check_reads(one, tokens)[start:] for one, start, tokens in spans]
         self.num_computed += len(written)
-        return Samples([next_token(last[id(one)]) for one in plan.sampled])
+        num_decoded = len(plan.decode)
+        last = {id(one): kv[-1] for (one, _, _), kv in zip(spans[num_decoded:], read[num_decoded:], strict=True)}
+        rows = [kv for decoded in read[:num_decoded] for kv in decoded]
+        return Samples([next_token(kv) for kv in (*rows, *(last[id(one)] for one in plan.sampled[num_decoded:]))])
 
     def forward(self, plan: Plan) -> torch.Tensor:
         tokens = self.choose(plan).token_ids
@@ -92,17 +95,18 @@ class RecallModel:
     def _read(self, one: Request, position: int) -> int:
         return self.store[one.pages[position // self.size]][position % self.size]
 
-    def _check_sole_writer(self, one: Request, start: int, stop: int, spans: list[tuple[Request, int, int]]) -> None:
+    def _check_sole_writer(self, one: Request, start: int, stop: int, others: Sequence[Request]) -> None:
         mine = set(one.pages[start // self.size : -(-stop // self.size)])
-        for other, _, _ in spans:
+        for other in others:
             assert other is one or not mine & set(other.pages), f"{one.id} writes into a page of {other.id}"
 
-    def _check_reads(self, one: Request, stop: int) -> int:
-        kv = 1
-        for position in range(stop):
-            kv = mix(kv, one.tokens[position])
-            assert self._read(one, position) == kv, f"{one.id} was given wrong KV at position {position}"
-        return kv
+    def _check_reads(self, one: Request, tokens: Sequence[int]) -> list[int]:
+        """The KV of each position, which must be that of `tokens`."""
+        found = [1]
+        for position, token in enumerate(tokens):
+            found.append(mix(found[-1], token))
+            assert self._read(one, position) == found[-1], f"{one.id} was given wrong KV at position {position}"
+        return found[1:]
 
 
 def recall_request(model: RecallModel, name: str, prompt: Sequence[int], max_tokens: int) -> Request:

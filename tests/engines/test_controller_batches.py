@@ -221,6 +221,38 @@ def test_what_a_dynamic_step_reports(controller: TextGenerationController) -> No
         assert (one.prompt_log_probs is None) == skips[key]
 
 
+def test_accepted_drafts_are_reported(controller: TextGenerationController) -> None:
+    forced = [40, 41, 42, 43, 44]
+    processors = [{"name": "forced_sequence", "args": {"token_ids": forced}}]
+    params = InferenceParams(num_tokens_to_generate=5, return_log_probs=True, processors=processors)
+    requests = {
+        0: InferenceRequest(request_id=0, prompt_tokens=[5, 6, 7], sampling_params=params),
+        1: InferenceRequest(
+            request_id=1, prompt_tokens=[8, 9], sampling_params=InferenceParams(num_tokens_to_generate=3, top_k=1)
+        ),
+    }
+    first, second, *_ = run_dynamic(controller, requests)
+    assert (first["sample"][0].item(), first["accepted_tokens"]) == (40, None)
+    assert second["accepted_tokens"] is not None
+    assert second["accepted_tokens"].tolist() == [[41, 42, 43], [-1, -1, -1]]
+    assert (second["sample"][0].item(), second["finished_request_ids"]) == (44, [0])
+    assert len(second["log_probs"][0] or ()) == 4
+    assert requests[0].generated_tokens == forced
+    assert len(requests[0].generated_log_probs or ()) == 5
+
+
+def test_a_stop_word_callback_sees_every_token_as_the_newest(controller: TextGenerationController) -> None:
+    processors = [{"name": "forced_sequence", "args": {"token_ids": [40, 41, 42, 43]}}]
+    params = InferenceParams(num_tokens_to_generate=4, processors=processors)
+    request = InferenceRequest(request_id=0, prompt_tokens=[5, 6, 7], sampling_params=params)
+    controller.set_stop_word_finished_ids_callback(
+        lambda ids: [one for one in ids if request.generated_tokens[-1:] == [42]]
+    )
+    run_dynamic(controller, {0: request})
+    controller.set_stop_word_finished_ids_callback(None)
+    assert request.generated_tokens == [40, 41, 42]
+
+
 def test_skipping_prompt_log_probs_beside_a_suspended_request(controller: TextGenerationController) -> None:
     def request(key: int, skip: bool) -> InferenceRequest:
         params = InferenceParams(

@@ -12,6 +12,7 @@ import pytest
 
 from worker.arguments import parse_arguments
 from worker.engines.embedded.admission import HONOURED, IRRELEVANT, REFUSED
+from worker.engines.embedded.speculation.config import REFUSED as REFUSED_METHODS
 from worker.errors import ConfigurationError
 from worker.sampling import Control, SamplingParams, sampling_controls
 from worker.sampling.control import NEVER
@@ -78,6 +79,11 @@ def test_engine_options_stop_the_start(option: str, tmp_path: Path) -> None:
     path.write_text(f"{option} 1\n")
     with pytest.raises(ConfigurationError, match=f"unknown engine option '{option[:-1]}'"):
         parse_arguments(["--model-path", "/models/tiny", "--extra-engine-args", str(path)], {})
+
+
+def test_methods_of_speculation_that_stop_the_start() -> None:
+    refused = {text for _, fields, fate, text in ROWS if fate == "refused at start" and not fields}
+    assert refused == set(REFUSED_METHODS.values())
 
 
 @pytest.mark.parametrize(

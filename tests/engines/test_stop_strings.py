@@ -129,9 +129,11 @@ def test_text_is_held_back_while_it_may_begin_a_stop_string() -> None:
 
 
 def test_a_stop_string_before_the_least_length_is_text() -> None:
-    too_short = iter([True, True, False, False])
-    answer = AnswerText(lambda ids: "".join("x."[one] for one in ids), ["."], is_too_short=lambda: next(too_short))
-    assert [answer.append(token_id) for token_id in (0, 1, 0, 1)] == [False, False, False, True]
+    answer = AnswerText(lambda ids: "".join("x."[one] for one in ids), ["."])
+    ends = []
+    for token_id, answer.is_too_short in ((0, True), (1, True), (0, False), (1, False)):
+        ends.append(answer.append(token_id))
+    assert ends == [False, False, False, True]
     assert (answer.text, answer.num_tokens) == ("x.x", 3)
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from stand_in import stand_in
 
+from adapters import create_trtllm_adapters
+from adapters.catalog import Catalog, parse_selection
+from adapters.testing.kit_model import kit_context
 from worker.engines.refusals import IRRELEVANT, RUN_AS_PROCESSORS
 from worker.engines.trtllm.params import REFUSED, NativeRequest, Served, callable_of, native_request
 from worker.errors import InvalidRequest
@@ -172,6 +175,14 @@ def test_what_is_refused(name: str) -> None:
     params = SamplingParams(**{name: value, **other.get(name, {})})
     with pytest.raises(InvalidRequest, match=name):
         native_request(params, PROMPT, 0, Served(frozenset(), frozenset(), 1024, EOS))
+
+
+def test_what_takes_tokens_back_is_refused(version: str) -> None:
+    text = '{"version": 1, "processors": [{"name": "phrase_ban", "args": {"phrases": ["x"]}}]}'
+    chain = Catalog.default().build_chain(parse_selection(text), kit_context())
+    params = SamplingParams(max_tokens=4, logits_processor=list(create_trtllm_adapters([chain])))
+    with pytest.raises(InvalidRequest, match="holds phrase_ban, which takes tokens back"):
+        native_request(params, PROMPT, 0, served(version))
 
 
 def test_a_lagged_engine_refuses_what_needs_the_last_token(version: str) -> None:

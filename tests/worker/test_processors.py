@@ -69,6 +69,15 @@ async def test_nothing_asked_is_no_chain(facts: Facts) -> None:
     assert await build(make(facts), request("formatted_prompt")) is None
 
 
+async def test_a_request_may_forgo_speculation(facts: Facts) -> None:
+    entry = '{"name": "min_tokens", "args": {"n": 3}}'
+    for processors in ("", entry):
+        chain = await build(make(facts), request(channel(processors, ', "speculation": false')))
+        assert not chain.speculates
+    assert (await build(make(facts), request(channel(entry)))).speculates
+    assert await build(make(facts), request(channel("", ', "speculation": true'))) is None
+
+
 async def test_the_annotation_and_the_header_select(facts: Facts) -> None:
     entry = '{"name": "min_tokens", "args": {"n": 3}}'
     chain = await build(make(facts), request(channel(entry, ', "receipt": true')))

@@ -255,6 +255,14 @@ class KeepsAlive(Protocol):
 
 
 @runtime_checkable
+class Speculating(Protocol):
+    """An engine that drafts tokens and counts them."""
+
+    def speculation(self) -> Mapping[str, tuple[int, int]]:
+        """Drafted tokens so far by proposer: those computed, and those of them accepted."""
+
+
+@runtime_checkable
 class SelfReporting(Protocol):
     """An engine that knows its own load and death, because another process does the work."""
 

@@ -174,7 +174,7 @@ class ServedChainBuilder:
         choice: int = 0,
     ) -> ProcessorChain | None:
         """The chain of a request, begun after its prompt; None if there is nothing for one to do.
-        A request that wants a receipt has one, be it empty.
+        A request that wants a receipt, or no speculation, has one, be it empty.
 
         Cancelling it while a grammar compiles ends that at once. ``client`` is whose turn that
         takes. ``generated`` is the answer so far of a migrated request: it is replayed, unless that
@@ -187,7 +187,8 @@ class ServedChainBuilder:
             Overloaded: too many grammars wait to be compiled.
             GrammarsUnavailable: there is no process to compile them in.
         """
-        if not (selection.processors or selection.order or selection.receipt):
+        asks_nothing = selection.speculation and not (selection.order or selection.receipt)
+        if asks_nothing and not selection.processors:
             return None
         names = [requested.name for requested in selection.processors]
         self.breaker.check(names)
@@ -204,7 +205,7 @@ class ServedChainBuilder:
         except ProcessorFailed as error:
             self.breaker.record(error.processor)
             raise InvalidRequest(CHANNEL, str(error)) from None
-        return chain if chain.members or chain.order or selection.receipt else None
+        return None if asks_nothing and not chain.members else chain
 
     async def _compiled(self, selection: Selection, context: Context, client: str | None) -> list[Compiled]:
         """The grammars of a selection, compiled."""

@@ -106,6 +106,7 @@ def admit(
         chain=chain,
         choice=choice,
         tap=tap,
+        speculates=chain is None or chain.speculates,
     )
 
 

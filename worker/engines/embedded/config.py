@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +42,8 @@ class EmbeddedConfig:
         kv_cache_memory: Bytes of the KV cache; None means what `kv_cache.budget` chooses.
         local_workers: Workers that share the cores and the memory of this machine or container.
         max_queue: Length of the waiting queue; more requests are refused with `Overloaded`.
+        speculative_config: Settings of speculative decoding, JSON text or its data; see
+            `speculation.SpeculativeConfig`.
         role: ``aggregated``, or ``prefill`` or ``decode`` of disaggregated serving.
         kv_lease_s: Seconds until a prefill worker's lease on a prompt's KV times out.
         kv_devices: Network devices over which KV is transferred, as in ``UCX_NET_DEVICES``.
@@ -61,6 +65,7 @@ class EmbeddedConfig:
     kv_cache_memory: int | None = None
     local_workers: int = 1
     max_queue: int = 256
+    speculative_config: Mapping[str, Any] | str | None = None
     role: str = "aggregated"
     kv_lease_s: float = 30.0
     kv_devices: str = "lo"

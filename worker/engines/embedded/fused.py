@@ -35,6 +35,9 @@ class FusedSamplingProcessor:
         bitmask: First bitmask; see `update_bitmask`.
         identity_logit_offsets: From `allocate_identity_logit_offsets`; may exceed the batch.
 
+    Raises:
+        ValueError: a chain may take tokens back.
+
     Attributes:
         generated_tokens: int64 ``[B, number of calls]``.
         new_tokens: int64 ``[B]``, of the last call; None before the first.
@@ -49,6 +52,8 @@ class FusedSamplingProcessor:
         bitmask: torch.Tensor | None = None,
         identity_logit_offsets: torch.Tensor | None = None,
     ) -> None:
+        if any(request.chain is not None and request.chain.backtracks for request in requests):
+            raise ValueError("a chain may take tokens back, which needs an engine")
         self._sampler = sampler
         self._device = device
         self._requests = tuple(replace(request, tokens=list(request.tokens)) for request in requests)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
@@ -82,6 +82,7 @@ class Request:
             would get.
         keeps_kv: Whether its pages are pinned for transfer when it ends; see `KvConnector.lease`.
         cache_salt: It shares KV only with requests of the same salt.
+        speculates: Whether tokens may be drafted for it.
         arrival: Number in the order of arrival, given by the scheduler.
         pages: Its page table, while it runs: position p is in ``pages[p // page_size]`` at slot
             ``p % page_size``.
@@ -107,6 +108,7 @@ class Request:
     tap_error: str | None = None
     keeps_kv: bool = False
     cache_salt: str | None = None
+    speculates: bool = True
     arrival: int = -1
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -190,22 +192,42 @@ class Plan:
         sampled: Requests that get a token: those of `decode`, then those whose tokens end in
             `chunks`. The same tuple object in consecutive steps means the same rows.
         copies: Copies within the store, in this order, before anything is written.
+        drafts: Of each decode row the drafted tokens that are computed behind its newest one; empty
+            where no row has any.
     """
 
     decode: tuple[Request, ...]
     chunks: tuple[Chunk, ...]
     sampled: tuple[Request, ...]
     copies: tuple[PageCopy, ...] = ()
+    drafts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def scored(self) -> tuple[Chunk, ...]:
         """Chunks of which the logits of every token are wanted."""
         return tuple(chunk for chunk in self.chunks if chunk.is_scored)
 
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the decode rows, drafted ones among them."""
+        return len(self.decode) + sum(map(len, self.drafts))
+
+    def decode_tokens(self) -> Iterator[tuple[Request, list[int]]]:
+        """Each decode row, and its tokens that are computed: the newest one and its draft."""
+        drafts = self.drafts or ((),) * len(self.decode)
+        for request, draft in zip(self.decode, drafts, strict=True):
+            yield request, [request.tokens[-1], *draft]
+
+    def first_rows(self) -> list[int]:
+        """The index of the first row of logits of each request of `sampled`."""
+        counts = [1 + len(draft) for draft in self.drafts] or [1] * len(self.decode)
+        counts += [1] * (len(self.sampled) - len(self.decode))
+        return list(accumulate(counts, initial=0))[:-1]
+
     def logit_rows(self) -> list[int]:
         """The indices, among the step's tokens (`decode`, then `chunks`), of the rows of logits."""
-        ends = accumulate((chunk.stop - chunk.start for chunk in self.chunks), initial=len(self.decode))
-        rows = range(len(self.decode))
+        rows = range(self.num_decode_tokens)
+        ends = accumulate((chunk.stop - chunk.start for chunk in self.chunks), initial=len(rows))
         return [*rows, *(end - 1 for chunk, end in zip(self.chunks, list(ends)[1:], strict=True) if chunk.is_last)]
 
     def show_scored(self, rows: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -215,7 +237,7 @@ class Plan:
             rows: Of each of the step's tokens ``[T, ...]``, what its logits are made of.
             logits: Makes logits ``[n, V]`` of n of them.
         """
-        first = len(self.decode)
+        first = self.num_decode_tokens
         for chunk in self.chunks:
             if chunk.is_scored:
                 for start in range(chunk.first_scored, chunk.stop, SCORED_AT_ONCE):
@@ -227,7 +249,7 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
-        return len(self.decode) + sum(chunk.stop - chunk.start for chunk in self.chunks)
+        return self.num_decode_tokens + sum(chunk.stop - chunk.start for chunk in self.chunks)
 
 
 class Model(Protocol):
@@ -260,8 +282,9 @@ class Model(Protocol):
     def forward(self, plan: Plan) -> torch.Tensor:
         """Logits ``[n, vocab_size]`` of ``plan.sampled``, of a floating dtype.
 
-        The sampler may write into them. Those of the chunks of ``plan.scored`` go to the taps of
-        their requests; see `Plan.show_scored`.
+        A decode row with a draft has one row for its newest token and one for each drafted token,
+        in order; every other request has one. The sampler may write into them. Those of the chunks
+        of ``plan.scored`` go to the taps of their requests; see `Plan.show_scored`.
         """
 
 
@@ -300,6 +323,9 @@ class Output:
     Attributes:
         token_id: None if it shows no token.
         num_cached_tokens: Prompt tokens of the prefix hit; said with the first token.
+        rolled_back_to: Position of the token that is sampled again, once a processor has taken it
+            and those behind it back.
+        is_too_short: Whether the answer must not end at this token, at a stop string either.
         chain: The request's processors, when it ends.
         kv: Handle of its leased KV, when it ends; see `handle.handle_as_json`.
     """
@@ -311,6 +337,8 @@ class Output:
     stop_reason: int | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    rolled_back_to: int | None = None
+    is_too_short: bool = False
     engine_data: dict[str, object] | None = None
     chain: ProcessorChain | None = None
     kv: dict[str, Any] | None = None

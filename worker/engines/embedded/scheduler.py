@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
@@ -205,6 +205,34 @@ class Scheduler:
             copies += self.cache.compact()
         return Plan(decode, chunks, decode + ended if ended else decode, copies)
 
+    def add_drafts(self, plan: Plan, drafts: Sequence[Sequence[int]]) -> Plan:
+        """`plan` with `drafts` behind its decode rows, one each, cut to what may be computed.
+
+        That is the token budget, the rest of the answer but its last token, and the pages that
+        nobody owns: a draft preempts nobody. Nothing is drafted from an end token on.
+        """
+        left = self.max_num_batched_tokens - plan.num_tokens
+        cut: list[tuple[int, ...]] = []
+        for request, draft in zip(plan.decode, drafts, strict=True):
+            length = next((index for index, token in enumerate(draft) if token in request.end_ids), len(draft))
+            wanted = min(length, left, request.limit - len(request.tokens) - 1)
+            cut.append(tuple(draft[: self._reserve(request, wanted)]))
+            left -= len(cut[-1])
+        return replace(plan, drafts=tuple(cut)) if any(cut) else plan
+
+    def _reserve(self, request: Request, count: int) -> int:
+        """Give a request pages for `count` drafted tokens; returns for how many there are."""
+        size = self.cache.page_size
+        while len(request.pages) * size < len(request.tokens) + count and self.cache.append_page(request):
+            pass
+        return max(0, min(count, len(request.pages) * size - len(request.tokens)))
+
+    def roll_back(self, plan: Plan) -> None:
+        """Free the pages that hold nothing but rejected drafts of a committed step."""
+        for request, draft in zip(plan.decode, plan.drafts, strict=False):
+            if draft and request.pages:
+                self.cache.trim(request)
+
     def settle(self, plan: Plan) -> None:
         """Take over the KV that the step computes; its sampled tokens may still be on their way."""
         for request in plan.decode:
@@ -228,9 +256,22 @@ class Scheduler:
                 if request.keeps_kv and output.finish_reason == "length"
             ]
             self._release(finished)
+        for request, output in zip(plan.sampled, outputs, strict=True):
+            if output.rolled_back_to is not None:
+                self._take_back(request, output.rolled_back_to)
         if self.is_idle:
             self.check_integrity()
         return outputs
+
+    def _take_back(self, request: Request, position: int) -> None:
+        """Cut a running request's tokens off at `position`, and compute it from there on.
+
+        As after a preemption it is in the waiting queue then; its KV up to there is cached.
+        """
+        num_blocks = position // self.cache.block_size
+        del request.tokens[position:], request.block_hashes[num_blocks:], request.cached_blocks[num_blocks:]
+        self._release([request])
+        self._enqueue(request)
 
     def check_integrity(self) -> None:
         """Every live request is in one queue and owns its pages. Raises `AssertionError`."""
@@ -387,14 +428,30 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     logprobs = samples.logprobs.get(row) if samples.logprobs else None
     request.tokens.append(token)
     ends = token in request.end_ids or len(request.tokens) >= request.limit
-    data = _accept(chain, token, len(request.tokens) - 1, ends) if chain is not None else None
+    output = Output(request.id, token, logprobs)
+    if chain is not None:
+        if chain.backtracks and token not in request.end_ids:
+            chain.accept(token, len(request.tokens) - 1)
+            if (position := chain.take_back()) is not None:
+                return _rolled_back(request, chain, position)
+        output.engine_data = _accept(chain, token, len(request.tokens) - 1, ends)
+        output.is_too_short = chain.is_too_short
+    if not ends:
+        return output
+    output.chain, output.finish_reason = chain, "length"
     if token in request.end_ids:
+        output.finish_reason, output.stop_reason = "stop", token
         if not request.params.include_stop_str_in_output:
-            return Output(request.id, finish_reason="stop", stop_reason=token, engine_data=data, chain=chain)
-        return Output(request.id, token, logprobs, "stop", token, engine_data=data, chain=chain)
-    if len(request.tokens) >= request.limit:
-        return Output(request.id, token, logprobs, "length", engine_data=data, chain=chain)
-    return Output(request.id, token, logprobs, engine_data=data)
+            output.token_id = output.logprobs = None
+    return output
+
+
+def _rolled_back(request: Request, chain: ProcessorChain, position: int) -> Output:
+    if position >= request.prompt_length:
+        return Output(request.id, rolled_back_to=position)
+    # only where another engine sent what this one would have held back
+    problem = f"a phrase that must not be written begins at position {position}, which has been sent already"
+    return Output(request.id, finish_reason="error", error=problem, chain=chain)
 
 
 def _accept(chain: ProcessorChain, token_id: int, position: int, ends: bool) -> dict[str, object] | None:

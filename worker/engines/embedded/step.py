@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
+from math import isfinite
 
 import torch
 
@@ -13,6 +15,13 @@ from worker.engines.embedded.kv_cache import KvCache, choose_page_size
 from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
 from worker.engines.embedded.sampling import Sampler
 from worker.engines.embedded.scheduler import Scheduler
+from worker.engines.embedded.speculation import (
+    HeldOutputs,
+    SpeculativeConfig,
+    Speculator,
+    agreeing_rows,
+    load_draft_model,
+)
 from worker.engines.embedded.transfer import KvConnector, KvHandle
 
 MIXED_CHUNKS = {"cpu": 64, "cuda": 512}
@@ -25,24 +34,28 @@ STARVED_POLL_S = 0.005
 
 
 class Stepper:
-    """A model, a scheduler and a sampler.
+    """A model, a scheduler, a speculator and a sampler.
 
     Args:
         model: What computes logits; its KV store must hold the blocks of `scheduler`.
         scheduler: What decides the work of a step.
+        speculator: What drafts tokens; by default the requests' chains alone.
 
     Attributes:
         steps_by_batch_size, num_rows: See `EngineLoad`.
+        speculator: The same.
         connector: Leases KV to other workers and receives it from them; None in aggregated serving.
     """
 
-    def __init__(self, model: Model, scheduler: Scheduler) -> None:
+    def __init__(self, model: Model, scheduler: Scheduler, speculator: Speculator | None = None) -> None:
         self.model = model
         self.scheduler = scheduler
         self.connector: KvConnector | None = None
+        self.speculator = speculator or Speculator()
         self.sampler = Sampler(model.vocab_size, model.undecodable_ids, model.device)
         self.steps_by_batch_size = [0] * (len(BATCH_SIZES) + 1)
         self.num_rows = 0
+        self._held = HeldOutputs()
         self._starved = False  # requests wait, but pages pinned for transfer leave nothing to compute
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
@@ -59,6 +72,7 @@ class Stepper:
     def abort(self, request_id: str) -> Output | None:
         """End a request and free its pages; None if it has ended already."""
         self._tapped.discard(request_id)
+        self._held.forget(request_id)
         if self.connector is not None and (given_up := self.connector.abort(request_id)) is not None:
             return given_up
         return self.scheduler.abort(request_id)
@@ -93,7 +107,20 @@ class Stepper:
         rows = len(plan.sampled)
         self.steps_by_batch_size[bisect_left(BATCH_SIZES, rows)] += 1
         self.num_rows += rows
+        if plan.decode:
+            plan = self.scheduler.add_drafts(plan, self.speculator.draft(plan))
         logits = self.model.forward(plan)
+        outputs = self._sample(plan, logits[plan.first_rows()] if plan.drafts else logits)
+        if self.connector is not None and self.scheduler.pinned:
+            self.connector.lease(plan, outputs)
+        if plan.decode:
+            accepted = self._verify(plan, logits, outputs) if plan.drafts else ()
+            self.speculator.learn(plan, accepted)
+        self._note_ended(plan, outputs)
+        return self._held.pass_on(plan.sampled, outputs)
+
+    def _sample(self, plan: Plan, logits: torch.Tensor) -> list[Output]:
+        """Sample and commit one position of each of ``plan.sampled``."""
         edits = plan_edits(plan)  # needs no logits: on CUDA they are still being computed
         if self._tapped:
             show_logits(plan, logits)
@@ -103,12 +130,67 @@ class Stepper:
         samples = launched.collect()
         if self._tapped:
             samples.errors |= tap_errors(plan)
-        outputs = self.scheduler.commit(plan, samples)
-        if self.connector is not None and self.scheduler.pinned:
-            self.connector.lease(plan, outputs)
-        if self._tapped:
-            self._tapped -= {output.request_id for output in outputs if output.finish_reason is not None}
-        return outputs
+        return self.scheduler.commit(plan, samples)
+
+    def _verify(self, plan: Plan, logits: torch.Tensor, outputs: list[Output]) -> list[int]:
+        """Sample the drafted positions, each as in a step of its own whose logits are known.
+
+        A row goes on while the sampled token is the drafted one. Then the rest is rolled back.
+
+        Args:
+            plan: Of the step, whose first positions have been committed.
+            logits: Of all positions.
+            outputs: Of the first positions; those of the drafted ones are added.
+
+        Returns:
+            Accepted tokens of each decode row's draft.
+        """
+        first, accepted = plan.first_rows(), [0] * len(plan.decode)
+        depth, latest = 0, outputs[: len(plan.decode)]
+        rows: Sequence[int] = range(len(plan.decode))
+        while rows := agreeing_rows(plan, depth, rows, latest):
+            depth += 1
+            requests = tuple(plan.decode[row] for row in rows)
+            latest = self._sample(Plan(requests, (), requests), logits[[first[row] + depth for row in rows]])
+            outputs += latest
+            for row in rows:
+                accepted[row] = depth
+        self.scheduler.roll_back(plan)
+        self._recompute_overflown(plan, logits, accepted)
+        return accepted
+
+    def _recompute_overflown(self, plan: Plan, logits: torch.Tensor, accepted: Sequence[int]) -> None:
+        """Preempt rows of which a rejected draft may have left NaN or infinity in the KV cache.
+
+        Attention multiplies what its mask hides by 0, and a NaN would survive that. Where the KV of
+        a token is not finite its logits are not, either.
+        """
+        first = plan.first_rows()
+        rejected = [
+            (request, first[row] + depth)
+            for row, (request, draft) in enumerate(zip(plan.decode, plan.drafts, strict=True))
+            for depth in range(accepted[row] + 1, len(draft) + 1)
+        ]
+        if not rejected:
+            return
+        highest = logits[[index for _, index in rejected]].amax(-1)
+        if bool(highest.isfinite().all()):
+            return
+        overflown = {
+            request: None for (request, _), value in zip(rejected, highest.tolist(), strict=True) if not isfinite(value)
+        }
+        for request in overflown:
+            if request.pages:
+                self.scheduler.preempt(request)
+
+    def _note_ended(self, plan: Plan, outputs: list[Output]) -> None:
+        ended = {output.request_id: output for output in outputs if output.finish_reason is not None}
+        if not ended:
+            return
+        self._tapped -= ended.keys()
+        for request in plan.sampled:
+            if request.id in ended:
+                self.speculator.remember(request, ended[request.id])
 
 
 def show_logits(plan: Plan, logits: torch.Tensor) -> None:
@@ -135,4 +217,13 @@ def make_stepper(config: EmbeddedConfig, model: Model, num_kv_blocks: int) -> St
     model.allocate_kv(num_pages, page_size)
     cache = KvCache(num_pages, page_size, config.kv_block_size, is_dense=model.wants_dense_kv)
     mixed = config.max_mixed_chunk or MIXED_CHUNKS.get(model.device.type)
-    return Stepper(model, Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed))
+    scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, mixed)
+    return Stepper(model, scheduler, make_speculator(config, model))
+
+
+def make_speculator(config: EmbeddedConfig, model: Model) -> Speculator:
+    """What ``--speculative-config`` asks for; `StartupError` if a draft model is not served."""
+    speculative = SpeculativeConfig.parse(config.speculative_config)
+    if speculative.model is None:
+        return Speculator(speculative)
+    return Speculator(speculative, load_draft_model(speculative.model, config, model).proposer)

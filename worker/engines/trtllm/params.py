@@ -93,6 +93,10 @@ def native_request(
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
     native, rest = ({}, params) if generated else _native(params, len(prompt), served)
     chain = chain_of(params, prompt, generated)
+    if chain is not None and chain.backtracks:
+        names = ", ".join(member.name for member in chain.members if member.record.rollbacks is not None)
+        problem = f"holds {names}, which takes tokens back, and TensorRT-LLM cannot; use the embedded engine"
+        raise InvalidRequest("sampling_params.logits_processor", problem)
     random = is_sampled(params, chain)
     chain_samples = _must_sample_in_chain(rest, random, chain is not None or bool(params.logits_processors), served)
     seed = params.seed or 0

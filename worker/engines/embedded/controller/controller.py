@@ -168,9 +168,11 @@ class TextGenerationController(PaddedBatches, Streaming):
         """Set a callback that returns, at each step, the active requests to end.
 
         It is called with the ids of unfinished requests that got a token; the newest token is the
-        last of their ``generated_tokens``, and is kept. None removes it.
+        last of their ``generated_tokens``, and is kept. So that it sees every token as the newest
+        one, nothing is drafted meanwhile. None removes it.
         """
         self._stop_callback = callback
+        self._session.stepper.speculator.is_enabled = callback is None
 
     # Batches
 

@@ -94,42 +94,60 @@ class StepReport:
         self.finished: list[RequestId] = []
         self._ids: list[RequestId] = []
         self._choices: list[int] = []
-        self._tokens: list[int] = []
+        self._tokens: list[list[int]] = []
+        self._places: dict[tuple[RequestId, int], int] = {}
         self._log_probs: list[list[float] | None] = []
         self._top_n: dict[int, list[TopN]] = {}
 
     def add(self, running: Running, event: Event) -> None:
-        """Add one answer's token."""
+        """Add one answer's token; an earlier one of the same step was an accepted draft."""
         if event.token_id is None:
             return
-        params, index = running.request.sampling_params, len(self._ids)
-        self._ids.append(running.request.request_id)
-        self._choices.append(event.answer.request.choice)
-        self._tokens.append(event.token_id)
-        entries = self._entries(running, event.answer)
-        self._log_probs.append([one[0].logprob for one in entries] if params.return_log_probs else None)
+        params = running.request.sampling_params
+        index = self._place(running, event.answer)
+        self._tokens[index].append(event.token_id)
+        entries = self._entries(running, event)
+        if params.return_log_probs:
+            self._log_probs[index] = [*(self._log_probs[index] or ()), *(one[0].logprob for one in entries)]
         if params.top_n_logprobs:
-            self._top_n[index] = [entry(one) for one in entries]
+            self._top_n.setdefault(index, []).extend(entry(one) for one in entries)
+
+    def _place(self, running: Running, answer: Answer) -> int:
+        """The answer's index in the report."""
+        key = running.request.request_id, answer.request.choice
+        if key not in self._places:
+            self._places[key] = len(self._ids)
+            self._ids.append(key[0])
+            self._choices.append(key[1])
+            self._tokens.append([])
+            self._log_probs.append(None)
+        return self._places[key]
 
     @staticmethod
-    def _entries(running: Running, answer: Answer) -> list[list[TokenLogprob]]:
+    def _entries(running: Running, event: Event) -> list[list[TokenLogprob]]:
         """New log probabilities: of the prompt, once, and of the token."""
-        collector = answer.collector
+        collector = event.answer.collector
         scores = None if collector is None or running.is_reported else collector.prompt_logprobs
         running.is_reported = True
-        return [one for one in (*(scores or ()), answer.last_logprobs) if one is not None]
+        return [one for one in (*(scores or ()), event.logprobs) if one is not None]
+
+    def _accepted_tokens(self) -> torch.Tensor | None:
+        """int64 ``[answers, most accepted]``, padded with -1; None where no draft was accepted."""
+        width = max(map(len, self._tokens), default=1) - 1
+        rows = [tokens[:-1] + [-1] * (width + 1 - len(tokens)) for tokens in self._tokens]
+        return torch.tensor(rows, dtype=torch.int64) if width else None
 
     def step(self, paused: list[RequestId]) -> DynamicStep:
         """The whole."""
         return {
             "active_request_ids": self._ids,
             "choices": self._choices,
-            "sample": torch.tensor(self._tokens, dtype=torch.int64),
+            "sample": torch.tensor([tokens[-1] for tokens in self._tokens], dtype=torch.int64),
             "log_probs": self._log_probs,
             "top_n_logprobs": self._top_n or None,
             "finished_request_ids": self.finished,
             "newly_paused_request_ids": paused,
-            "accepted_tokens": None,
+            "accepted_tokens": self._accepted_tokens(),
             "cuda_graph_request_count": None,
         }
 

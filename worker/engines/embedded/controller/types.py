@@ -224,13 +224,15 @@ class DynamicStep(TypedDict):
     Keys:
         active_request_ids: Requests that got a token, once per answer.
         choices: Index of the answer.
-        sample: int64, the tokens, end tokens too.
-        log_probs: Of each, None if not requested: that of the token, at a request's first step
-            preceded by those of its prompt. Empty for an end token that is not shown.
+        sample: int64, the newest tokens, end tokens too.
+        log_probs: Of each, None if not requested: those of its accepted tokens and of the newest
+            one, at a request's first step preceded by those of its prompt. Empty for an end token
+            that is not shown.
         top_n_logprobs: By index into `active_request_ids`, likewise; None if not requested.
         finished_request_ids: Requests that finished with this step.
         newly_paused_request_ids: Requests suspended since the last step.
-        accepted_tokens: None: no speculative decoding.
+        accepted_tokens: int64 ``[answers, most accepted]``, padded with -1: drafted tokens that
+            were accepted before `sample`; None where none was.
         cuda_graph_request_count: None: no CUDA graphs.
     """
 
@@ -241,7 +243,7 @@ class DynamicStep(TypedDict):
     top_n_logprobs: dict[int, list[TopN]] | None
     finished_request_ids: list[RequestId]
     newly_paused_request_ids: list[RequestId]
-    accepted_tokens: None
+    accepted_tokens: torch.Tensor | None
     cuda_graph_request_count: None
 
 

@@ -160,6 +160,15 @@ class KvCache:
         if first < end:
             self._register(request, first, end)
 
+    def trim(self, request: Request) -> None:
+        """Take back the pages behind a request's computed tokens: they hold rejected drafts."""
+        while len(request.pages) > self.count_pages(request.num_computed):
+            number = request.pages.pop()
+            page = self._pages[number]
+            page.ref_count -= 1
+            assert not page.ref_count and not page.blocks, f"page {number} holds more than a draft"
+            heapq.heappush(self._free, number)
+
     def free(self, request: Request) -> None:
         """Take a request's pages back; their blocks stay cached until the pages are needed."""
         for number in reversed(request.pages):

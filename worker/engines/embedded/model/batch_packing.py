@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from worker.engines.embedded.kv_cache import SequenceSlice
@@ -32,15 +33,16 @@ class Batch:
 def pack(plan: Plan, page_size: int) -> Batch:
     """The batch of `plan`, for a KV store with `page_size` tokens per page."""
     batch = Batch()
-    for request in plan.decode:
-        _append(batch, request, len(request.tokens) - 1, len(request.tokens), page_size)
+    for request, tokens in plan.decode_tokens():
+        _append(batch, request, len(request.tokens) - 1, tokens, page_size)
     for chunk in plan.chunks:
-        _append(batch, chunk.request, chunk.start, chunk.stop, page_size)
+        _append(batch, chunk.request, chunk.start, chunk.request.tokens[chunk.start : chunk.stop], page_size)
     return batch
 
 
-def _append(batch: Batch, request: Request, start: int, stop: int, size: int) -> None:
-    batch.ids += request.tokens[start:stop]
+def _append(batch: Batch, request: Request, start: int, tokens: Sequence[int], size: int) -> None:
+    stop = start + len(tokens)
+    batch.ids += tokens
     batch.positions += range(start, stop)
     batch.sequences.append(SequenceSlice(request.pages, start, stop))
     while start < stop:

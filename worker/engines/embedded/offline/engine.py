@@ -84,6 +84,7 @@ class Engine:
         progress: bool = True,
         *,
         processors: Sequence[Named] | Sequence[Sequence[Named]] | None = None,
+        speculation: bool = True,
     ) -> list[Result]:
         """Generate answers; returns one result per prompt, in order.
 
@@ -95,6 +96,7 @@ class Engine:
             progress: Show a progress bar if standard error is a terminal.
             processors: Logits processors by name, ``[{"name": "min_tokens", "args": {"n": 8}}]``:
                 one list for all prompts, or a list for each. Every answer gets its own instances.
+            speculation: False drafts no tokens for these prompts, which changes none of them.
 
         Raises:
             InvalidRequest: a prompt cannot be served; no prompt has been started. The field has its
@@ -105,6 +107,8 @@ class Engine:
         params = _per_prompt(sampling_params, len(asked))
         groups = self.session.prepare(asked, params, _named(processors, len(asked)))
         for group in groups:
+            if not speculation:
+                group.forgo_speculation()
             self.session.add(group)
         mine = {group.id for group in groups}
         results: dict[str, Result] = {}

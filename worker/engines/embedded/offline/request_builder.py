@@ -183,14 +183,7 @@ class RequestBuilder:
             return None
         # what decode of transformers ends in, without the tenth of a millisecond around it
         decode = partial(self.tokenizer.backend_tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
-        chain = request.chain
-        return AnswerText(
-            decode,
-            stops,
-            include=params.include_stop_str_in_output,
-            context=request.tokens,
-            is_too_short=lambda: chain is not None and chain.is_too_short,
-        )
+        return AnswerText(decode, stops, include=params.include_stop_str_in_output, context=request.tokens)
 
 
 def stop_strings(params: SamplingParams) -> list[str]:

@@ -115,8 +115,6 @@ class Answer:
         token_ids: Shown tokens; those of a stop string are removed when it is found.
         token_times_s: Their times.
         token_logprobs: Of each, if requested.
-        last_logprobs: Of the newest token, even if removed with a stop string; None if it is
-            not shown.
         finish_reason: None while unfinished.
     """
 
@@ -127,11 +125,11 @@ class Answer:
         self.token_ids: list[int] = []
         self.token_times_s: list[float] = []
         self.token_logprobs: list[list[TokenLogprob]] = []
-        self.last_logprobs: list[TokenLogprob] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.num_cached_tokens = 0
+        self._num_taken = 0
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -146,9 +144,11 @@ class Answer:
     def take(self, output: Output, time_s: float) -> None:
         """Add a step's output; the answer has ended when `finish_reason` is set."""
         ended = False
-        self.last_logprobs = output.logprobs
         if not self.token_ids:
             self.num_cached_tokens = output.num_cached_tokens
+        self._num_taken += 1
+        if self.text is not None:
+            self.text.is_too_short = output.is_too_short
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
             self.token_times_s.append(time_s)
@@ -172,6 +172,9 @@ class Answer:
         assert self.text is not None
         self._cut()
         self.finish_reason, self.stop_reason = "stop", self.text.stopped_by
+        chain, end = self.request.chain, self.request.prompt_length + self._num_taken
+        if chain is not None and chain.position > end:  # the step gave more tokens, which are not part of the answer
+            chain.rewind(end)
 
     def _cut(self) -> None:
         count = len(self.token_ids) if self.text is None else self.text.num_tokens
@@ -220,6 +223,11 @@ class RequestGroup:
     wanted: SamplingParams
     answers: list[Answer]
     started_s: float = 0.0
+
+    def forgo_speculation(self) -> None:
+        """Draft no tokens for its answers."""
+        for answer in self.answers:
+            answer.request.speculates = False
 
     @property
     def is_done(self) -> bool:

@@ -9,7 +9,7 @@ from itertools import count
 from threading import Event as Signal
 from time import perf_counter
 
-from worker.engines import EngineInfo, FinishReason
+from worker.engines import EngineInfo, FinishReason, TokenLogprob
 from worker.engines.embedded.host import FairLock
 from worker.engines.embedded.offline.request_builder import Named, RequestBuilder
 from worker.engines.embedded.offline.results import Answer, RequestGroup
@@ -22,18 +22,21 @@ _LONGEST_WAIT_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Result of one step for one answer.
+    """One token of a step for one answer; accepted drafts come before the step's last token.
 
     Attributes:
         group: The answers to its prompt.
         answer: The answer; it is over if its ``finish_reason`` is set.
         token_id: The sampled token, also where the answer does not show it; None if none was
             sampled.
+        logprobs: Its log probabilities, even if it was removed with a stop string; None if it is
+            not shown.
     """
 
     group: RequestGroup
     answer: Answer
     token_id: int | None
+    logprobs: list[TokenLogprob] | None
 
 
 class Session:
@@ -118,7 +121,7 @@ class Session:
             finally:
                 self._is_stepping = False
             time_s = perf_counter()
-            return [self._take(output, time_s) for output in outputs]
+            return [self._take(output, time_s) for output in outputs if self._is_awaited(output)]
 
     def finish(self, group_id: str) -> None:
         """End every unfinished answer to a prompt as ``stop``, with the tokens that it has; no
@@ -188,6 +191,10 @@ class Session:
             self._live[answer.request.id] = group, answer
             self.stepper.add(answer.request)
 
+    def _is_awaited(self, output: Output) -> bool:
+        """Whether the answer has not ended, as it does at a stop string in an earlier token."""
+        return output.request_id in self._live
+
     def _take(self, output: Output, time_s: float) -> Event:
         group, answer = self._live[output.request_id]
         for sibling in reversed(self._siblings.pop(output.request_id, [])):
@@ -200,7 +207,7 @@ class Session:
                 del self._live[output.request_id]
             self._close(group)
         token_id = output.token_id if output.token_id is not None else output.stop_reason
-        return Event(group, answer, token_id)
+        return Event(group, answer, token_id, output.logprobs)
 
     def _end_live(self, answer: Answer) -> None:
         self.stepper.abort(answer.request.id)

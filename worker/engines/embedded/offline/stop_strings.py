@@ -121,9 +121,10 @@ class AnswerText:
         stops: Non-empty strings.
         include: Whether the stop string is part of the answer.
         context: Tokens of the prompt.
-        is_too_short: Called for every token: whether a stop string that it completes is ignored.
 
     Attributes:
+        is_too_short: Set before a token is added: whether a stop string that it completes is
+            ignored.
         stopped_by: The stop string, None while there is none.
         num_tokens: Tokens of the answer: those before the stop string and without a part of it or,
             if it is included, up to the one that completes it.
@@ -136,13 +137,12 @@ class AnswerText:
         *,
         include: bool = False,
         context: Sequence[int] = (),
-        is_too_short: Callable[[], bool] = lambda: False,
     ) -> None:
         self._pieces = IncrementalText(decode, context)
         self._stops = list(stops)
         self._longest = max(map(len, self._stops), default=0)
         self._include = include
-        self._is_too_short = is_too_short
+        self.is_too_short = False
         self._floor = 0  # stop strings that end at or before it are ignored
         self._ends: list[int] = []  # of each token, the offset of the end of its last character
         self._later: list[int] = []  # tokens decoded lazily, when the text is read and there are no stop strings
@@ -201,7 +201,7 @@ class AnswerText:
 
     def _add(self, piece: str) -> None:
         self._text += piece
-        if self._is_too_short():
+        if self.is_too_short:
             self._floor = len(self._text)
 
     def _stop(self) -> bool:

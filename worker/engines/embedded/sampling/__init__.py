@@ -4,11 +4,12 @@
 `truncation` and `device_truncation` are temperature, min-p, top-k, top-p and sampling on the CPU
 and on a device (sync-free: `device_sampler`, `selection_kernels`, `triton_select`), both over
 `integer_weights`; `logprobs` and `prompt_logprobs` are log probabilities; `row_errors` are the
-reasons why a row cannot be sampled.
+reasons why a row cannot be sampled; `rejection` is rejection sampling of drafts.
 """
 
 from worker.engines.embedded.sampling.logprobs import token_logprobs
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
+from worker.engines.embedded.sampling.rejection import rejection_sample, residual
 from worker.engines.embedded.sampling.sampler import Sampler
 
-__all__ = ["LogitsCollector", "Sampler", "token_logprobs"]
+__all__ = ["LogitsCollector", "Sampler", "rejection_sample", "residual", "token_logprobs"]

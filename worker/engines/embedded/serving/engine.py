@@ -17,6 +17,7 @@ from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Model, Output, Request
 from worker.engines.embedded.serving.step_thread import MIN_AHEAD, RUN_AHEAD, Abort, Listen, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
+from worker.engines.embedded.speculation import SpeculativeConfig
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.engines.embedded.transfer import (
     KvConnector,
@@ -42,6 +43,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
         StartupError: with one clear line.
     """
     config.check()
+    SpeculativeConfig.parse(config.speculative_config)  # before the model, which takes long to load
     model = model or load_model(config)
     context_length = config.context_length or model.context_length
     if context_length > model.context_length:
@@ -196,6 +198,11 @@ class EmbeddedEngine:
         """Give an empty delta to each stream that has had none since the last call."""
         for stream in self._streams.values():
             stream.keep_alive()
+
+    def speculation(self) -> dict[str, tuple[int, int]]:
+        """Drafted tokens so far by proposer: those computed, and those of them accepted."""
+        counts = {} if self._stepper is None else self._stepper.speculator.counts.copy()
+        return {name: (one.proposed, one.accepted) for name, one in counts.items()}
 
     def migrate_all(self) -> int:
         """End every unfinished request with `Draining`, and refuse new ones; returns how many."""

@@ -1,0 +1,219 @@
+"""A phrase that must not be written is taken back before anybody has seen it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.catalog import Catalog, parse_selection
+from adapters.chain import ProcessorChain
+from adapters.contract import ArgumentError, Context
+from adapters.processors.phrase_ban import PhraseBan
+from adapters.testing.kit_model import kit_context
+from adapters.vocabulary import Vocabulary, byte_index
+from worker.engines.embedded import Engine
+from worker.engines.embedded.fused import FusedSamplingProcessor
+from worker.engines.embedded.sampling import Sampler
+from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
+from worker.sampling import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = ["the quick brown fox", "a b a b a c a b"]
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints: dict[str, Path]) -> Engine:
+    return Engine(checkpoints["llama"], max_num_seqs=4, dtype="float32", numerics="exact", kv_blocks=128)
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 1, "seed": 1, **changes})
+
+
+def ban(*phrases: str) -> list[dict[str, Any]]:
+    return [{"name": "phrase_ban", "args": {"phrases": list(phrases)}}]
+
+
+def phrase_in(text: str | None, start: int, length: int) -> str:
+    """Whole characters of a text from about `start` on, with the case of letters changed."""
+    assert text is not None
+    while "\ufffd" in text[start : start + length]:
+        start += 1
+    assert start + length <= len(text)
+    return text[start : start + length].swapcase()
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.8, "seed": 4}])
+@pytest.mark.parametrize(("start", "length"), [(8, 1), (12, 3), (10, 6)])
+def test_a_phrase_is_never_written(engine: Engine, changes: dict[str, Any], start: int, length: int) -> None:
+    (free,) = engine.generate(PROMPTS[0], params(**changes))
+    assert free.text is not None
+    phrase = phrase_in(free.text, start, length)
+    results = engine.generate([PROMPTS[0], PROMPTS[1]], params(**changes), processors=[ban(phrase), []])
+    plain = engine.generate(PROMPTS[1], params(**changes))[0]
+    assert (results[1].token_ids, results[1].logprobs) == (plain.token_ids, plain.logprobs)  # its batch-mate's own
+    found = results[0]
+    assert found.text is not None
+    assert phrase.casefold() not in found.text.casefold()
+    assert found.finish_reason == "length"
+    assert len(found.token_ids) == NEW_TOKENS
+    record = found.outputs[0].receipt.as_json()["processors"][0]  # type: ignore[union-attr]
+    assert record["rollbacks"] >= 1
+    # what precedes the token in which the phrase began is as it was
+    common = next(i for i, (a, b) in enumerate(zip(free.token_ids, found.token_ids, strict=True)) if a != b)
+    head = engine.tokenizer.decode(free.token_ids[:common])
+    assert len(head) <= free.text.casefold().index(phrase.casefold())
+    assert engine.session.stepper.scheduler.is_idle
+
+
+def test_the_answer_does_not_depend_on_drafts_batch_or_preemption(engine: Engine) -> None:
+    free = engine.generate(PROMPTS, params())
+    named = [ban(phrase_in(one.text, 6, 2), phrase_in(one.text, 20, 4)) for one in free]
+    plain = engine.generate(PROMPTS, params(), processors=named, speculation=False)
+    stepper = engine.session.stepper
+    before = stepper.speculator
+    stepper.speculator = Speculator(SpeculativeConfig(method="ngram", prompt_lookup_min=1), clock=lambda: 0.0)
+    drafted = engine.generate(PROMPTS, params(), processors=named)
+    stepper.speculator = before
+    group = engine.add(PROMPTS[0], params(), named[0])
+    engine.add(PROMPTS[1], params(), named[1])
+    results: list[Any] = []
+    for step in range(1000):
+        if stepper.scheduler.decoding and step % 5 == 4:
+            stepper.scheduler.preempt(stepper.scheduler.decoding[0])
+        results += engine.step()
+        stepper.scheduler.check_integrity()
+        stepper.scheduler.cache.check_blocks()
+        if len(results) == 2:
+            break
+    results.sort(key=lambda one: one.request_id != group)
+    for one, other, third in zip(plain, drafted, results, strict=True):
+        assert one.token_ids == other.token_ids == third.token_ids
+        assert one.logprobs == other.logprobs == third.logprobs
+        receipts = [each.outputs[0].receipt.as_json() for each in (one, other, third)]
+        assert receipts[0] == receipts[1] == receipts[2]
+
+
+def test_tokens_that_were_sent_stay_and_those_of_a_beginning_wait(engine: Engine) -> None:
+    (free,) = engine.generate(PROMPTS[0], params())
+    phrase = phrase_in(free.text, 10, 5)
+    engine.add(PROMPTS[0], params(), ban(phrase))
+    (group,) = engine.session._groups.values()
+    request = group.answers[0].request
+    sent: list[int] = []
+    taken_back = 0
+    while not group.is_done:
+        before = request.tokens[request.prompt_length :]
+        engine.step()
+        assert group.answers[0].token_ids[: len(sent)] == sent
+        sent = list(group.answers[0].token_ids)
+        taken_back += len(request.tokens) < request.prompt_length + len(before)
+        decoded = engine.tokenizer.decode(request.tokens[request.prompt_length :]).casefold()
+        shown = engine.tokenizer.decode(sent).casefold()
+        if not group.is_done:
+            check_held(decoded, shown, phrase.casefold())
+    assert len(sent) == NEW_TOKENS
+    assert taken_back
+
+
+def check_held(text: str, sent: str, phrase: str) -> None:
+    """Nothing of what may become the phrase has been sent."""
+    assert phrase not in sent
+    assert text.startswith(sent)
+    begun = max((count for count in range(1, len(phrase)) if text.endswith(phrase[:count])), default=0)
+    assert len(sent) <= len(text) - begun
+
+
+def test_where_every_way_on_writes_the_phrase_the_request_fails(engine: Engine) -> None:
+    allowed = engine.tokenizer.encode("a", add_special_tokens=False)
+    named = [*ban("aaa"), {"name": "allowed_tokens", "args": {"token_ids": allowed, "allow_end": False}}]
+    (result,) = engine.generate(PROMPTS[0], params(), processors=named)
+    assert result.finish_reason == "error"
+    assert "no token is left" in (result.outputs[0].error or "")
+    assert not result.token_ids
+
+
+def test_an_engine_that_cannot_take_tokens_back_refuses(engine: Engine) -> None:
+    chain = Catalog.default().build_chain(
+        parse_selection('{"version": 1, "processors": [{"name": "phrase_ban", "args": {"phrases": ["x"]}}]}'),
+        kit_context(),
+    )
+    request = engine.session.builder.build(0, [5], SamplingParams(), (), frozenset(), "").answers[0].request
+    request.chain = chain
+    sampler = Sampler(engine.info.vocab_size, (), torch.device("cpu"))
+    with pytest.raises(ValueError, match="may take tokens back"):
+        FusedSamplingProcessor(sampler, [request], torch.device("cpu"))
+
+
+# -- the processor alone
+
+
+def started(*phrases: str) -> tuple[ProcessorChain, PhraseBan]:
+    context = kit_context()
+    processor = PhraseBan(PhraseBan.Args(phrases=list(phrases)), context)
+    chain = ProcessorChain([processor], context)
+    chain.start([40, 41])
+    return chain, processor
+
+
+def ids_of(text: bytes) -> list[int]:
+    """A token for each byte."""
+    index = byte_index(kit_context().vocabulary)
+    return [index.ids[bytes([byte])][0] for byte in text]
+
+
+@pytest.mark.parametrize(
+    ("phrase", "text", "begin"),
+    [
+        ("fox", b"a fOx", 2),
+        ("STRASSE", "die Straße".encode(), 4),
+        ("é", "né".encode(), 1),
+        ("aab", b"aaab", 1),
+        ("Grüße", "GRÜSSE".encode(), 0),
+    ],
+)
+def test_a_phrase_is_found_in_any_case_and_split_of_characters(phrase: str, text: bytes, begin: int) -> None:
+    chain, processor = started(phrase)
+    tokens = ids_of(text)
+    for token_id in tokens[:-1]:
+        chain.accept(token_id, chain.position)
+        assert chain.take_back() is None
+    chain.accept(tokens[-1], chain.position)
+    assert chain.take_back() == 2 + begin
+    assert chain.position == 2 + begin
+    assert chain.plan().bans[0].token_ids.tolist() == [tokens[begin]]
+    assert processor.held_from is None or processor.held_from < begin
+
+
+@given(st.text(alphabet="abAB é", max_size=12), st.text(alphabet="abé", min_size=1, max_size=4))
+def test_what_may_become_a_phrase_is_held(text: str, phrase: str) -> None:
+    chain, _ = started(phrase)
+    tokens = ids_of(text.encode())
+    seen: list[int] = []
+    for token_id in tokens:
+        chain.accept(token_id, chain.position)
+        seen.append(token_id)
+        if (position := chain.take_back()) is not None:
+            del seen[position - 2 :]
+        held = chain.held_from
+        sent = seen[: None if held is None else held - 2]
+        shown = text_of(sent).decode()  # whole characters
+        check_held(text_of(seen).decode("utf-8", "ignore").casefold(), shown.casefold(), phrase.casefold())
+
+
+def text_of(tokens: list[int]) -> bytes:
+    index = byte_index(kit_context().vocabulary)
+    return b"".join(index[token_id] for token_id in tokens)
+
+
+def test_it_needs_a_tokenizer() -> None:
+    args = PhraseBan.Args(phrases=["x"])
+    with pytest.raises(ArgumentError, match="phrases: "):
+        PhraseBan(args, Context(Vocabulary(50)))

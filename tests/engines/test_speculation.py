@@ -1,0 +1,511 @@
+"""Whatever is drafted, tokens, logprobs, receipts and stops are those of plain decoding."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import runpy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import random_checkpoints
+import torch
+from engine_doubles import PADDING, WIDTH, ScriptedModel, StartEngine, collect, config, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_doubles import END as END_OF_RECALL
+from kv_doubles import RecallModel, answer, recall_request
+from prometheus_client import CollectorRegistry
+from random_checkpoints import EVERY_TYPE
+
+from adapters.catalog import Catalog, parse_selection
+from adapters.contract import Stage
+from adapters.testing.kit_model import KEY_ID, kit_context
+from worker.engines import TokenDelta
+from worker.engines.embedded import Engine, Plan, Request
+from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.scheduler import Scheduler
+from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
+from worker.engines.embedded.speculation.draft_model import DraftModel, DraftModelProposer
+from worker.engines.embedded.step import Stepper, make_stepper
+from worker.errors import StartupError
+from worker.metrics import SpeculationMetrics
+from worker.sampling import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Draft = Callable[[Request], Sequence[int]]
+USABLE = WIDTH - PADDING
+PLAIN: dict[str, Any] = {"chain": False}
+TEXTS = ["the quick brown fox the quick brown", "a b a b a c a b a b a"]
+NEW_TOKENS = 24
+
+
+class Drafting(Speculator):
+    """Drafts what it is told, however badly that does."""
+
+    def __init__(self, draft: Draft) -> None:
+        super().__init__()
+        self._draft = draft
+        self.accepted: list[int] = []
+
+    def draft(self, plan: Plan) -> list[Sequence[int]]:
+        return [self._draft(one) for one in plan.decode]
+
+    def learn(self, plan: Plan, accepted: Sequence[int]) -> None:
+        self.accepted += accepted
+
+
+def guesses(seed: int, known: Callable[[Request], Sequence[int]], most: int = 8) -> Draft:
+    """Drafts of 0 to `most` tokens: `known` ones up to a random place, then random ones."""
+    source = random.Random(seed)
+
+    def draft(one: Request) -> Sequence[int]:
+        right = list(known(one))[: source.choice((0, 1, 2, most))]
+        return (right + [source.randrange(USABLE) for _ in range(most)])[: source.randrange(most + 1)]
+
+    return draft
+
+
+@dataclass
+class Asked:
+    name: str
+    prompt: list[int]
+    params: SamplingParams
+    then: Callable[[Request], None] = field(default=lambda one: None)
+
+
+def decode(model: ScriptedModel, asked: Sequence[Asked], draft: Draft | None, **changes: Any) -> dict[str, TokenDelta]:
+    """All answers, decoded together, with every receipt; pages are checked after each step."""
+    blocks = changes.pop("num_blocks", 200)
+    driver = make_stepper(config(**{"max_num_seqs": len(asked), **changes}), model, blocks)
+    driver.speculator = Speculator(SpeculativeConfig(chain=False)) if draft is None else Drafting(draft)
+    for one in asked:
+        driver.add(request(model, one.name, one.prompt, one.params))
+    answers = {one.name: TokenDelta() for one in asked}
+    while not driver.scheduler.is_idle:
+        for output in driver.step():
+            delta = answers[output.request_id]
+            assert delta.finish_reason is None
+            if output.token_id is not None:
+                delta.token_ids.append(output.token_id)
+                delta.logprobs = [*(delta.logprobs or ()), output.logprobs or []]
+            delta.finish_reason, delta.stop_reason, delta.error = (
+                output.finish_reason,
+                output.stop_reason,
+                output.error,
+            )
+            if output.chain is not None:
+                delta.engine_data = output.chain.report()
+        driver.scheduler.check_integrity()
+        driver.scheduler.cache.check_blocks()
+    return answers
+
+
+def controls(source: random.Random) -> dict[str, Any]:
+    """Controls of one request, of every kind that depends on history."""
+    chosen: dict[str, Any] = {"seed": source.randrange(100)}
+    if source.random() < 0.5:
+        chosen["temperature"] = source.choice((0.5, 1.0, 2.0))
+        chosen |= source.choice(({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05, "top_k": 40}))
+    for name, value in (
+        ("repetition_penalty", 1.3),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", 0.8),
+        ("no_repeat_ngram_size", 2),
+        ("min_tokens", 7),
+        ("logprobs", 3),
+        ("logprobs_mode", "processed"),
+    ):
+        if source.random() < 0.3:
+            chosen[name] = value
+    if source.random() < 0.3:
+        chosen["stop_token_ids"] = [source.randrange(USABLE) for _ in range(4)]
+    return chosen
+
+
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 5), budget=st.sampled_from((8, 24, 512)))
+@settings(max_examples=40, deadline=None)
+def test_whatever_is_drafted_answers_are_those_of_plain_decoding(seed: int, size: int, budget: int) -> None:
+    source = random.Random(seed)
+    model = ScriptedModel()
+    asked = [
+        Asked(
+            str(number),
+            [source.randrange(USABLE) for _ in range(source.randrange(1, 40))],
+            SamplingParams(max_tokens=source.randrange(1, 40), **controls(source)),
+        )
+        for number in range(size)
+    ]
+    changes = {"max_num_batched_tokens": budget, "num_blocks": 40 if source.random() < 0.3 else 200}
+    plain = decode(model, asked, None, **changes)
+    known = {one.name: one.prompt + plain[one.name].token_ids for one in asked}
+    speculated = decode(model, asked, guesses(seed, lambda one: known[one.id][len(one.tokens) :]), **changes)
+    assert speculated == plain
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_a_right_draft_saves_steps(length: int) -> None:
+    model = ScriptedModel()
+    tokens = model.greedy([5], 40)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    found = decode(model, [Asked("a", [5], params)], lambda one: tokens[len(one.tokens) - 1 :][:length])
+    assert found["a"].token_ids == tokens
+    assert len(model.plans) == 1 + -(-39 // (length + 1))
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    num_pages=st.integers(6, 14),
+    lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=6),
+)
+@settings(max_examples=40, deadline=None)
+def test_kv_of_rejected_drafts_is_never_read_and_pages_balance(
+    seed: int, num_pages: int, lengths: list[tuple[int, int]]
+) -> None:
+    source = random.Random(seed)
+    model = RecallModel(64)
+    model.allocate_kv(num_pages, 8)
+    driver = Stepper(model, Scheduler(KvCache(num_pages, 8, 4), 4, 32, 4))
+    wanted: dict[str, list[int]] = {}
+
+    def right(one: Request) -> list[int]:
+        return wanted[one.id][len(one.tokens) - one.prompt_length :]
+
+    driver.speculator = Drafting(guesses(seed, right, most=12))
+    live: dict[str, Request] = {}
+    for number, (length, most) in enumerate(lengths):
+        prompt = [3 + source.randrange(4) for _ in range(length)]
+        most = min(most, 8 * num_pages - length)
+        one = live[str(number)] = recall_request(model, str(number), prompt, most)
+        wanted[one.id] = answer(prompt, most)
+        driver.add(one)
+    while not driver.scheduler.is_idle:
+        driver.step()
+        driver.scheduler.check_integrity()
+        driver.scheduler.cache.check_blocks()
+        for one in driver.scheduler.decoding:
+            assert len(one.pages) == driver.scheduler.cache.count_pages(one.num_computed)
+            assert one.num_computed == len(one.tokens) - 1
+    assert {name: one.tokens[one.prompt_length :] for name, one in live.items()} == wanted
+    assert driver.scheduler.cache.num_available == num_pages
+
+
+def test_a_draft_takes_no_page_that_somebody_owns_and_ends_with_the_answer() -> None:
+    model = RecallModel(64)
+    model.allocate_kv(3, 8)
+    scheduler = Scheduler(KvCache(3, 8, 4), 4, 9)
+    driver = Stepper(model, scheduler)
+    seen: list[Plan] = []
+    forward = model.forward
+    model.forward = lambda plan: (seen.append(plan), forward(plan))[1]  # type: ignore[method-assign,func-returns-value]
+    driver.speculator = Drafting(lambda one: [9] * 40)
+    driver.add(recall_request(model, "a", [3] * 6, 9))
+    driver.add(recall_request(model, "b", [4] * 6, 2))
+    while not scheduler.is_idle:
+        driver.step()
+    drafts = [dict(zip([one.id for one in plan.decode], plan.drafts, strict=False)) for plan in seen]
+    assert all(plan.num_tokens <= 9 for plan in seen)
+    assert not any(one.get("b") for one in drafts)  # one token is left of it, which a draft cannot save
+    assert 0 < max(len(one.get("a", ())) for one in drafts) <= 7  # of 40: the answer ends before
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_draft_that_overflows_leaves_nothing_behind() -> None:
+    model = ScriptedModel()
+    asked = [Asked(str(token), [token], SamplingParams(max_tokens=12, seed=1)) for token in (5, 9)]
+    plain = decode(model, asked, None)
+    bad = next(token for token in range(USABLE) if all(token not in one.token_ids for one in plain.values()))
+
+    def overflow(plan: Plan, logits: torch.Tensor) -> None:
+        for first, draft in zip(plan.first_rows(), plan.drafts, strict=False):
+            if draft:
+                logits[first + 1 : first + 1 + len(draft)] = torch.nan
+
+    model.hook = overflow
+    driver = make_stepper(config(), model, 200)
+    driver.speculator = Drafting(lambda one: [bad, bad] if one.id == "5" and len(one.tokens) == 4 else [])
+    for one in asked:
+        driver.add(request(model, one.name, one.prompt, one.params))
+    found: dict[str, list[int]] = {"5": [], "9": []}
+    while not driver.scheduler.is_idle:
+        for output in driver.step():
+            found[output.request_id] += [] if output.token_id is None else [output.token_id]
+    assert found == {name: one.token_ids for name, one in plain.items()}
+    assert driver.scheduler.num_preemptions == 1
+
+
+# -- a draft model
+
+
+def test_a_draft_model_reads_its_own_kv_however_its_drafts_end() -> None:
+    source = random.Random(1)
+    draft_model = DraftModel(RecallModel(64), 3, 64, 4)
+    model = ScriptedModel()
+    asked = [Asked(str(number), [5 + number] * (1 + 7 * number), SamplingParams(max_tokens=30)) for number in range(3)]
+    plain = decode(model, asked, None)
+    proposers: dict[str, DraftModelProposer] = {}
+
+    def draft(one: Request) -> Sequence[int]:
+        proposer = proposers.setdefault(one.id, draft_model.proposer(one))
+        found = list(proposer.propose(one.tokens, source.randrange(1, 5)))
+        right = plain[one.id].token_ids[len(one.tokens) - one.prompt_length :]
+        assert found == answer(one.tokens, len(found)) or END_OF_RECALL in found
+        return (right[: source.randrange(3)] + found)[:4]
+
+    assert decode(model, asked, draft) == plain
+    proposers.clear()
+    gc.collect()
+    assert draft_model.cache.num_available == draft_model.cache.num_pages
+
+
+def test_the_model_itself_as_its_draft_is_always_right() -> None:
+    model = ScriptedModel()
+    proposer = DraftModel(ScriptedModel(), 1, 256, 16).proposer(request(model, "a", [5], SamplingParams()))
+    tokens = model.greedy([5], 30)
+    found = decode(
+        model,
+        [Asked("a", [5], SamplingParams(max_tokens=30, ignore_eos=True))],
+        lambda one: [min(token, USABLE - 1) for token in proposer.propose(one.tokens, 4)],
+    )
+    assert found["a"].token_ids == tokens
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    random_checkpoints.write(tmp_path / "other", "gemma2", random_checkpoints.TYPES["gemma2"])
+    with pytest.raises(StartupError, match="has a vocabulary of 320 ids"):
+        Engine(
+            checkpoints["llama"],
+            kv_blocks=128,
+            speculative_config={"method": "draft_model", "model": str(tmp_path / "other")},
+        )
+
+
+def test_a_draft_model_end_to_end(checkpoints: dict[str, Path]) -> None:
+    settings = {"method": "draft_model", "model": str(checkpoints["llama"]), "num_speculative_tokens": 3}
+    engine = Engine(checkpoints["llama"], max_num_seqs=2, context_length=256, speculative_config=settings)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    plain = [one.token_ids for one in engine.generate(TEXTS, params, speculation=False)]
+    assert engine.session.stepper.speculator.counts == {}
+    assert [one.token_ids for one in engine.generate(TEXTS, params)] == plain
+    counts = engine.session.stepper.speculator.counts["draft_model"]
+    assert counts.proposed >= counts.accepted > 0
+
+
+# -- real models
+
+
+@pytest.fixture(scope="module")
+def engines(every_checkpoint: dict[str, Path]) -> dict[str, Engine]:
+    return {}
+
+
+def engine_of(name: str, every_checkpoint: dict[str, Path], engines: dict[str, Engine]) -> Engine:
+    if name not in engines:
+        engines[name] = Engine(every_checkpoint[name], max_num_seqs=4, dtype="float32", numerics="exact", kv_blocks=128)
+    return engines[name]
+
+
+def _examples() -> dict[str, list[dict[str, Any]]]:
+    """The conformance kit's arguments of every built-in."""
+    return dict(
+        runpy.run_path(str(Path(__file__).parents[1] / "adapters" / "conformance" / "builtin_examples.py"))["EXAMPLES"]
+    )
+
+
+EXAMPLES = _examples()
+
+
+class Repeating(Speculator):
+    """Drafts at full length with the real proposers, however often they are wrong."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(SpeculativeConfig.parse(settings), clock=lambda: 0.0)
+
+    def draft(self, plan: Plan) -> list[Sequence[int]]:
+        drafts = super().draft(plan)
+        for source in self._drafting.values():
+            source.acceptance.accepted = source.acceptance.tried = 1.0
+        return drafts
+
+
+def outcome(engine: Engine, speculator: Speculator, prompts: Any, params: Any, processors: Any = ()) -> list[Any]:
+    """All of the answers that must not depend on drafts."""
+    engine.session.stepper.speculator = speculator
+    results = engine.generate(prompts, params, processors=processors)
+    engine.session.stepper.scheduler.check_integrity()
+    outputs = [output for result in results for output in result.outputs]
+    return [
+        (
+            output.token_ids,
+            output.text,
+            output.logprobs,
+            output.finish_reason,
+            output.stop_reason,
+            output.error,
+            None if output.receipt is None else output.receipt.as_json(),
+        )
+        for output in outputs
+    ]
+
+
+def check_equal(engine: Engine, settings: dict[str, Any], prompts: Any, params: Any, processors: Any = ()) -> int:
+    """Plain and speculated answers are equal; returns how many drafted tokens were accepted."""
+    plain = outcome(engine, Speculator(SpeculativeConfig.parse(PLAIN)), prompts, params, processors)
+    speculator = Repeating(settings)
+    assert outcome(engine, speculator, prompts, params, processors) == plain
+    return sum(counts.accepted for counts in speculator.counts.values())
+
+
+MIXED = [
+    {},
+    {"logprobs": 2, "repetition_penalty": 1.05},
+    {"temperature": 0.7, "seed": 3, "top_k": 20, "logprobs": 1, "logprobs_mode": "processed"},
+    {"temperature": 0.3, "seed": 4, "min_p": 0.1, "frequency_penalty": 0.1, "min_tokens": 9},
+]
+"""Four requests of a batch."""
+
+
+def check_type(engine: Engine, settings: dict[str, Any]) -> int:
+    source = random.Random(5)
+    shared = [source.randrange(3, 300) for _ in range(9)]
+    prompts = [shared * 3 + [source.randrange(3, 300)] for _ in MIXED]
+    params = [SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **{"seed": 1, **one}) for one in MIXED]
+    return check_equal(engine, settings, prompts, params)
+
+
+@pytest.mark.parametrize("arch", EVERY_TYPE)
+def test_every_model_type(arch: str, every_checkpoint: dict[str, Path], engines: dict[str, Engine]) -> None:
+    length = 1 + EVERY_TYPE.index(arch) % 8
+    method = ("ngram", "suffix")[EVERY_TYPE.index(arch) % 2]
+    settings = {"method": method, "num_speculative_tokens": length, "prompt_lookup_min": 1}
+    check_type(engine_of(arch, every_checkpoint, engines), settings)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("length", range(1, 9))
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("arch", EVERY_TYPE)
+def test_every_model_type_method_and_length(
+    arch: str, method: str, length: int, every_checkpoint: dict[str, Path], engines: dict[str, Engine]
+) -> None:
+    settings = {"method": method, "num_speculative_tokens": length, "prompt_lookup_min": 1}
+    check_type(engine_of(arch, every_checkpoint, engines), settings)
+
+
+@pytest.fixture(scope="module")
+def engine(every_checkpoint: dict[str, Path], engines: dict[str, Engine]) -> Engine:
+    found = engine_of("llama", every_checkpoint, engines)
+    builder = found.session.builder
+    builder._chains = replace(builder._chains, watermark_keys={KEY_ID: bytes(range(32))})
+    return found
+
+
+def test_what_a_chain_forces_is_drafted_without_a_setting(engine: Engine) -> None:
+    stepper = engine.session.stepper
+    forced = [{"name": "forced_sequence", "args": {"text": TEXTS[0]}}]
+    stepper.speculator = speculator = Speculator()
+    forwards: list[Plan] = []
+    forward = stepper.model.forward
+    stepper.model.forward = lambda plan: (forwards.append(plan), forward(plan))[1]  # type: ignore[method-assign,func-returns-value]
+    (result,) = engine.generate(TEXTS[1], SamplingParams(max_tokens=32), processors=forced)
+    stepper.model.forward = forward  # type: ignore[method-assign]
+    assert result.text == TEXTS[0]
+    counts = speculator.counts["chain"]
+    assert counts.proposed == counts.accepted == len(result.token_ids) - len(forwards) + 1
+    assert len(forwards) <= 2 + len(result.token_ids) // 16
+
+
+def test_a_grammar_drafts_the_text_that_it_forces(engine: Engine) -> None:
+    properties = {"customer_identification": {"type": "boolean"}, "preferred_language": {"enum": ["en", "de"]}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    engine.session.stepper.speculator = speculator = Speculator()
+    named = [{"name": "json_schema", "args": {"schema": schema}}]
+    (result,) = engine.generate(TEXTS[1], SamplingParams(max_tokens=128), processors=named)
+    assert set(json.loads(result.text or "")) == set(properties)
+    assert speculator.counts["chain"].accepted > 0
+    (plain,) = engine.generate(TEXTS[1], SamplingParams(max_tokens=128), processors=named, speculation=False)
+    assert plain.token_ids == result.token_ids
+
+
+def test_a_request_may_forgo_drafts(engine: Engine) -> None:
+    engine.session.stepper.speculator = speculator = Speculator(SpeculativeConfig(method="ngram", prompt_lookup_min=1))
+    forced = [{"name": "forced_sequence", "args": {"text": TEXTS[0]}}]
+    engine.generate(TEXTS, SamplingParams(max_tokens=16), processors=forced, speculation=False)
+    assert speculator.counts == {}
+    chain = Catalog.default().build_chain(parse_selection('{"version": 1, "speculation": false}'), kit_context())
+    assert not chain.speculates
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("min_tokens", [None, 12])
+def test_stop_strings_end_an_answer_within_a_draft(engine: Engine, include: bool, min_tokens: int | None) -> None:
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=1)
+    stepper = engine.session.stepper
+    stepper.speculator = Speculator(SpeculativeConfig.parse(PLAIN))
+    (free,) = engine.generate(TEXTS[0], params)
+    assert free.text is not None
+    stop = free.text[len(free.text) // 3 :][:2]
+    named = [{"name": "frequency_penalty", "args": {"penalty": 0.0001}}]
+    cut = replace(params, stop=[stop], logprobs=1, min_tokens=min_tokens, include_stop_str_in_output=include)
+    plain = outcome(engine, Speculator(SpeculativeConfig.parse(PLAIN)), TEXTS[0], cut, named)
+    known = free.token_ids
+
+    def right(one: Request) -> Sequence[int]:
+        return known[len(one.tokens) - one.prompt_length :][:7]
+
+    drafting = Drafting(right)
+    assert outcome(engine, drafting, TEXTS[0], cut, named) == plain
+    assert sum(drafting.accepted) > 0
+    assert plain[0][4] == stop or min_tokens
+
+
+async def test_served_answers_and_counts(start_engine: StartEngine) -> None:
+    model = ScriptedModel()
+    engine = await start_engine(model, speculative_config='{"method": "ngram", "prompt_lookup_min": 1}')
+    prompt = [5, 6, 7] * 5
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    tokens, _ = await collect(engine, "a", prompt, params)
+    assert tokens == model.greedy(prompt, 40)
+    proposed, accepted = engine.speculation()["ngram"]
+    assert proposed >= accepted
+    registry = CollectorRegistry()
+    SpeculationMetrics(engine, registry)
+    found = registry.get_sample_value("dlw_speculation_proposed_tokens_total", {"proposer": "ngram"})
+    assert found == proposed > 0
+    assert registry.get_sample_value("dlw_speculation_accepted_tokens_total", {"proposer": "ngram"}) == accepted
+
+
+async def test_a_wrong_setting_stops_the_start(start_engine: StartEngine) -> None:
+    with pytest.raises(StartupError, match="method 'eagle' is not served"):
+        await start_engine(ScriptedModel(), speculative_config='{"method": "eagle"}')
+
+
+def check_builtin(engine: Engine, name: str, args: dict[str, Any], settings: dict[str, Any]) -> None:
+    greedy = SamplingParams(max_tokens=NEW_TOKENS, logprobs=0, temperature=0.0, seed=7)
+    sampled = SamplingParams(max_tokens=NEW_TOKENS, logprobs=0, temperature=0.6, seed=7)
+    named = [{"name": name, "args": args}]
+    late = Catalog.default()[name].processor.stage >= Stage.TEMPERATURE  # it says itself how to sample
+    params = [SamplingParams(max_tokens=NEW_TOKENS, logprobs=0, seed=7)] * 2 if late else [greedy, sampled]
+    check_equal(engine, settings, TEXTS, params, named)
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_every_builtin(name: str, engine: Engine) -> None:
+    length = 1 + sorted(EXAMPLES).index(name) % 8
+    settings = {"method": "ngram", "num_speculative_tokens": length, "prompt_lookup_min": 1}
+    check_builtin(engine, name, EXAMPLES[name][0], settings)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("method", ["none", "ngram", "suffix"])
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_every_builtin_method_and_length(name: str, method: str, engine: Engine) -> None:
+    for args in EXAMPLES[name]:
+        for length in range(1, 9):
+            settings = {"method": method, "num_speculative_tokens": length, "prompt_lookup_min": 1}
+            check_builtin(engine, name, args, settings)

@@ -1,0 +1,128 @@
+"""Drafts of a smaller model with the same vocabulary, decoded greedily over its own KV cache."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.kv_cache import KvCache, choose_page_size
+from worker.engines.embedded.model import load_model
+from worker.engines.embedded.plan import Chunk, Model, Plan, Request
+from worker.engines.embedded.speculation.config import FLAG
+from worker.errors import StartupError
+
+MAX_PREFILL = 256
+"""Tokens of a prompt that are computed in one step; until they are through nothing is drafted."""
+
+
+class DraftModel:
+    """A draft model and the pages of its KV cache.
+
+    Args:
+        model: With the target's vocabulary.
+        max_num_seqs: Requests that it drafts for at a time.
+        context_length: Longest history, in tokens; of longer ones nothing is drafted.
+        block_size: Tokens per KV block.
+    """
+
+    def __init__(self, model: Model, max_num_seqs: int, context_length: int, block_size: int) -> None:
+        self.model = model
+        self.context_length = min(context_length, model.context_length)
+        page_size = choose_page_size(block_size, self.context_length)
+        num_pages = max_num_seqs * -(-self.context_length // page_size)
+        model.allocate_kv(num_pages, page_size)
+        self.cache = KvCache(num_pages, page_size, block_size, is_dense=False)
+
+    def proposer(self, request: Request) -> DraftModelProposer:
+        """The proposer of one request."""
+        return DraftModelProposer(self, request)
+
+
+class DraftModelProposer:
+    """Implements `Proposer` with a `DraftModel`; its pages are freed with it.
+
+    Args:
+        draft_model: Whose model it is.
+        request: For which it drafts.
+    """
+
+    name = "draft_model"
+
+    def __init__(self, draft_model: DraftModel, request: Request) -> None:
+        self._model = draft_model.model
+        self._cache = draft_model.cache
+        self._context_length = draft_model.context_length
+        self._own = replace(
+            request, tokens=[], chain=None, tap=None, pages=[], num_computed=0, block_hashes=[], cached_blocks=[]
+        )
+        self._num_known = 0  # tokens that were a history; those behind were drafted
+        weakref.finalize(self, self._cache.free, self._own)
+
+    def propose(self, history: Sequence[int], limit: int) -> Sequence[int]:
+        """See `Proposer.propose`."""
+        limit = min(limit, self._context_length - len(history))
+        if limit < 1 or not self._follow(history, limit):
+            return ()
+        own = self._own
+        stop = min(len(history), own.num_computed + MAX_PREFILL)
+        logits = self._forward(Plan((), (Chunk(own, own.num_computed, stop),), (own,) if stop == len(history) else ()))
+        own.num_computed = stop
+        if stop < len(history):
+            return ()
+        while True:
+            own.tokens.append(int(logits[-1].argmax()))
+            if len(own.tokens) == len(history) + limit:
+                return own.tokens[len(history) :]
+            logits = self._forward(Plan((own,), (), (own,)))
+            own.num_computed += 1
+
+    def _follow(self, history: Sequence[int], limit: int) -> bool:
+        """Keep what is computed of `history`; False if there are too few pages for a draft."""
+        own = self._own
+        same = min(self._num_known, len(history))
+        if same and own.tokens[same - 1] != history[same - 1]:
+            same = 0
+        while same < min(len(own.tokens), len(history)) and own.tokens[same] == history[same]:
+            same += 1
+        own.num_computed = min(own.num_computed, same, len(history) - 1)
+        own.tokens = list(history)
+        self._num_known = len(history)
+        if own.pages:
+            self._cache.trim(own)
+        while len(own.pages) < self._cache.count_pages(len(history) + limit):
+            if not self._cache.append_page(own):
+                return False
+        return True
+
+    def _forward(self, plan: Plan) -> torch.Tensor:
+        return self._model.forward(plan)
+
+
+def load_draft_model(path: str, config: EmbeddedConfig, target: Model) -> DraftModel:
+    """Load a draft model for `target`, which `config` describes.
+
+    Raises:
+        StartupError: it cannot be loaded, or has another vocabulary.
+    """
+    model = load_model(replace(config, model_path=path, numerics="fast"))
+    if model.vocab_size != target.vocab_size:
+        raise StartupError(
+            f"{FLAG}: model {path} has a vocabulary of {model.vocab_size} ids, the model that it drafts for has "
+            f"{target.vocab_size}"
+        )
+    if _differ(Path(path) / "tokenizer.json", Path(config.model_path) / "tokenizer.json"):
+        raise StartupError(f"{FLAG}: model {path} has another tokenizer than the model that it drafts for")
+    return DraftModel(model, config.max_num_seqs, config.context_length or target.context_length, config.kv_block_size)
+
+
+def _differ(draft: Path, target: Path) -> bool:
+    if not (draft.is_file() and target.is_file()):
+        return False
+    first, second = (Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True) for path in (draft, target))
+    return bool(first != second)
