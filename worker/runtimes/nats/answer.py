@@ -40,7 +40,6 @@ class ChoiceText:
                 request.stops,
                 include=request.include_stop,
                 context=request.fields["token_ids"],
-                is_too_short=lambda: self._num_taken < request.min_tokens,
             )
 
     def chunk(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
@@ -64,6 +63,7 @@ class ChoiceText:
         new = self._held["token_ids"][self._num_taken - self._num_sent :]
         for token_id in new:
             self._num_taken += 1
+            self._text.is_too_short = self._num_taken < self._request.min_tokens
             if self._text.append(token_id):
                 self.has_stopped = True
                 return
