@@ -19,7 +19,7 @@ from worker.arguments import parse_arguments
 from worker.build import make_engine
 from worker.migration.boundary import Boundary
 from worker.migration.file_store import FileStore
-from worker.runtimes.llm_engine import WorkerEngine
+from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
