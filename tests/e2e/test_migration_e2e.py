@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from e2e_stack import MODEL, Stack, Worker, running_stack
+from e2e_stack import MODEL, Stack, Worker, running_stack, wait_for
 from front_door import Door
 
 from adapters.client import processor, selection
@@ -121,6 +121,29 @@ async def test_a_worker_is_killed_and_every_answer_is_what_it_would_have_been(po
         replayed = found[name].receipt["replayed_tokens"]
         assert found[name].receipt["mode"] == f"migrated at {replayed}"
     assert second.running
+
+
+@pytest.mark.campaign
+async def test_a_decode_worker_is_killed_and_every_answer_is_what_it_would_have_been(stack: Stack) -> None:
+    """The survivor gets the KV of prompt and answer from a prefill worker."""
+    stack.start_frontend("--migration-limit", "3")
+    migration = ["--migration", "on", "--boundary-store", f"file:{stack.directory / 'boundaries'}"]
+
+    def start(role: str) -> Worker:
+        worker = stack.start_worker(*EXACT, *migration, "--disaggregation-mode", role, wait=False)
+        stack.wait_for_frontend()
+        stack.wait_endpoint(worker)
+        return worker
+
+    _, victim, survivor = [await asyncio.to_thread(start, role) for role in ("prefill", "decode", "decode")]
+    await asyncio.to_thread(wait_for, lambda: stack.post("completions", prompt="a", max_tokens=1)[0] == 200, "answer")
+    expected = await ask_all(stack)
+    found = await ask_all(stack, kills=victim)
+    assert {name: reply.same() for name, reply in found.items()} == {
+        name: reply.same() for name, reply in expected.items()
+    }
+    moved = [reply for reply in found.values() if reply.receipt["replayed_tokens"]]
+    assert len(moved) == survivor.metric("dlw_continued_requests_total") > 0
 
 
 async def chat(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) -> str:
