@@ -27,7 +27,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = [9, 30, 41, 77, 30, 41, 12, 9, 30, 500, 9, 30, 41, 77, 30, 41, 12, 9, 31]
 LENGTH = 20
-DRAWN = {"temperature": 0.9}
+DRAWN = {"temperature": 0.9, "seed": 5}
 
 
 class Context:
@@ -105,11 +105,11 @@ async def pool(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
     await worker.cleanup()
 
 
-SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 1}
+SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 30}
 CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "plain": ([], {}),
-    "seeded": ([], {**DRAWN, "seed": 5}),
-    "drawn seed": ([], {**DRAWN, "top_p": 0.9, "min_p": 0.01}),
+    "seeded": ([], DRAWN),
+    "drawn seed": ([], {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01}),
     "frequency_penalty": ([], {"frequency_penalty": 1.5}),
     "repetition_penalty": ([], {"repetition_penalty": 1.5}),
     "json_schema": ([processor("json_schema", schema=SCHEMA)], DRAWN),
