@@ -99,7 +99,7 @@ def make_worker(model: Path, store: Path, *argv: str, smoke: bool = False) -> Wo
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool]:
     directory = tmp_path_factory.mktemp("store")
-    worker = make_worker(model, directory, "--max-num-batched-tokens", "64", "--context-length", "256")
+    worker = make_worker(model, directory, "--max-num-batched-tokens", "64", "--context-length", "96")
     await worker.start(1)
     yield Pool(worker, FileStore(str(directory)))
     await worker.cleanup()
@@ -176,7 +176,7 @@ async def test_what_1_6_1_leaves_of_min_tokens(pool: Pool) -> None:
 async def test_without_max_tokens_the_answer_ends_where_the_context_does(pool: Pool) -> None:
     raw = {"token_ids": PROMPT, "stop_conditions": {"ignore_eos": True}}
     whole, record = await pool.ask("endless", raw)
-    assert len(PROMPT) + len(whole.token_ids) == 256
+    assert len(PROMPT) + len(whole.token_ids) == 96
     answer = await pool.take_over("endless 30", raw, record, whole.token_ids[:30])
     assert whole.token_ids[:30] + answer.token_ids == whole.token_ids
 
