@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from dynamo.llm import exceptions
+from transformers import AutoTokenizer
 
 from adapters.client import processor, selection
 from worker.arguments import parse_arguments
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = [9, 30, 41, 77, 30, 41, 12, 9, 30, 500, 9, 30, 41, 77, 30, 41, 12, 9, 31]
 LENGTH = 20
-DRAWN = {"temperature": 0.9}
+DRAWN = {"temperature": 0.9, "seed": 5}
 
 
 class Context:
@@ -87,28 +88,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def make_worker(model: Path, store: Path, *argv: str) -> WorkerEngine:
+def make_worker(model: Path, store: Path, *argv: str, smoke: bool = False) -> WorkerEngine:
     migration = ["--migration", "on", "--boundary-store", f"file:{store}"]
     options = ["--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--drain-timeout-s", "0"]
     third = ["--logits-processor", "acme/drifts=drifting_processor:Drifts"]
     arguments = parse_arguments(["--model-path", str(model), *options, *migration, *third, *argv], {})
-    return WorkerEngine(make_engine(arguments), arguments, shut_down=lambda: None)
+    return WorkerEngine(make_engine(arguments), arguments, smoke=smoke, shut_down=lambda: None)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool]:
     directory = tmp_path_factory.mktemp("store")
-    worker = make_worker(model, directory, "--max-num-batched-tokens", "64", "--context-length", "256")
+    worker = make_worker(model, directory, "--max-num-batched-tokens", "64", "--context-length", "96")
     await worker.start(1)
     yield Pool(worker, FileStore(str(directory)))
     await worker.cleanup()
 
 
-SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 1}
+SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 30}
 CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "plain": ([], {}),
-    "seeded": ([], {**DRAWN, "seed": 5}),
-    "drawn seed": ([], {**DRAWN, "top_p": 0.9, "min_p": 0.01}),
+    "seeded": ([], DRAWN),
+    "drawn seed": ([], {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01}),
     "frequency_penalty": ([], {"frequency_penalty": 1.5}),
     "repetition_penalty": ([], {"repetition_penalty": 1.5}),
     "json_schema": ([processor("json_schema", schema=SCHEMA)], DRAWN),
@@ -141,8 +142,24 @@ async def test_an_answer_cut_anywhere_goes_on_as_it_would_have(pool: Pool, name:
         for field in ("prompt_tokens", "completion_tokens", "total_tokens"):
             assert answer.usage[field] == whole.usage[field]
         assert (answer.receipt["mode"], answer.receipt["replayed_tokens"]) == (f"migrated at {k}", k)
-        for field in ("seed", "prompt_length", "prompt_digest", "answer_digest", "generated_tokens"):
+        for field in ("seed", "request", "prompt_length", "prompt_digest", "answer_digest", "generated_tokens"):
             assert answer.receipt[field] == whole.receipt[field], field
+
+
+async def test_the_smoke_test_goes_on(model: Path, tmp_path: Path) -> None:
+    worker = make_worker(model, tmp_path, smoke=True)
+    await worker.start(1)
+    pool = Pool(worker, FileStore(str(tmp_path)))
+    try:
+        raw = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": LENGTH}}
+        whole, record = await pool.ask("hello", raw)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        assert tokenizer.decode(whole.token_ids) == "Hello world!"
+        for k in range(1, len(whole.token_ids) + 1):
+            answer = await pool.take_over(f"hello {k}", raw, record, whole.token_ids[:k])
+            assert whole.token_ids[:k] + answer.token_ids == whole.token_ids
+    finally:
+        await worker.cleanup()
 
 
 async def test_what_1_6_1_leaves_of_min_tokens(pool: Pool) -> None:
@@ -159,7 +176,7 @@ async def test_what_1_6_1_leaves_of_min_tokens(pool: Pool) -> None:
 async def test_without_max_tokens_the_answer_ends_where_the_context_does(pool: Pool) -> None:
     raw = {"token_ids": PROMPT, "stop_conditions": {"ignore_eos": True}}
     whole, record = await pool.ask("endless", raw)
-    assert len(PROMPT) + len(whole.token_ids) == 256
+    assert len(PROMPT) + len(whole.token_ids) == 96
     answer = await pool.take_over("endless 30", raw, record, whole.token_ids[:30])
     assert whole.token_ids[:30] + answer.token_ids == whole.token_ids
 
