@@ -362,8 +362,8 @@ class WorkerEngine(LLMEngine):
         if chunk["token_ids"]:
             serving.entry.token_sent()
         if delta.kv is not None:
-            prompt = serving.record.request.prompt_token_ids
-            chunk["disaggregated_params"] = self.disaggregation.transfer_params(prompt, serving.selection, delta)
+            tokens = serving.record.request.token_ids
+            chunk["disaggregated_params"] = self.disaggregation.transfer_params(tokens, serving.selection, delta)
         if delta.finish_reason is not None:
             self.metrics.count_outcome(delta.finish_reason)
         elif not chunk["token_ids"] and "engine_data" not in chunk:
