@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from golden_cases import Case
-from golden_workers import Bench, LocalWorker, PreemptedEngine, Refused, cold, new_id
+from golden_workers import DTYPE, Bench, LocalWorker, PreemptedEngine, Refused, cold, new_id
 
 from adapters.catalog import Catalog
 from worker.build import embedded_config
@@ -231,6 +231,7 @@ class Migrated:
         self._records = records
         await records.open()
         self._num_moved = 0
+        self._cuts_everywhere = self._at_every_token and not bench.is_large
         async with self._to.running(bench, *argv):
             yield
             continued = self._to.num_continued
@@ -241,7 +242,7 @@ class Migrated:
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
         last = len(alone) - (len(alone) == case.max_tokens)  # where it is full there is nothing to go on with
-        cuts = range(1, last + 1) if self._at_every_token else sorted({1, (1 + last) // 2, last} - {0})
+        cuts = range(1, last + 1) if self._cuts_everywhere else sorted({1, (1 + last) // 2, last} - {0})
         return [Request(case, tuple(alone), num_sent=number) for number in cuts]
 
     async def tokens(self, request: Request) -> list[int]:
@@ -250,7 +251,6 @@ class Migrated:
         record.write(raw["sampling_options"]["seed"])
         await record.written()
         record.abandon()  # as a worker that is killed
-        self._num_moved += 1
         sent = list(request.expected[: request.num_sent])
         left = {"max_tokens": raw["stop_conditions"]["max_tokens"] - len(sent)}
         return sent + await self._to.answer(
@@ -271,7 +271,7 @@ class NthChoice:
     @asynccontextmanager
     async def running(self, bench: Bench) -> AsyncIterator[None]:
         catalog = Catalog.load(options=bench.arguments().logits_processor)
-        settings = {"device": "cpu", "dtype": bench.dtype, "numerics": "exact"}
+        settings = {"device": "cpu", "dtype": DTYPE, "numerics": "exact"}
         self._engine = await asyncio.to_thread(Engine, bench.model, catalog=catalog, **settings)
         self._limits = bench.limits
         self._together: tuple[Case, list[list[int]]] | None = None
