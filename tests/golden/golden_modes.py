@@ -170,23 +170,29 @@ class StandIn(OneWorker):
 
 
 class Disaggregated(Answering):
-    """A prefill worker computes the prompt, a decode worker reads its KV over NIXL and answers."""
+    """A prefill worker computes the prompt, a decode worker gets its KV and answers.
 
-    def __init__(self, name: str, *, at_once: int = 16) -> None:
+    Args:
+        name: Column of the matrix.
+        argv: Options of both workers.
+        at_once: Requests in flight at a time.
+    """
+
+    def __init__(self, name: str, *argv: str, at_once: int = 16) -> None:
         self.name = name
         self.at_once = at_once
+        self._argv = argv
 
     @asynccontextmanager
     async def running(self, bench: Bench, *more: str) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
-            self._prefill = await bench.worker("--disaggregation-mode", "prefill", *more)
+            self._prefill = await bench.worker("--disaggregation-mode", "prefill", *self._argv, *more)
             stack.push_async_callback(self._prefill.stop)
-            self._decode = await bench.worker("--disaggregation-mode", "decode", *more)
+            self._decode = await bench.worker("--disaggregation-mode", "decode", *self._argv, *more)
             stack.push_async_callback(self._decode.stop)
             self._num_prefills = 0
             yield
-            received = self._decode.engine.transfers().get("received", 0)
-            assert received == self._num_prefills, f"{received} KV transfers for {self._num_prefills} prompts"
+            self._check()
 
     async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
         one_token = {
@@ -197,6 +203,10 @@ class Disaggregated(Answering):
         self._num_prefills += 1
         result = {"disaggregated_params": chunk["disaggregated_params"]}
         return await self._decode.tokens({**raw, "prefill_result": result}, request_id)
+
+    def _check(self) -> None:
+        received = self._decode.engine.transfers().get("received", 0)
+        assert received == self._num_prefills, f"{received} KV transfers for {self._num_prefills} prompts"
 
     @property
     def num_continued(self) -> int:
