@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import openai
-from e2e_stack import MODEL, Stack, Worker
+import pytest
+from e2e_stack import MODEL, Stack, Worker, running_stack, wait_for
+from front_door import Door
 
 from adapters.client import processor, selection
 
 EXACT = ["--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--context-length", "1024"]
-NUM_TOKENS = 300
-SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 40}
+NUM_TOKENS = 160
+SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 30}
 KINDS: dict[str, dict[str, Any]] = {
     "frequency_penalty": {"frequency_penalty": 0.7, "ignore_eos": True},
     "drawn": {"temperature": 1.0, "seed": 7, "top_p": 0.95},
@@ -41,12 +45,21 @@ class Reply:
         return self.text, self.finish_reason, used, self.receipt.get("answer_digest")
 
 
-def start_pool(stack: Stack, *options: str, **environ: str) -> tuple[Worker, Worker]:
-    """A frontend that migrates, and two workers that go on exactly."""
-    stack.start_frontend("--migration-limit", "3")
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Stack]:
+    """A frontend that migrates."""
+    with running_stack(tmp_path_factory.mktemp("pool"), tiny_model) as stack:
+        stack.start_frontend("--migration-limit", "3")
+        yield stack
+
+
+def two_workers(stack: Stack) -> tuple[Worker, Worker]:
+    """Two that run and go on exactly; one that was killed is replaced."""
     migration = ["--migration", "on", "--boundary-store", f"file:{stack.directory / 'boundaries'}"]
-    first = stack.start_worker(*EXACT, *migration, *options, **environ)
-    return first, stack.start_worker(*EXACT, *migration, *options, **environ)
+    alive = [worker for worker in stack.workers if worker.running]
+    while len(alive) < 2:
+        alive.append(stack.start_worker(*EXACT, *migration))
+    return alive[0], alive[1]
 
 
 async def ask(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event, **given: Any) -> Reply:
@@ -81,9 +94,9 @@ async def ask(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event, **g
 
 
 async def ask_all(stack: Stack, kills: Worker | None = None) -> dict[str, Reply]:
-    """Four of each kind at once; ``kills`` dies once all have begun."""
+    """Three of each kind at once; ``kills`` dies once all have begun."""
     async with stack.async_client() as client:
-        begun = {f"{kind} {number}": asyncio.Event() for kind in KINDS for number in range(4)}
+        begun = {f"{kind} {number}": asyncio.Event() for kind in KINDS for number in range(3)}
         asking = {
             name: asyncio.create_task(ask(client, number, begun[name], **KINDS[name.rpartition(" ")[0]]))
             for number, name in enumerate(begun)
@@ -95,10 +108,10 @@ async def ask_all(stack: Stack, kills: Worker | None = None) -> dict[str, Reply]
     return dict(zip(asking, replies, strict=True))
 
 
-async def test_a_worker_is_killed_and_every_answer_is_what_it_would_have_been(stack: Stack) -> None:
-    first, second = await asyncio.to_thread(start_pool, stack)
-    expected = await ask_all(stack)
-    found = await ask_all(stack, kills=first)
+async def test_a_worker_is_killed_and_every_answer_is_what_it_would_have_been(pool: Stack) -> None:
+    first, second = await asyncio.to_thread(two_workers, pool)
+    expected = await ask_all(pool)
+    found = await ask_all(pool, kills=first)
     wrong = [name for name in expected if found[name].same() != expected[name].same()]
     assert not wrong, [(found[name], expected[name]) for name in wrong[:2]]
     moved = [name for name, reply in found.items() if reply.receipt["replayed_tokens"]]
@@ -108,3 +121,77 @@ async def test_a_worker_is_killed_and_every_answer_is_what_it_would_have_been(st
         replayed = found[name].receipt["replayed_tokens"]
         assert found[name].receipt["mode"] == f"migrated at {replayed}"
     assert second.running
+
+
+@pytest.mark.campaign
+async def test_a_decode_worker_is_killed_and_every_answer_is_what_it_would_have_been(stack: Stack) -> None:
+    """The survivor gets the KV of prompt and answer from a prefill worker."""
+    stack.start_frontend("--migration-limit", "3")
+    migration = ["--migration", "on", "--boundary-store", f"file:{stack.directory / 'boundaries'}"]
+
+    def start(role: str) -> Worker:
+        worker = stack.start_worker(*EXACT, *migration, "--disaggregation-mode", role, wait=False)
+        stack.wait_for_frontend()
+        stack.wait_endpoint(worker)
+        return worker
+
+    _, victim, survivor = [await asyncio.to_thread(start, role) for role in ("prefill", "decode", "decode")]
+    await asyncio.to_thread(wait_for, lambda: stack.post("completions", prompt="a", max_tokens=1)[0] == 200, "answer")
+    expected = await ask_all(stack)
+    found = await ask_all(stack, kills=victim)
+    assert {name: reply.same() for name, reply in found.items()} == {
+        name: reply.same() for name, reply in expected.items()
+    }
+    moved = [reply for reply in found.values() if reply.receipt["replayed_tokens"]]
+    assert len(moved) == survivor.metric("dlw_continued_requests_total") > 0
+
+
+async def chat(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) -> str:
+    """The text of a chat in JSON; ``begun`` is set at its third event."""
+    schema = {"type": "json_schema", "json_schema": {"name": "lists", "schema": SCHEMA}}
+    stream = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": f"List {number}"}],
+        max_tokens=NUM_TOKENS,
+        temperature=0.8,
+        seed=number,
+        response_format=schema,  # type: ignore[arg-type]
+        stream=True,
+    )
+    text, num_events = "", 0
+    try:
+        async for chunk in stream:
+            num_events += 1
+            if num_events == 3:
+                begun.set()
+            text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    finally:
+        begun.set()
+    return text
+
+
+async def test_guides_migrate_through_the_front_door_alone(pool: Stack) -> None:
+    """The frontend migrates no guide, so the front door sends grammars as processors."""
+    victim, _ = await asyncio.to_thread(two_workers, pool)
+    door = await asyncio.to_thread(Door, pool, "--", "--migration", "on")
+
+    async def ask_both(kills: Worker | None) -> tuple[list[str | BaseException], list[str | BaseException]]:
+        async with door.async_client() as through, pool.async_client() as direct:
+            begun = [asyncio.Event() for _ in range(12)]
+            asking = [
+                asyncio.create_task(chat(through if number < 6 else direct, number % 6, event))
+                for number, event in enumerate(begun)
+            ]
+            await asyncio.gather(*(event.wait() for event in begun))
+            if kills is not None:
+                kills.signal(signal.SIGKILL)
+            replies = await asyncio.gather(*asking, return_exceptions=True)
+        return replies[:6], replies[6:]
+
+    by_door, by_frontend = await ask_both(None)
+    assert by_door == by_frontend
+    assert all(isinstance(text, str) and text.startswith("[") for text in by_door)
+    after, lost = await ask_both(victim)
+    assert after == by_door
+    assert any(isinstance(text, openai.APIError) for text in lost)
+    assert all(isinstance(text, openai.APIError) or text == by_door[number] for number, text in enumerate(lost))
