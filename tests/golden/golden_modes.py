@@ -244,15 +244,15 @@ class Migrated:
         self._cuts_everywhere = self._at_every_token and not bench.is_large
         async with self._to.running(bench, *argv):
             yield
-            continued = self._to.num_continued
-            assert continued == self._num_moved, (
-                f"{continued} of {self._num_moved} requests were taken for continuations"
-            )
+            found, moved = self._to.num_continued, self._num_moved
+            assert found == moved, f"{found} of {moved} requests were taken for continuations"
         await records.close()
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
         last = len(alone) - (len(alone) == case.max_tokens)  # where it is full there is nothing to go on with
-        cuts = range(1, last + 1) if self._cuts_everywhere else sorted({1, (1 + last) // 2, last} - {0})
+        cuts: Sequence[int] = range(1, last + 1)
+        if not self._cuts_everywhere:
+            cuts = [number for number in cuts if number in (1, (1 + last) // 2, last)]
         return [Request(case, tuple(alone), num_sent=number) for number in cuts]
 
     async def tokens(self, request: Request) -> list[int]:
@@ -262,10 +262,11 @@ class Migrated:
         await record.written()
         record.abandon()  # as a worker that is killed
         sent = list(request.expected[: request.num_sent])
-        left = {"max_tokens": raw["stop_conditions"]["max_tokens"] - len(sent)}
-        return sent + await self._to.answer(
-            {**raw, "token_ids": raw["token_ids"] + sent, "stop_conditions": left}, request_id
-        )
+        left = request.case.max_tokens - len(sent)
+        ends = {**raw["stop_conditions"], "max_tokens": left}  # as 1.4.2 does, which leaves min_tokens as it is
+        moved = {**raw, "token_ids": raw["token_ids"] + sent, "stop_conditions": ends}
+        self._num_moved += 1
+        return sent + await self._to.answer(moved, request_id)
 
 
 class NthChoice:
