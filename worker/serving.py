@@ -405,8 +405,8 @@ class RequestServer:
             is_first = entry.first_token_s is None
             self.metrics.observe_tokens(len(chunk["token_ids"]), entry.tokens_sent(), is_first=is_first)
         if delta.kv is not None:
-            prompt = serving.record.request.prompt_token_ids
-            chunk["disaggregated_params"] = self.disaggregation.transfer_params(prompt, serving.selection, delta)
+            tokens = serving.record.request.token_ids
+            chunk["disaggregated_params"] = self.disaggregation.transfer_params(tokens, serving.selection, delta)
         if delta.finish_reason is not None:
             self.metrics.count_outcome(delta.finish_reason)
         elif not chunk["token_ids"] and "engine_data" not in chunk:

@@ -30,6 +30,9 @@ TEXT = (
 )
 """Long enough for a prompt of several KV blocks and several chunks."""
 
+SHORT_TEXT = "The quick brown fox met the lazy dog near the river. What did the fox say, yes or no?"
+"""The same for a model whose prompts take long: more than one KV block."""
+
 THINKING = "<think>"
 """Opens a thinking section at the end of the prompt, for processors that act in one."""
 
@@ -144,11 +147,13 @@ class Cases:
     Args:
         vocabulary: Of the model.
         max_tokens: Of each answer.
+        text: The prompt.
         is_short: One set of arguments per processor, the one that most likely acts.
     """
 
-    def __init__(self, vocabulary: Vocabulary, max_tokens: int, *, is_short: bool = False) -> None:
+    def __init__(self, vocabulary: Vocabulary, max_tokens: int, *, text: str = TEXT, is_short: bool = False) -> None:
         self._vocabulary = vocabulary
+        self._text = text
         self._max_tokens = max_tokens
         self._is_short = is_short
 
@@ -176,7 +181,7 @@ class Cases:
         return found
 
     def _prompt(self, name: str) -> tuple[int, ...]:
-        return tuple(self._vocabulary.encode(TEXT + (THINKING if name == "thinking_budget" else "")))
+        return tuple(self._vocabulary.encode(self._text + (THINKING if name == "thinking_budget" else "")))
 
 
 Acting = tuple[Arguments, Sequence[dict[str, Any]]]

@@ -6,11 +6,11 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from golden_cases import NO_PROCESSOR, Case, Cases, Sampling
+from golden_cases import NO_PROCESSOR, SHORT_TEXT, TEXT, Case, Cases, Sampling
 from golden_modes import Mode, Request, aggregated
 from golden_workers import Bench, Refused
 
@@ -66,6 +66,7 @@ class Matrix:
         cells: By processor, mode and sampling.
         acting: Processors that changed the text of the model.
         left_out: Arguments that this model cannot honour, with the reason.
+        not_happened: Modes whose texts prove nothing, with the reason.
     """
 
     model: str
@@ -73,6 +74,7 @@ class Matrix:
     cells: Cells = field(default_factory=dict)
     acting: set[str] = field(default_factory=set)
     left_out: dict[str, str] = field(default_factory=dict)
+    not_happened: list[str] = field(default_factory=list)
 
     def cell(self, case: Case, mode: str) -> Cell:
         """The cell that a text of ``case`` belongs to."""
@@ -104,6 +106,7 @@ class Matrix:
             if (row, mode, sampling) not in self.cells
         ]
         lines += [f"{name}: no text differs from the plain one" for name in self.rows if name not in self.acting]
+        lines += self.not_happened
         if lines:
             raise CellFailed("\n".join(lines))
 
@@ -135,7 +138,15 @@ def say(line: str) -> None:
     sys.stderr.write(f"golden: {line}\n")
 
 
-async def run(bench: Bench, modes: Sequence[Mode], name: str, max_tokens: int, *, is_short: bool = False) -> Matrix:
+async def run(
+    bench: Bench,
+    modes: Sequence[Mode],
+    name: str,
+    max_tokens: int,
+    *,
+    is_short: bool = False,
+    save: Callable[[Matrix], None] = lambda matrix: None,
+) -> Matrix:
     """Compare every mode with an aggregated worker, processor by processor.
 
     Args:
@@ -144,6 +155,7 @@ async def run(bench: Bench, modes: Sequence[Mode], name: str, max_tokens: int, *
         name: Of the model.
         max_tokens: Of each text.
         is_short: One set of arguments per processor.
+        save: Called with what there is after each mode.
     """
     began_s = time.monotonic()
     matrix = Matrix(name)
@@ -151,8 +163,12 @@ async def run(bench: Bench, modes: Sequence[Mode], name: str, max_tokens: int, *
     say(f"{name}: {len(texts)} texts of one aggregated worker, {time.monotonic() - began_s:.0f} s")
     for mode in modes:
         began_s = time.monotonic()
-        async with mode.running(bench):
-            await compare_all(mode, texts, matrix)
+        try:
+            async with mode.running(bench):
+                await compare_all(mode, texts, matrix)
+        except AssertionError as error:
+            matrix.not_happened.append(f"{mode.name}: {error}")
+        save(matrix)
         num_equal = matrix.num_equal(mode.name)
         say(f"{name}: {mode.name}: {num_equal} texts are equal, {time.monotonic() - began_s:.0f} s")
     return matrix
@@ -167,7 +183,8 @@ async def _alone(bench: Bench, matrix: Matrix, max_tokens: int, is_short: bool) 
         assert bench.info is not None
         assert bench.chains is not None
         matrix.computed_by = bench.info.computed_by
-        cases = Cases(bench.chains.facts.vocabulary, max_tokens, is_short=is_short)
+        text = SHORT_TEXT if bench.is_large else TEXT
+        cases = Cases(bench.chains.facts.vocabulary, max_tokens, text=text, is_short=is_short)
         for case in cases.all(await mode.tokens(Request(cases.plain(), ()))):
             try:
                 text = await mode.tokens(Request(case, ()))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from golden_cases import Case
-from golden_workers import Bench, LocalWorker, PreemptedEngine, Refused, cold, new_id
+from golden_workers import DTYPE, Bench, LocalWorker, PreemptedEngine, Refused, cold, new_id
 
 from adapters.catalog import Catalog
 from worker.build import embedded_config
@@ -170,23 +170,29 @@ class StandIn(OneWorker):
 
 
 class Disaggregated(Answering):
-    """A prefill worker computes the prompt, a decode worker reads its KV over NIXL and answers."""
+    """A prefill worker computes the prompt, a decode worker gets its KV and answers.
 
-    def __init__(self, name: str, *, at_once: int = 16) -> None:
+    Args:
+        name: Column of the matrix.
+        argv: Options of both workers.
+        at_once: Requests in flight at a time.
+    """
+
+    def __init__(self, name: str, *argv: str, at_once: int = 16) -> None:
         self.name = name
         self.at_once = at_once
+        self._argv = argv
 
     @asynccontextmanager
     async def running(self, bench: Bench, *more: str) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
-            self._prefill = await bench.worker("--disaggregation-mode", "prefill", *more)
+            self._prefill = await bench.worker("--disaggregation-mode", "prefill", *self._argv, *more)
             stack.push_async_callback(self._prefill.stop)
-            self._decode = await bench.worker("--disaggregation-mode", "decode", *more)
+            self._decode = await bench.worker("--disaggregation-mode", "decode", *self._argv, *more)
             stack.push_async_callback(self._decode.stop)
             self._num_prefills = 0
             yield
-            received = self._decode.engine.transfers().get("received", 0)
-            assert received == self._num_prefills, f"{received} KV transfers for {self._num_prefills} prompts"
+            self._check()
 
     async def answer(self, raw: Raw, request_id: str | None = None) -> list[int]:
         one_token = {
@@ -197,6 +203,10 @@ class Disaggregated(Answering):
         self._num_prefills += 1
         result = {"disaggregated_params": chunk["disaggregated_params"]}
         return await self._decode.tokens({**raw, "prefill_result": result}, request_id)
+
+    def _check(self) -> None:
+        received = self._decode.engine.transfers().get("received", 0)
+        assert received == self._num_prefills, f"{received} KV transfers for {self._num_prefills} prompts"
 
     @property
     def num_continued(self) -> int:
@@ -231,17 +241,18 @@ class Migrated:
         self._records = records
         await records.open()
         self._num_moved = 0
+        self._cuts_everywhere = self._at_every_token and not bench.is_large
         async with self._to.running(bench, *argv):
             yield
-            continued = self._to.num_continued
-            assert continued == self._num_moved, (
-                f"{continued} of {self._num_moved} requests were taken for continuations"
-            )
+            found, moved = self._to.num_continued, self._num_moved
+            assert found == moved, f"{found} of {moved} requests were taken for continuations"
         await records.close()
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
         last = len(alone) - (len(alone) == case.max_tokens)  # where it is full there is nothing to go on with
-        cuts = range(1, last + 1) if self._at_every_token else sorted({1, (1 + last) // 2, last} - {0})
+        cuts: Sequence[int] = range(1, last + 1)
+        if not self._cuts_everywhere:
+            cuts = [number for number in cuts if number in (1, (1 + last) // 2, last)]
         return [Request(case, tuple(alone), num_sent=number) for number in cuts]
 
     async def tokens(self, request: Request) -> list[int]:
@@ -250,12 +261,12 @@ class Migrated:
         record.write(raw["sampling_options"]["seed"])
         await record.written()
         record.abandon()  # as a worker that is killed
-        self._num_moved += 1
         sent = list(request.expected[: request.num_sent])
-        left = {"max_tokens": raw["stop_conditions"]["max_tokens"] - len(sent)}
-        return sent + await self._to.answer(
-            {**raw, "token_ids": raw["token_ids"] + sent, "stop_conditions": left}, request_id
-        )
+        left = request.case.max_tokens - len(sent)
+        ends = {**raw["stop_conditions"], "max_tokens": left}  # as 1.4.2 does, which leaves min_tokens as it is
+        moved = {**raw, "token_ids": raw["token_ids"] + sent, "stop_conditions": ends}
+        self._num_moved += 1
+        return sent + await self._to.answer(moved, request_id)
 
 
 class NthChoice:
@@ -271,7 +282,7 @@ class NthChoice:
     @asynccontextmanager
     async def running(self, bench: Bench) -> AsyncIterator[None]:
         catalog = Catalog.load(options=bench.arguments().logits_processor)
-        settings = {"device": "cpu", "dtype": bench.dtype, "numerics": "exact"}
+        settings = {"device": "cpu", "dtype": DTYPE, "numerics": "exact"}
         self._engine = await asyncio.to_thread(Engine, bench.model, catalog=catalog, **settings)
         self._limits = bench.limits
         self._together: tuple[Case, list[list[int]]] | None = None

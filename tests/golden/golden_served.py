@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -55,6 +56,10 @@ class Served:
             with running_stack(directory, bench.model) as self._stack:
                 await asyncio.to_thread(self._start)
                 yield
+                self._check()
+
+    def _check(self) -> None:
+        """Raises `AssertionError` if what the mode is about did not happen."""
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
         return (Request(case, tuple(alone)),)
@@ -100,6 +105,16 @@ class Served:
                 for token_id in _token_ids(event):
                     started = True
                     yield token_id
+
+
+class Crowded(Served):
+    """Requests that grow beyond the pages of the KV cache, so that some are preempted."""
+
+    def _check(self) -> None:
+        logs = "".join(worker.log for worker in self._stack.workers)
+        num_preemptions = sum(int(number) for number in re.findall(r'"preemptions": (\d+)', logs))
+        say(f"{self.name}: {num_preemptions} preemptions")
+        assert num_preemptions, "nothing was preempted"
 
 
 class ServedNthChoice(Served):
@@ -243,14 +258,14 @@ def _message(event: Mapping[str, Any]) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
-SMALL = ("--context-length", "320", "--kv-blocks", "40", "--max-num-seqs", "8")
+SMALL = ("--context-length", "320", "--kv-blocks", "40", "--max-num-seqs", "8", "--log-requests")
 """Pages for two of eight requests once they have grown beyond one page."""
 
 SERVED_MODES: tuple[Mode, ...] = (
     Served("aggregated", ()),
     Served("disaggregated", ("--disaggregation-mode", "prefill"), ("--disaggregation-mode", "decode"), at_once=16),
     Killed("migrated", (), num_workers=3, at_once=3),
-    Served("preempted", SMALL, at_once=8),
+    Crowded("preempted", SMALL, at_once=8),
     Served("chunked prefill", ("--max-num-batched-tokens", "8", "--max-num-seqs", "4"), at_once=4),
     Served("batched", (), at_once=64),
     ServedNthChoice("n-th choice", (), at_once=8),

@@ -28,6 +28,8 @@ from worker.runtimes.dynamo_engine import WorkerEngine
 EXACT = ("--device", "cpu", "--numerics", "exact")
 """Options of every embedded engine."""
 
+DTYPE = "float32"
+
 KEY = bytes(range(32))
 SEAL = Seal("the secret of the golden matrix, and of no other pool")
 
@@ -105,17 +107,18 @@ class Bench:
     Args:
         model: Directory of the checkpoint.
         directory: For the operator's files; empty.
-        dtype: What the workers compute in; by default the checkpoint's own.
+        is_large: Whether the model takes so long that texts and prompts are short, and answers are
+            not cut after every token. It computes in float32, as the tiny model does.
 
     Attributes:
         info: Of the first engine that was started.
         chains: The chain builder that all workers share: one sandbox, one tokenizer.
     """
 
-    def __init__(self, model: Path, directory: Path, dtype: str = "auto") -> None:
+    def __init__(self, model: Path, directory: Path, *, is_large: bool = False) -> None:
         self.model = model
         self.directory = directory
-        self.dtype = dtype
+        self.is_large = is_large
         self.info: EngineInfo | None = None
         self.chains: ServedChainBuilder | None = None
         (directory / "key").write_text(KEY.hex())
@@ -135,7 +138,7 @@ class Bench:
         # whether a processor is over its budget must not depend on how busy the machine is
         patient = ["--processor-step-budget-s", "60", "--grammar-timeout-s", "60"]
         operator = ["--processor-policy", str(self.policy), "--logits-processor", third_parties]
-        return ["--model-path", str(self.model), "--dtype", self.dtype, *patient, *operator]
+        return ["--model-path", str(self.model), "--dtype", DTYPE, *patient, *operator]
 
     def arguments(self, *argv: str) -> Arguments:
         """Options of a worker."""

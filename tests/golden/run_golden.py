@@ -23,7 +23,7 @@ from worker.models import DEFAULT_MODEL, model_cache, prepare_default_model
 from worker.tiny_model import write_tiny_model
 
 TINY = "tiny"
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 """Tokens of a text at most."""
 
 NUM_TOKENS_SERVED = 230
@@ -31,7 +31,7 @@ NUM_TOKENS_SERVED = 230
 and for prompt and answer to need a second page of KV.
 """
 
-NUM_TOKENS_LARGE = 12
+NUM_TOKENS_LARGE = 6
 """The same of a model that is not tiny, with one set of arguments per processor."""
 
 
@@ -43,13 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="golden-") as directory:
         try:
             name, model = _model(options.model, Path(directory))
-            matrix = asyncio.run(_run(name, model, Path(directory), served=options.all))
+            matrix = asyncio.run(_run(name, model, Path(directory), options))
         except StartupError as error:
             say(f"error: {error}")
             return 2
-    found = matrix.as_json()
-    sys.stdout.write(f"{terminal(found)}\n")
-    write(options.json, f"{name}, {'processes' if options.all else 'in-process'}", found)
+    sys.stdout.write(f"{terminal(matrix.as_json())}\n")
     say(f"written to {options.json}, {time.monotonic() - began_s:.0f} s")
     try:
         matrix.check()
@@ -80,15 +78,19 @@ def _model(given: str, directory: Path) -> tuple[str, Path]:
     return Path(given).name, Path(given)
 
 
-async def _run(name: str, model: Path, directory: Path, *, served: bool) -> Matrix:
+async def _run(name: str, model: Path, directory: Path, options: argparse.Namespace) -> Matrix:
     operator = directory / "operator"
     operator.mkdir()
-    bench = Bench(model, operator)
-    is_large = name != TINY
-    num_tokens = NUM_TOKENS_SERVED if served else NUM_TOKENS_LARGE if is_large else NUM_TOKENS
+    is_large, served = name != TINY, options.all
+    bench = Bench(model, operator, is_large=is_large)
+
+    def save(matrix: Matrix) -> None:
+        write(options.json, f"{name}, {'processes' if served else 'in-process'}", matrix.as_json())
+
+    modes = SERVED_MODES if served else MODES
+    num_tokens = NUM_TOKENS_LARGE if is_large else NUM_TOKENS_SERVED if served else NUM_TOKENS
     try:
-        modes = SERVED_MODES if served else MODES
-        return await run(bench, modes, name, num_tokens, is_short=is_large or served)
+        return await run(bench, modes, name, num_tokens, is_short=is_large or served, save=save)
     finally:
         await bench.close()
 

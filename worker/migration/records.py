@@ -43,6 +43,8 @@ class BoundaryRecords:
         store: Not open yet.
         pool: What the workers that share records have in common, and others in the store have not.
         ttl_s: Of the store's records; those of requests in flight are written again in time.
+        answering: On a prefill worker the pool of the workers that answer: a prefill ends long
+            before the answer does, so only their records tell how much of it there is.
 
     Attributes:
         num_failures: Operations that the store failed.
@@ -50,12 +52,13 @@ class BoundaryRecords:
         num_replayed_tokens: Tokens that those came with.
     """
 
-    def __init__(self, store: BoundaryStore, pool: str, ttl_s: float = TTL_S) -> None:
+    def __init__(self, store: BoundaryStore, pool: str, ttl_s: float = TTL_S, *, answering: str | None = None) -> None:
         self.num_failures = 0
         self.num_continued = 0
         self.num_replayed_tokens = 0
         self._store = store
         self._pool = pool
+        self._answering = answering
         self._ttl_s = ttl_s
         self._worker = secrets.token_hex(8)
         self._numbers = count()
@@ -80,20 +83,31 @@ class BoundaryRecords:
             PoisonRequest: `MAX_CRASHES` workers have died with it.
         """
         key = self.key_of(request_id)
-        found = _decoded(await self._wanted(self._store.get(key)))
-        if found is None:
-            return BoundaryRecord(self, key, request)
-        if found.is_continued_by(request):
-            _refuse_poison(found)
-            self.num_continued += 1
-            self.num_replayed_tokens += len(request.prompt_token_ids) - found.prompt_length
-            return BoundaryRecord(self, key, continuation(request, found), found.attempts)
-        if found.is_repeated_by(request):
-            _refuse_poison(found)
-            if request.params.seed is None:
-                request = replace(request, params=replace(request.params, seed=found.seed))
-            return BoundaryRecord(self, key, request, found.attempts)
+        for found in await self._found(request_id):
+            if found.is_continued_by(request):
+                _refuse_poison(found)
+                self.num_continued += 1
+                self.num_replayed_tokens += len(request.prompt_token_ids) - found.prompt_length
+                return BoundaryRecord(self, key, self._continuation(request, found), found.attempts)
+            if found.is_repeated_by(request):
+                _refuse_poison(found)
+                if request.params.seed is None:
+                    request = replace(request, params=replace(request.params, seed=found.seed))
+                return BoundaryRecord(self, key, request, found.attempts)
         return BoundaryRecord(self, key, request)
+
+    async def _found(self, request_id: str) -> list[Boundary]:
+        """The records of a request: its own pool's, and on a prefill worker that of its answer."""
+        pools = [self._pool] if self._answering is None else [self._pool, self._answering]
+        found = [_decoded(await self._wanted(self._store.get(_key(pool, request_id)))) for pool in pools]
+        return [one for one in found if one is not None]
+
+    def _continuation(self, request: GenerationRequest, boundary: Boundary) -> GenerationRequest:
+        """See `continuation`; a prefill worker is asked for one token more than there are."""
+        if self._answering is not None:
+            num_tokens = len(request.prompt_token_ids) - boundary.prompt_length + (request.params.max_tokens or 1)
+            boundary = replace(boundary, max_tokens=num_tokens)
+        return continuation(request, boundary)
 
     async def close(self) -> None:
         """Finish what is being written or removed, within `TIMEOUT_S`, and close the store."""
@@ -108,7 +122,7 @@ class BoundaryRecords:
 
     def key_of(self, request_id: str) -> str:
         """Under which the record of a request is kept."""
-        return blake2b(f"{self._pool}\0{request_id}".encode(), digest_size=16).hexdigest()
+        return _key(self._pool, request_id)
 
     def _owner(self) -> str:
         return f"{self._worker}-{next(self._numbers)}"
@@ -288,7 +302,8 @@ RequestRecord = BoundaryRecord | UnrecordedRequest
 def records_of(arguments: Arguments) -> BoundaryRecords | None:
     """The records of a worker, None while ``--migration off``.
 
-    Prefill workers have records of their own: a request runs there and on a decode worker.
+    Prefill workers have records of their own: a request runs there and on a decode worker. They
+    read those of decode workers too.
 
     Raises:
         StartupError: the client library of the store is not installed.
@@ -296,10 +311,14 @@ def records_of(arguments: Arguments) -> BoundaryRecords | None:
     if arguments.migration == "off":
         return None
     assert arguments.boundary_store is not None
-    pool = [arguments.namespace, arguments.served_model_name]
+    store, pool = make_store(arguments.boundary_store), [arguments.namespace, arguments.served_model_name]
     if arguments.disaggregation_mode == "prefill":
-        pool.append("prefill")
-    return BoundaryRecords(make_store(arguments.boundary_store), json.dumps(pool))
+        return BoundaryRecords(store, json.dumps([*pool, "prefill"]), answering=json.dumps(pool))
+    return BoundaryRecords(store, json.dumps(pool))
+
+
+def _key(pool: str, request_id: str) -> str:
+    return blake2b(f"{pool}\0{request_id}".encode(), digest_size=16).hexdigest()
 
 
 def _refuse_poison(found: Boundary) -> None:

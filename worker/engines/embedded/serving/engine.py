@@ -255,7 +255,8 @@ class EmbeddedEngine:
         if isinstance(kv, ReadKv):
             return handle_from_json(kv.handle, self._connector.layout, len(request.tokens))
         request.keeps_kv = True
-        request.params, request.chain, request.end_ids = SamplingParams(), None, frozenset()
+        request.params, request.chain, request.tap, request.end_ids = SamplingParams(), None, None, frozenset()
+        request.prompt_length = len(request.tokens)  # the answer so far of a migrated request, too
         request.limit = request.prompt_length + 1
         return None
 

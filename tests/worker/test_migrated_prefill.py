@@ -1,0 +1,56 @@
+"""A prefill worker knows of a migrated request how much of its tokens is prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from worker.arguments import parse_arguments
+from worker.errors import PoisonRequest
+from worker.migration.records import BoundaryRecords, records_of
+from worker.requests.request import GenerationRequest, RequestLimits, parse_request
+
+PROMPT, ANSWER = [5, 6, 7], [8, 9]
+LIMITS = RequestLimits(100, 50, (2,))
+
+
+def records(store: Path, role: str) -> BoundaryRecords:
+    argv = ["--model-path", "/models/tiny", "--disaggregation-mode", role]
+    found = records_of(parse_arguments([*argv, "--migration", "on", "--boundary-store", f"file:{store}"], {}))
+    assert found is not None
+    return found
+
+
+def request(tokens: list[int], max_tokens: int) -> GenerationRequest:
+    stops = {"max_tokens": max_tokens, "min_tokens": min(6, max_tokens)}
+    return parse_request({"token_ids": tokens, "stop_conditions": stops}, LIMITS)
+
+
+async def die(worker: BoundaryRecords, tokens: list[int], max_tokens: int) -> None:
+    """A worker takes a request on, and is killed."""
+    record = await worker.begin("a", request(tokens, max_tokens))
+    record.write(11)
+    await record.written()
+    record.abandon()
+
+
+async def test_the_decode_workers_record_tells_a_prefill_worker(tmp_path: Path) -> None:
+    prefill, decode = records(tmp_path, "prefill"), records(tmp_path, "decode")
+    await prefill.open()
+    await decode.open()
+    first = await prefill.begin("a", request(PROMPT, 1))
+    first.write(11)
+    await first.written()
+    first.remove()  # its part ends before the answer begins
+    await die(decode, PROMPT, 20)
+    moved = (await prefill.begin("a", request(PROMPT + ANSWER, 1))).request
+    assert (moved.prompt_token_ids, moved.generated_token_ids) == (PROMPT, ANSWER)
+    assert (moved.params.max_tokens, moved.params.min_tokens, moved.params.seed) == (len(ANSWER) + 1, 6, 11)
+    other = (await prefill.begin("a", request([*PROMPT[:-1], 8, *ANSWER], 1))).request
+    assert other.generated_token_ids == []
+    await die(decode, PROMPT + ANSWER, 20 - len(ANSWER))
+    with pytest.raises(PoisonRequest):
+        await prefill.begin("a", request(PROMPT + ANSWER, 1))
+    for each in (prefill, decode):
+        await each.close()
