@@ -20,6 +20,9 @@ where no stranger can connect.
   HTTP_HOST          address to serve on (default: 127.0.0.1)
   HTTP_PORT          port to serve on (default: 8000)
   FRONT_DOOR         off serves Dynamo's frontend alone, which drops some controls (default: on; docs/front-door.md)
+  WORKER_MIGRATION   off lets a request fail whose worker dies (default: on; docs/migration.md)
+  DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS
+                     seconds after which a worker that says nothing counts as dead (default: 60)
   DYN_LOG            log filter of frontend and workers (default: warnings)
   DYN_HTTP_BODY_LIMIT_MB
                      largest request that the frontend reads, MB (default: 2)
@@ -36,7 +39,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
 prepare_several
 share_machine "$WORKERS"
 export WORKER_ENABLE_KV_ROUTING=true
-start_frontend --router-mode kv
+start_frontend --router-mode kv "${frontend_arguments[@]}"
 start_workers worker "$WORKERS" "${worker_arguments[@]}" "$@"
 await_model
 announce

@@ -23,6 +23,9 @@ where no stranger can connect.
   FRONT_DOOR         off serves Dynamo's frontend alone, which drops some controls (default: on; docs/front-door.md)
   UCX_NET_DEVICES    network devices over which KV goes from worker to worker (default: lo)
   DLW_POOL_SECRET    signs what prefill hands to decode, 32 characters or more (default: made up for this run)
+  WORKER_MIGRATION   off lets a request fail whose worker dies (default: on; docs/migration.md)
+  DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS
+                     seconds after which a worker that says nothing counts as dead (default: 60)
   DYN_LOG            log filter of frontend and workers (default: warnings)
   DYN_HTTP_BODY_LIMIT_MB
                      largest request that the frontend reads, MB (default: 2)
@@ -40,8 +43,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
 prepare_several
 share_machine $((PREFILL_WORKERS + DECODE_WORKERS))
 export WORKER_ENABLE_KV_ROUTING=true
-start_frontend --router-mode kv
+start_frontend --router-mode kv "${frontend_arguments[@]}"
 start_workers prefill "$PREFILL_WORKERS" --disaggregation-mode prefill "${worker_arguments[@]}" "$@"
+await_workers "$PREFILL_WORKERS" # a frontend that finds both roles at once may keep them apart
 start_workers decode "$DECODE_WORKERS" --disaggregation-mode decode "${worker_arguments[@]}" "$@"
 await_model
 announce

@@ -16,7 +16,31 @@ prepare_several() {
     check_http_port
     prepare_environment
     prepare_runtime
+    prepare_migration
     prepare_model
+}
+
+# A worker's requests go on in another one when it dies or leaves, unless WORKER_MIGRATION is off. Sets
+# frontend_arguments.
+prepare_migration() {
+    export WORKER_MIGRATION=${WORKER_MIGRATION:-on}
+    frontend_arguments=()
+    [[ $WORKER_MIGRATION == on ]] || return 0
+    frontend_arguments+=(--migration-limit 3)
+    export WORKER_BOUNDARY_STORE=${WORKER_BOUNDARY_STORE:-file:$scratch/boundaries}
+    # A worker that says nothing for as long counts as dead: longer than the longest prompt takes.
+    export DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS=${DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS:-60}
+}
+
+# await_workers COUNT: until that many workers can be found.
+await_workers() {
+    local dead
+    say "waiting for $1 of the workers ..."
+    while (($(find "$scratch/discovery/v1/instances" -type f 2> /dev/null | wc -l) < $1)); do
+        dead=$(first_dead)
+        [[ -z $dead ]] || report_death "$dead"
+        sleep 0.1
+    done
 }
 
 # share_machine COUNT: that many workers share the cores and the memory of this machine.

@@ -24,10 +24,29 @@ def test_disagg_answers_on_loopback_and_ctrl_c_leaves_nothing(tmp_path: Path) ->
         assert chat(script)
         children = script.children()
         assert len(children) == 4
+        roles = [child for child in children if "--disaggregation-mode" in child.cmdline()]
+        assert [child.cmdline()[-3] for child in sorted(roles, key=lambda child: child.create_time())] == [
+            "prefill",  # which was found before decode was started
+            "decode",
+        ]
+        assert any("waiting for 1 of the workers" in line for line in script.lines)
+        assert_migration(script, is_on=True)
         assert [address for address in script.listening() if not is_loopback(address)] == []
         script.press_ctrl_c()
         assert script.finish() == 0, script.output
         script.assert_nothing_left(children)
+
+
+def assert_migration(script: LaunchedScript, *, is_on: bool) -> None:
+    """The frontend migrates, after a time-out too, and the workers go on exactly."""
+    frontend = script.named("dynamo.frontend")
+    assert (" --migration-limit 3" in " ".join(frontend.cmdline())) is is_on
+    assert frontend.environ().get("DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS") == ("60" if is_on else None)
+    workers = [child.environ() for child in script.children() if "-m worker " in " ".join(child.cmdline())]
+    stores = {worker.get("WORKER_BOUNDARY_STORE") for worker in workers}
+    assert {worker["WORKER_MIGRATION"] for worker in workers} == {"on" if is_on else "off"}
+    assert len(stores) == 1
+    assert str(stores.pop()).startswith("file:/") is is_on
 
 
 def test_every_run_has_a_secret_of_its_own_that_workers_alone_know(tmp_path: Path) -> None:
@@ -62,9 +81,10 @@ def test_a_secret_may_be_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("script_name", "count"), [("agg_router.sh", 4), ("disagg_router.sh", 4)])
 def test_the_routers_answer(tmp_path: Path, script_name: str, count: int) -> None:
-    variables = {"PREFILL_WORKERS": "1", "DECODE_WORKERS": "1", "WORKERS": "2"}
+    variables = {"PREFILL_WORKERS": "1", "DECODE_WORKERS": "1", "WORKERS": "2", "WORKER_MIGRATION": "off"}
     with launched(tmp_path, "--device", "cpu", variables=variables, script=script_name) as script:
         script.wait_until_ready()
+        assert_migration(script, is_on=False)
         assert chat(script) == chat(script)
         children = script.children()
         assert len(children) == count

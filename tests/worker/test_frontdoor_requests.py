@@ -336,3 +336,48 @@ def test_any_request_is_refused_or_sent_on(path: str, data: st.DataObject) -> No
 def test_any_bytes_are_refused_or_sent_on(body: bytes) -> None:
     with contextlib.suppress(Refused):
         assert isinstance(json.loads(rewritten(CHAT, body, {}, CATALOG)), dict)
+
+
+GUIDES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (CHAT, {"response_format": SCHEMA}, {"name": "json_schema", "args": {"schema": {"type": "object"}}}),
+    (
+        CHAT,
+        {"response_format": {"type": "json_object"}},
+        {"name": "json_schema", "args": {"schema": {"type": "object"}}},
+    ),
+    (CHAT, {"guided_json": {"type": "array"}}, {"name": "json_schema", "args": {"schema": {"type": "array"}}}),
+    (COMPLETIONS, {"guided_regex": "a+"}, {"name": "regex", "args": {"pattern": "a+"}}),
+    (COMPLETIONS, {"guided_choice": ["a", "b"]}, {"name": "choice", "args": {"choices": ["a", "b"]}}),
+    (COMPLETIONS, {"guided_grammar": 'start: "a"'}, {"name": "grammar", "args": {"lark": 'start: "a"'}}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "processor"), GUIDES)
+def test_guides_become_processors_where_requests_migrate(
+    path: str, fields: dict[str, Any], processor: dict[str, Any]
+) -> None:
+    given = {**BASE[path], **fields, "guided_decoding_backend": "auto", "logits_processors": [MIN_TOKENS]}
+    body = json.loads(rewritten(path, json.dumps(given).encode(), {}, CATALOG, carries_guides=True))
+    assert selected(body)["processors"] == [MIN_TOKENS, processor]
+    assert not {*fields, "guided_decoding_backend"} & set(body)
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ({}, {"response_format": {"type": "text"}}),
+        ({}, {"response_format": SCHEMA, "tools": [TOOL]}),
+        ({}, {"guided_json": {"enum": ["x" * 40_000]}}),
+        ({METADATA_HEADER: b'{"version": 1, "processors": []}'}, {"response_format": SCHEMA}),
+    ],
+)
+def test_a_guide_that_cannot_become_a_processor_stays(headers: dict[bytes, bytes], fields: dict[str, Any]) -> None:
+    body = json.dumps({**BASE[CHAT], **fields}).encode()
+    assert rewritten(CHAT, body, headers, CATALOG, carries_guides=True) is body
+
+
+def test_a_guide_that_is_refused_goes_by_its_own_name() -> None:
+    body = json.dumps({**BASE[COMPLETIONS], "guided_choice": ["a", 5], "logit_bias": {"5": 1}}).encode()
+    with pytest.raises(Refused) as caught:
+        rewritten(COMPLETIONS, body, {}, CATALOG, carries_guides=True)
+    assert str(caught.value.param).startswith("guided_choice")

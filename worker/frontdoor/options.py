@@ -76,6 +76,10 @@ class Options:
     drain_timeout_s: float = _option(120.0, "Seconds that answers under way get after SIGTERM.", _seconds)
     logits_processor: tuple[str, ...] = ()
     allow_logits_processors: tuple[str, ...] = ()
+    carries_guides: bool = False
+    """Whether grammars go to the workers as processors: Dynamo's frontend does not migrate guides.
+    With a reasoning parser they stay guides, because those begin after the thinking.
+    """
 
 
 def flag(name: str) -> str:
@@ -97,7 +101,8 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
     """Read the options: the command line wins over the environment, both over the defaults.
 
     Arguments after ``--`` are those of the workers behind: which third-party processors they take,
-    the front door takes too. The workers' environment variables count as well.
+    the front door takes too, and whether they migrate. The workers' environment variables count as
+    well.
 
     Raises:
         ConfigurationError: an option is unknown, malformed or missing.
@@ -129,12 +134,18 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
             values[name] = _read(table[name].metadata["parse"], text, flag(name))
     if not values.get("upstream"):
         raise ConfigurationError("--upstream is required")
-    return Options(**values, **_third_party(workers, environ))
+    of_workers = _of_workers(workers, environ)
+    migrates = of_workers.pop("migration", "off") == "on"
+    thinks = of_workers.pop("dyn_reasoning_parser", None) is not None
+    return Options(**values, **of_workers, carries_guides=migrates and not thinks)
 
 
-def _third_party(workers: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Which third-party processors the workers take, by their own arguments and environment."""
-    options = [option for option in WORKER_OPTIONS if option.name in ("logits_processor", "allow_logits_processors")]
+_SHARED = ("logits_processor", "allow_logits_processors", "migration", "dyn_reasoning_parser")
+
+
+def _of_workers(workers: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Of the options in `_SHARED`, those that the workers' arguments and environment set."""
+    options = [option for option in WORKER_OPTIONS if option.name in _SHARED]
     parser = _Parser(allow_abbrev=False, add_help=False)
     for option in options:
         parser.add_argument(option.flag, dest=option.name, action="append")

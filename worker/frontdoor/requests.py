@@ -12,6 +12,7 @@ from adapters.client import from_openai_logit_bias
 from worker.errors import InvalidRequest
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import TABLES, Body, shown
+from worker.frontdoor.guides import take_guide
 from worker.requests.fields import client_annotations
 
 METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
@@ -20,7 +21,9 @@ METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
 _SELECTION_FIELD = "logits_processors"
 
 
-def rewritten(path: str, body: bytes, headers: Mapping[bytes, bytes], catalog: Catalog) -> bytes:
+def rewritten(
+    path: str, body: bytes, headers: Mapping[bytes, bytes], catalog: Catalog, *, carries_guides: bool = False
+) -> bytes:
     """The body to send to the frontend: ``body`` itself if there is nothing to change.
 
     Args:
@@ -28,13 +31,15 @@ def rewritten(path: str, body: bytes, headers: Mapping[bytes, bytes], catalog: C
         body: As the client sent it.
         headers: Of the request, names in lower case.
         catalog: The processors that requests may name.
+        carries_guides: Guides become processors, so that the frontend migrates the request.
 
     Raises:
         Refused: 400, naming the field, for what would be dropped or would fail behind.
     """
     fields = parsed(body)
     _check(path, fields)
-    selected = _with_selection(fields, headers, catalog)
+    guide = take_guide(fields) if carries_guides and METADATA_HEADER not in headers else None
+    selected = _with_selection(fields, headers, catalog, guide)
     if _without_idle_fields(path, fields) or selected:
         return _encoded(fields)
     return body
@@ -115,9 +120,11 @@ def _without_idle_fields(path: str, fields: Body) -> bool:
     return True
 
 
-def _with_selection(fields: Body, headers: Mapping[bytes, bytes], catalog: Catalog) -> bool:
-    """Turn ``logits_processors`` and ``logit_bias`` into the annotation that the worker reads;
-    whether that changed ``fields``.
+def _with_selection(
+    fields: Body, headers: Mapping[bytes, bytes], catalog: Catalog, guide: tuple[str, dict[str, Any]] | None
+) -> bool:
+    """Turn ``logits_processors``, ``logit_bias`` and the guide into the annotation that the worker
+    reads; whether that changed ``fields``.
 
     The selection is checked as far as that needs no model, wherever it came from.
     """
@@ -135,14 +142,16 @@ def _with_selection(fields: Body, headers: Mapping[bytes, bytes], catalog: Catal
         _checked(places[0][len(ANNOTATION) :], catalog, lambda path: f"nvext.annotations: {ANNOTATION}{path}")
     if header is not None:
         _checked(header.decode("latin-1"), catalog, lambda path: f"{METADATA_HEADER.decode()}: {path}")
-    if not chosen and not bias:
+    if not chosen and not bias and guide is None:
         return chosen is not None or bias is not None
 
     selection = json.loads(places[0][len(ANNOTATION) :]) if places else _selection_of(chosen)
     listed = list(selection.get("processors", ()))
-    selection["processors"] = listed + ([_bias_processor(bias)] if bias else [])
+    added = ([("logit_bias", _bias_processor(bias))] if bias else []) + ([guide] if guide is not None else [])
+    selection["processors"] = listed + [each for _, each in added]
     text = json.dumps(selection, separators=(",", ":"))
-    receipt = _checked(text, catalog, _naming(len(listed), isinstance(chosen, list))).receipt
+    named = _naming(len(listed), [name for name, _ in added], isinstance(chosen, list))
+    receipt = _checked(text, catalog, named).receipt
     _annotate(fields, places, ANNOTATION + text, bool(receipt))
     return True
 
@@ -179,12 +188,13 @@ def _bias_processor(bias: Any) -> dict[str, Any]:
         raise FieldRefused("logit_bias", str(error).removeprefix("logit_bias: ")) from None
 
 
-def _naming(num_listed: int, is_list: bool) -> Callable[[str], str]:
+def _naming(num_listed: int, added: list[str], is_list: bool) -> Callable[[str], str]:
     """How the client calls a path in the selection that was made from its fields."""
 
     def name(path: str) -> str:
-        if path.startswith(f"processors[{num_listed}]"):
-            return "logit_bias"
+        for number, field in enumerate(added, num_listed):
+            if path.startswith(f"processors[{number}]"):
+                return field
         if is_list and path.startswith("processors"):
             return _SELECTION_FIELD + path.removeprefix("processors")
         return f"{_SELECTION_FIELD}.{path}" if path else _SELECTION_FIELD

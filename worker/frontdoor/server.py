@@ -252,7 +252,8 @@ class ClientConnection(asyncio.Protocol):
             return
         body = b"".join(self._body)
         if self._rewrites():
-            body = rewritten(self._path, body, self._headers, self._door.catalog)
+            carries_guides = self._door.options.carries_guides
+            body = rewritten(self._path, body, self._headers, self._door.catalog, carries_guides=carries_guides)
         has_body = bool(body) or b"content-length" in self._headers
         connection = self._headers.get(b"connection", b"")
         head = request_head(request, connection, len(body) if has_body else None, self._keep_alive)

@@ -149,12 +149,6 @@ class ServedChainBuilder:
         ends = frozenset(facts.vocabulary.eos_token_ids)
         policy.check(model, catalog, self.builder.context(ends, 0, None))
 
-    @property
-    def token_bytes(self) -> Sequence[bytes]:
-        """Bytes of each token id; empty for a model without a tokenizer."""
-        vocabulary = self.facts.vocabulary
-        return () if vocabulary.tokenizer is None else vocabulary.token_bytes
-
     def select(self, request: GenerationRequest, metadata: Mapping[str, str]) -> Selection:
         """What the request asks for, and what the operator adds.
 

@@ -254,10 +254,12 @@ _BOOTSTRAP = "KV transfer of this kind is not supported: prefill answers before 
 _OTHER_FIELDS: tuple[Field, ...] = (
     _honoured("token_ids", prompt_ids, "The prompt.", "prompt_token_ids"),
     _honoured("model", text, "Name that the client asked for."),
-    _frontend(
+    _honoured(
         "stop_conditions.stop",
-        "Stop strings: the frontend matches them on the decoded text, cuts the answer and cancels the request here.",
         stop_strings,
+        "Stop strings: the frontend matches them on the decoded text, cuts the answer and cancels the request here. "
+        "With `--migration on` tokens that may begin one are sent together.",
+        "stop_strings",
     ),
     _honoured(
         "stop_conditions.stop_token_ids",

@@ -50,6 +50,7 @@ class GenerationRequest:
             engine shows all of them and `worker.requests.response` drops the hidden ones again,
             because `SamplingParams` has one switch for both kinds.
         shown_stop_token_ids: Stop tokens that are part of the answer that they end.
+        stop_strings: The frontend matches them.
         model: Name that the client asked for; empty in a health probe.
         require_reasoning: Whether the grammar starts after the thinking.
         annotations: The client's annotations, verbatim.
@@ -63,6 +64,7 @@ class GenerationRequest:
     generated_token_ids: list[int] = field(default_factory=list)
     params: SamplingParams
     shown_stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
     model: str = ""
     require_reasoning: bool = False
     annotations: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import logging
 import random
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dynamo.common.backend.engine import EngineConfig, LLMEngine
@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from adapters import create_trtllm_adapters
 from adapters.catalog import Selection
+from adapters.vocabulary import byte_index
 from worker import __version__
 from worker.arguments import Arguments
 from worker.build import Built, build
@@ -44,6 +45,7 @@ from worker.lifecycle.drain import InFlightRequest, InFlightRequests, drain
 from worker.lifecycle.faults import FaultWindow
 from worker.metrics import WorkerMetrics
 from worker.migration.records import BoundaryRecords, RequestRecord, UnrecordedRequest, records_of
+from worker.migration.safe_chunks import SafeChunks
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.processors.smoke import SmokeTest
 from worker.request_log import RequestEntry, RequestLog
@@ -51,7 +53,6 @@ from worker.requests.deadline import until
 from worker.requests.receipts import RequestReceipt, Server
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
-from worker.requests.whole_characters import WholeCharacters
 from worker.runtimes import dynamo as runtime
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import for_engine
@@ -90,7 +91,7 @@ class _Serving:
     selection: Selection
     entry: RequestEntry
     record: RequestRecord
-    characters: WholeCharacters = field(default_factory=lambda: WholeCharacters(()))
+    safe_chunks: SafeChunks | None = None
 
 
 class _Aborted(Exception):
@@ -227,9 +228,8 @@ class WorkerEngine(LLMEngine):
                 async with contextlib.aclosing(serving.deltas) as deltas:
                     async for delta in deltas:
                         await record.written()
-                        whole = serving.characters.take(delta)
-                        chunk = None if whole is None else self._chunk(serving, whole)
                         entry.finish_reason = delta.finish_reason
+                        chunk = self._chunk(serving, delta)
                         if chunk is not None:
                             yield chunk
             finally:
@@ -313,7 +313,14 @@ class WorkerEngine(LLMEngine):
         self.in_flight.grow(admitted, len(request.token_ids))
         self.disaggregation.admit(admitted, part)
         self._publish_load()
-        return _Serving(admitted, builder, deltas, selection, entry, record, WholeCharacters(chains.token_bytes))
+        return _Serving(admitted, builder, deltas, selection, entry, record, self._safe_chunks(chains, request))
+
+    def _safe_chunks(self, chains: ServedChainBuilder, request: GenerationRequest) -> SafeChunks | None:
+        """Where chunks of the request may end, if it may migrate and the tokenizer is known."""
+        vocabulary = chains.facts.vocabulary
+        if self._boundaries is None or vocabulary.tokenizer is None:
+            return None
+        return SafeChunks(byte_index(vocabulary), request.stop_strings)
 
     def _seed(self, request: GenerationRequest, part: Part) -> int:
         """The client's seed, else the prefill worker's if it came with the KV, else a new one."""
@@ -352,11 +359,16 @@ class WorkerEngine(LLMEngine):
             return {"token_ids": [], "index": delta.index} if self.arguments.keepalive_s else None
         self._count_processors(delta)
         self.disaggregation.release(serving.admitted)
+        self.in_flight.grow(serving.admitted, len(delta.token_ids))
+        self._publish_load()
+        if serving.safe_chunks is not None:
+            safe = serving.safe_chunks.take(delta)
+            if safe is None:
+                return None
+            delta = safe
         chunk = serving.builder.chunk(delta)
         if chunk["token_ids"]:
             serving.entry.token_sent()
-        self.in_flight.grow(serving.admitted, len(delta.token_ids))
-        self._publish_load()
         if delta.kv is not None:
             prompt = serving.record.request.prompt_token_ids
             chunk["disaggregated_params"] = self.disaggregation.transfer_params(prompt, serving.selection, delta)

