@@ -103,7 +103,7 @@ def running_cluster(
     *arguments: str,
     migrates: bool = True,
     pace_s: float = 0.005,
-    patience: int = 1,
+    patience: int = PATIENCE,
 ) -> Iterator[Cluster]:
     """A cluster without workers; all that it starts is killed afterwards."""
     with running_stack(directory, model_path) as stack:

@@ -141,7 +141,7 @@ async def test_rolling_restarts_under_load(
 
 async def test_a_stopped_worker(tmp_path: Path, tiny_model: Path, reference: Reference) -> None:
     """1.6.1 migrates its requests; 1.4.2 ends those that had begun with an error."""
-    with running_cluster(tmp_path, tiny_model, pace_s=0.02) as cluster:
+    with running_cluster(tmp_path, tiny_model, pace_s=0.02, patience=1) as cluster:
         cluster.start(2)
         async with LoadClient(cluster.url) as client:
             asked = await streams(client, 32, NUM_TOKENS)
