@@ -11,14 +11,14 @@ from typing import Any
 
 import openai
 import pytest
-from e2e_stack import MODEL, Stack, Worker, running_stack
+from e2e_stack import MODEL, Stack, Worker, running_stack, wait_for
 from front_door import Door
 
 from adapters.client import processor, selection
 
 EXACT = ["--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--context-length", "1024"]
-NUM_TOKENS = 300
-SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 40}
+NUM_TOKENS = 160
+SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 30}
 KINDS: dict[str, dict[str, Any]] = {
     "frequency_penalty": {"frequency_penalty": 0.7, "ignore_eos": True},
     "drawn": {"temperature": 1.0, "seed": 7, "top_p": 0.95},
@@ -94,9 +94,9 @@ async def ask(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event, **g
 
 
 async def ask_all(stack: Stack, kills: Worker | None = None) -> dict[str, Reply]:
-    """Four of each kind at once; ``kills`` dies once all have begun."""
+    """Three of each kind at once; ``kills`` dies once all have begun."""
     async with stack.async_client() as client:
-        begun = {f"{kind} {number}": asyncio.Event() for kind in KINDS for number in range(4)}
+        begun = {f"{kind} {number}": asyncio.Event() for kind in KINDS for number in range(3)}
         asking = {
             name: asyncio.create_task(ask(client, number, begun[name], **KINDS[name.rpartition(" ")[0]]))
             for number, name in enumerate(begun)
@@ -121,6 +121,29 @@ async def test_a_worker_is_killed_and_every_answer_is_what_it_would_have_been(po
         replayed = found[name].receipt["replayed_tokens"]
         assert found[name].receipt["mode"] == f"migrated at {replayed}"
     assert second.running
+
+
+@pytest.mark.campaign
+async def test_a_decode_worker_is_killed_and_every_answer_is_what_it_would_have_been(stack: Stack) -> None:
+    """The survivor gets the KV of prompt and answer from a prefill worker."""
+    stack.start_frontend("--migration-limit", "3")
+    migration = ["--migration", "on", "--boundary-store", f"file:{stack.directory / 'boundaries'}"]
+
+    def start(role: str) -> Worker:
+        worker = stack.start_worker(*EXACT, *migration, "--disaggregation-mode", role, wait=False)
+        stack.wait_for_frontend()
+        stack.wait_endpoint(worker)
+        return worker
+
+    _, victim, survivor = [await asyncio.to_thread(start, role) for role in ("prefill", "decode", "decode")]
+    await asyncio.to_thread(wait_for, lambda: stack.post("completions", prompt="a", max_tokens=1)[0] == 200, "answer")
+    expected = await ask_all(stack)
+    found = await ask_all(stack, kills=victim)
+    assert {name: reply.same() for name, reply in found.items()} == {
+        name: reply.same() for name, reply in expected.items()
+    }
+    moved = [reply for reply in found.values() if reply.receipt["replayed_tokens"]]
+    assert len(moved) == survivor.metric("dlw_continued_requests_total") > 0
 
 
 async def chat(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) -> str:
@@ -154,16 +177,16 @@ async def test_guides_migrate_through_the_front_door_alone(pool: Stack) -> None:
 
     async def ask_both(kills: Worker | None) -> tuple[list[str | BaseException], list[str | BaseException]]:
         async with door.async_client() as through, pool.async_client() as direct:
-            begun = [asyncio.Event() for _ in range(16)]
+            begun = [asyncio.Event() for _ in range(12)]
             asking = [
-                asyncio.create_task(chat(through if number < 8 else direct, number % 8, event))
+                asyncio.create_task(chat(through if number < 6 else direct, number % 6, event))
                 for number, event in enumerate(begun)
             ]
             await asyncio.gather(*(event.wait() for event in begun))
             if kills is not None:
                 kills.signal(signal.SIGKILL)
             replies = await asyncio.gather(*asking, return_exceptions=True)
-        return replies[:8], replies[8:]
+        return replies[:6], replies[6:]
 
     by_door, by_frontend = await ask_both(None)
     assert by_door == by_frontend

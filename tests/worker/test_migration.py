@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from dynamo.llm import exceptions
+from transformers import AutoTokenizer
 
 from adapters.client import processor, selection
 from worker.arguments import parse_arguments
@@ -87,12 +88,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def make_worker(model: Path, store: Path, *argv: str) -> WorkerEngine:
+def make_worker(model: Path, store: Path, *argv: str, smoke: bool = False) -> WorkerEngine:
     migration = ["--migration", "on", "--boundary-store", f"file:{store}"]
     options = ["--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--drain-timeout-s", "0"]
     third = ["--logits-processor", "acme/drifts=drifting_processor:Drifts"]
     arguments = parse_arguments(["--model-path", str(model), *options, *migration, *third, *argv], {})
-    return WorkerEngine(make_engine(arguments), arguments, shut_down=lambda: None)
+    return WorkerEngine(make_engine(arguments), arguments, smoke=smoke, shut_down=lambda: None)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -141,8 +142,24 @@ async def test_an_answer_cut_anywhere_goes_on_as_it_would_have(pool: Pool, name:
         for field in ("prompt_tokens", "completion_tokens", "total_tokens"):
             assert answer.usage[field] == whole.usage[field]
         assert (answer.receipt["mode"], answer.receipt["replayed_tokens"]) == (f"migrated at {k}", k)
-        for field in ("seed", "prompt_length", "prompt_digest", "answer_digest", "generated_tokens"):
+        for field in ("seed", "request", "prompt_length", "prompt_digest", "answer_digest", "generated_tokens"):
             assert answer.receipt[field] == whole.receipt[field], field
+
+
+async def test_the_smoke_test_goes_on(model: Path, tmp_path: Path) -> None:
+    worker = make_worker(model, tmp_path, smoke=True)
+    await worker.start(1)
+    pool = Pool(worker, FileStore(str(tmp_path)))
+    try:
+        raw = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": LENGTH}}
+        whole, record = await pool.ask("hello", raw)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        assert tokenizer.decode(whole.token_ids) == "Hello world!"
+        for k in range(1, len(whole.token_ids) + 1):
+            answer = await pool.take_over(f"hello {k}", raw, record, whole.token_ids[:k])
+            assert whole.token_ids[:k] + answer.token_ids == whole.token_ids
+    finally:
+        await worker.cleanup()
 
 
 async def test_what_1_6_1_leaves_of_min_tokens(pool: Pool) -> None:

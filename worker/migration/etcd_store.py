@@ -43,7 +43,7 @@ class EtcdStore:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise StartupError(f"--boundary-store etcd:{url}: must be etcd:http://HOST:PORT or etcd:https://HOST:PORT")
-        self._url = url
+        self.address = f"etcd:{url}"
         self._host, self._port = parts.hostname, parts.port or 2379
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._ttl_s = ttl_s
@@ -80,9 +80,9 @@ class EtcdStore:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise StoreError(f"etcd:{self._url}: {str(error) or type(error).__name__}") from None
+            raise StoreError(f"{self.address}: {str(error) or type(error).__name__}") from None
         except RuntimeError:  # the threads have been shut down
-            raise StoreError(f"etcd:{self._url}: it is closed") from None
+            raise StoreError(f"{self.address}: it is closed") from None
 
     def _put(self, key: str, value: bytes) -> None:
         written = {"key": _encoded(key), "value": base64.b64encode(value).decode()}

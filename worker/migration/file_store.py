@@ -36,6 +36,7 @@ class FileStore:
     """
 
     def __init__(self, directory: str, ttl_s: float = TTL_S, clock: Callable[[], float] = time.time) -> None:
+        self.address = f"file:{directory}"
         self._directory = Path(directory)
         self._ttl_s = ttl_s
         self._clock = clock
@@ -69,9 +70,9 @@ class FileStore:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except OSError as error:
-            raise StoreError(f"file:{self._directory}: {error.strerror or error}") from None
+            raise StoreError(f"{self.address}: {error.strerror or error}") from None
         except RuntimeError:  # the threads have been shut down
-            raise StoreError(f"file:{self._directory}: it is closed") from None
+            raise StoreError(f"{self.address}: it is closed") from None
 
     def _make(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)

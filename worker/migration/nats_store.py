@@ -33,7 +33,7 @@ class NatsStore:
     """
 
     def __init__(self, url: str, ttl_s: float = TTL_S, bucket: str = BUCKET) -> None:
-        self._url = url
+        self.address = self._url = url
         self._name = bucket
         self._ttl_s = ttl_s
         self._client: Client | None = None

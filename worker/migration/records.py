@@ -7,11 +7,12 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from worker.arguments import Arguments
 from worker.errors import BoundaryStoreUnavailable, PoisonRequest
@@ -65,7 +66,7 @@ class BoundaryRecords:
     async def open(self) -> None:
         """Open the store. Raises `StartupError` if it is not configured as it can be used."""
         await self._store.open()
-        self._in_background(self._renew_live())
+        self._in_background(self._renew_live)
 
     async def begin(self, request_id: str, request: GenerationRequest) -> BoundaryRecord:
         """The record of a request that is about to be served, with what the request is.
@@ -101,8 +102,8 @@ class BoundaryRecords:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         removals = [self._remove(record.key, record.owner) for record in self._live if record.has_ended]
-        with contextlib.suppress(asyncio.TimeoutError, StoreError):
-            await asyncio.wait_for(asyncio.gather(*removals), TIMEOUT_S)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*removals, return_exceptions=True), TIMEOUT_S)
         await self._store.close()
 
     def key_of(self, request_id: str) -> str:
@@ -125,7 +126,8 @@ class BoundaryRecords:
             result = await asyncio.wait_for(operation, TIMEOUT_S)
         except (StoreError, asyncio.TimeoutError) as error:
             self.num_failures += 1
-            problem = error if isinstance(error, StoreError) else StoreError(f"does not answer within {TIMEOUT_S:g} s")
+            silent = StoreError(f"{self._store.address}: does not answer within {TIMEOUT_S:g} s")
+            problem = error if isinstance(error, StoreError) else silent
             if not self._is_down:
                 logger.error("requests are refused: the boundary store %s", problem)
             self._is_down = True
@@ -151,11 +153,10 @@ class BoundaryRecords:
         found = _decoded(await self._answered(self._store.get(key)))
         return found if found is not None and found.owner == owner else None
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _in_background(self, work: Callable[[], Awaitable[None]]) -> None:
         task = asyncio.create_task(_without_store_errors(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _renew_live(self) -> None:
         while True:
@@ -240,7 +241,7 @@ class BoundaryRecord:
     def _end(self, linger_s: float) -> None:
         if self._boundary is not None and not self.has_ended:
             self.has_ended = True
-            self._records._in_background(self._go_away(linger_s))
+            self._records._in_background(partial(self._go_away, linger_s))
 
     async def _go_away(self, linger_s: float) -> None:
         await self._settled()
@@ -320,6 +321,6 @@ def _retrieved(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
-async def _without_store_errors(work: Coroutine[Any, Any, None]) -> None:
+async def _without_store_errors(work: Callable[[], Awaitable[None]]) -> None:
     with contextlib.suppress(StoreError):
-        await work
+        await work()

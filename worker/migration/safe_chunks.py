@@ -41,7 +41,9 @@ class SafeChunks:
 
     def take(self, delta: TokenDelta) -> TokenDelta | None:
         """What may be sent now that ``delta`` has come; None if its tokens are held back."""
-        added = b"".join(self._token_bytes[token_id] for token_id in delta.token_ids)
+        added = b"".join([self._token_bytes[token_id] for token_id in delta.token_ids])
+        if not self._stops and self._held is None and added.isascii():
+            return delta
         self._text += added
         self._num_bytes_held += len(added)
         merged = delta if self._held is None else _merged(self._held, delta)

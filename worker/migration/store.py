@@ -21,7 +21,12 @@ class BoundaryStore(Protocol):
 
     Each operation raises `StoreError` if the store does not answer, and works again when it does.
     Keys are hexadecimal digits, values small.
+
+    Attributes:
+        address: Names it in errors.
     """
+
+    address: str
 
     async def open(self) -> None:
         """Called once, before all else. A store that cannot be reached now may be later.

@@ -1,0 +1,215 @@
+"""A worker's records in the boundary store: when they are written, renewed and removed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from worker.errors import BoundaryStoreUnavailable, PoisonRequest
+from worker.migration import records as module
+from worker.migration.boundary import Boundary
+from worker.migration.records import BoundaryRecords
+from worker.migration.store import StoreError
+from worker.requests.request import GenerationRequest, RequestLimits, parse_request
+
+LIMITS = RequestLimits(context_length=64, vocab_size=8, eos_token_ids=(2,))
+
+
+class Memory:
+    """A store whose puts wait for ``free``, and that fails or hangs while told so."""
+
+    address = "memory"
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.num_puts = 0
+        self.free = asyncio.Event()
+        self.free.set()
+        self.changed = asyncio.Condition()
+        self.fails = False
+        self.hangs = False
+
+    async def open(self) -> None:
+        pass
+
+    async def get(self, key: str) -> bytes | None:
+        await self._answer()
+        return self.values.get(key)
+
+    async def put(self, key: str, value: bytes) -> None:
+        await self._answer()
+        await self.free.wait()
+        self.values[key] = value
+        self.num_puts += 1
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def delete(self, key: str) -> None:
+        await self._answer()
+        self.values.pop(key, None)
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def close(self) -> None:
+        pass
+
+    async def _answer(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.fails:
+            raise StoreError("memory: is gone")
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with self.changed:
+            await self.changed.wait_for(condition)
+
+    @property
+    def attempts(self) -> list[int]:
+        return [Boundary.decode(value).attempts for value in self.values.values()]
+
+
+def request(*token_ids: int, max_tokens: int = 9) -> GenerationRequest:
+    return parse_request({"token_ids": list(token_ids), "stop_conditions": {"max_tokens": max_tokens}}, LIMITS)
+
+
+def worker(store: Memory, pool: str = "pool", ttl_s: float = 300.0) -> BoundaryRecords:
+    return BoundaryRecords(store, pool, ttl_s)
+
+
+async def test_the_first_token_waits_for_the_record_and_nothing_else_does() -> None:
+    store = Memory()
+    records = worker(store)
+    store.free.clear()
+    record = await records.begin("a", request(1, 2))
+    record.write(7)
+    waits = asyncio.create_task(record.written())
+    await asyncio.sleep(0)
+    assert not waits.done()
+    store.free.set()
+    await waits
+    assert store.attempts == [1]
+    record.remove()
+    await store.until(lambda: not store.values)
+    await records.close()
+
+
+async def test_a_worker_that_dies_leaves_its_record_and_two_that_die_end_the_request() -> None:
+    store = Memory()
+    for attempt in (1, 2):
+        record = await worker(store).begin("a", request(1, 2))
+        record.write(7)
+        await record.written()
+        assert store.attempts == [attempt]
+    with pytest.raises(PoisonRequest, match="in flight in 2 workers that died"):
+        await worker(store).begin("a", request(1, 2))
+    with pytest.raises(PoisonRequest, match="in flight in 2 workers that died"):
+        await worker(store).begin("a", request(1, 2, 3, 4, max_tokens=7))
+    other = await worker(store).begin("a", request(1, 3))
+    other.write(8)
+    await other.written()
+    assert store.attempts == [1]
+    assert (await worker(store, "another pool").begin("a", request(1, 3))).request.params.seed is None
+
+
+async def test_a_drawn_seed_survives_also_before_the_first_token() -> None:
+    store = Memory()
+    record = await worker(store).begin("a", request(1, 2))
+    record.write(7)
+    await record.written()
+    assert (await worker(store).begin("a", request(1, 2))).request.params.seed == 7
+    moved = (await worker(store).begin("a", request(1, 2, 5, max_tokens=8))).request
+    assert (moved.params.seed, moved.params.max_tokens, moved.generated_token_ids) == (7, 9, [5])
+
+
+async def test_who_migrates_in_order_is_not_counted() -> None:
+    store = Memory()
+    for _ in range(5):
+        record = await worker(store).begin("a", request(1, 2))
+        record.write(7)
+        await record.written()
+        await record.pass_on()
+        assert store.attempts == [0]
+    broken = await worker(store).begin("a", request(1, 2))
+    broken.write(7)
+    await broken.written()
+    broken.abandon()
+    await broken.pass_on()
+    assert store.attempts == [1]
+
+
+async def test_a_cancelled_request_goes_away_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINGER_S", 0.05)
+    store = Memory()
+    records = worker(store)
+    record = await records.begin("a", request(1, 2))
+    record.write(7)
+    await record.written()
+    record.linger()
+    await store.until(lambda: store.attempts == [0])
+    await store.until(lambda: not store.values)
+    await records.close()
+
+
+async def test_what_another_worker_has_taken_over_is_left_alone() -> None:
+    store = Memory()
+    slow, fast = worker(store), worker(store)
+    first = await slow.begin("a", request(1, 2))
+    first.write(7)
+    await first.written()
+    second = await fast.begin("a", request(1, 2, 5, max_tokens=8))
+    second.write(7)
+    await second.written()
+    await first.pass_on()
+    assert store.attempts == [2]
+    second.remove()
+    await store.until(lambda: not store.values)
+    await fast.close()
+
+
+async def test_records_of_requests_in_flight_are_written_again() -> None:
+    store = Memory()
+    records = worker(store, ttl_s=0.03)
+    await records.open()
+    record = await records.begin("a", request(1, 2))
+    record.write(7)
+    await store.until(lambda: store.num_puts >= 3)
+    record.remove()
+    await store.until(lambda: not store.values)
+    await records.close()
+
+
+async def test_close_removes_what_has_ended() -> None:
+    store = Memory()
+    records = worker(store)
+    for number, name in enumerate("abc"):
+        record = await records.begin(name, request(1, 2))
+        record.write(7)
+        await record.written()
+        if number:
+            record.linger()
+    await records.close()
+    assert len(store.values) == 1
+
+
+async def test_a_store_that_fails_or_hangs_refuses_requests_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.02)
+    store = Memory()
+    records = worker(store)
+    store.fails = True
+    with pytest.raises(BoundaryStoreUnavailable, match="the boundary store memory: is gone"):
+        await records.begin("a", request(1, 2))
+    store.fails, store.hangs = False, True
+    with pytest.raises(BoundaryStoreUnavailable, match=r"store memory: does not answer within 0.02 s"):
+        await records.begin("a", request(1, 2))
+    store.hangs = False
+    record = await records.begin("a", request(1, 2))
+    store.fails = True
+    record.write(7)
+    with pytest.raises(BoundaryStoreUnavailable, match="is gone"):
+        await record.written()
+    record.remove()
+    store.fails = False
+    assert records.num_failures >= 3
+    await records.close()
