@@ -28,7 +28,9 @@ prepare_migration() {
     [[ $WORKER_MIGRATION == on ]] || return 0
     frontend_arguments+=(--migration-limit 3)
     export WORKER_BOUNDARY_STORE=${WORKER_BOUNDARY_STORE:-file:$scratch/boundaries}
-    # A worker that says nothing for as long counts as dead: longer than the longest prompt takes.
+    # A worker that says nothing for as long counts as dead: longer than the longest prompt takes. Requests that wait
+    # for their turn there say that it lives.
+    export WORKER_KEEPALIVE_S=${WORKER_KEEPALIVE_S:-10}
     export DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS=${DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS:-60}
 }
 

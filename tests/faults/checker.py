@@ -84,7 +84,7 @@ def check_ended(records: Sequence[Record]) -> None:
     assert not wrong, wrong
 
 
-def check_settled(workers: Sequence[Worker], timeout_s: float = 30) -> None:
+def check_settled(workers: Sequence[Worker], timeout_s: float = 60) -> None:
     """Nobody is in flight, no page and no lease is left, and every request that began has ended."""
     deadline = time.monotonic() + timeout_s
     for worker in workers:

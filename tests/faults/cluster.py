@@ -11,7 +11,7 @@ from checker import check_settled
 from e2e_stack import Process, Stack, Worker, running_stack, wait_for
 
 PACED = Path(__file__).with_name("paced_worker.py")
-ENGINE = ("--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--max-num-seqs", "64")
+ENGINE = ("--device", "cpu", "--dtype", "float32", "--numerics", "exact")
 
 EXITS = ("--logits-processor", "faults/exits=exits:Exits")
 
@@ -42,17 +42,19 @@ class Cluster:
         arguments: Of every worker.
         migrates: Whether the frontend moves the requests of a worker that is gone to another one.
         pace_s: Least time of a worker's step.
+        max_num_seqs: Requests that a worker computes at a time.
 
     Attributes:
         boundaries: Directory of the boundary store, which the workers use if requests migrate.
         spared: A worker that no fault is given to.
     """
 
-    def __init__(self, stack: Stack, *arguments: str, migrates: bool, pace_s: float) -> None:
+    def __init__(self, stack: Stack, *arguments: str, migrates: bool, pace_s: float, max_num_seqs: int) -> None:
         self.stack = stack
         self.boundaries = stack.directory / "boundaries"
         exact = ("--migration", "on", "--boundary-store", f"file:{self.boundaries}") if migrates else ()
-        self.arguments = (*ENGINE, "--keepalive-s", "1", *EXITS, *exact, *arguments)
+        engine = (*ENGINE, "--max-num-seqs", str(max_num_seqs))
+        self.arguments = (*engine, "--keepalive-s", "1", *EXITS, *exact, *arguments)
         self.pace_s = pace_s
         self.spared: Worker | None = None
         self.frontend: Process = stack.start_frontend(*(["--migration-limit", "3"] if migrates else []))
@@ -103,10 +105,11 @@ def running_cluster(
     *arguments: str,
     migrates: bool = True,
     pace_s: float = 0.005,
-    patience: int = 1,
+    max_num_seqs: int = 64,
+    patience: int = PATIENCE,
 ) -> Iterator[Cluster]:
     """A cluster without workers; all that it starts is killed afterwards."""
     with running_stack(directory, model_path) as stack:
         stack.environ.update(frontend_settings(patience))
         stack.environ["PYTHONPATH"] += f":{Path(__file__).parent}"
-        yield Cluster(stack, *arguments, migrates=migrates, pace_s=pace_s)
+        yield Cluster(stack, *arguments, migrates=migrates, pace_s=pace_s, max_num_seqs=max_num_seqs)

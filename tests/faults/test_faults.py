@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from checker import Reference, check_answers, check_ended
-from cluster import ENGINE, PACED, PATIENCE, Cluster, running_cluster
+from cluster import ENGINE, PACED, Cluster, running_cluster
 from e2e_stack import DYNAMO, Stack, running_stack, wait_for
 from injectors import BadRequests, Disconnect, Kill, NeverReads, RollingRestart
 from load_client import LoadClient, prompt_of, streams, under_load
@@ -30,7 +30,7 @@ def reference(tiny_model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("cluster"), tiny_model, patience=PATIENCE) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("cluster"), tiny_model) as cluster:
         yield cluster
 
 

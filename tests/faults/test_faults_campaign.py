@@ -141,7 +141,7 @@ async def test_rolling_restarts_under_load(
 
 async def test_a_stopped_worker(tmp_path: Path, tiny_model: Path, reference: Reference) -> None:
     """1.6.1 migrates its requests; 1.4.2 ends those that had begun with an error."""
-    with running_cluster(tmp_path, tiny_model, pace_s=0.02) as cluster:
+    with running_cluster(tmp_path, tiny_model, pace_s=0.02, patience=1) as cluster:
         cluster.start(2)
         async with LoadClient(cluster.url) as client:
             asked = await streams(client, 32, NUM_TOKENS)
@@ -167,7 +167,7 @@ async def test_a_thousand_disconnects(
     tmp_path: Path, tiny_model: Path, reference: Reference, chance: random.Random
 ) -> None:
     """Few slots, so that requests wait; long prompts, so that they are computed."""
-    with running_cluster(tmp_path, tiny_model, "--max-num-seqs", "8", "--max-num-batched-tokens", "128") as cluster:
+    with running_cluster(tmp_path, tiny_model, "--max-num-batched-tokens", "128", max_num_seqs=8) as cluster:
         cluster.start(2)
         async with LoadClient(cluster.url) as client, under_load(client, 4, 40, first=3000):
             await Disconnect(1000, at_once=40).inject(cluster, client, chance)
@@ -179,7 +179,7 @@ async def test_a_thousand_disconnects(
 async def test_never_reading_and_bad_clients(
     tmp_path: Path, tiny_model: Path, reference: Reference, chance: random.Random
 ) -> None:
-    never, bad = NeverReads(64), BadRequests()
+    never, bad = NeverReads(64, num_tokens=300), BadRequests()
     with running_cluster(tmp_path, tiny_model) as cluster:
         cluster.start(1)
         async with LoadClient(cluster.url) as client:

@@ -76,7 +76,7 @@ def a_fault(chance: random.Random) -> Fault:
         Kill(),
         Drain(),
         Drain(second_after_s=0.5),
-        Stop(chance.choice((0.5, 6.0))),
+        Stop(chance.choice((0.5, 10.0))),
         Disconnect(40),
         NeverReads(8),
         BadRequests(),
@@ -105,7 +105,7 @@ async def test_everything_at_random(tmp_path: Path, tiny_model: Path) -> None:
     reference = Reference(tiny_model)
     counts: Counter[str] = Counter()
     num_answers = 0
-    with running_cluster(tmp_path, tiny_model, "--kv-cache-memory", "64MiB") as cluster:
+    with running_cluster(tmp_path, tiny_model, "--kv-cache-memory", "64MiB", patience=2) as cluster:
         cluster.start(NUM_WORKERS)
         cluster.spared = cluster.living[0]
         used = {"frontend": Usage(cluster.frontend), "worker": Usage(cluster.spared)}
