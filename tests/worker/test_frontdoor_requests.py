@@ -360,6 +360,8 @@ def test_a_bad_annotation_or_header_is_refused_before_a_stream_begins() -> None:
     assert "processors[0].args.n" in refusal(nvext={"annotations": [ANNOTATION + bad]}).message
     assert "processors[0].args.n" in refusal(headers={METADATA_HEADER: bad.encode()}).message
     assert refusal(headers={METADATA_HEADER: b'{"version": 1}'}, logit_bias={"5": 1}).param == "logit_bias"
+    forced = '{"version": 1, "processors": [{"name": "forced_prefix", "args": {"text": "\u00e9"}}]}'
+    assert "must be ASCII" in refusal(headers={METADATA_HEADER: forced.encode()}).message
 
 
 def test_more_stops_than_the_frontend_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,8 @@ def _with_selection(fields: Body, made: Sequence[Made], headers: Mapping[bytes, 
         raise FieldRefused(made[0].blamed(""), f"cannot be given beside the header {METADATA_HEADER.decode()}")
     if places:
         _checked(places[0][len(ANNOTATION) :], catalog, lambda path: f"nvext.annotations: {ANNOTATION}{path}")
+    if header is not None and not header.isascii():
+        raise FieldRefused(METADATA_HEADER.decode(), "must be ASCII: Dynamo's frontend drops any other value")
     if header is not None:
         _checked(header.decode("latin-1"), catalog, lambda path: f"{METADATA_HEADER.decode()}: {path}")
     if not chosen and not made:
