@@ -429,6 +429,18 @@ def test_malformed_bodies(name: str) -> None:
     assert refused.value.status == 400
 
 
+@pytest.mark.parametrize("depth", [*range(20, 60, 5), *range(800, 1010, 3)])
+def test_a_body_nested_nearly_too_deep_to_read_is_refused_or_sent_on(depth: int) -> None:
+    """It may still be too deep to write."""
+    deep = '{"type": "function", "function": {"name": "f", "parameters": ' + '{"a": ' * depth + "1" + "}" * depth + "}}"
+    for body in (
+        '{"model": "m", "messages": [], "tools": [' + deep + "]}",
+        '{"model": "m", "messages": [], "logit_bias": {"5": 1}, "metadata": ' + deep + "}",
+    ):
+        with contextlib.suppress(Refused):
+            assert rewritten(CHAT, body.encode(), {}, CATALOG, HERMES).startswith(b"{")
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
     lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=8), children, max_size=4),

@@ -26,6 +26,7 @@ METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
 """The header in which a selection of processors may come instead."""
 
 _SELECTION_FIELD = "logits_processors"
+_TOO_DEEP = "the body is nested too deep"
 
 
 def rewritten(
@@ -44,12 +45,21 @@ def rewritten(
         Refused: 400, naming the field, for what would be dropped or would fail behind.
     """
     fields = parsed(body)
+    try:
+        changed = _rewrite(path, fields, headers, catalog, calls)
+        return _encoded(fields) if changed else body
+    except RecursionError:
+        raise Refused(400, _TOO_DEEP) from None
+
+
+def _rewrite(
+    path: str, fields: Body, headers: Mapping[bytes, bytes], catalog: Catalog, calls: CallFormat | None
+) -> bool:
+    """Whether that changed ``fields``."""
     _check(path, fields)
     num_fields = len(fields)
     selected = _with_selection(fields, _made(fields, calls), headers, catalog)
-    if _without_idle_fields(path, fields) or selected or len(fields) != num_fields:
-        return _encoded(fields)
-    return body
+    return _without_idle_fields(path, fields) or selected or len(fields) != num_fields
 
 
 def _made(fields: Body, calls: CallFormat | None) -> list[Made]:
@@ -73,7 +83,7 @@ def parsed(body: bytes) -> Body:
     try:
         data = _DECODER.decode(body.decode())
     except RecursionError:
-        raise Refused(400, "the body is nested too deep") from None
+        raise Refused(400, _TOO_DEEP) from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise Refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
