@@ -95,6 +95,7 @@ class FrontDoor:
     async def drain(self, timeout_s: float) -> None:
         """Let the answers under way finish, for so long, and close the rest."""
         self.draining = True
+        self.upstreams.close()  # the frontends may be about to end, too
         for connection in list(self.connections):
             connection.close_if_idle()
         try:
