@@ -11,6 +11,7 @@ Needs only the standard library: the file may be copied into a client's own code
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -77,6 +78,28 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     if tool.get("type") != "function" or not isinstance(function, Mapping) or "name" not in function:
         raise ValueError(f"expected a function with a name, got {tool!r:.80}")
     return function
+
+
+_TAIL = re.compile(r"(?:\s{1,64}|\s?\S{1,64})\Z")
+
+
+def healed(prompt: str) -> tuple[str, dict[str, Any]]:
+    """Token healing at the end of a prompt: the prompt to send instead, and a processor.
+
+    A tokenizer ends a token where the text ends, and a model has rarely seen the rest of a longer
+    one behind it: ``//`` behind ``http:``, say. So the last word (at most 64 characters), or the
+    white space at the end, is taken off the prompt, and the processor ``forced_prefix`` writes it
+    at the beginning of the answer, with ``heal``: the model may end it within a token that goes on
+    with it. The answer begins with what was taken off the prompt, and those
+    tokens count as generated.
+
+    Raises:
+        ValueError: there would be no prompt left.
+    """
+    tail = _TAIL.search(prompt)
+    if tail is None or tail.start() == 0:
+        raise ValueError("expected a prompt of more than one word")
+    return prompt[: tail.start()], processor("forced_prefix", text=tail[0], heal=True)
 
 
 def _parameters(function: Mapping[str, Any]) -> Any:

@@ -61,10 +61,10 @@ class ForcedPrefix(SteeringProcessor):
     """The answer begins with a given sequence.
 
     Source: transformers' ``forced_bos_token_id``, for any number of tokens: generated token i is
-    the i-th of the sequence; the rest is not constrained. With ``heal`` the model chooses the last
-    token's boundary (token healing, as in guidance): in place of the last token any token is
-    allowed that begins with its text, so that a word which continues the prefix is tokenized as
-    elsewhere.
+    the i-th of the sequence; the rest is not constrained. With ``heal`` the model chooses how the
+    sequence ends (token healing, as in guidance): at each of its tokens, any token is allowed too
+    that begins with all of the text that is left, so that a word which continues the sequence is
+    tokenized as elsewhere.
     """
 
     name = "forced_prefix"
@@ -72,15 +72,17 @@ class ForcedPrefix(SteeringProcessor):
     reads = Reads.NOTHING
 
     class Args(Phrase):
-        heal: bool = Field(default=False, description="The last token may be one that goes on with its text.")
+        heal: bool = Field(default=False, description="The text may end within a token that goes on with it.")
 
     def __init__(self, args: Args, context: Context) -> None:
-        argument, ids = _phrase(args, context)
-        _check_no_end(context, argument, ids)
-        _check_room(context, argument, len(ids))
-        self._edits: list[Edit] = [Force(token_id) for token_id in ids]
-        if args.heal:
-            self._edits[-1] = Allow.of(_beginning_with(context, ids[-1]), context.vocabulary.size)
+        self._argument, self._ids = _phrase(args, context)
+        _check_no_end(context, self._argument, self._ids)
+        _check_room(context, self._argument, len(self._ids))
+        self._edits: list[Edit] = [Force(token_id) for token_id in self._ids]
+
+    @classmethod
+    def build(cls, args: Args, context: Context) -> list[Processor]:
+        return [_HealedPrefix(args, context) if args.heal else cls(args, context)]
 
     def edit(self) -> Edit | None:
         i = self.num_generated
@@ -91,15 +93,46 @@ class ForcedPrefix(SteeringProcessor):
         return [edit.token_id for edit in ahead if isinstance(edit, Force)]
 
 
-def _beginning_with(context: Context, token_id: int) -> set[int]:
-    """Tokens whose text begins with that of ``token_id``; itself alone if it has none."""
-    try:
-        index = byte_index(context.vocabulary)
-    except ValueError as error:
-        raise ArgumentError("heal", str(error)) from error
-    text = index[token_id]
-    found = {i for i in index.containing(text) if index[i].startswith(text)} if text else set()
-    return (found - context.end_token_ids) | {token_id}
+class _HealedPrefix(ForcedPrefix):
+    """A prefix whose end is the model's choice; it ends early with a token that goes on with it."""
+
+    reads = Reads.GENERATED
+
+    def __init__(self, args: ForcedPrefix.Args, context: Context) -> None:
+        super().__init__(args, context)
+        try:
+            index = byte_index(context.vocabulary)
+        except ValueError as error:
+            raise ArgumentError("heal", str(error)) from error
+        left = b""
+        for i in reversed(range(len(self._ids))):
+            text = index[self._ids[i]]
+            left = text + left
+            if not text or len(left) > index.longest:
+                break
+            found = {other for other in index.containing(left) if index[other].startswith(left)}
+            found = (found - context.end_token_ids) | {self._ids[i]}
+            if len(found) > 1:
+                self._edits[i] = Allow.of(found, context.vocabulary.size)
+        self.reset()
+
+    def reset(self) -> None:
+        self._length = 0
+        self._left_at: int | None = None  # index of the token that went on with the text
+
+    def advance(self, token_id: int, index: int) -> None:
+        if self._left_at is None and index < len(self._ids) and token_id != self._ids[index]:
+            self._left_at = index
+        self._length = index + 1
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        self._length -= len(token_ids)
+        if self._left_at is not None and self._left_at >= self._length:
+            self._left_at = None
+        return True
+
+    def edit(self) -> Edit | None:
+        return super().edit() if self._left_at is None else None
 
 
 class ForceLastPhrase(SteeringProcessor):

@@ -121,3 +121,28 @@ def test_what_is_no_tool_is_refused():
         client.from_openai_tools(TOOLS, "any", format="hermes")
     with pytest.raises(ValueError, match="expected a function with a name"):
         client.from_openai_tools([{"type": "retrieval"}], format="hermes")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent", "written"),
+    [
+        ('The link is <a href="http:', "The link is <a", ' href="http:'),
+        ("I am inter", "I am", " inter"),
+        ("The answer is: ", "The answer is:", " "),
+        ("One\n\n", "One", "\n\n"),
+        ("a " + "x" * 100, "a " + "x" * 36, "x" * 64),
+        ("\u4f60\u597d \u4e16", "\u4f60\u597d", " \u4e16"),
+    ],
+)
+def test_token_healing_takes_the_last_word_off_a_prompt(prompt, sent, written):
+    head, entry = client.healed(prompt)
+    assert (head, entry["args"]) == (sent, {"text": written, "heal": True})
+    assert head + written == prompt
+    (requested,) = parse_selection(client.selection(entry)).processors
+    Catalog.default().parse_args(requested)
+
+
+@pytest.mark.parametrize("prompt", ["", "word", " ", "\n\n"])
+def test_token_healing_needs_a_prompt_that_is_left(prompt):
+    with pytest.raises(ValueError, match="more than one word"):
+        client.healed(prompt)

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapters import TemperatureProcessor, create_trtllm_adapters
 from adapters.chain import ProcessorChain
+from adapters.client import healed
 from adapters.contract import Context
 from adapters.processors.length import MinTokens
 from adapters.vocabulary import Vocabulary
@@ -59,6 +60,22 @@ def network(checkpoints: dict[str, Path]) -> Any:
 def scripted(**settings: Any) -> Engine:
     """Without a tokenizer."""
     return Engine("no-checkpoint", model=ScriptedModel(), **{"max_num_seqs": 4, **settings})
+
+
+def test_a_healed_prompt_goes_on_with_the_longest_word(engine: Engine, tokenizer: Any) -> None:
+    """The boundary at the end of the prompt is the model's choice, its text is not."""
+    words = sorted((tokenizer.decode([i]) for i in range(tokenizer.vocab_size)), key=len)
+    word = next(text for text in reversed(words) if text[:1] == " " and text[1:].isalpha() and text.isascii())
+    prompt = f"Once upon a{word[:-1]}"
+    head, entry = healed(prompt)
+    assert head == "Once upon a"
+    (longer,) = tokenizer.encode(word, add_special_tokens=False)
+    for boosts, expected in (({}, word[:-1]), ({longer: 100.0}, word)):
+        bias = [{"name": "logit_bias", "args": {"bias": {str(key): value for key, value in boosts.items()}}}]
+        (result,) = engine.generate(head, SamplingParams(max_tokens=8), processors=[entry, *(bias if boosts else [])])
+        assert result.text is not None
+        assert result.text.startswith(expected)
+    assert longer in result.token_ids
 
 
 def drain(engine: Engine) -> list[Result]:

@@ -87,11 +87,14 @@ def test_transformers_reads_the_same(
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_engine_answers_as_from_the_source(checkpoints: dict[str, Path], tmp_path: Path, arch: str) -> None:
-    checkpoint = converted(Source(checkpoints[arch], F32), tmp_path)
+def test_the_offline_engine_answers_from_the_file_as_from_the_source(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = Source(checkpoints[arch], F32).write(tmp_path / "model.gguf")
     params = SamplingParams(max_tokens=24)
     answers = []
-    for path in (checkpoints[arch], checkpoint):
+    for path in (checkpoints[arch], file):
         engine = Engine(path, device="cpu", dtype="float32", max_num_seqs=2, context_length=128)
         (result,) = engine.generate(["Once upon a time"], params, progress=False)
         answers.append((result.token_ids, result.text, result.finish_reason, engine.info.eos_token_ids))

@@ -360,6 +360,8 @@ def test_a_bad_annotation_or_header_is_refused_before_a_stream_begins() -> None:
     assert "processors[0].args.n" in refusal(nvext={"annotations": [ANNOTATION + bad]}).message
     assert "processors[0].args.n" in refusal(headers={METADATA_HEADER: bad.encode()}).message
     assert refusal(headers={METADATA_HEADER: b'{"version": 1}'}, logit_bias={"5": 1}).param == "logit_bias"
+    forced = '{"version": 1, "processors": [{"name": "forced_prefix", "args": {"text": "\u00e9"}}]}'
+    assert "must be ASCII" in refusal(headers={METADATA_HEADER: forced.encode()}).message
 
 
 def test_more_stops_than_the_frontend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,6 +427,18 @@ def test_malformed_bodies(name: str) -> None:
     with pytest.raises(Refused) as refused:
         rewritten(CHAT, MALFORMED[name], {}, CATALOG)
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("depth", [*range(20, 60, 5), *range(800, 1010, 3)])
+def test_a_body_nested_nearly_too_deep_to_read_is_refused_or_sent_on(depth: int) -> None:
+    """It may still be too deep to write."""
+    deep = '{"type": "function", "function": {"name": "f", "parameters": ' + '{"a": ' * depth + "1" + "}" * depth + "}}"
+    for body in (
+        '{"model": "m", "messages": [], "tools": [' + deep + "]}",
+        '{"model": "m", "messages": [], "logit_bias": {"5": 1}, "metadata": ' + deep + "}",
+    ):
+        with contextlib.suppress(Refused):
+            assert rewritten(CHAT, body.encode(), {}, CATALOG, HERMES).startswith(b"{")
 
 
 JSON = st.recursive(

@@ -404,6 +404,15 @@ async def test_endpoints_that_would_drop_fields_are_not_served(path: str) -> Non
         assert at.frontends[0].requests == []
 
 
+async def test_a_selection_in_two_headers_is_refused() -> None:
+    """Dynamo's frontend takes the first, and says nothing of the second."""
+    header = 'x-dynamo-meta-logits-processors: {"version": 1}'
+    async with house(say_ok) as at:
+        status, error = error_of(await at.ask(post(CHAT_BODY, header, header.title())))
+        assert (status, error["param"]) == (400, "x-dynamo-meta-logits-processors")
+        assert (await at.ask(post(CHAT_BODY, header))).endswith(b"{}")
+
+
 NAMES = st.sampled_from(["Host", "host", "Content-Length", "X-A", "Expect", "Transfer-Encoding", "Upgrade", "X A", ""])
 VALUES = st.text(st.characters(max_codepoint=255), max_size=6) | st.sampled_from(["3", "+3", "chunked", " 3 ", "a\tb"])
 

@@ -6,6 +6,7 @@ Exit 0 after that, 2 for configuration, 1 if it cannot start. A second signal en
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -61,6 +62,8 @@ async def serve(options: Options) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     door = make_front_door(options)
+    gc.collect()
+    gc.freeze()  # what is loaded stays, and a collection that looks at it would hold up every answer
     try:
         server = await loop.create_server(protocol_factory(door), options.host, options.port, backlog=BACKLOG)
     except (OSError, socket.gaierror) as error:

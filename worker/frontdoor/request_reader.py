@@ -1,7 +1,7 @@
 """A client's request from its bytes.
 
 h11 reads it, except for a head that is as plain as those of all clients that are not tests of HTTP
-servers: that one is recognized here, in a tenth of the time. What h11 would refuse is never plain.
+servers: that one is recognized here, in a sixth of the time. What h11 would refuse is never plain.
 """
 
 from __future__ import annotations

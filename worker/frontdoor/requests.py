@@ -27,6 +27,7 @@ METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
 """The header in which a selection of processors may come instead."""
 
 _SELECTION_FIELD = "logits_processors"
+_TOO_DEEP = "the body is nested too deep"
 
 
 def rewritten(
@@ -52,13 +53,26 @@ def rewritten(
         Refused: 400, naming the field, for what would be dropped or would fail behind.
     """
     fields = parsed(body)
+    try:
+        changed = _rewrite(path, fields, headers, catalog, calls, carries_guides and METADATA_HEADER not in headers)
+        return _encoded(fields) if changed else body
+    except RecursionError:
+        raise Refused(400, _TOO_DEEP) from None
+
+
+def _rewrite(
+    path: str,
+    fields: Body,
+    headers: Mapping[bytes, bytes],
+    catalog: Catalog,
+    calls: CallFormat | None,
+    carries_guides: bool,
+) -> bool:
+    """Whether that changed ``fields``."""
     _check(path, fields)
     num_fields = len(fields)
-    made = _made(fields, calls, carries_guides and METADATA_HEADER not in headers)
-    selected = _with_selection(fields, made, headers, catalog)
-    if _without_idle_fields(path, fields) or selected or len(fields) != num_fields:
-        return _encoded(fields)
-    return body
+    selected = _with_selection(fields, _made(fields, calls, carries_guides), headers, catalog)
+    return _without_idle_fields(path, fields) or selected or len(fields) != num_fields
 
 
 def _made(fields: Body, calls: CallFormat | None, carries_guides: bool) -> list[Made]:
@@ -83,7 +97,7 @@ def parsed(body: bytes) -> Body:
     try:
         data = _DECODER.decode(body.decode())
     except RecursionError:
-        raise Refused(400, "the body is nested too deep") from None
+        raise Refused(400, _TOO_DEEP) from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise Refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
@@ -167,6 +181,8 @@ def _with_selection(fields: Body, made: Sequence[Made], headers: Mapping[bytes, 
         raise FieldRefused(made[0].blamed(""), f"cannot be given beside the header {METADATA_HEADER.decode()}")
     if places:
         _checked(places[0][len(ANNOTATION) :], catalog, lambda path: f"nvext.annotations: {ANNOTATION}{path}")
+    if header is not None and not header.isascii():
+        raise FieldRefused(METADATA_HEADER.decode(), "must be ASCII: Dynamo's frontend drops any other value")
     if header is not None:
         _checked(header.decode("latin-1"), catalog, lambda path: f"{METADATA_HEADER.decode()}: {path}")
     if not chosen and not made:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 from adapters.catalog import Catalog
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import TABLES, UNCHECKED
 from worker.frontdoor.http import AnswerEnd, answer
 from worker.frontdoor.options import Options
 from worker.frontdoor.request_reader import Head, RequestReader
-from worker.frontdoor.requests import rewritten
+from worker.frontdoor.requests import METADATA_HEADER, rewritten
 from worker.frontdoor.upstreams import NoUpstream, Upstream, UpstreamConnection, Upstreams
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ MAX_PIPELINED = 64 * 1024
 BODIES_AT_ONCE = 16
 """Bodies of the largest size that are in memory at a time."""
 
-REPEATABLE = 256 * 1024
+REPEATABLE = 64 * 1024
 """Size of the largest request that may take a kept connection: it is held until its answer begins,
 in case the frontend has closed that connection.
 """
@@ -95,6 +95,7 @@ class FrontDoor:
     async def drain(self, timeout_s: float) -> None:
         """Let the answers under way finish, for so long, and close the rest."""
         self.draining = True
+        self.upstreams.close()  # the frontends may be about to end, too
         for connection in list(self.connections):
             connection.close_if_idle()
         try:
@@ -216,8 +217,12 @@ class ClientConnection(asyncio.Protocol):
             problem = f"{self._path} is not served: fields of its requests would be dropped; use /v1/chat/completions"
             raise Refused(404, problem, code="unsupported_endpoint")
         self._check_length(int(headers.get(b"content-length", b"0")))
-        if self._rewrites() and headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        if not self._rewrites():
+            return
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise Refused(415, "a compressed body is not supported", "content-encoding")
+        if METADATA_HEADER in headers and [name.lower() for name, _ in request.lines].count(METADATA_HEADER) > 1:
+            raise FieldRefused(METADATA_HEADER.decode(), "comes twice, and Dynamo's frontend drops the second")
 
     def _rewrites(self) -> bool:
         return self._request is not None and self._request.method == b"POST" and self._path in TABLES

@@ -137,12 +137,10 @@ class UpstreamConnection(asyncio.Protocol):
 
     Attributes:
         upstream: The frontend, once it is connected.
-        reused: Whether the request is not the first one.
     """
 
     def __init__(self) -> None:
         self.upstream: Upstream | None = None
-        self.reused = False
         self._client: Client | None = None
         self._end = AnswerEnd()
         self._transport: asyncio.Transport | None = None
@@ -160,7 +158,7 @@ class UpstreamConnection(asyncio.Protocol):
         """
         if self._timer is not None:
             self._timer.cancel()
-            self._timer, self.reused = None, True
+            self._timer = None
         self._client, self._end, self._begun = client, end, False
         if self._transport is not None:
             self._transport.write(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,10 @@ from worker.engines.embedded.offline.session import Session
 from worker.engines.embedded.plan import Model
 from worker.engines.embedded.serving import load
 from worker.errors import InvalidRequest
+from worker.models import convert_gguf, find_gguf, model_cache
 from worker.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
@@ -33,8 +37,8 @@ class Engine:
             print(result.text)
 
     Args:
-        model_path: Directory of the checkpoint. A tokenizer is needed only for text input or
-            output.
+        model_path: Directory of the checkpoint, or a GGUF file, which is converted once into the
+            cache (`worker.models`). A tokenizer is needed only for text input or output.
         model: A model to use instead of the checkpoint's; the tokenizer is still read from
             `model_path`.
         catalog: Logits processors that may be named; the built-in ones by default.
@@ -54,11 +58,12 @@ class Engine:
     def __init__(
         self, model_path: str | Path, *, model: Model | None = None, catalog: Catalog | None = None, **settings: Any
     ) -> None:
+        model_path = _checkpoint(Path(model_path))
         self.config = EmbeddedConfig(model_path=model_path, **settings)
         stepper, self.info = load(self.config, model)
         if self.config.max_mixed_chunk is None:  # offline, throughput matters and latency does not
             stepper.scheduler.max_mixed_chunk = None
-        vocabulary = _vocabulary(Path(model_path), self.info.vocab_size, self.info.eos_token_ids)
+        vocabulary = _vocabulary(model_path, self.info.vocab_size, self.info.eos_token_ids)
         builder = RequestBuilder(stepper.model, self.info.context_length, vocabulary, catalog or Catalog.default())
         self.session = Session(stepper, self.info, builder)
         self._done: list[Result] = []
@@ -168,6 +173,12 @@ class Engine:
     def _advance(self) -> list[Result]:
         ended = dict.fromkeys(event.group for event in self.session.step())  # several answers may end in one step
         return [group.result() for group in ended if group.is_done]
+
+
+def _checkpoint(path: Path) -> Path:
+    """``path``, or the checkpoint of the GGUF file that it names."""
+    file = find_gguf(path)
+    return path if file is None else convert_gguf(file, model_cache(), logger.info)
 
 
 def _vocabulary(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
