@@ -70,6 +70,7 @@ def example(option: Option) -> str:
         "kv_cache_memory": "1.5GiB",
         "device": "cuda:1",
         "endpoint_types": "chat",
+        "otlp_endpoint": "http://collector:4318/v1/traces",
     }.get(option.name, "word")
 
 
