@@ -312,8 +312,9 @@ class WorkerEngine(LLMEngine):
         self.disaggregation.release(serving.admitted)
         chunk = serving.builder.chunk(delta)
         if chunk["token_ids"]:
-            is_first = entry.first_token_s is None
-            self.metrics.observe_tokens(len(chunk["token_ids"]), entry.tokens_sent(), is_first=is_first)
+            is_first, passed_s = entry.first_token_s is None, entry.tokens_sent()
+            if not entry.is_probe:
+                self.metrics.observe_tokens(len(chunk["token_ids"]), passed_s, is_first=is_first)
         self.in_flight.grow(serving.admitted, len(delta.token_ids))
         self._publish_load()
         if delta.kv is not None:
