@@ -402,8 +402,9 @@ class RequestServer:
             delta = safe
         chunk = serving.builder.chunk(delta)
         if chunk["token_ids"]:
-            is_first = entry.first_token_s is None
-            self.metrics.observe_tokens(len(chunk["token_ids"]), entry.tokens_sent(), is_first=is_first)
+            is_first, passed_s = entry.first_token_s is None, entry.tokens_sent()
+            if not entry.is_probe:
+                self.metrics.observe_tokens(len(chunk["token_ids"]), passed_s, is_first=is_first)
         if delta.kv is not None:
             tokens = serving.record.request.token_ids
             chunk["disaggregated_params"] = self.disaggregation.transfer_params(tokens, serving.selection, delta)

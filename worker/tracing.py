@@ -7,6 +7,7 @@ while it runs. OpenTelemetry is imported here alone, and only with ``--otlp-endp
 from __future__ import annotations
 
 import importlib.util
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
     from worker.request_log import RequestEntry
+
+logger = logging.getLogger(__name__)
+
+EXPORT_TIMEOUT_S = 3.0
+"""For a collector that does not answer; also how long it can hold up the end of the process."""
 
 PROVIDER = "dynamo"
 OPERATION = "text_completion"
@@ -56,7 +62,7 @@ def to_endpoint(endpoint: str, model: str) -> RequestTracer:
 
     resource = Resource.create({"service.name": "dynamo-logits-worker", "service.version": __version__})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)))
     return RequestTracer(provider, model)
 
 
@@ -74,17 +80,23 @@ class RequestTracer:
         self._model = model
 
     def ended(self, entry: RequestEntry, headers: Mapping[str, str] | None) -> None:
-        """Record a request.
+        """Record a request. What goes wrong here is logged; the request is not touched.
 
         Args:
             entry: Of the request, which has ended now.
             headers: W3C trace context that it came with.
         """
+        if entry.is_probe:
+            return
+        try:
+            self._record(entry, headers)
+        except Exception:  # the boundary of another library
+            logger.exception("no spans of request %s", entry.request_id)
+
+    def _record(self, entry: RequestEntry, headers: Mapping[str, str] | None) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        if entry.is_probe:
-            return
         ended_s = entry.clock()
         offset_ns = time.time_ns() - round(ended_s * 1e9)
 

@@ -70,6 +70,8 @@ async def test_64_at_once_say_what_each_says_alone(shared: Shared) -> None:
     assert together[::8] == alone
     assert len(set(together)) > 32
     assert worker.metric("dlw_in_flight_requests") == 0
+    assert worker.metric("dlw_waiting_requests") == 0
+    assert worker.metric("dlw_time_to_first_token_seconds_count") >= len(prompts)
 
 
 def test_logprobs(shared: Shared) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from engine_doubles import ScriptedModel, request, stepper
 from kv_doubles import RecallModel, answer, recall_request
 
+from worker.engines import QueueTimes
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.plan import TILE, Output, Plan, Request
 from worker.engines.embedded.scheduler import FEW_ROWS, Scheduler
@@ -362,3 +364,26 @@ def test_detached_pages_stay_pinned_while_their_request_is_recomputed() -> None:
     driver.scheduler.unpin(stand_in)
     assert driver.cache.num_available == 8
     assert one.tokens == prompt(40) + answer_without_end(prompt(40), 3)
+
+
+def test_queue_times_are_those_of_the_first_admission_and_a_transfer_is_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(num_pages=8, page_size=16)
+    moments = iter(range(10, 20))
+    clock = SimpleNamespace(monotonic=lambda: next(moments))
+    monkeypatch.setattr("worker.engines.embedded.scheduler.time", clock)
+    plain = driver.add("plain", prompt(4, first=3), 2)
+    assert plain.queue_times is None
+    driver.step()
+    assert plain.queue_times == QueueTimes(10, 10)
+    driver.scheduler.preempt(plain)
+    driver.step()
+    assert plain.queue_times == QueueTimes(10, 10)
+    transfer = recall_request(driver.model, "transfer", prompt(20, first=4), 1)
+    driver.scheduler.arrive(transfer)
+    assert driver.scheduler.pin(transfer) == ()
+    assert transfer.queue_times == QueueTimes(11, 11)
+    driver.scheduler.resume(transfer)
+    assert transfer.queue_times == QueueTimes(11, 12)
+    driver.finish()

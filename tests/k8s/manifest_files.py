@@ -12,7 +12,7 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "k8s"
-GRAPHS = ("agg", "disagg", "agg-trtllm", "disagg-trtllm")
+GRAPHS = ("agg", "agg_router", "disagg", "disagg_router", "agg-trtllm", "disagg-trtllm")
 WORKERS = ("worker", "prefill", "decode")
 
 # What the operator sets in every worker, unless the manifest does (its v1beta1 defaults).

@@ -155,11 +155,33 @@ def test_every_topology_is_what_its_name_says() -> None:
     aggregated, disaggregated = ["frontend", "worker"], ["frontend", "prefill", "decode"]
     assert types == {
         "agg": aggregated,
+        "agg_router": aggregated,
         "agg-trtllm": aggregated,
         "disagg": disaggregated,
+        "disagg_router": disaggregated,
         "disagg-trtllm": disaggregated,
     }
-    assert {load_graph(name)["metadata"]["name"] for name in GRAPHS} == {f"dlw-{name}" for name in GRAPHS}
+    names = {f"dlw-{name.replace('_', '-')}" for name in GRAPHS}
+    assert {load_graph(name)["metadata"]["name"] for name in GRAPHS} == names
+
+
+@pytest.mark.parametrize("base", ["agg", "disagg"])
+def test_a_router_is_its_topology_with_several_workers_that_publish_their_blocks(base: str) -> None:
+    plain, routed = load_graph(base), load_graph(f"{base}_router")
+    assert routed["metadata"].pop("name") == f"{plain['metadata'].pop('name')}-router"
+    frontend, *workers = (Component(base, fields, routed["spec"]["env"]) for fields in routed["spec"]["components"])
+    mode = frontend.main["args"].index("--router-mode")
+    assert frontend.main["args"][mode : mode + 2] == ["--router-mode", "kv"]
+    del frontend.main["args"][mode : mode + 2]
+    for worker in workers:
+        arguments = worker_arguments(worker)
+        assert arguments.publishes_kv_events == (worker.type != "decode")
+        assert worker.environ["DYN_EVENT_PLANE"] == "zmq"
+        assert worker.fields["replicas"] == 2
+        worker.fields["replicas"] = 1
+        at = worker.main["args"].index("--enable-kv-routing") + 1
+        worker.main["args"][at] = "false"
+    assert routed == plain
 
 
 def test_component_names_are_unique() -> None:

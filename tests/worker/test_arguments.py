@@ -71,6 +71,7 @@ def example(option: Option) -> str:
         "device": "cuda:1",
         "endpoint_types": "chat",
         "boundary_store": "nats:nats://127.0.0.1:4222",
+        "otlp_endpoint": "http://collector:4318/v1/traces",
     }.get(option.name, "word")
 
 

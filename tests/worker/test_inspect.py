@@ -127,10 +127,23 @@ async def _recorded(model: Path, processors: list[Any], sampling: dict[str, Any]
     return one, recording, outputs
 
 
-@pytest.mark.parametrize("sampling", [SAMPLING, {"temperature": 0.7, "top_p": 0.6, "min_p": 0.05}, {}])
-def test_the_last_stage_is_what_the_sampler_samples_from(model: Path, sampling: dict[str, Any]) -> None:
-    """Its probability of the token is that of the engine's own processed logprobs."""
-    _, recording, outputs = asyncio.run(_recorded(model, [BIAS, BAN], sampling))
+MIROSTAT = {"name": "mirostat", "args": {"tau": 1.5, "eta": 1.0}}
+RUNS: list[tuple[list[Any], dict[str, Any]]] = [
+    ([BIAS, BAN], SAMPLING),
+    ([BIAS, BAN], {"temperature": 0.7, "top_p": 0.6, "min_p": 0.05}),
+    ([BIAS, BAN], {}),
+    ([MIROSTAT], {"temperature": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("processors", "sampling"), RUNS)
+def test_the_last_stage_is_what_the_sampler_samples_from(
+    model: Path, processors: list[Any], sampling: dict[str, Any]
+) -> None:
+    """Its probability of the token is that of the engine's own processed logprobs; also after a
+    processor whose state is made of all rows before.
+    """
+    _, recording, outputs = asyncio.run(_recorded(model, processors, sampling))
     outputs = [output for output in outputs if output.token_id is not None]
     assert [output.token_id for output in outputs] == recording.token_ids[: len(outputs)]
     assert len(outputs) > 3
