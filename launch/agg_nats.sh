@@ -16,6 +16,7 @@ model answers, and prints the URL. Ctrl-C stops all: requests under way finish f
   WORKERS            number of workers (default: 2)
   NATS_URL           a NATS server with JetStream that is there already
   ETCD_ENDPOINTS     an etcd that is there already
+  ETCD_LEASE_TTL     seconds that etcd may be away, and that a dead worker stays registered (default: 60)
   HTTP_HOST          address to serve on (default: 127.0.0.1)
   HTTP_PORT          port to serve on (default: 8000)
   FRONT_DOOR         off serves Dynamo's frontend alone, which drops some controls (default: on; docs/front-door.md)
@@ -37,6 +38,7 @@ prepare_several
 prepare_nats
 prepare_etcd
 export DYN_DISCOVERY_BACKEND=etcd ETCD_ENDPOINTS=$etcd_url
+export ETCD_LEASE_TTL=${ETCD_LEASE_TTL:-60} # an etcd that is away for longer ends Dynamo's processes
 export DYN_REQUEST_PLANE=nats DYN_EVENT_PLANE=nats NATS_SERVER=$nats_url
 share_machine "$WORKERS"
 export WORKER_ENABLE_KV_ROUTING=true

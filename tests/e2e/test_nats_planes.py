@@ -42,6 +42,7 @@ def planes(tmp_path: Path, tiny_model: Path) -> Iterator[NatsStack]:
             stack.environ |= {
                 "DYN_DISCOVERY_BACKEND": "etcd",
                 "ETCD_ENDPOINTS": stack.etcd.url,
+                "ETCD_LEASE_TTL": "60",
                 "DYN_REQUEST_PLANE": "nats",
                 "DYN_EVENT_PLANE": "nats",
                 "NATS_SERVER": stack.nats.url,
@@ -84,7 +85,10 @@ def test_prefixes_stay_with_their_worker_and_answers_stream(planes: NatsStack) -
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
 def test_etcd_is_away_for_30_s(planes: NatsStack) -> None:
-    """The worker is found again within 15 s of its return, without a restart."""
+    """The worker is found again within 15 s of its return, without a restart.
+
+    Dynamo's processes leave when their lease is over, so that it must be longer than that.
+    """
     serve(planes, 1)
     (worker,) = planes.workers
     pid = worker.child.pid

@@ -20,6 +20,7 @@ from test_nats_faults import until_served, worker_process
 from worker.errors import ConfigurationError
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.command import main
+from worker.runtimes.nats.batch.consumer import BatchConsumer
 from worker.runtimes.nats.batch.store import BatchStore, MalformedLine
 from worker.runtimes.nats.connection import ConnectionOptions, connect
 from worker.runtimes.nats.protocol import Subjects
@@ -196,6 +197,28 @@ async def test_a_drain_gives_requests_back_without_counting_an_attempt(
         async with running(tiny_model, nats_server.url, "drains", *argv):
             results = await completed(store, record.id)
     assert [each["response"]["body"]["usage"]["completion_tokens"] for each in results] == [400] * 3
+
+
+async def test_a_request_that_comes_again_while_it_is_answered(
+    nats_server: NatsServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's signs of life are lost: it is delivered again and again, and answered once."""
+
+    async def forget(consumer: BatchConsumer) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(BatchConsumer, "_hold_all", forget)
+    argv = ("--batch", "--batch-ack-wait-s", "0.2", "--batch-max-deliver", "1")
+    async with connection(nats_server) as client, running(tiny_model, nats_server.url, "again", *argv) as worker:
+        store = BatchStore(client)
+        record = await store.submit([line("a", prompt=[9, 30], max_tokens=1500, ignore_eos=True)], "again")
+        (result,) = await completed(store, record.id)
+        served = worker.server.metrics.registry.get_sample_value("dlw_requests_total", {"outcome": "length"})
+        info = await client.jetstream().consumer_info(layout.stream_name(record.subjects, "normal"), layout.CONSUMER)
+    assert result["response"]["body"]["usage"]["completion_tokens"] == 1500
+    assert served == 1
+    assert info.delivered is not None
+    assert info.delivered.consumer_seq > 1
 
 
 async def test_what_no_worker_can_answer_becomes_a_dead_letter(

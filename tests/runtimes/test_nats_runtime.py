@@ -14,9 +14,11 @@ from nats.errors import MaxPayloadError
 from nats_workers import connected, running
 from servers import NatsServer
 
+from worker.engines.embedded import Engine
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.client import NoWorkers, RequestError, WorkerClient
 from worker.runtimes.nats.runtime import NatsWorker
+from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -105,6 +107,10 @@ async def test_choices_have_their_own_numbers_and_are_the_offline_engines(
     assert first.usage["completion_tokens"] == 36
     one = await client.generate(**{**GREEDY, "sampling_options": {"temperature": 1.0, "seed": 7}})
     assert one.choices[0].token_ids == first.choices[0].token_ids
+    offline = Engine(tiny_model, device="cpu", dtype="float32", numerics="exact", kv_blocks=512)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=7, n=3, ignore_eos=True, top_p=1.0)
+    (result,) = await asyncio.to_thread(offline.generate, [PROMPT], params, False)
+    assert [list(each.token_ids) for each in result.outputs] == [each.token_ids for each in first.choices]
     unseeded = await client.generate(**{**GREEDY, "sampling_options": {"temperature": 1.0, "n": 2}})
     assert unseeded.choices[0].token_ids != unseeded.choices[1].token_ids
 

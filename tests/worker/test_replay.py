@@ -108,6 +108,21 @@ async def test_the_tokens_are_those_that_were_recorded(
         assert await files.replay({**answer.receipt, "seed": answer.receipt["seed"] ^ 1}, PROMPT) == 1
 
 
+async def test_a_choice_beside_the_first_is_replayed(plain: Client, files: Files) -> None:
+    annotation = "logits_processors:" + selection(processor("xtc", probability=0.5), receipt=True)
+    raw = {
+        "token_ids": PROMPT,
+        "annotations": [annotation],
+        "sampling_options": {**DRAWN, "seed": 5},
+        "stop_conditions": {"max_tokens": 30},
+    }
+    answers = []
+    for choice in range(2):
+        answers.append(Answer([chunk async for chunk in plain.worker.serve(plain.id(), raw, {}, choice)]))
+    assert answers[0].token_ids != answers[1].token_ids
+    assert await files.replay(answers[1].receipt, PROMPT) == 0
+
+
 async def test_an_order_is_recorded(plain: Client, files: Files) -> None:
     asked = {"sampling_options": {"temperature": 3.0, "min_p": 0.9, "seed": 5}, "stop_conditions": {"max_tokens": 40}}
     answer = await plain.ask(PROMPT, order=["min_p", "temperature"], **asked)

@@ -12,7 +12,7 @@ from worker.runtimes.nats import protocol
 from worker.runtimes.nats.protocol import CHUNK, END, ERROR, ERROR_CODE, ERROR_TEXT, HEARTBEAT, KIND, SEQUENCE
 
 STALL_S = 30.0
-"""Seconds without an acknowledgement after which a client whose window is full is given up."""
+"""Seconds without an acknowledgement after which a client that owes one is given up."""
 
 ABSENT_S = 2.0
 """Seconds that a client may be absent, to connect again."""
@@ -99,14 +99,27 @@ class AnswerStream:
         if not ends:  # the last message is sent at any rate: the client waits for it
             await self._room.wait()
         headers[SEQUENCE] = str(self._sequence)
-        if self._window:
-            self._kept.append((self._sequence, headers, data))
-            if len(self._kept) >= self._window:
-                self._room.clear()
-                self._waiting_since_s = self._clock()
         self._sequence += 1
-        await self._publish(data, headers)
+        if self._window:
+            self._kept.append((self._sequence - 1, headers, data))
+        try:
+            await self._publish(data, headers)
+        except BaseException:  # it was never sent, and the next message takes its place
+            self._sequence -= 1
+            if self._kept and self._kept[-1][0] == self._sequence:
+                self._kept.pop()
+            raise
         self.ended = ends
+        self._look_at_window()
+
+    def _look_at_window(self) -> None:
+        """Something was sent or acknowledged: whether there is room, and what is waited for."""
+        is_full = len(self._kept) >= self._window > 0
+        if is_full and not self.is_gone:
+            self._room.clear()
+        else:
+            self._room.set()
+        self._waiting_since_s = self._clock() if is_full or (self.ended and self._kept) else None
 
     async def _publish(self, data: bytes, headers: dict[str, str]) -> None:
         self.last_sent_s = self._clock()
@@ -138,9 +151,7 @@ class AnswerStream:
         self._absent_since_s = None
         while self._kept and self._kept[0][0] < int(text):
             self._kept.popleft()
-        if self._window and len(self._kept) < self._window:
-            self._room.set()
-            self._waiting_since_s = None
+        self._look_at_window()
         if headers.get(KIND) == protocol.RESUME:
             for _, kept_headers, data in tuple(self._kept):
                 await self._publish(data, kept_headers)
@@ -150,7 +161,7 @@ class AnswerStream:
         now = self._absent_last_s = self._clock()
         if self._absent_since_s is None:
             self._absent_since_s = now
-        if not self._window or self.ended or now - self._absent_since_s > ABSENT_S:
+        if not self._window or now - self._absent_since_s > ABSENT_S:
             self._give_up()
 
     def _give_up(self) -> None:

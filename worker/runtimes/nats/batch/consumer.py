@@ -106,7 +106,6 @@ class BatchConsumer:
         self._client: Client | None = None
         self._buckets: dict[str, KeyValue] = {}
         self._queues: dict[str, JetStreamContext.PullSubscription] = {}
-        self._stopping = False
 
     @property
     def js(self) -> JetStreamContext:
@@ -138,7 +137,6 @@ class BatchConsumer:
 
     async def stop(self) -> None:
         """Take no more, and give back what is not answered yet."""
-        self._stopping = True
         for task in self._tasks:
             task.cancel()
         running = list(self._running.values())
@@ -188,6 +186,10 @@ class BatchConsumer:
         except (ValueError, TypeError) as error:
             self._tasks.append(asyncio.create_task(self._set_aside(message, f"malformed: {error}")))
             return
+        known = next((each for each in self._running.values() if each.request == request), None)
+        if known is not None:  # the server was away for longer than it waits for a sign of life
+            known.message = message
+            return
         running = _Running(message, request)
         number, self._numbers = self._numbers, self._numbers + 1
         self._running[number] = running
@@ -209,7 +211,7 @@ class BatchConsumer:
         if failures:
             results = await self._retried(lambda: self._results(request.batch))
             if await self._has_result(results, request.key):
-                await self._acknowledge(message)  # the last time only this was lost
+                await self._acknowledge(running)  # the last time only this was lost
                 return
             failures -= await self._retried(lambda: self._returns(running))
         if failures >= self._max_deliver:
@@ -220,8 +222,8 @@ class BatchConsumer:
                 line = await self._answer(running)
             else:
                 line = await asyncio.wait_for(self._answer(running), max(0.0, request.deadline_s - time.time()))
-        except asyncio.TimeoutError:
-            await self._end(running, _Expired())
+        except asyncio.TimeoutError as error:
+            await self._end(running, error if request.deadline_s is None else _Expired())
             return
         except (InvalidRequest, RequestFailed) as error:
             await self._finish(running, openai.failed_line(request, error), refused=True)
@@ -250,9 +252,9 @@ class BatchConsumer:
         """The result first, then the acknowledgement: there is one result, whoever dies between."""
         await self._write_result(running.request, line)
         if refused:
-            await self._retried(running.message.term)
+            await self._retried(lambda: running.message.term())
         else:
-            await self._acknowledge(running.message)
+            await self._acknowledge(running)
 
     async def _write_result(self, request: QueuedRequest, line: dict[str, Any]) -> None:
         value = protocol.encoded({"index": request.index, "line": line})
@@ -266,10 +268,10 @@ class BatchConsumer:
 
         await self._retried(create)
 
-    async def _acknowledge(self, message: Msg) -> None:
+    async def _acknowledge(self, running: _Running) -> None:
         async def acknowledge() -> None:
-            if not message.is_acked:
-                await message.ack_sync(timeout=2)
+            if not running.message.is_acked:
+                await running.message.ack_sync(timeout=2)
 
         await self._retried(acknowledge)
 
@@ -280,7 +282,7 @@ class BatchConsumer:
             line = openai.unanswered_line(request, "batch_expired", "its deadline has passed")
             await self._finish(running, line, refused=True)
         elif isinstance(reason, _Cancelled):
-            await self._retried(message.term)
+            await self._retried(lambda: message.term())
         elif isinstance(reason, (_Returned, Draining, EngineBroken, Overloaded)):
             await self._hand_back(running)
         else:

@@ -1,0 +1,140 @@
+"""Flow control and resending of one answer, with a connection and a clock of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from nats.errors import MaxPayloadError
+
+from worker.errors import InvalidRequest
+from worker.runtimes.nats.protocol import END, GONE, KIND, RESUME, SEQUENCE
+from worker.runtimes.nats.stream import ABSENT_S, STALL_S, AnswerStream
+
+NOBODY = {"Status": "503"}
+
+
+class Connection:
+    """Remembers what was sent; too large a message is refused as NATS does."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, str, bytes]] = []
+        self.now_s = 100.0
+        self.num_gone = 0
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        assert (subject, reply) == ("inbox", "ack")
+        if len(payload) > 100:
+            raise MaxPayloadError
+        assert headers is not None
+        self.sent.append((headers[KIND], headers[SEQUENCE], payload))
+
+    def gone(self) -> None:
+        self.num_gone += 1
+
+    def stream(self, window: int) -> AnswerStream:
+        return AnswerStream(self, "inbox", "ack", window, self.gone, lambda: self.now_s)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [int(number) for _, number, _ in self.sent]
+
+
+async def filled(connection: Connection, window: int = 3) -> AnswerStream:
+    stream = connection.stream(window)
+    for number in range(window):
+        await stream.send({"number": number})
+    return stream
+
+
+async def test_a_full_window_waits_for_acknowledgements() -> None:
+    connection = Connection()
+    stream = await filled(connection)
+    blocked = asyncio.create_task(stream.send({"number": 3}))
+    await asyncio.sleep(0)
+    assert not blocked.done()
+    await stream.acknowledged({SEQUENCE: "2"})
+    await blocked
+    assert connection.numbers == [0, 1, 2, 3]
+    await stream.acknowledged({SEQUENCE: "3", KIND: RESUME})
+    assert connection.numbers == [0, 1, 2, 3, 3]
+    await stream.end()
+    assert not stream.is_settled
+    await stream.acknowledged({SEQUENCE: "5"})
+    assert stream.is_settled
+
+
+async def test_acknowledgements_that_mean_nothing() -> None:
+    connection = Connection()
+    stream = await filled(connection)
+    for headers in ({}, {SEQUENCE: "x"}, {SEQUENCE: "99"}, {SEQUENCE: "-1"}):
+        await stream.acknowledged(headers)
+    await stream.acknowledged({SEQUENCE: "0", KIND: RESUME})
+    assert connection.numbers == [0, 1, 2] * 2
+
+
+async def test_the_end_is_sent_whatever_the_window_and_kept_until_it_is_acknowledged() -> None:
+    connection = Connection()
+    stream = await filled(connection)
+    await stream.end()
+    await stream.acknowledged(NOBODY)  # the client connects again
+    await stream.acknowledged({SEQUENCE: "1", KIND: RESUME})
+    assert connection.sent[-1][:2] == (END, "3")
+    assert connection.numbers == [0, 1, 2, 3, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_client_that_never_acknowledges_is_given_up(ends: bool) -> None:
+    connection = Connection()
+    stream = await filled(connection)
+    if ends:
+        await stream.end()
+    connection.now_s += STALL_S - 1
+    await stream.heartbeat()
+    assert not stream.is_gone
+    connection.now_s += 2
+    await stream.heartbeat()
+    assert stream.is_settled
+    assert connection.num_gone == 1
+    await stream.send({})
+    assert stream.is_gone
+
+
+async def test_a_client_may_be_absent_for_a_while_if_it_has_a_window() -> None:
+    connection = Connection()
+    stream = await filled(connection)
+    for _ in range(5):
+        await stream.acknowledged(NOBODY)
+        connection.now_s += ABSENT_S / 4
+    assert not stream.is_gone
+    await stream.acknowledged(NOBODY)
+    assert stream.is_gone
+    without = connection.stream(0)
+    await without.send({})
+    await without.acknowledged(NOBODY)
+    assert without.is_gone
+
+
+async def test_an_absence_ends_when_somebody_is_found() -> None:
+    connection = Connection()
+    stream = await filled(connection)
+    await stream.acknowledged(NOBODY)
+    connection.now_s += ABSENT_S + 0.1
+    await stream.heartbeat()  # nobody complains about it
+    await stream.acknowledged(NOBODY)
+    assert not stream.is_gone
+
+
+async def test_a_message_that_cannot_be_sent_leaves_its_number() -> None:
+    connection = Connection()
+    stream = connection.stream(3)
+    await stream.send({"a": 1})
+    with pytest.raises(MaxPayloadError):
+        await stream.send({"a": "a" * 100})
+    await stream.fail(InvalidRequest("a", "is wrong"))
+    await stream.acknowledged({SEQUENCE: "0", KIND: RESUME})
+    assert connection.numbers == [0, 1, 0, 1]
+    await stream.acknowledged({KIND: GONE})
+    assert stream.is_settled
