@@ -99,6 +99,11 @@ def draft_lengths(rates: Sequence[float], limits: Sequence[int], num_tokens: int
     return wanted
 
 
+def can_pay(num_tokens: int, costs: StepCosts) -> bool:
+    """Whether a draft that is certain to be accepted would pay beside `num_tokens` tokens."""
+    return num_tokens * costs.per_token(num_tokens, 1) < 1
+
+
 def _longest(rate: float, limit: int, threshold: float) -> int:
     count, probability = 0, rate
     while count < limit and probability > threshold:
