@@ -20,7 +20,7 @@ import datetime
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,54 +133,70 @@ def run(engine: Engine, workload: Workload, batch: int, tokens: int, method: str
     return found
 
 
-def measure(engine: Engine, batches: Sequence[int], tokens: int, methods: Sequence[str], clock: Clock) -> list[str]:
+def measure(
+    engine: Engine, workloads: Sequence[str], batches: Sequence[int], tokens: int, methods: Sequence[str], clock: Clock
+) -> Iterator[str]:
     """Rows of the table."""
-    rows = []
-    for workload in WORKLOADS:
-        for batch in batches:
+    for batch in batches:
+        for workload in [one for one in WORKLOADS if one.name in workloads]:
             plain = run(engine, workload, batch, tokens, "off", clock)
             cells = [f"{plain.rate:.1f}"]
             for method in methods:
                 found = run(engine, workload, batch, tokens, method, clock)
                 assert found.answers == plain.answers or engine.info.numerics != "exact", (workload.name, method)
-                cells.append(f"{found.rate / plain.rate:.2f} ({found.accepted}/{found.proposed})")
-            rows.append(f"| {workload.name} | {batch} | {' | '.join(cells)} |")
-            print(rows[-1], flush=True)
-    return rows
+                same = "" if found.answers == plain.answers else ", other tokens"
+                cells.append(f"{found.rate / plain.rate:.2f} ({found.accepted} of {found.proposed}{same})")
+            yield f"| {workload.name} | {batch} | {' | '.join(cells)} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=96, help="tokens of an answer at most")
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--methods", default="none,ngram,suffix")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor's time, on a busy machine")
-    arguments = parser.parse_args()
-    model = prepare_default_model(model_cache(os.environ), print)
-    engine = Engine(model, max_num_seqs=8, context_length=1024, kv_blocks=512, dtype=arguments.dtype)
-    batches = [int(one) for one in arguments.batches.split(",")]
-    methods = arguments.methods.split(",")
-    clock = time.process_time if arguments.cpu_time else time.perf_counter
-    seconds = "second of processor time" if arguments.cpu_time else "second"
-    rows = measure(engine, batches, arguments.tokens, methods, clock)
+def report(engine: Engine, rows: Sequence[str], methods: Sequence[str], seconds: str) -> str:
+    """The document."""
     head = f"| workload | batch | without, tokens per {seconds} | {' | '.join(methods)} |"
-    text = "\n".join(
+    return "\n".join(
         [
             "# Speculation",
             "",
             f"`benchmarks/speculation.py`, {datetime.date.today()}, {DEFAULT_MODEL}, {engine.info.computed_by},",
             f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores. Of each method: its speed relative",
-            "to that without, and how many drafted tokens were accepted of those proposed; `none` is the chain alone.",
-            "Answers are equal to those without in every cell." if engine.info.numerics == "exact" else "",
+            "to that without, and how many drafted tokens were accepted of those computed; `none` is the chain alone.",
+            "Answers are those without speculation, token for token, unless a cell says otherwise.",
             "",
             head,
-            "| " + " | ".join(["---"] * head.count(" | ")) + " | --- |",
+            "| --- " * (3 + len(methods)) + "|",
             *rows,
             "",
         ]
     )
-    REPORT.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=96, help="tokens of an answer at most")
+    parser.add_argument("--workloads", default=",".join(one.name for one in WORKLOADS))
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--methods", default="none,ngram,suffix")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--numerics", default="auto")
+    parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor's time, on a busy machine")
+    arguments = parser.parse_args()
+    model = prepare_default_model(model_cache(os.environ), print)
+    engine = Engine(
+        model,
+        max_num_seqs=8,
+        context_length=1024,
+        kv_blocks=512,
+        dtype=arguments.dtype,
+        numerics=arguments.numerics,
+    )
+    methods = arguments.methods.split(",")
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    seconds = "second of processor time" if arguments.cpu_time else "second"
+    batches = [int(one) for one in arguments.batches.split(",")]
+    rows: list[str] = []
+    for row in measure(engine, arguments.workloads.split(","), batches, arguments.tokens, methods, clock):
+        print(row, flush=True)
+        rows.append(row)
+        REPORT.write_text(report(engine, rows, methods, seconds))
 
 
 if __name__ == "__main__":

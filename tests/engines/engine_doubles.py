@@ -9,10 +9,13 @@ import torch
 from worker.engines import TokenDelta
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Plan, Request
 from worker.engines.embedded.admission import admit
+from worker.engines.embedded.speculation import Speculator
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.sampling import SamplingParams
 
 StartEngine = Callable[..., Awaitable[EmbeddedEngine]]
+
+Draft = Callable[[Request], Sequence[int]]
 
 WIDTH = 96
 PADDING = 6
@@ -78,6 +81,21 @@ class ScriptedModel:
         for _ in range(count):
             tokens.append(int(self.row(tokens)[: WIDTH - PADDING].argmax()))
         return tokens[len(prompt) :]
+
+
+class Drafting(Speculator):
+    """Drafts what it is told, however badly that does."""
+
+    def __init__(self, draft: Draft) -> None:
+        super().__init__()
+        self._draft = draft
+        self.accepted: list[int] = []
+
+    def draft(self, plan: Plan) -> list[Sequence[int]]:
+        return [self._draft(one) for one in plan.decode]
+
+    def learn(self, plan: Plan, accepted: Sequence[int]) -> None:
+        self.accepted += accepted
 
 
 def histories(plan: Plan) -> list[list[int]]:

@@ -123,6 +123,24 @@ def test_tokens_that_were_sent_stay_and_those_of_a_beginning_wait(engine: Engine
     assert taken_back
 
 
+def test_a_request_that_is_suspended_goes_on_where_its_client_has_stopped(engine: Engine) -> None:
+    (free,) = engine.generate(PROMPTS[0], params())
+    named = ban(phrase_in(free.text, 10, 5), "th", "er", "in", "an", "co")
+    plain = engine.generate(PROMPTS[0], params(), processors=named)[0]
+    group_id = engine.add(PROMPTS[0], params(), named)
+    (group,) = engine.session._groups.values()
+    request, times = group.answers[0].request, 0
+    results: list[Any] = []
+    while not results:
+        results = engine.step()
+        if not results and times < 3 and len(request.tokens) - request.prompt_length > len(group.answers[0].token_ids):
+            engine.suspend(group_id)
+            engine.resume(group_id)
+            times += 1
+    assert times
+    assert (results[0].token_ids, results[0].logprobs) == (plain.token_ids, plain.logprobs)
+
+
 def check_held(text: str, sent: str, phrase: str) -> None:
     """Nothing of what may become the phrase has been sent."""
     assert phrase not in sent

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from worker.engines.embedded.speculation import Proposer, SpeculativeConfig
 from worker.engines.embedded.speculation.config import REFUSED
-from worker.engines.embedded.speculation.draft_length import Acceptance, StepCosts, draft_lengths
+from worker.engines.embedded.speculation.draft_length import Acceptance, StepCosts, can_pay, draft_lengths
 from worker.engines.embedded.speculation.ngram import NgramProposer
 from worker.engines.embedded.speculation.suffix import Corpus, SuffixProposer
 from worker.engines.embedded.speculation.verification import (
@@ -121,6 +121,16 @@ def test_a_draft_is_as_long_as_its_tokens_are_likely_to_pay() -> None:
     assert draft_lengths([0.9, 0.5, 0.05], [8, 8, 8], 1, costs) == [8, 3, 0]
     assert draft_lengths([0.9], [8], 8, costs)[0] < 8  # beside seven other rows it saves a smaller part
     assert draft_lengths([], [], 4, costs) == []
+
+
+def test_a_large_batch_of_dear_tokens_does_not_ask_for_drafts() -> None:
+    costs = StepCosts()
+    for tokens in (1, 64):
+        costs.learn(tokens, 0.010 + 0.001 * tokens)  # a further token costs a part of 1 / (10 + tokens)
+    assert can_pay(1, costs)
+    assert can_pay(60, costs)
+    costs.learn(65, 0.200)
+    assert not can_pay(64, costs)
 
 
 def test_free_tokens_are_always_drafted_and_dear_ones_never() -> None:

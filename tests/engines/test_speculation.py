@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import random_checkpoints
 import torch
-from engine_doubles import PADDING, WIDTH, ScriptedModel, StartEngine, collect, config, request
+from engine_doubles import PADDING, WIDTH, Draft, Drafting, ScriptedModel, StartEngine, collect, config, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_doubles import END as END_OF_RECALL
@@ -38,26 +38,10 @@ from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Draft = Callable[[Request], Sequence[int]]
 USABLE = WIDTH - PADDING
 PLAIN: dict[str, Any] = {"chain": False}
 TEXTS = ["the quick brown fox the quick brown", "a b a b a c a b a b a"]
 NEW_TOKENS = 24
-
-
-class Drafting(Speculator):
-    """Drafts what it is told, however badly that does."""
-
-    def __init__(self, draft: Draft) -> None:
-        super().__init__()
-        self._draft = draft
-        self.accepted: list[int] = []
-
-    def draft(self, plan: Plan) -> list[Sequence[int]]:
-        return [self._draft(one) for one in plan.decode]
-
-    def learn(self, plan: Plan, accepted: Sequence[int]) -> None:
-        self.accepted += accepted
 
 
 def guesses(seed: int, known: Callable[[Request], Sequence[int]], most: int = 8) -> Draft:

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 from connector_doubles import BLOCK, CONTEXT, Side, run
+from engine_doubles import Drafting
 from kv_doubles import WIDTH, answer
 
+from worker.engines.embedded import Request
 from worker.engines.embedded.transfer.transport import KvRead
 
 
@@ -70,6 +72,20 @@ def test_the_same_tokens_and_nothing_left(pair: Pair, length: int) -> None:
         assert pair.decode.model.num_computed == answered  # the prompt's last position, the answer but for its last
     else:
         assert counts == {"cached": 1}
+
+
+def test_drafts_behind_a_prompt_that_was_received(pair: Pair) -> None:
+    prompt = prompt_of(70)
+    expected, source = answer(prompt, 40), random.Random(1)
+
+    def draft(one: Request) -> list[int]:
+        right = expected[len(one.tokens) - one.prompt_length :][: source.randrange(4)]
+        return [*right, 7, 8, 9]
+
+    pair.decode.stepper.speculator = drafting = Drafting(draft)
+    assert pair.serve("one", prompt, 40) == expected
+    assert sum(drafting.accepted) > 0
+    pair.settle()
 
 
 def test_what_decode_knows_is_not_sent(pair: Pair) -> None:

@@ -269,7 +269,8 @@ FIELDS: tuple[Field, ...] = (
         "logits_processors",
         _BOTH,
         "honoured",
-        "Not OpenAI's: a list of processors, or an object with them, receipt, deadline and order (docs/front-door.md).",
+        "Not OpenAI's: a list of processors, or an object with them, receipt, deadline, order and speculation "
+        "(docs/front-door.md).",
         removed=True,
     ),
     _row("logprobs", _BOTH, "honoured", "Log probabilities of the answer."),

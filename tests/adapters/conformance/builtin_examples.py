@@ -43,7 +43,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "allowed_tokens": [{"token_ids": [*range(30, 120), 7]}],
     "banned_tokens": [{"token_ids": [0, 44, 45, 270]}],
     "bad_words": [{"words": [" fox", "the fox", "."]}, {"token_ids": [[50, 51], [52]]}],
-    "phrase_ban": [{"phrases": [" fox", "The Quick", "é"]}, {"phrases": ["aa"]}],
+    "phrase_ban": [{"phrases": [" fox", "The Quick", "é"]}, {"phrases": ["e", "TH"]}],
     "no_repeat_ngram": [{"n": 2}, {"n": 1, "over": "generated"}],
     "min_tokens": [{"n": 9}, {"n": 20}],
     "ban_scripts": [{"scripts": ["Han", "Cyrillic"]}, {"scripts": ["Latin"]}],

@@ -3,11 +3,14 @@
 One step, and the folder or file that answers each of its words::
 
     plan     = scheduler.schedule()                  # scheduler.py, kv_cache/
+    plan     = scheduler.add_drafts(plan, ...)       # speculation/
     logits   = model.forward(plan)                   # model/, attention/
     edits    = plan_edits(plan)                      # the requests' chains: adapters.chain
     launched = sampler.launch(logits, edits, plan)   # sampling/
     scheduler.settle(plan)                           # what needs no tokens, while a GPU samples
     outputs  = scheduler.commit(plan, launched.collect())
+
+Rows with a draft repeat the last four lines at each position where the draft was right.
 
 `plan.py` holds what they pass to each other, `step.py` the loop, synchronous; `admission.py`
 decides what a request may ask for. Who drives the loop: `serving/` in its own thread, for streams;

@@ -125,6 +125,11 @@ class Request:
             return self.tap.first_wanted
         return len(self.tokens) - 1
 
+    def cut_off(self, position: int, block_size: int) -> None:
+        """Forget the tokens from `position` on, and the blocks that hold any of them."""
+        num_blocks = position // block_size
+        del self.tokens[position:], self.block_hashes[num_blocks:], self.cached_blocks[num_blocks:]
+
     def show_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Show the tap rows of the prompt; see `LogitsTap.see_prompt`."""
         if self.tap is not None and self.tap.wants_prompt:

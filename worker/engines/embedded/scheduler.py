@@ -268,8 +268,7 @@ class Scheduler:
 
         As after a preemption it is in the waiting queue then; its KV up to there is cached.
         """
-        num_blocks = position // self.cache.block_size
-        del request.tokens[position:], request.block_hashes[num_blocks:], request.cached_blocks[num_blocks:]
+        request.cut_off(position, self.cache.block_size)
         self._release([request])
         self._enqueue(request)
 

@@ -72,7 +72,7 @@ class Stepper:
     def abort(self, request_id: str) -> Output | None:
         """End a request and free its pages; None if it has ended already."""
         self._tapped.discard(request_id)
-        self._held.forget(request_id)
+        self._held.forget(request_id, self.scheduler.cache.block_size)
         if self.connector is not None and (given_up := self.connector.abort(request_id)) is not None:
             return given_up
         return self.scheduler.abort(request_id)

@@ -76,26 +76,32 @@ class StepCosts:
         return self._seconds[below] + part * (self._seconds[above] - self._seconds[below])
 
 
-def draft_lengths(rates: Sequence[float], limits: Sequence[int], num_rows: int, costs: StepCosts) -> list[int]:
+def draft_lengths(rates: Sequence[float], limits: Sequence[int], num_tokens: int, costs: StepCosts) -> list[int]:
     """Tokens to draft for each of some rows of a step.
 
-    The k-th token of a draft is sampled with probability ``rate ** k``. Without drafts a step gives
-    a token for each row, so a further token pays while that probability exceeds its cost, as a part
-    of the step, times the number of rows.
+    The k-th token of a draft is sampled with probability ``rate ** k``. Without drafts a step that
+    only decodes gives as many tokens as it computes, so a further one pays while that probability
+    exceeds its cost, as a part of the step, times their number. Beside the tokens of prompts next
+    to nothing is drafted.
 
     Args:
         rates: `Acceptance.rate` of each row that may draft.
         limits: Its most tokens.
-        num_rows: Rows of the step, those that cannot draft among them.
+        num_tokens: Tokens of the step without drafts.
         costs: Of this engine.
     """
     wanted = list(limits)
     for _ in range(2):  # the cost of a token depends on how many there are
         if not any(wanted):
             break
-        threshold = num_rows * costs.per_token(num_rows, sum(wanted))
+        threshold = num_tokens * costs.per_token(num_tokens, sum(wanted))
         wanted = [_longest(rate, limit, threshold) for rate, limit in zip(rates, limits, strict=True)]
     return wanted
+
+
+def can_pay(num_tokens: int, costs: StepCosts) -> bool:
+    """Whether a draft that is certain to be accepted would pay beside `num_tokens` tokens."""
+    return num_tokens * costs.per_token(num_tokens, 1) < 1
 
 
 def _longest(rate: float, limit: int, threshold: float) -> int:

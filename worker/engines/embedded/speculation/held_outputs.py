@@ -13,10 +13,12 @@ class _Held:
     """What is held back of one request.
 
     Attributes:
+        request: The request.
         position: Of the next token that is sampled.
         outputs: Those not passed on, with the position of the token of each.
     """
 
+    request: Request
     position: int
     outputs: list[tuple[int, Output]] = field(default_factory=list)
 
@@ -58,7 +60,7 @@ class HeldOutputs:
             if request is None:
                 passed.append(output)
                 continue
-            held = self._held.setdefault(request.id, _Held(request.prompt_length))
+            held = self._held.setdefault(request.id, _Held(request, request.prompt_length))
             held.take(output)
             if output.finish_reason is not None:
                 passed += held.pass_on(held.position)
@@ -70,6 +72,14 @@ class HeldOutputs:
                 passed += self._held[request.id].pass_on(len(request.tokens) if start is None else start)
         return passed
 
-    def forget(self, request_id: str) -> None:
-        """A request was aborted."""
-        self._held.pop(request_id, None)
+    def forget(self, request_id: str, block_size: int) -> None:
+        """A request is taken out: drop its outputs, and their tokens, which nobody was sent.
+
+        So it may go on later where its client has stopped.
+        """
+        held = self._held.pop(request_id, None)
+        if held is not None and held.outputs:
+            position = held.outputs[0][0]
+            if held.request.chain is not None:
+                held.request.chain.rewind(position)
+            held.request.cut_off(position, block_size)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from worker.engines.embedded.plan import Output, Plan, Request
 from worker.engines.embedded.speculation.chain_proposer import ChainProposer
 from worker.engines.embedded.speculation.config import SpeculativeConfig
-from worker.engines.embedded.speculation.draft_length import Acceptance, StepCosts, draft_lengths, wants_probe
+from worker.engines.embedded.speculation.draft_length import Acceptance, StepCosts, can_pay, draft_lengths, wants_probe
 from worker.engines.embedded.speculation.ngram import NgramProposer
 from worker.engines.embedded.speculation.proposer import Proposer
 from worker.engines.embedded.speculation.suffix import Corpus, SuffixProposer
@@ -108,6 +108,8 @@ class Speculator:
         self._began_s = self._clock()
         self._drafting = {}
         drafts: list[Sequence[int]] = [()] * len(plan.decode)
+        if not can_pay(plan.num_tokens, self._costs):
+            return drafts  # asking takes time, too
         candidates = [one for row, request in enumerate(plan.decode) if (one := self._candidate(row, request))]
         rates = [one.source.acceptance.rate for one in candidates]
         lengths = draft_lengths(rates, [one.limit for one in candidates], plan.num_tokens, self._costs)
