@@ -10,7 +10,7 @@
 
 #include "vector.h"
 
-enum { CACHED_WORDS = 128 }; /* of a panel, 8 KiB, of which the second half is read after the first one */
+enum { CACHED_WORDS = 128 }; /* of a panel, 16 KiB, of which the second half is read after the first one */
 
 /* sums [rows, 16 * halves] = rows of `words` words times halves of a panel; added to what `sums` holds if `continues`. */
 INLINED void
