@@ -32,8 +32,6 @@ from checkpoint import write_checkpoint
 from decode import HERE, Answer, peer
 from workload import Task
 
-from worker.engines.embedded import native
-
 REPORT = HERE / "results" / "neighbours.md"
 OURS, SPINNING, TRANSFORMERS, LLAMA = "ours", "ours, spinning as OpenMP does", "transformers", "llama.cpp"
 OPENMP_SPIN_COUNT = "300000"
@@ -136,13 +134,12 @@ def _parse() -> argparse.Namespace:
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cores = os.cpu_count() or 1
-    fast_bfloat16 = "avx512_bf16" in native._cpu_flags()
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--neighbours", nargs="+", type=int, default=[0, 1, cores], help="0 must be among them")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--threads", type=int, default=cores)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16" if fast_bfloat16 else "float32")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--llama", type=Path, default=HERE.parent / ".venv-llama/bin/python")
     parser.add_argument("--no-results", action="store_true", help="print, and leave the results as they are")
     return parser.parse_args()

@@ -190,9 +190,10 @@ class Arguments:
     )
     kernels: str = _option(
         "auto",
-        "What computes on a CPU: native kernels, torch's, or auto: native where they were built and the processor has "
-        "AVX-512, for bfloat16 with its bfloat16 instructions, but no AMX.",
-        choices=("auto", "native", "torch"),
+        "What computes on a CPU: native kernels, with the fastest of AVX-512, AVX2 and plain C (generic) that the "
+        "processor has or with the one named, torch's, or auto: native where they were built and the processor has FMA "
+        "but, for bfloat16, no AMX.",
+        choices=("auto", "native", "native-avx512", "native-avx2", "native-generic", "torch"),
         engine=True,
     )
     max_num_seqs: int = _option(64, "Requests decoded in one step at most.", parse=_positive, engine=True)

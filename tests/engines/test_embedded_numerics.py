@@ -161,7 +161,7 @@ def same_bits(
 
 
 DTYPES = (("float32", torch.float32), ("bfloat16", torch.bfloat16))
-NATIVE = [(name, "auto") for name, dtype in DTYPES if native.unavailable(dtype) is None]  # elsewhere the same as torch
+NATIVE = [(name, "native") for name, dtype in DTYPES if native.unavailable(dtype) is None]
 COMPUTED = [("float32", "torch"), ("bfloat16", "torch"), *NATIVE]
 KINDS = [(arch, *computed, 1) for arch in EVERY_TYPE for computed in COMPUTED]
 WITH_MORE_THREADS = [(arch, *computed, 2) for arch in ("llama", "qwen3_moe") for computed in COMPUTED[1:]]

@@ -1,20 +1,18 @@
-"""The Python side of the native kernels, on every processor, with a double of their library.
-
-The kernels themselves are tested in `test_native_kernels`, where the processor has AVX-512.
-"""
+"""The Python side of the native kernels; they themselves are tested in `test_native_kernels`."""
 
 from __future__ import annotations
 
 import ctypes
 import random
 import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_double import Library, install
 from random_checkpoints import EVERY_TYPE
 
 from worker.engines.embedded import native
@@ -40,9 +38,26 @@ NEW_TOKENS = 6
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
+
+
 @pytest.fixture
-def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[torch.dtype, Library]:
-    return install(monkeypatch, tmp_path)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the calls of each kernel."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        kernel = getattr(native, name)
+
+        def call(*arguments: Any) -> Any:
+            counts[name] += 1
+            return kernel(*arguments)
+
+        return call
+
+    for name in ("linear", "rms_norm", "rotate_and_store", "attend"):
+        monkeypatch.setattr(native, name, counted(name))
+    return counts
 
 
 def load(path: Path, kernels: str) -> HfModel:
@@ -69,16 +84,19 @@ def answers(model: HfModel, budget: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("arch", EVERY_TYPE)
 def test_native_tokens_are_those_of_the_torch_backend(
-    arch: str, every_checkpoint: dict[str, Path], libraries: dict[torch.dtype, Library]
+    arch: str, every_checkpoint: dict[str, Path], calls: Counter[str]
 ) -> None:
     expected = answers(load(every_checkpoint[arch], "torch"), 512)
-    assert not libraries[torch.float32].calls
-    model = load(every_checkpoint[arch], "native")
-    assert answers(model, 512) == expected
-    assert answers(model, 90) == expected
-    assert (model.made_by, model.wants_dense_kv) == ("exact, native kernels", False)
-    fused = {"rms_norm", "rotate_and_store"} if arch in llama.MODEL_TYPES else set()
-    assert set(libraries[torch.float32].calls) == {"linear", "attend"} | fused
+    assert not calls
+    for path in PATHS:
+        model = load(every_checkpoint[arch], f"native-{path}")
+        assert answers(model, 90) == expected
+        assert (model.kernels, model.made_by) == (f"native-{path}", "exact, native kernels")
+        assert not model.wants_dense_kv
+        fused = {"rms_norm", "rotate_and_store"} if arch in llama.MODEL_TYPES else set()
+        assert set(calls) == {"linear", "attend"} | fused
+        calls.clear()
+    assert answers(load(every_checkpoint[arch], "native"), 512) == expected
 
 
 class Inputs:
@@ -119,7 +137,7 @@ class Inputs:
 
 
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused QKV", "queries, keys and values"])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=4),
     padding=st.integers(0, 3),
@@ -136,7 +154,6 @@ def test_both_backends_write_the_same_cache_and_attend_alike(
     softcap: float | None,
     has_norms: bool,
     seed: int,
-    libraries: dict[torch.dtype, Library],
 ) -> None:
     inputs = Inputs(rows, padding, seed)
     layer = AttentionLayer(0, 4, 2, 0.3, window, inputs.norms if has_norms else None)
@@ -162,16 +179,16 @@ C_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes
 
 
 @pytest.mark.parametrize("name", ["linear", "rms_norm", "rotate_and_store", "attend"])
-def test_argument_types_are_those_of_the_c_functions(name: str, libraries: dict[torch.dtype, Library]) -> None:
+def test_argument_types_are_those_of_the_c_functions(name: str) -> None:
     folder = Path(__file__).parents[2] / "worker" / "engines" / "embedded" / "native"
     source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.c")))
-    [declared] = re.findall(rf"^void\n{name}\(([^)]*)\)", source, re.MULTILINE)
+    [declared] = re.findall(rf"^(?:void|int32_t)\n{name}\(([^)]*)\)", source, re.MULTILINE)
     arguments = [" ".join(each.split()) for each in declared.split(",")]
     expected = [ctypes.c_void_p if "*" in each else C_TYPES[each.rsplit(" ", 1)[0]] for each in arguments]
     assert list(getattr(native._library(torch.float32), name).argtypes) == expected
 
 
-def test_bfloat16_panels_hold_pairs(libraries: dict[torch.dtype, Library]) -> None:
+def test_bfloat16_panels_hold_pairs() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias, other = (
         torch.randn(*shape, generator=generator).bfloat16() for shape in ((3, 10), (35, 10), (35,), (3, 35))

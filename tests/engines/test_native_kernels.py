@@ -21,7 +21,7 @@ from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache.store import SequenceSlice
 from worker.engines.embedded.model.hf_model import HfModel, load_model
-from worker.engines.embedded.model.kernels import NATIVE, TORCH, KernelBackend, choose_kernels
+from worker.engines.embedded.model.kernels import choose_kernels
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
@@ -30,35 +30,128 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
 """Of a result, relative: half a unit in the last place of bfloat16, and what a few operations
 lose in float32.
 """
-DTYPES = [dtype for dtype, kind in native._KINDS.items() if set(kind.needs) <= native._cpu_flags()]
-"""Those that this processor has what is needed for."""
+COMPUTED = [
+    (path, dtype) for dtype in native._KINDS for path in native.PATHS if native.unavailable(dtype, path) is None
+]
+"""Paths that this processor has, and their data types; plain C is always among them."""
 
-each_dtype = pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param(
-            dtype, marks=pytest.mark.skipif(dtype not in DTYPES, reason=f"needs {' '.join(kind.needs)} to run at all")
-        )
-        for dtype, kind in native._KINDS.items()
-    ],
-    ids=str,
-)
-"""Running the kernels needs the processor's instructions. Batch invariance with torch's kernels is
-tested in `test_embedded_numerics`, and the Python side of the native ones in `test_native_backend`,
-on every processor; so is the choice of kernels here."""
+
+@pytest.fixture(scope="module", params=COMPUTED, ids=lambda each: f"{each[0]}-{each[1]}")
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A path, which computes in the data type of `dtype`."""
+    name, dtype = request.param
+    native.choose_path(dtype, name)
+    yield name
+    native._chosen.clear()
+
+
+@pytest.fixture(scope="module")
+def dtype(path: str) -> torch.dtype:
+    [found] = native._chosen
+    return found
 
 
 def randn(dtype: torch.dtype, generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-@each_dtype
 @pytest.mark.skipif(shutil.which("cc") is None, reason="nothing to build them with")
-def test_they_are_built_where_there_is_a_compiler(dtype: torch.dtype) -> None:
-    assert native.unavailable(dtype) is None
+@pytest.mark.parametrize("dtype", native._KINDS, ids=str)
+def test_every_path_of_this_processor_is_built(dtype: torch.dtype) -> None:
+    has = {path for path, flags in native._KINDS[dtype].needs.items() if set(flags) <= native._cpu_flags()}
+    assert {path for path, each in COMPUTED if each == dtype} == has
+    assert "generic" in has
 
 
-@each_dtype
+@contextmanager
+def plain_c(dtype: torch.dtype) -> Iterator[None]:
+    before = native._chosen[dtype]
+    native.choose_path(dtype, "generic")
+    yield
+    native.choose_path(dtype, before)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 14),
+    columns=st.sampled_from([1, 15, 33, 70]),
+    inner=st.sampled_from([1, 17, 64, 1100]),
+    heads=st.sampled_from([(1, 1), (2, 3), (3, 1)]),
+    width=st.sampled_from([2, 30, 64, 96]),
+    window=st.sampled_from([0, 50]),
+    softcap=st.sampled_from([None, 5.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_bits_are_those_of_plain_c(
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    inner: int,
+    heads: tuple[int, int],
+    width: int,
+    window: int,
+    softcap: float | None,
+    seed: int,
+) -> None:
+    """So a prefill and a decode worker may have different processors."""
+    generator = torch.Generator().manual_seed(seed)
+    kv_heads, group = heads
+    x, weight = randn(dtype, generator, rows, 2 * inner), randn(dtype, generator, columns, 2 * inner)
+    bias, other = randn(dtype, generator, columns), randn(dtype, generator, rows, columns)
+    length, size = 9 * rows, 48
+    query = randn(dtype, generator, length, kv_heads * group, width)
+    cached = [randn(dtype, generator, -(-length // size), kv_heads, size, width) for _ in range(2)]
+    tiles = native.Tiles([SequenceSlice([*range(-(-length // size))], 0, length)], group)
+    qkv = randn(dtype, generator, rows, group + 2 * kv_heads, width)
+    cosine, sine = (randn(dtype, generator, rows, width) for _ in range(2))
+    norms = (randn(dtype, generator, width), randn(dtype, generator, width), 1e-6)
+    places = (torch.zeros(rows, dtype=torch.int64), torch.arange(rows))
+
+    def computed() -> list[torch.Tensor]:
+        stored = [torch.zeros(1, kv_heads, 16, width, dtype=dtype) for _ in range(2)]
+        projections = native.Projections(qkv, group, cosine, sine, norms)
+        return [
+            *(
+                native.linear(x, native.pack(weight), columns, bias, then, other)
+                for then in ("none", "silu", "add", "mul")
+            ),
+            native.attend(query, *cached, tiles, width**-0.5, window, softcap),
+            native.rms_norm(query, norms[0], 1e-5),
+            native.rotate_and_store(projections, *stored, places),
+            *stored,
+        ]
+
+    with plain_c(dtype):
+        expected = computed()
+    for one, other in zip(computed(), expected, strict=True):
+        assert torch.equal(bits(one), bits(other))
+
+
+@pytest.mark.parametrize("scale", [2.0**-135, 2.0**-60, 1.0, 2.0**60, 2.0**120])
+def test_weights_of_any_size_have_the_bits_of_plain_c(dtype: torch.dtype, scale: float) -> None:
+    """Exponentials that are 0, subnormal and infinite, and what rounds to a subnormal bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 300, generator=generator)
+    weight = torch.eye(300) * scale
+
+    def computed() -> torch.Tensor:
+        panels = native.pack(weight.to(dtype))
+        return torch.stack([native.linear(x.to(dtype), panels, 300, None, then) for then in ("none", "silu")])
+
+    with plain_c(dtype):
+        expected = computed()
+    assert torch.equal(bits(computed()), bits(expected))
+
+
+def test_each_path_sums_in_the_same_order(path: str, dtype: torch.dtype) -> None:
+    """What a processor's instructions do is asked at start, since a KV transfer depends on it."""
+    assert native.sums_as_others(dtype, path) or (path, dtype) == ("avx512", torch.bfloat16)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.one_of(st.integers(0, 40), st.integers(180, 400)),
@@ -70,8 +163,18 @@ def test_they_are_built_where_there_is_a_compiler(dtype: torch.dtype) -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_product_is_the_product(
-    dtype: torch.dtype, rows: int, columns: int, inner: int, has_bias: bool, then: str, threads: int, seed: int
+    path: str,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    inner: int,
+    has_bias: bool,
+    then: str,
+    threads: int,
+    seed: int,
 ) -> None:
+    if path == "generic":  # which is slow where FMA is emulated
+        rows, inner = rows % 20, inner % 80 + 1
     generator = torch.Generator().manual_seed(seed)
     x, weight = randn(dtype, generator, rows, 2 * inner), randn(dtype, generator, columns, 2 * inner)
     bias = randn(dtype, generator, columns) if has_bias else None
@@ -91,7 +194,6 @@ def test_a_product_is_the_product(
     assert ((found.double() - expected).abs() <= ROUNDING[dtype] * expected.abs() + 1e-3 * scale).all()
 
 
-@each_dtype
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(st.integers(0, 299), min_size=1, max_size=250, unique=True),
@@ -100,8 +202,10 @@ def test_a_product_is_the_product(
     threads=st.integers(1, 3),
 )
 def test_a_row_of_a_product_does_not_depend_on_the_others(
-    dtype: torch.dtype, rows: list[int], columns: int, inner: int, threads: int
+    path: str, dtype: torch.dtype, rows: list[int], columns: int, inner: int, threads: int
 ) -> None:
+    if path == "generic":
+        inner = min(inner, 48)
     generator = torch.Generator().manual_seed(columns)
     x, weight = randn(dtype, generator, 300, inner), randn(dtype, generator, columns, inner)
     panels = native.pack(weight)
@@ -110,7 +214,6 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(
         assert torch.equal(native.linear(x[rows], panels, columns), expected[rows])
 
 
-@each_dtype
 @settings(max_examples=40, deadline=None)
 @given(
     heads=st.sampled_from([(1, 1), (2, 3), (1, 64), (3, 1)]),
@@ -120,11 +223,13 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(
     source=st.randoms(use_true_random=False),
 )
 def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
-    dtype: torch.dtype, heads: tuple[int, int], width: int, size: int, window: int, source: random.Random
+    path: str, dtype: torch.dtype, heads: tuple[int, int], width: int, size: int, window: int, source: random.Random
 ) -> None:
+    if path == "generic":
+        heads, width, size = min(heads, (2, 3)), min(width, 30), min(size, 48)
     kv_heads, group = heads
     generator = torch.Generator().manual_seed(source.randrange(2**32))
-    length = source.randrange(1, 300)
+    length = source.randrange(1, 100 if path == "generic" else 300)
     places = -(-length // size)
     keys, values = (randn(dtype, generator, places, kv_heads, size, width) for _ in range(2))
     query = randn(dtype, generator, length, kv_heads * group, width)
@@ -149,7 +254,6 @@ def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
     assert torch.equal(together, torch.cat([expected[start:stop] for start, stop in pieces]))
 
 
-@each_dtype
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.sampled_from([1, 3, 70]),
@@ -196,7 +300,6 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     assert not stored_values[1].any()
 
 
-@each_dtype
 @pytest.mark.parametrize("width", [1, 16, 40, 768])
 def test_a_norm_is_the_norm(dtype: torch.dtype, width: int) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -208,7 +311,6 @@ def test_a_norm_is_the_norm(dtype: torch.dtype, width: int) -> None:
         assert ((found.double() - expected).abs() <= ROUNDING[dtype] * expected.abs()).all()
 
 
-@each_dtype
 def test_a_result_is_not_a_number_where_something_in_it_is_not(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = randn(dtype, generator, 3, 8), randn(dtype, generator, 5, 8)
@@ -222,7 +324,6 @@ def test_a_result_is_not_a_number_where_something_in_it_is_not(dtype: torch.dtyp
     assert found.isnan()[:, 0, 0].tolist() == [False, False, True, True]
 
 
-@each_dtype
 def test_places_that_hold_nothing_yet_are_not_read(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     keys, values, query = (randn(dtype, generator, *shape) for shape in ((1, 1, 16, 4), (1, 1, 16, 4), (2, 1, 4)))
@@ -231,10 +332,9 @@ def test_places_that_hold_nothing_yet_are_not_read(dtype: torch.dtype) -> None:
     assert not found.isnan().any()
 
 
-@each_dtype
 @pytest.mark.parametrize("arch", EVERY_TYPE)
 def test_a_model_is_as_near_to_the_truth_as_with_torchs_kernels(
-    dtype: torch.dtype, arch: str, every_checkpoint: dict[str, Path]
+    path: str, dtype: torch.dtype, arch: str, every_checkpoint: dict[str, Path]
 ) -> None:
     tokens = torch.randint(300, (90,), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -250,10 +350,12 @@ def test_a_model_is_as_near_to_the_truth_as_with_torchs_kernels(
 
     truth = logits("float32", "torch")
     if dtype == torch.bfloat16:
-        ours, theirs = ((logits("bfloat16", kernels) - truth).pow(2).mean().sqrt() for kernels in ("native", "torch"))
+        ours, theirs = (
+            (logits("bfloat16", kernels) - truth).pow(2).mean().sqrt() for kernels in (f"native-{path}", "torch")
+        )
         assert ours < 1.2 * theirs
     else:
-        torch.testing.assert_close(logits("float32", "native"), truth, atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(logits("float32", f"native-{path}"), truth, atol=2e-4, rtol=2e-4)
 
 
 def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +366,7 @@ def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.Mon
         choose_kernels("native", torch.device("meta"), torch.float32)
     with pytest.raises(StartupError, match=r"--kernels native: they compute bfloat16 and float32, not torch.float16"):
         choose_kernels("native", torch.device("cpu"), torch.float16)
-    monkeypatch.setattr(native, "unavailable", lambda dtype: "there is no compiler")
+    monkeypatch.setattr(native, "unavailable", lambda dtype, path=None: "there is no compiler")
     with pytest.raises(StartupError, match="--kernels native: there is no compiler"):
         load("native")
     model = load("auto")
@@ -272,48 +374,76 @@ def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.Mon
     assert "native" not in model.made_by
 
 
+AVX2 = ("avx2", "fma")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been loaded or chosen yet."""
+    monkeypatch.setattr(native, "_chosen", {})
+    monkeypatch.setattr(native, "_open", native._open.__wrapped__)
+
+
+class OneLibrary:
+    """Says what a library says of itself; nothing is computed with it."""
+
+    def __init__(self, stem: str) -> None:
+        self.kernels_have_fma = lambda: "generic" not in stem
+        self.kernels_sum_in_order = lambda: stem != "kernels_avx512_bfloat16"
+
+
 @pytest.mark.parametrize(
-    ("flags", "auto", "asked_for"),
+    ("flags", "auto", "fastest", "in_float32"),
     [
-        ((*native._AVX512, "avx512_bf16"), True, None),
-        ((*native._AVX512, "avx512_bf16", "amx_bf16"), False, None),
-        (("avx2", "fma"), False, "--kernels native: this processor has no avx512f"),
+        ((*native._AVX512, "avx512_bf16", *AVX2), "native-avx512", "native-avx512", "native-avx512"),
+        ((*native._AVX512, "avx512_bf16", "amx_bf16", *AVX2), "torch", "native-avx512", "native-avx512"),
+        ((*native._AVX512, *AVX2), "native-avx2", "native-avx2", "native-avx512"),
+        (AVX2, "native-avx2", "native-avx2", "native-avx2"),
+        (("avx2",), "torch", "native-generic", "torch"),
     ],
-    ids=["avx512", "amx", "avx2"],
+    ids=["avx512_bf16", "amx", "avx512", "avx2", "without FMA"],
 )
-def test_which_processors_they_are_taken_on(
-    flags: tuple[str, ...], auto: bool, asked_for: str | None, monkeypatch: pytest.MonkeyPatch
+def test_which_path_a_processor_takes(
+    flags: tuple[str, ...],
+    auto: str,
+    fastest: str,
+    in_float32: str,
+    fresh: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The choice by CPU flags, whatever this processor has; oneDNN with AMX is faster."""
     monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset(flags))
-    if asked_for is None:
-        monkeypatch.setattr(native, "unavailable", lambda dtype: None)
-    else:
-        monkeypatch.setattr(native, "_library", native._library.__wrapped__)
-        monkeypatch.setattr(native, "unavailable", native.unavailable.__wrapped__)
+    monkeypatch.setattr(native, "_load", OneLibrary)
 
-    def chosen(kernels: str) -> KernelBackend:
-        return choose_kernels(kernels, torch.device("cpu"), torch.bfloat16)
+    def chosen(kernels: str, dtype: torch.dtype = torch.bfloat16) -> str:
+        return choose_kernels(kernels, torch.device("cpu"), dtype).name
 
-    assert chosen("auto") is (NATIVE if auto else TORCH)
-    assert chosen("torch") is TORCH
-    if asked_for is not None:
-        with pytest.raises(StartupError, match=asked_for):
-            chosen("native")
-    else:
-        assert chosen("native") is NATIVE
+    assert chosen("auto") == auto
+    assert chosen("native") == fastest
+    assert chosen("auto", torch.float32) == in_float32
+    assert chosen("torch") == "torch"
+    assert chosen("native-generic") == "native-generic"
+    if "avx512f" not in flags:
+        with pytest.raises(StartupError, match="--kernels native-avx512: this processor has no avx512f"):
+            chosen("native-avx512")
 
 
+def test_kernels_whose_bits_differ_have_another_name(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode worker refuses KV that was computed with kernels of another name."""
+    monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset((*native._AVX512, "avx512_bf16")))
+    monkeypatch.setattr(native, "_load", OneLibrary)
+    for dtype, name in ((torch.bfloat16, "native-avx512"), (torch.float32, "native")):
+        found = choose_kernels("native", torch.device("cpu"), dtype)
+        assert {found.gemms[0].kernels, found.attentions[0].kernels} == {name}
+
+
+@pytest.mark.usefixtures("fresh")
 class TestWhyThereAreNone:
-    @pytest.fixture(autouse=True)
-    def _fresh(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset(native._AVX512))
-        monkeypatch.setattr(native, "_library", native._library.__wrapped__)
-        monkeypatch.setattr(native, "unavailable", native.unavailable.__wrapped__)
-
     def test_the_processor(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset({"avx2"}))
-        assert native.unavailable(torch.float32) == "this processor has no avx512f, avx512bw, avx512dq, avx512vl"
+        missing = "avx512f, avx512bw, avx512dq, avx512vl"
+        assert native.unavailable(torch.float32, "avx512") == f"this processor has no {missing}"
+        assert native.unavailable(torch.float32, "avx2") == "this processor has no fma"
 
     def test_no_compiler(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
@@ -325,7 +455,7 @@ class TestWhyThereAreNone:
 
     def test_no_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
-        (tmp_path / f"kernels_float32{EXTENSION_SUFFIXES[0]}").write_text("not a library")
+        (tmp_path / f"kernels_generic_float32{EXTENSION_SUFFIXES[0]}").write_text("not a library")
         assert "kernels" in str(native.unavailable(torch.float32))
 
 

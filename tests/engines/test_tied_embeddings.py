@@ -24,7 +24,7 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import gemm, llama
 from worker.engines.embedded.model.gemm import NativeGemm, OneDnnGemm, TorchGemm
 from worker.engines.embedded.model.hf_model import load_model
-from worker.engines.embedded.model.kernels import NATIVE, TORCH
+from worker.engines.embedded.model.kernels import TORCH, native_kernels
 from worker.engines.embedded.model.linear import Linear, embed_with, linears
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.panels import Panels, lookup
@@ -95,7 +95,7 @@ def test_rows_are_found_in_native_panels(rows: int, words: int, dtype: torch.dty
 def test_rows_are_found_whatever_this_processor_makes_of_a_weight(shape: tuple[int, int]) -> None:
     weight = randn(*shape, torch.float32)
     ids = torch.tensor([0, shape[0] - 1, 3, 3])
-    for kernels in (TORCH, NATIVE):
+    for kernels in (TORCH, native_kernels("generic")):
         layer = Linear(weight)
         layer.pack(kernels)
         for is_tied in (False, True):
@@ -165,13 +165,13 @@ def large_bytes(network: Any, least: int) -> int:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_tied_embeddings_are_held_once(model_type: str) -> None:
-    """In panels as native kernels take them; these are not run, for not every processor could."""
+    """In panels as native kernels take them."""
     kind = LlamaNetwork if model_type in llama.MODEL_TYPES else TransformersNetwork
     for is_tied in (True, False):
         network = make(model_type, is_tied)
         weight = network.model.embed_tokens.weight.detach().clone()
         scale = getattr(network.model.embed_tokens, "embed_scale", torch.tensor(1.0))
-        packed = kind(network, NATIVE)
+        packed = kind(network, native_kernels("generic"))
         del network
         gc.collect()
         assert large_bytes(packed, weight.nbytes) == weight.nbytes * (1 if is_tied else 2)

@@ -13,7 +13,7 @@ from worker.errors import StartupError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NUMERICS = ("auto", "exact", "fast")
-KERNELS = ("auto", "native", "torch")
+KERNELS = ("auto", "native", "native-avx512", "native-avx2", "native-generic", "torch")
 ROLES = ("aggregated", "prefill", "decode")
 
 
@@ -28,8 +28,9 @@ class EmbeddedConfig:
             checkpoint's own; on a CPU, float32 in place of float16.
         numerics: ``exact`` (the same tokens in any batch, bit by bit), ``fast``, or ``auto``: exact
             where it costs next to nothing; see `numerics.py`.
-        kernels: ``native`` (our own, for a CPU; see `native`), ``torch``, or ``auto``: native where
-            they were built and are the fastest that the processor can do.
+        kernels: ``native`` (our own, for a CPU; see `native`), with the fastest instructions that
+            the processor has or, after a hyphen, with those of a path of `native.PATHS`; ``torch``;
+            or ``auto``: native where they were built and are the fastest that the processor can do.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Token budget of a step; longer prompts are prefilled in chunks.
         max_mixed_chunk: Prompt tokens per prompt in a mixed batch, one that decodes too: with n

@@ -50,6 +50,7 @@ class HfModel:
         kernels: One of `config.KERNELS`.
 
     Attributes:
+        kernels: See `KernelBackend.name`.
         numerics: ``exact`` or ``fast``; known once there is a KV store, as are the following ones.
         made_by: See `Numerics.made_by`.
         wants_dense_kv: See `AttentionBackend.wants_dense_pages`.
@@ -77,6 +78,7 @@ class HfModel:
         self._softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
         self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
         self._kernels = choose_kernels(kernels, self.device, self.dtype)
+        self.kernels = self._kernels.name
         self._network = (LlamaNetwork if llama.serves(config) else TransformersNetwork)(network, self._kernels)
         self._store = KvStore([], [])
         self._page_size = 0
@@ -119,7 +121,7 @@ class HfModel:
         self._tile = max((layer.tiling.most or 0 for layer in layers), default=0)
         self._attention = chosen.attention
         self.numerics, self.made_by = chosen.name, chosen.made_by
-        logger.info("numerics: %s", self.made_by)
+        logger.info("numerics: %s; kernels: %s", self.made_by, self.kernels)
         self.wants_dense_kv = chosen.attention.wants_dense_pages
 
     def _padding(self, count: int) -> int:

@@ -18,12 +18,14 @@ class KernelBackend:
     """The backends that a model may compute with, each list in the order of preference.
 
     Attributes:
+        name: As ``--kernels`` names it: ``torch``, or ``native-`` and a path of `native.PATHS`.
         gemms: GEMM backends; the last one supports every weight.
         attentions: Attention backends; the last one supports all sizes.
         rms_norm: ``x / sqrt(mean(x * x) + epsilon) * weight`` of ``x [..., K]``, ``weight [K]`` and
             an epsilon.
     """
 
+    name: str
     gemms: tuple[type[GemmBackend], ...]
     attentions: tuple[type[AttentionBackend], ...]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -41,8 +43,31 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Te
     return torch.rms_norm(x, weight.shape, weight, epsilon)
 
 
-TORCH = KernelBackend((OneDnnGemm, TorchGemm), (TorchAttention,), _rms_norm)
-NATIVE = KernelBackend((NativeGemm, *TORCH.gemms), (NativeAttention, *TORCH.attentions), native.rms_norm)
+TORCH = KernelBackend("torch", (OneDnnGemm, TorchGemm), (TorchAttention,), _rms_norm)
+
+
+class OwnOrderGemm(NativeGemm):
+    """`NativeGemm` on a processor whose bfloat16 instructions do not sum in the others' order."""
+
+    kernels = "native-avx512"
+
+
+class OwnOrderAttention(NativeAttention):
+    """`NativeAttention` on such a processor."""
+
+    kernels = "native-avx512"
+
+
+def native_kernels(path: str, sums_as_others: bool = True) -> KernelBackend:
+    """The native kernels in `path`, one of `native.PATHS`; before them `native.choose_path`.
+
+    Args:
+        path: Instructions that they use.
+        sums_as_others: `native.sums_as_others`.
+    """
+    gemm, attention = (NativeGemm, NativeAttention) if sums_as_others else (OwnOrderGemm, OwnOrderAttention)
+    gemms, attentions = (gemm, *TORCH.gemms), (attention, *TORCH.attentions)
+    return KernelBackend(f"native-{path}", gemms, attentions, native.rms_norm)
 
 
 def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> KernelBackend:
@@ -55,9 +80,13 @@ def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> Ke
     """
     if kernels == "torch":
         return TORCH
-    reason = native.unavailable(dtype) if device.type == "cpu" else f"they compute on a CPU, not on {device}"
-    if kernels == "native" and reason is not None:
-        raise StartupError(f"--kernels native: {reason}")
-    if reason is not None or (kernels == "auto" and native.is_torch_faster(dtype)):
+    path = kernels.partition("-")[2] or None
+    reason = native.unavailable(dtype, path) if device.type == "cpu" else f"they compute on a CPU, not on {device}"
+    if kernels != "auto" and reason is not None:
+        raise StartupError(f"--kernels {kernels}: {reason}")
+    if reason is not None:
         return TORCH
-    return NATIVE
+    path = native.choose_path(dtype, path)
+    if kernels == "auto" and native.is_torch_faster(dtype, path):
+        return TORCH
+    return native_kernels(path, native.sums_as_others(dtype, path))

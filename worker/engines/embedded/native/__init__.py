@@ -1,10 +1,11 @@
-"""Native kernels for CPUs with AVX-512: GEMM, RMSNorm, RoPE, and attention over the paged KV cache.
+"""Native kernels for CPUs: GEMM, RMSNorm, RoPE, and attention over the paged KV cache.
 
-They are built with the package where there is a C compiler. They are batch-invariant: every sum
-runs in an order that depends on the token alone. And they compute few rows at the speed at which
-weights and keys are read. Tensors are passed by address: whatever is passed must be contiguous, but
-for the strides that are named. All tensors of a call are of one data type: bfloat16, which also
-needs AVX512-BF16, or float32.
+They are built with the package where there is a C compiler, once for each path of instructions:
+AVX-512, AVX2, and plain C. They are batch-invariant: every sum runs in an order that depends on the
+token alone, and that is the same in all paths, so that processors that take different ones compute
+the same bits. And they compute few rows at the speed at which weights and keys are read. Tensors
+are passed by address: whatever is passed must be contiguous, but for the strides that are named.
+All tensors of a call are of one data type, bfloat16 or float32.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from torch.nn import functional
 
 from worker.engines.embedded.kv_cache import SequenceSlice
 
-_VERSION = 1
+_VERSION = 2
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+
+PATHS = ("avx512", "avx2", "generic")
+"""Instructions that the kernels are built for, fastest first; ``generic`` is plain C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +35,26 @@ class _Kind:
     """What is particular to a data type.
 
     Attributes:
-        name: Of its library.
-        needs: CPU flags that its instructions need.
+        name: In the names of its libraries.
+        needs: CPU flags that the instructions of each path need.
         torch_faster_with: A CPU flag with which torch's kernels compute prompts several times as
             fast.
         per_word: Elements in 32 bits.
     """
 
     name: str
-    needs: tuple[str, ...]
+    needs: dict[str, tuple[str, ...]]
     torch_faster_with: str | None
     per_word: int
 
 
+def _needs(*more: str) -> dict[str, tuple[str, ...]]:
+    return {"avx512": (*_AVX512, *more), "avx2": ("avx2", "fma"), "generic": ()}
+
+
 _KINDS = {
-    torch.bfloat16: _Kind("kernels_bfloat16", (*_AVX512, "avx512_bf16"), "amx_bf16", 2),
-    torch.float32: _Kind("kernels_float32", _AVX512, None, 1),
+    torch.bfloat16: _Kind("bfloat16", _needs("avx512_bf16"), "amx_bf16", 2),
+    torch.float32: _Kind("float32", _needs(), None, 1),
 }
 
 _COLUMNS = 32
@@ -63,24 +71,63 @@ _EPILOGUES = {"none": 0, "silu": 1, "add": 2, "mul": 3}
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
-@cache
-def unavailable(dtype: torch.dtype) -> str | None:
-    """Why this machine or installation has no native kernels for `dtype`; None if it has."""
+_chosen: dict[torch.dtype, str] = {}
+"""The path that computes in each data type, where `choose_path` was asked for another than the
+first that runs here.
+"""
+
+
+def unavailable(dtype: torch.dtype, path: str | None = None) -> str | None:
+    """Why this machine or installation has no native kernels for `dtype`; None if it has.
+
+    Args:
+        dtype: Of the tensors.
+        path: One of `PATHS`; None for any of them.
+    """
+    if path is None:
+        reasons = [unavailable(dtype, each) for each in PATHS]
+        return None if None in reasons else reasons[-1]
     try:
-        _library(dtype)
+        _open(dtype, path)
     except (OSError, RuntimeError, AttributeError) as error:
         return str(error)
     return None
 
 
-def is_torch_faster(dtype: torch.dtype) -> bool:
-    """Whether torch computes prompts several times as fast on this CPU, as oneDNN does with AMX."""
-    return _KINDS[dtype].torch_faster_with in _cpu_flags()
+def choose_path(dtype: torch.dtype, path: str | None = None) -> str:
+    """Compute in `dtype` with the instructions of `path`, or of the fastest that runs here.
+
+    It holds for the process: bits and packed weights are the same in all of them. Returns the path.
+    """
+    path = path or next(each for each in PATHS if unavailable(dtype, each) is None)
+    _chosen[dtype] = path
+    return path
+
+
+def is_torch_faster(dtype: torch.dtype, path: str) -> bool:
+    """Whether torch's kernels are much faster on this CPU than those of `path`.
+
+    oneDNN is with AMX. And plain C is slow where the processor has no FMA, which it then emulates.
+    """
+    return _KINDS[dtype].torch_faster_with in _cpu_flags() or not _open(dtype, path).kernels_have_fma()
+
+
+def sums_as_others(dtype: torch.dtype, path: str) -> bool:
+    """Whether `path` sums in the order of plain C on this processor, so that their bits are equal.
+
+    AVX512-BF16 might do otherwise on some processor.
+    """
+    return bool(_open(dtype, path).kernels_sum_in_order())
+
+
+def _library(dtype: torch.dtype) -> ctypes.CDLL:
+    """The C library of `dtype` in the chosen path; raises as `_open` does."""
+    return _open(dtype, _chosen.get(dtype) or choose_path(dtype))
 
 
 @cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL:
-    """The C library of `dtype`.
+def _open(dtype: torch.dtype, path: str) -> ctypes.CDLL:
+    """The C library of `dtype` in `path`.
 
     Raises:
         RuntimeError: this machine or installation has none; the message says why.
@@ -91,10 +138,15 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
     if kind is None:
         raise RuntimeError(f"they compute bfloat16 and float32, not {dtype}")
     flags = _cpu_flags()
-    missing = [flag for flag in kind.needs if flag not in flags]
+    missing = [flag for flag in kind.needs[path] if flag not in flags]
     if missing:
         raise RuntimeError(f"this processor has no {', '.join(missing)}")
-    names = (Path(__file__).with_name(kind.name + suffix) for suffix in EXTENSION_SUFFIXES)
+    return _load(f"kernels_{path}_{kind.name}")
+
+
+def _load(stem: str) -> ctypes.CDLL:
+    """The library of that name, in this folder; errors as `_open`."""
+    names = (Path(__file__).with_name(stem + suffix) for suffix in EXTENSION_SUFFIXES)
     paths = [path for path in names if path.exists()]
     if not paths:
         raise RuntimeError("they were not built: the package was installed where there was no C compiler")
@@ -102,6 +154,11 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
     library.kernels_version.restype = _INT32
     if library.kernels_version() != _VERSION:
         raise RuntimeError(f"{paths[0].name} is of another version of this package: install it again")
+    return _declare(library)
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """`library`, with the types of its functions' arguments."""
     library.linear.argtypes = [
         *(_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER),
         *(_INT32, _POINTER, _POINTER, _INT32),
@@ -115,11 +172,14 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
         *(_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _INT64),
         *(_POINTER, _POINTER, _INT64, _INT64, _FLOAT, _FLOAT, _INT32),
     ]
-    for function in (library.linear, library.rms_norm, library.rotate_and_store, library.attend):
+    for answer in (library.linear, library.kernels_have_fma, library.kernels_sum_in_order):
+        answer.restype = _INT32
+    for function in (library.rms_norm, library.rotate_and_store, library.attend):
         function.restype = None
     return library
 
 
+@cache
 def _cpu_flags() -> frozenset[str]:
     if sys.platform != "linux":
         return frozenset()
@@ -168,15 +228,20 @@ def linear(
         bias: ``[N]``; None for none.
         epilogue: ``none``; ``silu``; or ``add`` or ``mul`` with `other`.
         other: ``[n, N]``.
+
+    Raises:
+        MemoryError: there is no memory for the rows in float32, as AVX2 and plain C read them.
     """
     rows, inner = x.shape
     x = x.contiguous()
     other = other.contiguous() if other is not None else None
     output = x.new_empty(rows, columns)
-    _library(x.dtype).linear(
+    failed = _library(x.dtype).linear(
         *(x.data_ptr(), rows, inner, panels.data_ptr(), columns, _address(bias)),
         *(_EPILOGUES[epilogue], _address(other), output.data_ptr(), torch.get_num_threads()),
     )
+    if failed:
+        raise MemoryError(f"no memory for {rows} rows of {inner} elements in float32")
     return output
 
 

@@ -5,8 +5,6 @@
  * normalizer calculation for softmax", 2018). A token's result depends on nothing else: not on the tokens computed
  * beside it, nor on the page layout. So it is batch-invariant.
  */
-#include <math.h>
-
 #include "panels.h"
 
 enum {
@@ -14,9 +12,6 @@ enum {
     TOGETHER = 64, /* queries that share a block once it is packed into panels; the caller's tiles have no more */
     WIDEST = 256,  /* head size at most */
 };
-
-#define LOG2_E 1.44269504f
-#define ALIGNED __attribute__((aligned(64)))
 
 /* A query tile: consecutive tokens of one sequence; the heads that share keys make up to TOGETHER queries. */
 typedef struct {
@@ -47,58 +42,17 @@ typedef struct {
 /* The queries of a tile, and their online softmax. */
 typedef struct {
     int rows;
-    element query[TOGETHER * WIDEST] ALIGNED;
+    operand query[TOGETHER * WIDEST] ALIGNED;
     float result[TOGETHER * WIDEST] ALIGNED; /* accumulated, not yet divided by `sum` */
     float peak[TOGETHER], sum[TOGETHER];
 } queries_t;
-
-/* Transposes up to 16 rows of up to 16 words; missing ones become 0. */
-static inline void
-transpose_words(const element *from, int64_t stride, int rows, int words, element *to, int64_t to_stride)
-{
-    const __mmask16 mask = (__mmask16)first_lanes(words);
-    __m512i a[16], b[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-        a[i] = i < rows ? _mm512_maskz_loadu_epi32(mask, from + i * stride) : _mm512_setzero_si512();
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
-        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
-        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
-        a[i + 4] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
-        a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
-        a[i + 12] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-        if (i < words)
-            _mm512_storeu_si512(to + i * to_stride, a[i]);
-}
 
 /* Prefetches a row of the next block, which lies behind this one unless its page ends. */
 static inline void
 prefetch_next(const element *row, int width)
 {
     for (int at = 0; at < width; at += LANES * PER_WORD) /* a cache line */
-        _mm_prefetch((const char *)(row + KEYS * width + at), _MM_HINT_T1);
+        __builtin_prefetch(row + KEYS * width + at, 0, 2);
 }
 
 static void
@@ -115,43 +69,31 @@ lay_out_keys(const element *keys, int width, block_t *block)
     }
 }
 
+/* A word of 32 columns of a panel of values: up to `count` elements of a key, in bfloat16 and of the next one, if any. */
+static inline void
+lay_out_word(const element *from, const element *next, int64_t count, element *to)
+{
 #ifdef FLOAT32
-static void
-lay_out_values(const element *values, int width, block_t *block)
-{
-    const int padded = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
-    for (int key = 0; key < block->count; key++) {
-        prefetch_next(values + key * width, width);
-        for (int at = 0; at < padded; at += LANES) {
-            element *to = block->values + at / COLUMNS * COLUMNS * KEYS + key * COLUMNS + at % COLUMNS;
-            const __mmask16 mask = at < width ? (__mmask16)first_lanes(width - at) : 0;
-            _mm512_storeu_ps(to, load_lanes(values + key * width + at, mask));
-        }
-    }
-}
+    (void)next;
+    vec_store(to, load_lanes(from, count));
+    vec_store(to + LANES, count > LANES ? load_lanes(from + LANES, count - LANES) : vec_zero());
 #else
+    interleave(from, next, count, to);
+#endif
+}
+
 static void
 lay_out_values(const element *values, int width, block_t *block)
 {
-    /* interleaves the first halves of two rows, then the second ones */
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
-                                         37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int key = 0; key < block->count; key++)
         prefetch_next(values + key * width, width);
     element *to = block->values;
-    for (int at = 0; at < width; at += COLUMNS, to += KEYS * COLUMNS) {
-        const __mmask32 mask = first_lanes(width - at);
-        for (int key = 0; key < block->count; key += 2) {
+    for (int at = 0; at < width; at += COLUMNS, to += KEYS * COLUMNS)
+        for (int key = 0; key < block->count; key += PER_WORD) {
             const element *from = values + key * width + at;
-            const __m512i even = _mm512_maskz_loadu_epi16(mask, from);
-            const __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < block->count ? mask : 0, from + width);
-            _mm512_storeu_si512(to + key * COLUMNS, _mm512_permutex2var_epi16(even, low, odd));
-            _mm512_storeu_si512(to + (key + 1) * COLUMNS, _mm512_permutex2var_epi16(even, high, odd));
+            lay_out_word(from, key + 1 < block->count ? from + width : NULL, width - at, to + key * COLUMNS);
         }
-    }
 }
-#endif
 
 /* The mask of a token at `position`: which keys of a block it attends to, one bit each. */
 static inline uint64_t
@@ -167,32 +109,30 @@ seen_keys(const attention_t *c, const block_t *block, int64_t position)
 
 /* Online softmax: a row's scores become weights, its maximum and sum are updated; returns its result's rescaling. */
 static inline float
-weigh(const attention_t *c, const float *scores, uint64_t seen, element *weights, float *peak, float *sum)
+weigh(const attention_t *c, const float *scores, uint64_t seen, operand *weights, float *peak, float *sum)
 {
-    const __m512 nothing = _mm512_set1_ps(-INFINITY);
-    __m512 score[KEYS / LANES], highest = _mm512_set1_ps(*peak), total = _mm512_setzero_ps();
+    vec score[KEYS / LANES], highest = vec_all(*peak), total = vec_zero();
 #pragma GCC unroll 4
     for (int i = 0; i < KEYS / LANES; i++) {
-        __m512 x = _mm512_mul_ps(_mm512_loadu_ps(scores + i * LANES), _mm512_set1_ps(c->scale));
+        vec x = vec_mul(vec_load(scores + i * LANES), vec_all(c->scale));
         if (c->softcap > 0) { /* tanh(x) = 1 - 2 / (exp(2 x) + 1) */
-            const __m512 one = _mm512_set1_ps(1.0f);
-            const __m512 power = exp2_lanes(_mm512_mul_ps(x, _mm512_set1_ps(2 * LOG2_E / c->softcap)));
-            x = _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(power, one)));
-            x = _mm512_mul_ps(x, _mm512_set1_ps(c->softcap));
+            const vec one = vec_all(1.0f), power = vec_exp2(vec_mul(x, vec_all(2 * LOG2_E / c->softcap)));
+            x = vec_sub(one, vec_div(vec_all(2.0f), vec_add(power, one)));
+            x = vec_mul(x, vec_all(c->softcap));
         }
-        score[i] = _mm512_mask_mul_ps(nothing, (__mmask16)(seen >> (i * LANES)), x, _mm512_set1_ps(LOG2_E));
-        highest = _mm512_max_ps(highest, score[i]);
+        score[i] = vec_mul_where((uint16_t)(seen >> (i * LANES)), x, vec_all(LOG2_E), vec_all(-INFINITY));
+        highest = vec_max(highest, score[i]);
     }
-    const float top = _mm512_reduce_max_ps(highest);
+    const float top = vec_highest(highest);
 #pragma GCC unroll 4
     for (int i = 0; i < KEYS / LANES; i++) {
-        const __m512 weight = exp2_lanes(_mm512_sub_ps(score[i], _mm512_set1_ps(top)));
-        total = _mm512_add_ps(total, weight);
-        store_lanes(weights + i * LANES, 0xffff, weight);
+        const vec weight = vec_exp2(vec_sub(score[i], vec_all(top)));
+        total = vec_add(total, weight);
+        store_operands(weights + i * LANES, weight);
     }
-    const float fade = _mm512_cvtss_f32(exp2_lanes(_mm512_set1_ps(*peak - top)));
+    const float fade = vec_first(vec_exp2(vec_all(*peak - top)));
     *peak = top;
-    *sum = *sum * fade + _mm512_reduce_add_ps(total);
+    *sum = *sum * fade + vec_sum(total);
     return fade;
 }
 
@@ -201,7 +141,7 @@ attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, 
 {
     const int width = (int)c->width, padded = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
     float scores[ROWS * KEYS] ALIGNED, gains[ROWS * WIDEST] ALIGNED, fades[ROWS];
-    element weights[ROWS * KEYS] ALIGNED;
+    operand weights[ROWS * KEYS] ALIGNED;
     uint64_t seen[ROWS];
     for (int first = 0; first < q->rows; first += ROWS) {
         const int rows = (int)smaller(ROWS, q->rows - first);
@@ -226,9 +166,8 @@ attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, 
         for (int r = 0; r < rows; r++) {
             float *result = q->result + (first + r) * padded;
             for (int at = 0; seen[r] && at < padded; at += LANES)
-                _mm512_storeu_ps(result + at,
-                                 _mm512_fmadd_ps(_mm512_loadu_ps(result + at), _mm512_set1_ps(fades[r]),
-                                                 _mm512_loadu_ps(gains + r * padded + at)));
+                vec_store(result + at,
+                          vec_fmadd(vec_load(result + at), vec_all(fades[r]), vec_load(gains + r * padded + at)));
         }
     }
 }
@@ -243,7 +182,7 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
     memset(q.result, 0, q.rows * padded * sizeof *q.result);
     for (int r = 0; r < q.rows; r++) {
         const int64_t token = tile->first + r / c->group, of = head * c->group + r % c->group;
-        memcpy(q.query + r * width, c->query + token * c->query_stride + of * width, width * sizeof *q.query);
+        copy_operands(c->query + token * c->query_stride + of * width, width, q.query + r * width);
         q.peak[r] = -INFINITY;
         q.sum[r] = 0;
     }
@@ -265,8 +204,8 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
         const int64_t token = tile->first + r / c->group, of = head * c->group + r % c->group;
         element *to = c->output + (token * c->kv_heads * c->group + of) * width;
         for (int at = 0; at < width; at += LANES) {
-            const __m512 result = _mm512_loadu_ps(q.result + r * padded + at);
-            store_lanes(to + at, (__mmask16)first_lanes(width - at), _mm512_div_ps(result, _mm512_set1_ps(q.sum[r])));
+            const vec result = vec_load(q.result + r * padded + at);
+            store_lanes(to + at, width - at, vec_div(result, vec_all(q.sum[r])));
         }
     }
 }

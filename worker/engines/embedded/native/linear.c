@@ -1,4 +1,6 @@
 /* Linear layers: GEMMs of rows and a weight packed into panels, with an epilogue. */
+#include <stdlib.h>
+
 #include "panels.h"
 
 enum {
@@ -9,7 +11,7 @@ enum {
 typedef enum { NOTHING, SILU, ADD, MULTIPLY } then_t;
 
 typedef struct {
-    const element *input; /* [rows, inner] */
+    const operand *input; /* [rows, inner] */
     int64_t rows, inner;
     const element *panels; /* [ceil(columns / 32)][inner words][32 columns] */
     int64_t columns;
@@ -24,28 +26,24 @@ static inline void
 finish(const linear_t *l, int64_t row, int64_t column, const float *sums)
 {
     for (int half = 0; half < 2 && column < l->columns; half++, column += LANES, sums += LANES) {
-        const __mmask16 mask = (__mmask16)first_lanes(l->columns - column);
-        const int64_t at = row * l->columns + column;
-        __m512 y = _mm512_loadu_ps(sums);
+        const int64_t count = l->columns - column, at = row * l->columns + column;
+        vec y = vec_load(sums);
         if (l->bias)
-            y = _mm512_add_ps(y, load_lanes(l->bias + column, mask));
-        if (l->then == SILU) {
-            const __m512 one = _mm512_set1_ps(1.0f);
-            const __m512 power = exp2_lanes(_mm512_mul_ps(y, _mm512_set1_ps(-1.44269504f)));
-            y = _mm512_div_ps(y, _mm512_add_ps(one, power));
-        } else if (l->then == ADD) {
-            y = _mm512_add_ps(y, load_lanes(l->other + at, mask));
-        } else if (l->then == MULTIPLY) {
-            y = _mm512_mul_ps(y, load_lanes(l->other + at, mask));
-        }
-        store_lanes(l->output + at, mask, y);
+            y = vec_add(y, load_lanes(l->bias + column, count));
+        if (l->then == SILU)
+            y = vec_div(y, vec_add(vec_all(1.0f), vec_exp2(vec_mul(y, vec_all(-LOG2_E)))));
+        else if (l->then == ADD)
+            y = vec_add(y, load_lanes(l->other + at, count));
+        else if (l->then == MULTIPLY)
+            y = vec_mul(y, load_lanes(l->other + at, count));
+        store_lanes(l->output + at, count, y);
     }
 }
 
 static void
 compute_panel(const linear_t *l, int64_t number)
 {
-    float sums[TOGETHER][COLUMNS] __attribute__((aligned(64)));
+    float sums[TOGETHER][COLUMNS] ALIGNED;
     const element *panel = l->panels + number * l->inner * COLUMNS;
     const int64_t words = l->inner / PER_WORD;
     for (int64_t first = 0; first < l->rows; first += TOGETHER) {
@@ -67,17 +65,98 @@ compute_panel(const linear_t *l, int64_t number)
 int32_t
 kernels_version(void)
 {
-    return 1; /* of the functions' arguments; native/__init__.py knows it, too */
+    return 2; /* of the functions' arguments; native/__init__.py knows it, too */
 }
 
-void
+/* Whether the path has an instruction for a * b + c with one rounding; without, it is emulated, and slow. */
+int32_t
+kernels_have_fma(void)
+{
+#if defined(__FMA__) || defined(__FP_FAST_FMAF) || defined(__ARM_FEATURE_FMA)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* One element of a word of the test in `kernels_sum_in_order`: of any sign and of many sizes. */
+static element
+some_element(uint32_t number)
+{
+    const uint32_t mixed = number * 2654435761u;
+    const float x = ((float)(mixed >> 8) / (1 << 23) - 1.0f) * (float)(1 << mixed % 13);
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    element rounded;
+    bits >>= 32 - 8 * sizeof rounded;
+    memcpy(&rounded, &bits, sizeof rounded);
+    return rounded;
+}
+
+static float
+widened_element(element x)
+{
+    uint32_t bits = 0;
+    memcpy((char *)&bits + sizeof bits - sizeof x, &x, sizeof x); /* little-endian */
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+/* Whether the micro-kernel has the bits of its definition, one fused multiplication and addition after another. */
+int32_t
+kernels_sum_in_order(void)
+{
+    enum { WORDS = 64, LENGTH = WORDS * PER_WORD };
+    element row[LENGTH], panel[LENGTH * COLUMNS];
+    operand operands[LENGTH];
+    float found[COLUMNS];
+    for (int i = 0; i < LENGTH; i++)
+        row[i] = some_element(i + 1);
+    for (int i = 0; i < LENGTH * COLUMNS; i++)
+        panel[i] = some_element(i + 1000);
+    copy_operands(row, LENGTH, operands);
+    multiply(1, operands, LENGTH, panel, WORDS, found, COLUMNS, 0);
+    for (int column = 0; column < COLUMNS; column++) {
+        float sum = 0;
+        for (int word = 0; word < WORDS; word++)
+            for (int i = PER_WORD - 1; i >= 0; i--)
+                sum = fmaf(widened_element(row[word * PER_WORD + i]),
+                           widened_element(panel[(word * COLUMNS + column) * PER_WORD + i]), sum);
+        if (memcmp(&sum, found + column, sizeof sum))
+            return 0;
+    }
+    return 1;
+}
+
+/* Widens the rows, where the micro-kernel reads wider ones. */
+static void
+widen(const element *input, int64_t rows, int64_t inner, operand *to, int32_t threads)
+{
+#pragma omp parallel for num_threads(threads) if (rows > TOGETHER)
+    for (int64_t row = 0; row < rows; row++)
+        copy_operands(input + row * inner, inner, to + row * inner);
+}
+
+/* Returns 0, or -1 if there is no memory for widened rows. */
+int32_t
 linear(const element *input, int64_t rows, int64_t inner, const element *panels, int64_t columns, const element *bias,
        int32_t then, const element *other, element *output, int32_t threads)
 {
-    const linear_t l = {input, rows, inner, panels, columns, bias, (then_t)then, other, output};
+    operand *widened = NULL;
+    if (sizeof(operand) != sizeof(element)) {
+        widened = malloc((rows * inner + 1) * sizeof *widened);
+        if (!widened)
+            return -1;
+        widen(input, rows, inner, widened, threads);
+    }
+    const operand *from = widened ? widened : (const operand *)input;
+    const linear_t l = {from, rows, inner, panels, columns, bias, (then_t)then, other, output};
     const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
     const int64_t share = number / (8 * threads) + 1; /* panels at a time: few, since threads differ in speed */
 #pragma omp parallel for schedule(dynamic, share) num_threads(threads)
     for (int64_t panel = 0; panel < number; panel++)
         compute_panel(&l, panel);
+    free(widened);
+    return 0;
 }

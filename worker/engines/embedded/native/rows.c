@@ -1,5 +1,5 @@
 /* Row-wise operations: RMSNorm, RoPE, and writing keys and values to the paged KV cache. */
-#include "panels.h"
+#include "vector.h"
 
 enum { FEW = 64 }; /* tokens up to which one thread is faster than several */
 
@@ -7,17 +7,16 @@ enum { FEW = 64 }; /* tokens up to which one thread is faster than several */
 static inline void
 normalise(const element *x, const element *weight, int64_t width, float epsilon, element *y)
 {
-    __m512 squares = _mm512_setzero_ps();
+    vec squares = vec_zero();
     for (int64_t at = 0; at < width; at += LANES) {
-        const __m512 each = load_lanes(x + at, (__mmask16)first_lanes(width - at));
-        squares = _mm512_fmadd_ps(each, each, squares);
+        const vec each = load_lanes(x + at, width - at);
+        squares = vec_fmadd(each, each, squares);
     }
-    const float mean = _mm512_reduce_add_ps(squares) / (float)width;
-    const __m512 factor = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_sqrt_ps(_mm512_set1_ps(mean + epsilon)));
+    const float mean = vec_sum(squares) / (float)width;
+    const vec factor = vec_div(vec_all(1.0f), vec_sqrt(vec_all(mean + epsilon)));
     for (int64_t at = 0; at < width; at += LANES) {
-        const __mmask16 mask = (__mmask16)first_lanes(width - at);
-        const __m512 scaled = _mm512_mul_ps(load_lanes(x + at, mask), factor);
-        store_lanes(y + at, mask, _mm512_mul_ps(scaled, load_lanes(weight + at, mask)));
+        const vec scaled = vec_mul(load_lanes(x + at, width - at), factor);
+        store_lanes(y + at, width - at, vec_mul(scaled, load_lanes(weight + at, width - at)));
     }
 }
 
@@ -36,11 +35,10 @@ rotate(const element *x, const element *cosine, const element *sine, int64_t wid
 {
     const int64_t half = width / 2;
     for (int64_t at = 0; at < half; at += LANES) {
-        const __mmask16 mask = (__mmask16)first_lanes(half - at);
-        const __m512 c = load_lanes(cosine + at, mask), s = load_lanes(sine + at, mask);
-        const __m512 a = load_lanes(x + at, mask), b = load_lanes(x + half + at, mask);
-        store_lanes(y + at, mask, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
-        store_lanes(y + half + at, mask, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+        const vec c = load_lanes(cosine + at, half - at), s = load_lanes(sine + at, half - at);
+        const vec a = load_lanes(x + at, half - at), b = load_lanes(x + half + at, half - at);
+        store_lanes(y + at, half - at, vec_fmsub(a, c, vec_mul(b, s)));
+        store_lanes(y + half + at, half - at, vec_fmadd(b, c, vec_mul(a, s)));
     }
 }
 

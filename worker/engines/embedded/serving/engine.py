@@ -79,7 +79,8 @@ def _computed_by(model: Model) -> str:
     dtype = str(model.dtype).removeprefix("torch.")
     number = torch.get_num_threads()
     threads = f", {number} {'threads' if number > 1 else 'thread'}" if model.device.type == "cpu" else ""
-    return f"{model.device.type}, {dtype}, {model.made_by}{threads}"
+    device = model.device.type + (f" ({model.kernels})" if model.kernels != "torch" else "")
+    return f"{device}, {dtype}, {model.made_by}{threads}"
 
 
 class EmbeddedEngine:

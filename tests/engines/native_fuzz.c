@@ -1,0 +1,118 @@
+/* Calls the native kernels with odd sizes, on buffers of exactly the size that each needs, so that AddressSanitizer
+ * sees whatever is read or written beside them. Prints a digest of the results, which is the same on every processor.
+ * Compiled with the kernels' sources by `test_native_sanitizers.py`.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "vector.h"
+
+void rms_norm(const element *, int64_t, int64_t, const element *, float, element *, int32_t);
+int32_t linear(const element *, int64_t, int64_t, const element *, int64_t, const element *, int32_t, const element *,
+               element *, int32_t);
+void rotate_and_store(const element *, int64_t, int64_t, int64_t, int64_t, const element *, const element *,
+                      const element *, const element *, float, element *, element *, element *, int64_t,
+                      const int64_t *, const int64_t *, int32_t);
+void attend(const element *, int64_t, element *, const element *, const element *, int64_t, int64_t, int64_t, int64_t,
+            const int64_t *, const int64_t *, int64_t, int64_t, float, float, int32_t);
+
+static uint64_t state = 1;
+
+/* From 0 to `limit` - 1. */
+static int64_t
+below(int64_t limit)
+{
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (int64_t)((state >> 33) % (uint64_t)limit);
+}
+
+static int64_t
+one_of(const int64_t *choices, int64_t count)
+{
+    return choices[below(count)];
+}
+#define ONE_OF(...) one_of((const int64_t[]){__VA_ARGS__}, sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t))
+
+static element *
+some(int64_t count)
+{
+    element *buffer = malloc(count * sizeof *buffer);
+    for (int64_t i = 0; i < count; i++) {
+        const float x = (float)below(2001) / 1000.0f - 1.0f;
+        memcpy(buffer + i, (const char *)&x + sizeof x - sizeof *buffer, sizeof *buffer); /* little-endian */
+    }
+    return buffer;
+}
+
+static uint64_t digest = 14695981039346656037u;
+
+/* FNV-1a of all results so far. */
+static void
+add_to_digest(const element *results, int64_t count)
+{
+    const unsigned char *bytes = (const unsigned char *)results;
+    for (int64_t i = 0; i < count * (int64_t)sizeof *results; i++)
+        digest = (digest ^ bytes[i]) * 1099511628211u;
+}
+
+static void
+fuzz_linear(void)
+{
+    const int64_t rows = below(15), inner = PER_WORD * ONE_OF(1, 3, 16, 40, 1100), columns = 1 + below(70);
+    const int64_t padded = (columns + COLUMNS - 1) / COLUMNS * COLUMNS;
+    element *x = some(rows * inner), *panels = some(padded * inner), *bias = some(columns);
+    element *other = some(rows * columns), *y = some(rows * columns), *norm = some(inner);
+    const int64_t epilogue = below(4), has_bias = below(2), threads = 1 + below(2);
+    linear(x, rows, inner, panels, columns, has_bias ? bias : NULL, (int32_t)epilogue, other, y, (int32_t)threads);
+    rms_norm(panels, padded, inner, norm, 1e-5f, panels, 1);
+    add_to_digest(y, rows * columns);
+    add_to_digest(panels, padded * inner);
+    element *const all[] = {x, panels, bias, other, y, norm};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+}
+
+static void
+fuzz_attention(void)
+{
+    const int64_t kv_heads = 1 + below(2), group = 1 + below(3), heads = kv_heads * group;
+    const int64_t width = ONE_OF(2, 6, 30, 34, 64), window = ONE_OF(0, 1, 20), threads = 1 + below(2);
+    const int64_t has_norm = below(2), has_softcap = below(2);
+    const int64_t size = ONE_OF(3, 16, 64, 80), tokens = 1 + below(100), pages = (tokens + size - 1) / size;
+    const int64_t most = 64 / group, start = below(tokens), count = 1 + below(smaller(most, tokens - start));
+    const int64_t tile[4] = {0, count, start, 0};
+    element *qkv = some(tokens * (heads + 2 * kv_heads) * width), *query = some(tokens * heads * width);
+    element *cosine = some(tokens * width), *sine = some(tokens * width), *norm = some(width);
+    element *keys = some(pages * kv_heads * size * width), *values = some(pages * kv_heads * size * width);
+    element *y = some(count * heads * width);
+    int64_t *table = malloc(pages * sizeof *table), *page = malloc(tokens * sizeof *page);
+    int64_t *slot = malloc(tokens * sizeof *slot);
+    for (int64_t i = 0; i < pages; i++)
+        table[i] = pages - 1 - i;
+    for (int64_t i = 0; i < tokens; i++) {
+        page[i] = table[i / size];
+        slot[i] = i % size;
+    }
+    rotate_and_store(qkv, tokens, heads, kv_heads, width, cosine, sine, has_norm ? norm : NULL, norm, 1e-6f, query, keys,
+                     values, size, page, slot, 1);
+    attend(query, heads * width, y, keys, values, kv_heads, group, width, size, table, tile, 1, window, 0.2f,
+           has_softcap ? 5.0f : 0.0f, (int32_t)threads);
+    add_to_digest(query, tokens * heads * width);
+    add_to_digest(keys, pages * kv_heads * size * width);
+    add_to_digest(y, count * heads * width);
+    void *const all[] = {qkv, query, cosine, sine, norm, keys, values, y, table, page, slot};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+}
+
+int
+main(int count, char **arguments)
+{
+    const int rounds = count > 1 ? atoi(arguments[1]) : 100;
+    for (int i = 0; i < rounds; i++) {
+        fuzz_linear();
+        fuzz_attention();
+    }
+    printf("%016llx\n", (unsigned long long)digest);
+    return 0;
+}

@@ -1,0 +1,60 @@
+"""The native kernels with odd sizes under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+The bits of their results are asked for, too: they are the same on every processor.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker.engines.embedded import native
+
+HERE = Path(__file__).parent
+FLAGS = {
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"],
+    "avx2": ["-mavx2", "-mfma"],
+    "generic": [],
+}
+ROUNDS = 60
+DIGESTS = {torch.bfloat16: "53fb87f79739d392", torch.float32: "160e0978ab035596"}
+"""Of all results, as AVX2, plain C on x86-64 and NEON on Arm have them."""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="nothing to compile them with")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_nothing_beside_a_buffer_is_touched(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of the fastest path that this processor has: the others differ in `vector_*.h` alone."""
+    path = next(path for path in native.PATHS if native.unavailable(dtype, path) is None)
+    check(path, dtype, tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(shutil.which("cc") is None, reason="nothing to compile them with")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("path", native.PATHS)
+def test_of_every_path(path: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    if native.unavailable(dtype, path) is None:
+        check(path, dtype, tmp_path)
+
+
+def check(path: str, dtype: torch.dtype, directory: Path) -> None:
+    folder = Path(native.__file__).parent
+    kind = ["-DFLOAT32=1"] if dtype == torch.float32 else ["-mavx512bf16"] if path == "avx512" else []
+    program = directory / "fuzz"
+    command = [
+        *("cc", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wno-psabi", "-fopenmp"),
+        *("-ffp-contract=off", "-fno-math-errno", *FLAGS[path], *kind, f"-I{folder}"),
+        *(str(source) for source in sorted(folder.glob("*.c"))),
+        *(str(HERE / "native_fuzz.c"), "-lm", "-o", str(program)),
+    ]
+    subprocess.run(command, check=True, timeout=300)
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([program, str(ROUNDS)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == DIGESTS[dtype]

@@ -1,0 +1,77 @@
+/* Vectors of 16 float32, in the instructions that this file is compiled for: AVX-512, AVX2, or what the compiler makes
+ * of plain C. All kernels are written in these, so that every sum has one order, whatever the processor: the paths have
+ * the same bits, but where a bfloat16 product or sum is subnormal, which AVX512-BF16 takes for 0.
+ *
+ * The files are compiled once for each path and type of element: bfloat16, or float32 with FLOAT32 defined. Elements are
+ * read by the word of 32 bits, which is a pair of bfloat16 or one float32. `count` is of the lanes that are loaded or
+ * stored, from 1; all 16 if there are more.
+ */
+#ifndef VECTOR_H
+#define VECTOR_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef FLOAT32
+typedef float element;
+enum { PER_WORD = 1 };
+#else
+typedef uint16_t element; /* the upper half of a float32 */
+enum { PER_WORD = 2 };
+#endif
+
+enum {
+    COLUMNS = 32, /* of a panel */
+    LANES = 16,   /* float32 of a vector */
+};
+
+#define LOG2_E 1.44269504f
+#define ALIGNED __attribute__((aligned(64)))
+#define INLINED static inline __attribute__((always_inline))
+
+static inline int64_t
+smaller(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+#if defined(__AVX512F__)
+#include "vector_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__)
+#include "vector_avx2.h"
+#else
+#include "vector_generic.h"
+#endif
+
+/* `count` elements as operands of a GEMM. */
+INLINED void
+copy_operands(const element *from, int64_t count, operand *to)
+{
+    if (sizeof *from == sizeof *to) {
+        memcpy(to, from, count * sizeof *to);
+        return;
+    }
+    for (int64_t at = 0; at + LANES <= count; at += LANES)
+        vec_store((float *)to + at, load_lanes(from + at, LANES));
+    for (int64_t at = count / LANES * LANES; at < count; at++)
+        ((float *)to)[at] = vec_first(load_lanes(from + at, 1));
+}
+
+/* 2 ** x, to about one unit in the last place; 0 below the smallest normal number, NaN for NaN. */
+INLINED vec
+vec_exp2(vec x)
+{
+    const vec whole = vec_round(x), part = vec_sub(x, whole);
+    /* the series of exp(part * ln 2), whose next term is below 2 ** -23 for |part| <= 1/2 */
+    vec power = vec_all(1.54035304e-4f);
+    power = vec_fmadd(power, part, vec_all(1.33335581e-3f));
+    power = vec_fmadd(power, part, vec_all(9.61812911e-3f));
+    power = vec_fmadd(power, part, vec_all(5.55041087e-2f));
+    power = vec_fmadd(power, part, vec_all(2.40226507e-1f));
+    power = vec_fmadd(power, part, vec_all(6.93147181e-1f));
+    power = vec_fmadd(power, part, vec_all(1.0f));
+    return vec_zero_where_below(x, -126.0f, vec_scale(power, whole));
+}
+
+#endif
