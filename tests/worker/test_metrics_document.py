@@ -33,7 +33,8 @@ Family = tuple[str, frozenset[str]]
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Client]:
     """A worker that has answered two requests, failed one and refused one."""
     model = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-    async with serving(model) as client:
+    store = f"file:{tmp_path_factory.mktemp('boundaries')}"
+    async with serving(model, "--migration", "on", "--boundary-store", store) as client:
         stop = {"max_tokens": 4, "ignore_eos": True}
         regex, bigrams = processor("regex", pattern="[a-z ]{8,30}"), processor("no_repeat_ngram", n=2)
         await client.ask(PROMPT, stop_conditions=stop)

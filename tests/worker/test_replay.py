@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from served_worker import Client, serving
+from served_worker import Answer, Client, serving
 
-from adapters.client import processor
+from adapters.client import processor, selection
 from worker.__main__ import main
 from worker.requests.receipts import TokenDigest
 from worker.tiny_model import write_tiny_model
@@ -261,7 +261,7 @@ async def test_bad_receipts_name_the_field(
         ({**receipt, "version": 2}, "version: Input should be 1"),
         (without_request, "request: is not in this chunk's receipt"),
         ({**receipt, "request": "{"}, "request: is not JSON"),
-        (request_of(receipt, choice=1), "request: choice: Input should be 0"),
+        (request_of(receipt, choice=-1), "request: choice: Input should be greater than or equal to 0"),
         (request_of(receipt, smoke_test=True), "request: smoke_test: Input should be False"),
         (request_of(receipt, sampling={**sampling, "top_p": 2}), "request.sampling: top_p must be"),
         (request_of(receipt, sampling={**sampling, "heat": 2}), "request.sampling: "),

@@ -63,9 +63,10 @@ async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Rec
         check_model_digest(model.server, receipt)
         prompt = read_prompt(options.prompt_file, receipt, model.tokenizer)
         selection = selection_of(recorded, arguments.processor_policy, model.chains.catalog)
-        request, tap = await model.request("replay", prompt, recorded.params, selection), None
+        asked = prompt, recorded.params, selection, recorded.request.choice
+        request, tap = await model.request("replay", *asked), None
         if options.position is not None:
-            copy = await model.request("replay", prompt, recorded.params, selection)
+            copy = await model.request("replay", *asked)
             tap = model.tap(request, copy, positions=(options.position,))
         replayed = replay(model.stepper, request, receipt.generated_tokens, tap)
         effects = [] if tap is None else _effects(tap, options.position, request, model.tokenizer)

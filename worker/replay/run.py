@@ -49,7 +49,9 @@ class LoadedModel:
         """The checkpoint's."""
         return self.chains.facts.vocabulary.tokenizer
 
-    async def request(self, name: str, prompt: list[int], params: SamplingParams, selection: Selection) -> Request:
+    async def request(
+        self, name: str, prompt: list[int], params: SamplingParams, selection: Selection, choice: int = 0
+    ) -> Request:
         """A request that finds no other one's KV.
 
         Args:
@@ -57,18 +59,19 @@ class LoadedModel:
             prompt: Token ids.
             params: With a seed.
             selection: Its processors.
+            choice: Which of several answers to one prompt it is.
 
         Raises:
             InvalidRequest: it cannot be served.
         """
         assert params.seed is not None
         budget = self.info.context_length - len(prompt) if params.max_tokens is None else params.max_tokens
-        chain = await self.chains.build(selection, prompt, params.end_token_ids, params.seed, budget)
+        chain = await self.chains.build(selection, prompt, params.end_token_ids, params.seed, budget, choice=choice)
         processors: list[Callable[..., None]] = (
             [] if chain is None else list(create_trtllm_adapters([chain], end_id=params.end_id))
         )
         own = replace(params, logits_processor=processors or None)
-        request = admit(name, 0, prompt, own, self.stepper.model, self.info.context_length)
+        request = admit(name, 0, prompt, own, self.stepper.model, self.info.context_length, choice=choice)
         request.cache_salt = name
         return request
 
