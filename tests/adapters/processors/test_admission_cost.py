@@ -99,6 +99,8 @@ WORST: dict[str, dict[str, Any]] = {
     "multiple_choice": {"choices": ["a" * i for i in range(1, 64)], "boost": 1.0},
     "loop_stop": {"max_period": 1024},
     "watermark": {"key_id": "house", "context": 64},
+    "synthid": {"key_id": "house", "context": 64, "depth": 64},
+    "sequence_bias": {"sequences": [{"token_ids": [65] * 32, "bias": 1.0}, {"token_ids": [66, 65], "bias": -1.0}]},
     "thinking_budget": {"tokens": 5, "start": "<<", "end": ">>"},
     "ban_scripts": {"scripts": ["Han"]},
     "trigger_phrase": {"text": "so", "after_tokens": 5},
