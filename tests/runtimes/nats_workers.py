@@ -21,7 +21,7 @@ EXACT = ("--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--kv-b
 def make_worker(model: Path, url: str, name: str, *argv: str) -> NatsWorker:
     """A worker that serves ``model`` as ``name``, not started."""
     given = ["--runtime", "nats", "--nats-url", url, "--model-path", str(model), "--served-model-name", name]
-    arguments = parse_arguments([*given, *EXACT, *argv], {"WORKER_MAX_NUM_SEQS": "16", "WORKER_DRAIN_TIMEOUT_S": "5"})
+    arguments = parse_arguments([*given, *EXACT, *argv], {"WORKER_MAX_NUM_SEQS": "16", "WORKER_DRAIN_TIMEOUT_S": "60"})
     return NatsWorker(Built(make_engine(arguments), arguments, None, smoke=False))
 
 

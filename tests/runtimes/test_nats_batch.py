@@ -208,14 +208,14 @@ async def test_a_request_that_comes_again_while_it_is_answered(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(BatchConsumer, "_hold_all", forget)
-    argv = ("--batch", "--batch-ack-wait-s", "0.2", "--batch-max-deliver", "1")
+    argv = ("--batch", "--batch-ack-wait-s", "0.1", "--batch-max-deliver", "1")
     async with connection(nats_server) as client, running(tiny_model, nats_server.url, "again", *argv) as worker:
         store = BatchStore(client)
-        record = await store.submit([line("a", prompt=[9, 30], max_tokens=1500, ignore_eos=True)], "again")
+        record = await store.submit([line("a", prompt=[9, 30], max_tokens=1000, ignore_eos=True)], "again")
         (result,) = await completed(store, record.id)
         served = worker.server.metrics.registry.get_sample_value("dlw_requests_total", {"outcome": "length"})
         info = await client.jetstream().consumer_info(layout.stream_name(record.subjects, "normal"), layout.CONSUMER)
-    assert result["response"]["body"]["usage"]["completion_tokens"] == 1500
+    assert result["response"]["body"]["usage"]["completion_tokens"] == 1000
     assert served == 1
     assert info.delivered is not None
     assert info.delivered.consumer_seq > 1

@@ -7,7 +7,6 @@ import os
 import signal
 import ssl
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +38,7 @@ async def test_a_server_that_is_killed_and_comes_back(own_server: NatsServer, ti
     """Answers under way go on where they were, the worker serves on without a restart."""
     async with (
         running(tiny_model, own_server.url, "tiny") as worker,
-        await connected(own_server.url, "tiny", window=16) as client,
+        await connected(own_server.url, "tiny", window=16, lost_s=10.0) as client,
     ):
         expected = (await client.generate(**LONG)).choices[0].token_ids
         streams = [client.stream(retries=0, **LONG) for _ in range(4)]
@@ -78,7 +77,7 @@ async def test_a_worker_process_drains_at_sigterm_and_its_death_is_noticed(
     first = worker_process(tiny_model, nats_server.url, log)
     second = None
     try:
-        async with await connected(nats_server.url, "tiny", window=8) as client:
+        async with await connected(nats_server.url, "tiny", window=8, lost_s=10.0) as client:
             await until_served(client, first, log)
             stream = client.stream(retries=0, **LONG)
             tokens = list((await anext(stream))["token_ids"])
@@ -93,11 +92,9 @@ async def test_a_worker_process_drains_at_sigterm_and_its_death_is_noticed(
             stream = client.stream(retries=0, **LONG)
             await anext(stream)
             second.kill()
-            killed_s = time.monotonic()
             with pytest.raises(WorkerLost):
                 async for _ in stream:
                     pass
-            assert time.monotonic() - killed_s < 20  # a hang guard: 2 s on a machine that is not busy
     finally:
         for process in (first, second):
             if process is not None:

@@ -68,7 +68,7 @@ class NoWorkers(RequestError):
 
 
 class WorkerLost(RequestError):
-    """Nothing was heard of the worker for `protocol.LOST_S`: it died, or the network did."""
+    """Nothing was heard of the worker for seconds: it died, or the network did."""
 
     def __init__(self, silent_s: float) -> None:
         super().__init__(503, "WorkerLost", f"nothing was heard of the worker for {silent_s:.1f} s")
@@ -180,12 +180,14 @@ class WorkerClient:
         connection: To NATS.
         subjects: Of the model.
         window: Messages that a worker may send ahead of what was read.
+        lost_s: Seconds of silence after which a worker is given up.
     """
 
-    def __init__(self, connection: Client, subjects: Subjects, window: int) -> None:
+    def __init__(self, connection: Client, subjects: Subjects, window: int, lost_s: float) -> None:
         self.connection = connection
         self.subjects = subjects
         self._window = window
+        self._lost_s = lost_s
         self._inbox = connection.new_inbox()
         self._receivers: dict[str, _Receiver] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -198,6 +200,7 @@ class WorkerClient:
         options: ConnectionOptions | None = None,
         *,
         window: int = 64,
+        lost_s: float = LOST_S,
     ) -> WorkerClient:
         """A client that has connected.
 
@@ -206,6 +209,7 @@ class WorkerClient:
             version: Of the model.
             options: Where NATS is; by default on this machine.
             window: Messages that a worker may send ahead of what was read.
+            lost_s: Seconds of silence after which a worker is given up.
 
         Raises:
             StartupError: NATS is not there, or does not let us in.
@@ -217,7 +221,7 @@ class WorkerClient:
                 await client._resume()
 
         connection = await connect(options or ConnectionOptions(), "worker client", reconnected=reconnected)
-        client = cls(connection, Subjects(model, version), window)
+        client = cls(connection, Subjects(model, version), window, lost_s)
         clients.append(client)
         await connection.subscribe(f"{client._inbox}.*", cb=client._take)
         client._watch = asyncio.create_task(client._look_after())
@@ -358,14 +362,16 @@ class WorkerClient:
 
     async def _look_after(self) -> None:
         """Give workers up that are not heard of any more."""
+        looked_s = time.monotonic()
         while True:
-            await asyncio.sleep(LOST_S / 10)
-            if not self.connection.is_connected:
-                continue
-            now = time.monotonic()
+            await asyncio.sleep(self._lost_s / 10)
+            before_s, looked_s = looked_s, time.monotonic()
+            was_away = not self.connection.is_connected or looked_s - before_s > self._lost_s / 2
             for receiver in self._receivers.values():
-                if now - receiver.heard_s > LOST_S * 0.9:
-                    receiver.fail(WorkerLost(now - receiver.heard_s))
+                if was_away:  # nothing could be heard: the connection was lost, or this event loop stood still
+                    receiver.heard_s = looked_s
+                elif looked_s - receiver.heard_s > self._lost_s * 0.9:
+                    receiver.fail(WorkerLost(looked_s - receiver.heard_s))
 
 
 class BlockingWorkerClient:
@@ -376,19 +382,26 @@ class BlockingWorkerClient:
         version: Of the model.
         options: Where NATS is; by default on this machine.
         window: Messages that a worker may send ahead of what was read.
+        lost_s: Seconds of silence after which a worker is given up.
 
     Raises:
         StartupError: NATS is not there, or does not let us in.
     """
 
     def __init__(
-        self, model: str, version: str = "1", options: ConnectionOptions | None = None, *, window: int = 64
+        self,
+        model: str,
+        version: str = "1",
+        options: ConnectionOptions | None = None,
+        *,
+        window: int = 64,
+        lost_s: float = LOST_S,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="worker-client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._run(WorkerClient.connect(model, version, options, window=window))
+            self._client = self._run(WorkerClient.connect(model, version, options, window=window, lost_s=lost_s))
         except BaseException:
             self._stop()
             raise

@@ -74,9 +74,10 @@ class MessageServer:
 
     async def _choice(self, request_id: str, request: NatsRequest, choice: int) -> AsyncGenerator[Chunk, None]:
         served_id = choice_id(request_id, request, choice)
-        text = ChoiceText(request, self.tokenizer)
+        text: ChoiceText | None = None
         async with contextlib.aclosing(self.server.serve(served_id, request.fields, {}, choice)) as chunks:
             async for chunk in chunks:
+                text = text or ChoiceText(request, self.tokenizer)  # not before the prompt has been checked
                 sent = text.chunk(chunk)
                 if sent is not None:
                     yield {**sent, "index": choice}
