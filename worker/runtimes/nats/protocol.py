@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.errors import (
+    BoundaryStoreUnavailable,
     Draining,
     EngineBroken,
     GrammarsUnavailable,
@@ -102,6 +103,7 @@ _CODES: tuple[tuple[type[ServingError], int], ...] = (
     (Overloaded, 429),
     (ProcessorUnavailable, 503),
     (GrammarsUnavailable, 503),
+    (BoundaryStoreUnavailable, 503),
     (Draining, 503),
     (EngineBroken, 503),
 )
