@@ -28,7 +28,12 @@ class ServerProcess:
 
     Args:
         directory: For state and log.
+
+    Attributes:
+        port: That clients connect to.
     """
+
+    port: int
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -139,6 +144,7 @@ class EtcdServer(ServerProcess):
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
+            "--unsafe-no-fsync",
         ]
 
     def is_ready(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from store_servers import StoreServer
+from servers import EtcdServer, NatsServer, ServerProcess, free_ports
 
 from worker.errors import StartupError
 from worker.migration.etcd_store import EtcdStore
@@ -26,9 +26,18 @@ KINDS = ("file", "nats", "etcd")
 KEY, OTHER = "0123456789abcdef", "fedcba9876543210"
 
 
+SERVERS: dict[str, type[NatsServer] | type[EtcdServer]] = {"nats": NatsServer, "etcd": EtcdServer}
+
+
+def address(server: ServerProcess) -> str:
+    """As ``--boundary-store`` takes it."""
+    kind = next(kind for kind, made in SERVERS.items() if isinstance(server, made))
+    return f"{kind}://127.0.0.1:{server.port}"
+
+
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StoreServer]]:
-    started = {kind: StoreServer(kind, tmp_path_factory.mktemp(kind)) for kind in ("nats", "etcd")}
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ServerProcess]]:
+    started = {kind: made(tmp_path_factory.mktemp(kind)) for kind, made in SERVERS.items()}
     try:
         for server in started.values():
             server.start()
@@ -39,9 +48,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stor
 
 
 @pytest.fixture(scope="module")
-def addresses(servers: dict[str, StoreServer], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def addresses(servers: dict[str, ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("files") / "store"
-    return {"file": f"file:{directory}"} | {kind: server.address for kind, server in servers.items()}
+    return {"file": f"file:{directory}"} | {kind: address(server) for kind, server in servers.items()}
 
 
 @pytest_asyncio.fixture(params=KINDS, loop_scope="module")
@@ -97,9 +106,9 @@ async def test_many_at_once(store: BoundaryStore) -> None:
 
 @pytest.mark.parametrize("kind", ["nats", "etcd"])
 async def test_a_store_that_died_says_so_and_works_again_when_it_is_back(
-    kind: str, servers: dict[str, StoreServer]
+    kind: str, servers: dict[str, ServerProcess]
 ) -> None:
-    store = make_store(servers[kind].address)
+    store = make_store(address(servers[kind]))
     await store.open()
     await answering(store)
     await store.put(KEY, b"before")
@@ -118,8 +127,9 @@ async def test_a_store_that_died_says_so_and_works_again_when_it_is_back(
 
 @pytest.mark.parametrize("kind", ["nats", "etcd"])
 async def test_a_store_may_come_up_after_its_clients(kind: str, tmp_path: Path) -> None:
-    server = StoreServer(kind, tmp_path)
-    store = make_store(server.address)
+    server = SERVERS[kind](tmp_path)
+    (server.port,) = free_ports(1)
+    store = make_store(address(server))
     await store.open()
     with pytest.raises((StoreError, asyncio.TimeoutError)):
         await asyncio.wait_for(store.get(KEY), 1.0)
@@ -148,7 +158,7 @@ async def test_records_of_a_directory_go_away(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_records_of_nats_go_away(servers: dict[str, StoreServer]) -> None:
+async def test_records_of_nats_go_away(servers: dict[str, ServerProcess]) -> None:
     server = servers["nats"]
     store = NatsStore(f"nats://127.0.0.1:{server.port}", 1.0, bucket="short-lived")
     await store.put(KEY, b"1")
@@ -158,7 +168,7 @@ async def test_records_of_nats_go_away(servers: dict[str, StoreServer]) -> None:
     await store.close()
 
 
-async def test_records_of_etcd_go_away(servers: dict[str, StoreServer]) -> None:
+async def test_records_of_etcd_go_away(servers: dict[str, ServerProcess]) -> None:
     store = EtcdStore(f"http://127.0.0.1:{servers['etcd'].port}", 1.0)
     await store.put(KEY, b"1")
     assert await store.get(KEY) == b"1"
