@@ -24,7 +24,7 @@ DOCUMENT = RECORD.with_suffix(".md")
 NAMES = [*FIELDS, *(builtin.name for builtin in BUILTINS), *THIRD_PARTIES]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_every_processor_in_every_mode(tmp_path: Path) -> None:
     """Short texts, migrated after every token."""
     model = write_tiny_model(tmp_path / "tiny")
