@@ -16,6 +16,8 @@ from front_door import Door
 
 from adapters.client import processor, selection
 
+pytestmark = pytest.mark.timeout(300)  # two rounds of many streams
+
 EXACT = ["--device", "cpu", "--dtype", "float32", "--numerics", "exact", "--context-length", "1024"]
 NUM_TOKENS = 160
 SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 30}

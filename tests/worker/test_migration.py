@@ -27,7 +27,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = [9, 30, 41, 77, 30, 41, 12, 9, 30, 500, 9, 30, 41, 77, 30, 41, 12, 9, 31]
 LENGTH = 20
-DRAWN = {"temperature": 0.9}
+DRAWN = {"temperature": 0.9, "seed": 5}
 
 
 class Context:
@@ -99,17 +99,17 @@ def make_worker(model: Path, store: Path, *argv: str, smoke: bool = False) -> Wo
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool]:
     directory = tmp_path_factory.mktemp("store")
-    worker = make_worker(model, directory, "--max-num-batched-tokens", "64", "--context-length", "256")
+    worker = make_worker(model, directory, "--max-num-batched-tokens", "64", "--context-length", "96")
     await worker.start(1)
     yield Pool(worker, FileStore(str(directory)))
     await worker.cleanup()
 
 
-SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 1}
+SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 30}
 CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "plain": ([], {}),
-    "seeded": ([], {**DRAWN, "seed": 5}),
-    "drawn seed": ([], {**DRAWN, "top_p": 0.9, "min_p": 0.01}),
+    "seeded": ([], DRAWN),
+    "drawn seed": ([], {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01}),
     "frequency_penalty": ([], {"frequency_penalty": 1.5}),
     "repetition_penalty": ([], {"repetition_penalty": 1.5}),
     "json_schema": ([processor("json_schema", schema=SCHEMA)], DRAWN),
@@ -176,7 +176,7 @@ async def test_what_1_6_1_leaves_of_min_tokens(pool: Pool) -> None:
 async def test_without_max_tokens_the_answer_ends_where_the_context_does(pool: Pool) -> None:
     raw = {"token_ids": PROMPT, "stop_conditions": {"ignore_eos": True}}
     whole, record = await pool.ask("endless", raw)
-    assert len(PROMPT) + len(whole.token_ids) == 256
+    assert len(PROMPT) + len(whole.token_ids) == 96
     answer = await pool.take_over("endless 30", raw, record, whole.token_ids[:30])
     assert whole.token_ids[:30] + answer.token_ids == whole.token_ids
 

@@ -168,7 +168,7 @@ class BoundaryRecords:
         return found if found is not None and found.owner == owner else None
 
     def _in_background(self, work: Callable[[], Awaitable[None]]) -> None:
-        task = asyncio.create_task(_without_store_errors(work))
+        task = asyncio.create_task(_awaited(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -176,8 +176,7 @@ class BoundaryRecords:
         while True:
             await asyncio.sleep(self._ttl_s / 3)
             for record in list(self._live):
-                with contextlib.suppress(StoreError):
-                    await record.renew()
+                await record.renew()
 
 
 class BoundaryRecord:
@@ -203,6 +202,7 @@ class BoundaryRecord:
         self._num_crashes = num_crashes
         self._boundary: Boundary | None = None
         self._put: asyncio.Task[None] | None = None
+        self._renewal: asyncio.Task[None] | None = None
 
     def write(self, seed: int) -> None:
         """Begin to write the record of the request, whose draws are made of ``seed``."""
@@ -222,8 +222,11 @@ class BoundaryRecord:
             self._put = None
 
     async def renew(self) -> None:
-        """Write the record again, so that it does not go away. Raises `StoreError`."""
-        await self._records._answered(self._store_it())
+        """Write the record again, so that it does not go away; what fails is tried again later."""
+        if not self.has_ended:
+            self._renewal = asyncio.create_task(self._records._answered(self._store_it()))
+            self._renewal.add_done_callback(_retrieved)
+            await asyncio.wait([self._renewal])
 
     async def _store_it(self) -> None:
         assert self._boundary is not None
@@ -258,17 +261,19 @@ class BoundaryRecord:
             self._records._in_background(partial(self._go_away, linger_s))
 
     async def _go_away(self, linger_s: float) -> None:
-        await self._settled()
-        if linger_s:
-            await self._records._pass_on(self.key, self.owner)
-            await asyncio.sleep(linger_s)
-        await self._records._remove(self.key, self.owner)
+        with contextlib.suppress(StoreError):  # its time to live ends it, too
+            await self._settled()
+            if linger_s:
+                await self._records._pass_on(self.key, self.owner)
+                await asyncio.sleep(linger_s)
+            await self._records._remove(self.key, self.owner)
         self._records._live.discard(self)
 
     async def _settled(self) -> None:
-        """Until the record has been written, or could not be."""
-        if self._put is not None:
-            await asyncio.wait([self._put])
+        """Until nothing of the record is being written."""
+        writing = [task for task in (self._put, self._renewal) if task is not None]
+        if writing:
+            await asyncio.wait(writing)
 
 
 class UnrecordedRequest:
@@ -340,6 +345,5 @@ def _retrieved(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
-async def _without_store_errors(work: Callable[[], Awaitable[None]]) -> None:
-    with contextlib.suppress(StoreError):
-        await work()
+async def _awaited(work: Callable[[], Awaitable[None]]) -> None:
+    await work()  # made here: a task that is cancelled before it begins leaves no coroutine behind

@@ -66,6 +66,9 @@ SEED_BITS = 53
 a client can send the seed of a receipt back.
 """
 
+SENT_S = 0.01
+"""Time for the runtime to send the last chunk of an answer; then its record goes away."""
+
 _OUTCOMES: tuple[tuple[type[ServingError], str], ...] = (
     (PoisonRequest, "poison"),
     (InvalidRequest, "refused"),
@@ -224,17 +227,19 @@ class WorkerEngine(LLMEngine):
                         await record.written()
                         entry.finish_reason = delta.finish_reason
                         chunk = self._chunk(serving, delta)
+                        if delta.finish_reason is not None:  # the runtime may drop the stream without coming back
+                            asyncio.get_running_loop().call_later(SENT_S, _end_record, record, delta.finish_reason)
                         if chunk is not None:
                             yield chunk
             finally:
                 self._in_loop(self._release, serving)
-            record.linger() if entry.finish_reason == "cancelled" else record.remove()
+            _end_record(record, entry.finish_reason)
         except (GeneratorExit, asyncio.CancelledError):  # the runtime drops a stream that nobody reads any more
             if entry.finish_reason is None:
                 entry.finish_reason = "cancelled"
                 self._in_loop(self.metrics.count_outcome, "cancelled")
             if record is not None:
-                self._in_loop(record.linger)
+                self._in_loop(_end_record, record, entry.finish_reason)
             raise
         except ServingError as error:
             entry.failed(error)
@@ -570,6 +575,14 @@ class WorkerEngine(LLMEngine):
             "draining": self.in_flight.closed,
             "smoke_test": self._smoke is not None,
         }
+
+
+def _end_record(record: RequestRecord, finish_reason: str | None) -> None:
+    """The request has ended without an error."""
+    if finish_reason == "cancelled":
+        record.linger()
+    else:
+        record.remove()
 
 
 async def _let_go(record: RequestRecord, error: BaseException) -> None:
