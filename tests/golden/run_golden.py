@@ -31,7 +31,7 @@ NUM_TOKENS_SERVED = 230
 and for prompt and answer to need a second page of KV.
 """
 
-NUM_TOKENS_LARGE = 6
+NUM_TOKENS_LARGE = 8
 """The same of a model that is not tiny, with one set of arguments per processor."""
 
 

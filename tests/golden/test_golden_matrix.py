@@ -24,18 +24,19 @@ DOCUMENT = RECORD.with_suffix(".md")
 NAMES = [*FIELDS, *(builtin.name for builtin in BUILTINS), *THIRD_PARTIES]
 
 
-@pytest.mark.timeout(300)
-async def test_every_processor_in_every_mode(tmp_path: Path) -> None:
-    """Short texts, migrated after every token."""
+@pytest.mark.timeout(600)
+async def test_every_processor_in_every_mode_of_the_embedded_engine(tmp_path: Path) -> None:
+    """Short texts, migrated after every token. `tests/tensorrt` compares the stand-in's texts."""
+    modes = [mode for mode in MODES if "stand-in" not in mode.name]
     model = write_tiny_model(tmp_path / "tiny")
     bench = Bench(model, tmp_path)
     try:
-        matrix = await run(bench, MODES, "tiny", 8, is_short=True)
+        matrix = await run(bench, modes, "tiny", 8, is_short=True)
     finally:
         await bench.close()
     matrix.check()
     assert set(matrix.rows) == set(NAMES)
-    assert matrix.modes == [mode.name for mode in MODES]
+    assert matrix.modes == [mode.name for mode in modes]
     assert not matrix.left_out
 
 
