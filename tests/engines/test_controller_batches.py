@@ -26,6 +26,7 @@ from worker.engines.embedded.controller.types import (
     Status,
     TokenStream,
 )
+from worker.engines.embedded.speculation import Speculator
 from worker.errors import InvalidRequest
 
 PROMPTS = ["Once upon a time", "What is", "def add(left: int, right: int)", "Yes"]
@@ -222,6 +223,7 @@ def test_what_a_dynamic_step_reports(controller: TextGenerationController) -> No
 
 
 def test_accepted_drafts_are_reported(controller: TextGenerationController) -> None:
+    controller.engine.session.stepper.speculator = Speculator(clock=lambda: 0.0)  # whatever steps take here
     forced = [40, 41, 42, 43, 44]
     processors = [{"name": "forced_sequence", "args": {"token_ids": forced}}]
     params = InferenceParams(num_tokens_to_generate=5, return_log_probs=True, processors=processors)

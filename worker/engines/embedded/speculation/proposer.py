@@ -22,6 +22,7 @@ class Proposer(Protocol):
 
         Args:
             history: Prompt and generated token ids, oldest first. From call to call it grows, or is
-                cut off and grows again.
+                cut off. One that was cut off and has grown past its old length since need not be
+                noticed.
             limit: Most tokens to draft, at least 1.
         """
