@@ -16,7 +16,7 @@ from pathlib import Path
 
 from worker import __version__
 from worker.inspect.comparison import first_difference, shared_places, summary
-from worker.inspect.recording import Recording, verdict_of
+from worker.inspect.recording import Recording, printable, verdict_of
 from worker.inspect.terminal import described, rank_of
 from worker.replay.position import Candidate, Position, Stage
 
@@ -53,7 +53,7 @@ def page(notes: Sequence[str], recordings: Sequence[Recording]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f'<meta name="generator" content="dynamo-logits-worker {escape(__version__)}">',
             f"<title>Token inspector</title>\n<style>{style}</style>\n</head>\n<body>\n<h1>Token inspector</h1>",
-            *(f'<p class="notes">{escape(line)}</p>' for line in notes),
+            *(f'<p class="notes">{_shown(line)}</p>' for line in notes),
             *_timelines(recordings),
             _bar(is_compared=len(recordings) > 1),
             *_steps(recordings),
@@ -65,6 +65,10 @@ def page(notes: Sequence[str], recordings: Sequence[Recording]) -> str:
 def _digest(text: str) -> str:
     """A source of a content security policy: the digest of an inline element."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _shown(text: str) -> str:
+    return escape(printable(text))
 
 
 def _bar(*, is_compared: bool) -> str:
@@ -84,7 +88,7 @@ def _timelines(recordings: Sequence[Recording]) -> Iterator[str]:
         chips = (_chip(recording, place, each, place in shared) for place, each in enumerate(recording.positions))
         yield f'<ol class="timeline">{"".join(chips)}</ol>'
         if recording.error is not None:
-            yield f'<p class="failed">ended early: {escape(recording.error)}</p>'
+            yield f'<p class="failed">ended early: {_shown(recording.error)}</p>'
         yield "</section>"
     said = summary(recordings)
     if said is not None:
@@ -129,7 +133,7 @@ def _position(recording: Recording, position: Position, *, named: bool) -> Itera
 
 def _cells(recording: Recording, stage: Stage, taken: int | None) -> str:
     if stage.failure is not None:
-        return f'<td></td><td></td><td class="candidates failed">failed: {escape(stage.failure)}</td>'
+        return f'<td></td><td></td><td class="candidates failed">failed: {_shown(stage.failure)}</td>'
     candidates = " ".join(_candidate(recording, one, one.token_id == taken) for one in stage.candidates)
     return (
         f'<td class="number">{stage.num_left}</td><td class="number">{escape(rank_of(stage))}</td>'

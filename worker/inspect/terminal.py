@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from worker.inspect.comparison import shared_places, summary
-from worker.inspect.recording import Recording, verdict_of
+from worker.inspect.recording import Recording, printable, verdict_of
 from worker.replay.position import Candidate, Position, Stage
 
 STYLES = {"kept": "", "changed": "yellow", "forced": "cyan", "failed": "bold red"}
@@ -48,7 +48,7 @@ def show(console: Console, notes: Sequence[str], recordings: Sequence[Recording]
         recordings: One or two.
     """
     for line in notes:
-        console.print(Text(line, style="dim"))
+        console.print(Text(printable(line), style="dim"))
     for recording, shared in zip(recordings, shared_places(recordings), strict=True):
         console.print(answer(recording, shared))
     said = summary(recordings)
@@ -60,7 +60,7 @@ def show(console: Console, notes: Sequence[str], recordings: Sequence[Recording]
                 console.print(steps_table(recording, position, step, named=len(recordings) > 1))
     for recording in recordings:
         if recording.error is not None:
-            console.print(Text(f"{recording.name} ended early: {recording.error}", style="bold red"))
+            console.print(Text(f"{recording.name} ended early: {printable(recording.error)}", style="bold red"))
 
 
 def as_svg(console: Console) -> str:
@@ -102,7 +102,7 @@ def steps_table(recording: Recording, position: Position, step: int, *, named: b
             shown = (_candidate(recording, one, one.token_id == position.token_id) for one in stage.candidates)
             table.add_row(stage.name, f"{stage.num_left}", rank_of(stage), *shown)
         else:
-            table.add_row(stage.name, "", "", Text(f"failed: {stage.failure}", style=STYLES["failed"]))
+            table.add_row(stage.name, "", "", Text(f"failed: {printable(stage.failure)}", style=STYLES["failed"]))
     return table
 
 
