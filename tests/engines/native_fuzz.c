@@ -93,8 +93,8 @@ fuzz_attention(void)
         page[i] = table[i / size];
         slot[i] = i % size;
     }
-    rotate_and_store(qkv, tokens, heads, kv_heads, width, cosine, sine, has_norm ? norm : NULL, norm, 1e-6f, query, keys,
-                     values, size, page, slot, 1);
+    rotate_and_store(qkv, tokens, heads, kv_heads, width, cosine, sine, has_norm ? norm : NULL, norm, 1e-6f, query,
+                     keys, values, size, page, slot, 1);
     attend(query, heads * width, y, keys, values, kv_heads, group, width, size, table, tile, 1, window, 0.2f,
            has_softcap ? 5.0f : 0.0f, (int32_t)threads);
     add_to_digest(query, tokens * heads * width);

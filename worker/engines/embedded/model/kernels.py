@@ -65,9 +65,9 @@ def native_kernels(path: str, sums_as_others: bool = True) -> KernelBackend:
         path: Instructions that they use.
         sums_as_others: `native.sums_as_others`.
     """
-    gemm, attention = (NativeGemm, NativeAttention) if sums_as_others else (OwnOrderGemm, OwnOrderAttention)
-    gemms, attentions = (gemm, *TORCH.gemms), (attention, *TORCH.attentions)
-    return KernelBackend(f"native-{path}", gemms, attentions, native.rms_norm)
+    gemm: type[GemmBackend] = NativeGemm if sums_as_others else OwnOrderGemm
+    attention: type[AttentionBackend] = NativeAttention if sums_as_others else OwnOrderAttention
+    return KernelBackend(f"native-{path}", (gemm, *TORCH.gemms), (attention, *TORCH.attentions), native.rms_norm)
 
 
 def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> KernelBackend:

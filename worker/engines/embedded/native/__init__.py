@@ -99,7 +99,7 @@ def choose_path(dtype: torch.dtype, path: str | None = None) -> str:
 
     It holds for the process: bits and packed weights are the same in all of them. Returns the path.
     """
-    path = path or next(each for each in PATHS if unavailable(dtype, each) is None)
+    path = path or next((each for each in PATHS if unavailable(dtype, each) is None), PATHS[-1])
     _chosen[dtype] = path
     return path
 

@@ -69,7 +69,7 @@ lay_out_keys(const element *keys, int width, block_t *block)
     }
 }
 
-/* A word of 32 columns of a panel of values: up to `count` elements of a key, in bfloat16 and of the next one, if any. */
+/* A word of 32 columns of a panel of values: up to `count` elements of a key; in bfloat16 also of the next, if any. */
 static inline void
 lay_out_word(const element *from, const element *next, int64_t count, element *to)
 {

@@ -1,9 +1,9 @@
 /* The micro-kernel of all GEMMs: a few rows times a panel of 32 columns, with float32 accumulators.
  *
- * A panel holds the weights of 32 columns word by word, [words][32 columns]: one instruction multiplies the same word of
- * 16 columns, or one element of it, and the panel is read from front to back. Each sum runs over the words in order,
- * from the first to the last, and over the two elements of a bfloat16 word from the second to the first, as AVX512-BF16
- * does it, whatever number of rows is computed together: the GEMM is batch-invariant.
+ * A panel holds the weights of 32 columns word by word, [words][32 columns]: one instruction multiplies the same word
+ * of 16 columns, or one element of it, and the panel is read from front to back. Each sum runs over the words in order,
+ * from the first to the last, and over the two elements of a bfloat16 word from the second to the first, as
+ * AVX512-BF16 does it, whatever number of rows is computed together: the GEMM is batch-invariant.
  */
 #ifndef PANELS_H
 #define PANELS_H
@@ -12,7 +12,7 @@
 
 enum { CACHED_WORDS = 128 }; /* of a panel, 16 KiB, of which the second half is read after the first one */
 
-/* sums [rows, 16 * halves] = rows of `words` words times halves of a panel; added to what `sums` holds if `continues`. */
+/* sums [rows, 16 * halves] = rows of `words` words times halves of a panel; added to `sums` if it `continues`. */
 INLINED void
 multiply_rows(int rows, int halves, const operand *row, int64_t row_stride, const element *panel, int64_t words,
               float *sums, int64_t sums_stride, int continues)

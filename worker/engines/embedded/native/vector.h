@@ -2,9 +2,9 @@
  * of plain C. All kernels are written in these, so that every sum has one order, whatever the processor: the paths have
  * the same bits, but where a bfloat16 product or sum is subnormal, which AVX512-BF16 takes for 0.
  *
- * The files are compiled once for each path and type of element: bfloat16, or float32 with FLOAT32 defined. Elements are
- * read by the word of 32 bits, which is a pair of bfloat16 or one float32. `count` is of the lanes that are loaded or
- * stored, from 1; all 16 if there are more.
+ * The files are compiled once for each path and type of element: bfloat16, or float32 with FLOAT32 defined. Elements
+ * are read by the word of 32 bits, which is a pair of bfloat16 or one float32. `count` is of the lanes that are loaded
+ * or stored, from 1; all 16 if there are more.
  */
 #ifndef VECTOR_H
 #define VECTOR_H

@@ -71,7 +71,8 @@ vec_round(vec x)
 INLINED __m256
 scale_half(__m256 x, __m256 whole)
 {
-    const __m256i power = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(whole, _mm256_set1_ps(-252.0f)), _mm256_set1_ps(254.0f)));
+    whole = _mm256_min_ps(_mm256_max_ps(whole, _mm256_set1_ps(-252.0f)), _mm256_set1_ps(254.0f));
+    const __m256i power = _mm256_cvtps_epi32(whole);
     const __m256i half = _mm256_srai_epi32(power, 1), rest = _mm256_sub_epi32(power, half);
     const __m256i bias = _mm256_set1_epi32(127);
     x = _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)));
@@ -238,7 +239,8 @@ weights_of(words_t w, int part)
         return vec_of(_mm256_castsi256_ps(_mm256_and_si256(w.low, upper)),
                       _mm256_castsi256_ps(_mm256_and_si256(w.high, upper)));
     }
-    return vec_of(_mm256_castsi256_ps(_mm256_slli_epi32(w.low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(w.high, 16)));
+    return vec_of(_mm256_castsi256_ps(_mm256_slli_epi32(w.low, 16)),
+                  _mm256_castsi256_ps(_mm256_slli_epi32(w.high, 16)));
 }
 
 #endif
