@@ -112,6 +112,7 @@ async def test_everything_at_random(tmp_path: Path, tiny_model: Path) -> None:
         until = time.monotonic() + MINUTES * 60
         while time.monotonic() < until:
             fault = a_fault(chance)
+            logger.info("%d answers; next: %s", num_answers, repr(fault)[:80])
             async with LoadClient(cluster.url) as client:
                 await under_fault(cluster, client, fault, chance, first=counts.total() * 10**4)
             if isinstance(fault, Stop) and DYNAMO < (1, 6):  # it does not migrate them
@@ -123,7 +124,6 @@ async def test_everything_at_random(tmp_path: Path, tiny_model: Path) -> None:
                 usage.sample()
             counts[type(fault).__name__] += 1
             num_answers += len(client.records)
-            logger.info("%d answers, %s", num_answers, fault)
         logger.info("%d answers, faults: %s", num_answers, dict(counts))
         for name, usage in used.items():
             usage.check(name)
