@@ -159,6 +159,14 @@ class Preempted(OneWorker):
         assert worker.engine.num_preemptions > 0, "nothing was preempted"
 
 
+class Speculated(OneWorker):
+    """Tokens are drafted by n-grams too, not by chains alone, as in every mode."""
+
+    def _check(self, worker: LocalWorker) -> None:
+        proposed, accepted = worker.engine.speculation()["ngram"]
+        assert 0 < accepted < proposed, f"{accepted} of {proposed} drafted tokens were accepted"
+
+
 class StandIn(OneWorker):
     """TensorRT-LLM's contract, enforced by a stand-in on a CPU."""
 
@@ -339,6 +347,7 @@ MODES: tuple[Mode, ...] = (
     Preempted("preempted", at_once=8),
     OneWorker("chunked prefill", "--max-num-batched-tokens", "8", "--max-num-seqs", "4", at_once=4),
     OneWorker("batched", at_once=64, is_warm=True),
+    Speculated("speculated", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}', at_once=16),
     NthChoice(),
     stand_in_mode("TensorRT-LLM stand-in"),
     Migrated("migrated, stand-in", to=stand_in_mode("")),
