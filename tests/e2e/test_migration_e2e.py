@@ -110,6 +110,7 @@ async def ask_all(stack: Stack, kills: Worker | None = None) -> dict[str, Reply]
     return dict(zip(asking, replies, strict=True))
 
 
+@pytest.mark.campaign
 async def test_a_worker_is_killed_and_every_answer_is_what_it_would_have_been(pool: Stack) -> None:
     first, second = await asyncio.to_thread(two_workers, pool)
     expected = await ask_all(pool)

@@ -61,6 +61,7 @@ async def test_a_worker_is_killed(cluster: Cluster, reference: Reference, chance
     cluster.check_settled()
 
 
+@pytest.mark.campaign
 async def test_workers_are_replaced_one_by_one(cluster: Cluster, reference: Reference, chance: random.Random) -> None:
     restart = RollingRestart()
     async with LoadClient(cluster.url) as client, under_load(client, 8, NUM_TOKENS, first=1000):
@@ -70,6 +71,7 @@ async def test_workers_are_replaced_one_by_one(cluster: Cluster, reference: Refe
     cluster.check_settled()
 
 
+@pytest.mark.campaign
 async def test_a_second_signal_migrates_at_once(cluster: Cluster, reference: Reference, chance: random.Random) -> None:
     async with LoadClient(cluster.url) as client:
         asked = await streams(client, 8, 1000)
@@ -84,6 +86,7 @@ async def test_a_second_signal_migrates_at_once(cluster: Cluster, reference: Ref
     cluster.check_settled()
 
 
+@pytest.mark.campaign
 async def test_bad_clients_beside_good_ones(cluster: Cluster, reference: Reference, chance: random.Random) -> None:
     """Those that leave, those that never read, and those whose requests cannot be served."""
     never, bad = NeverReads(8), BadRequests()
@@ -100,6 +103,7 @@ async def test_bad_clients_beside_good_ones(cluster: Cluster, reference: Referen
     cluster.check_settled()
 
 
+@pytest.mark.campaign
 async def test_a_stopped_worker_is_left_alone(cluster: Cluster, reference: Reference) -> None:
     async with LoadClient(cluster.url) as client:
         asked = await streams(client, 16, NUM_TOKENS)
@@ -117,6 +121,7 @@ async def test_a_stopped_worker_is_left_alone(cluster: Cluster, reference: Refer
     stopped.end()  # the frontend would leave it alone for a minute
 
 
+@pytest.mark.campaign
 async def test_the_boundary_store_is_away_and_comes_back(cluster: Cluster, reference: Reference) -> None:
     """What is in flight goes on; new requests are refused until it is back, without a restart."""
     async with LoadClient(cluster.url) as client:
@@ -146,6 +151,7 @@ async def test_a_request_that_kills_workers_is_refused_by_the_rest(cluster: Clus
     cluster.check_settled()
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_a_busy_worker_is_not_taken_for_a_hung_one(patient: Stack, path: str) -> None:
     """Its step takes longer than the frontend's stream time-out; empty chunks say that it lives."""
