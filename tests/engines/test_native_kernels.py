@@ -40,9 +40,12 @@ COMPUTED = [
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """A path, which computes in the data type of `dtype`."""
     name, dtype = request.param
+    before = native._chosen.copy()
+    native._chosen.clear()
     native.choose_path(dtype, name)
     yield name
     native._chosen.clear()
+    native._chosen.update(before)
 
 
 @pytest.fixture(scope="module")

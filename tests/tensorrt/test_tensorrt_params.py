@@ -58,6 +58,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "stop_conditions.max_tokens": (7, {"max_tokens": 7}, ()),
     "stop_conditions.min_tokens": (3, {"min_tokens": None}, ("min_tokens",)),
     "stop_conditions.ignore_eos": (True, {"ignore_eos": True, "stop_token_ids": None}, ()),
+    "stop_conditions.stop": (["x"], {}, ()),
     "stop_conditions.stop_token_ids": ([50], {"stop_token_ids": [1, 4, 50]}, ()),
     "stop_conditions.stop_token_ids_visible": ([50], {"include_stop_str_in_output": True}, ()),
     "stop_conditions.stop_token_ids_hidden": ([50], {"include_stop_str_in_output": False}, ()),
