@@ -102,6 +102,8 @@ prepare_default_model() {
     probe=
     ((status == 0)) || return 1
     MODEL_PATH=$(< "$scratch/model")
+    # So small a model answers better in float32: in bfloat16 its likeliest tokens tie.
+    export WORKER_DTYPE=${WORKER_DTYPE:-float32}
     say "MODEL_PATH is not set: $(basename "$MODEL_PATH") answers, in $MODEL_PATH"
 }
 
