@@ -11,6 +11,7 @@ from adapters.catalog.render import TABLE_BEGIN, TABLE_END, describe, render_ent
 from adapters.catalog.selection import (
     ANNOTATION,
     MAX_BYTES,
+    MAX_CHOICES,
     MAX_PROCESSORS,
     METADATA_KEY,
     NAME,
@@ -28,6 +29,7 @@ __all__ = [
     "ANNOTATION",
     "BUILT_IN",
     "MAX_BYTES",
+    "MAX_CHOICES",
     "MAX_PROCESSORS",
     "METADATA_KEY",
     "NAME",

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from adapters.catalog.selection import (
+    MAX_CHOICES,
     MAX_DEADLINE,
     MAX_PROCESSORS,
     NAME,
@@ -232,6 +233,7 @@ class Catalog:
                 "deadline": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE},
                 "order": {"type": "array", "maxItems": MAX_PROCESSORS, "uniqueItems": True, "items": {"enum": late}},
                 "speculation": {"type": "boolean", "default": True},
+                "choice": {"type": "integer", "minimum": 0, "maximum": MAX_CHOICES - 1, "default": 0},
             },
             "$defs": definitions,
         }

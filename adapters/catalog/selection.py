@@ -4,7 +4,7 @@ An annotation ``logits_processors:{json}`` or a metadata value under ``logits-pr
 
     {"version": 1, "processors": [{"name": "min_tokens", "args": {"n": 8, "scope": "answer"}}],
      "receipt": true, "deadline": 1790000000.5, "order": ["min_p", "temperature"],
-     "speculation": false}
+     "speculation": false, "choice": 1}
 
 Names and JSON data only: no code, no import path and no pickle ever comes from a request. Parsing
 is a pure function; whatever the input is, it gives a `Selection` or raises `SelectionError`.
@@ -13,13 +13,13 @@ is a pure function; whatever the input is, it gives a `Selection` or raises `Sel
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from adapters.contract import Scope
+from adapters.strict_json import Ambiguous, decoder
 
 ANNOTATION = "logits_processors:"
 """Prefix of the annotation, in ``nvext.annotations``."""
@@ -34,6 +34,9 @@ MAX_PROCESSORS = 16
 MAX_DEADLINE = 2**33
 """Seconds since 1970; a deadline in milliseconds is beyond it."""
 
+MAX_CHOICES = 128
+"""Answers to one prompt, as in OpenAI's API."""
+
 MIN_INT, MAX_INT = -(2**63), 2**64 - 1
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(/[a-z][a-z0-9_]{0,63})?")
 """A processor's name, optionally with a third party's namespace: ``acme/house_style``."""
@@ -45,7 +48,7 @@ ReceiptLevel = Literal[False, True, "debug"]
 Origin = Literal["client", "default", "mandatory"]
 """Who asks for a processor: the client, or the operator's policy (as a default or mandatory)."""
 
-_FIELDS = ("version", "processors", "receipt", "deadline", "order", "speculation")
+_FIELDS = ("version", "processors", "receipt", "deadline", "order", "speculation", "choice")
 _ENTRY_FIELDS = ("name", "args")
 _SHOWN = 60
 _PATH = 200
@@ -99,6 +102,8 @@ class Selection:
         order: Names of processors of the stages temperature and truncation, in the order in which
             they are applied; those not named are applied after them, by the order law.
         speculation: Whether an engine that can may draft tokens, which changes none of them.
+        choice: Which of several answers to one prompt the request is for; with the same seed each
+            has random numbers of its own.
     """
 
     processors: tuple[Requested, ...] = ()
@@ -106,6 +111,7 @@ class Selection:
     deadline: float | None = None
     order: tuple[str, ...] = ()
     speculation: bool = True
+    choice: int = 0
 
     def with_processors(self, *processors: Requested) -> Selection:
         """This selection with more processors at its end."""
@@ -152,9 +158,12 @@ def parse_selection(text: str) -> Selection:
     speculation = data.get("speculation", True)
     if not isinstance(speculation, bool):
         raise SelectionError("speculation", f"expected true or false, got {shown(speculation)}")
+    choice = data.get("choice", 0)
+    if type(choice) is not int or not 0 <= choice < MAX_CHOICES:
+        raise SelectionError("choice", f"expected an integer 0 to {MAX_CHOICES - 1}, got {shown(choice)}")
     requested = [parse_processor(entry, f"processors[{i}]") for i, entry in enumerate(processors)]
     deadline, order = _deadline(data.get("deadline")), _order(data.get("order", []))
-    return Selection(tuple(requested), cast(ReceiptLevel, receipt), deadline, order, speculation)
+    return Selection(tuple(requested), cast(ReceiptLevel, receipt), deadline, order, speculation, choice)
 
 
 def _order(value: object) -> tuple[str, ...]:
@@ -209,8 +218,8 @@ def _load(text: str) -> dict[str, Any]:
         raise SelectionError("", "expected a JSON object")
     try:
         data = (_CHECKING_NUMBERS if _LARGE.search(text) else _PLAIN).decode(text)
-    except SelectionError:
-        raise
+    except Ambiguous as error:
+        raise SelectionError("", str(error)) from None
     except RecursionError:
         raise SelectionError("", f"is nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:
@@ -283,30 +292,10 @@ def _flaw_of_text(text: str) -> str | None:
     return None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise SelectionError("", f"the key {shown(repeated)} occurs twice in one object")
-    return data
-
-
 def _integer(digits: str) -> int:
     if len(digits) > 20 or not MIN_INT <= int(digits) <= MAX_INT:
-        raise SelectionError("", f"the integer {shown(digits)} is out of range")
+        raise Ambiguous(f"the integer {shown(digits)} is out of range")
     return int(digits)
-
-
-def _float(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise SelectionError("", f"the number {shown(digits)} is out of range")
-    return value
-
-
-def _constant(name: str) -> NoReturn:
-    raise SelectionError("", f"{name} is not JSON")
 
 
 _OPENING = re.compile(r"[ \t\r\n]*\{")
@@ -316,7 +305,5 @@ _LARGE = re.compile(r"[0-9]{19}|[0-9][eE]")
 Without a match the decoder's number hooks, a Python call per number, are not needed.
 """
 
-_PLAIN = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
-_CHECKING_NUMBERS = json.JSONDecoder(
-    object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer, parse_float=_float
-)
+_PLAIN = decoder(checks_floats=False)
+_CHECKING_NUMBERS = decoder(_integer)

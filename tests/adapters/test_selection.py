@@ -110,6 +110,14 @@ def nested(depth: int) -> Any:
     return value
 
 
+@pytest.mark.parametrize("value", ["-1", "128", "1.0", "true", '"1"', "null"])
+def test_the_choice_is_a_number(value: str):
+    assert parse_selection('{"version": 1, "choice": 127}').choice == 127
+    assert parse_selection('{"version": 1}').choice == 0
+    error = refused(f'{{"version": 1, "choice": {value}}}')
+    assert (error.path, error.problem) == ("choice", f"expected an integer 0 to 127, got {value}")
+
+
 @pytest.mark.parametrize("value", ["0", '"no"', "null"])
 def test_speculation_is_true_or_false(value: str):
     assert not parse_selection('{"version": 1, "speculation": false}').speculation
