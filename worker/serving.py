@@ -56,6 +56,7 @@ from worker.requests.deadline import until
 from worker.requests.receipts import RequestReceipt, Server
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
+from worker.requests.stop_text import StopText, TokenBytes
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import for_engine
 from worker.tracing import RequestTracer, to_endpoint
@@ -95,6 +96,7 @@ class _Serving:
     selection: Selection
     entry: RequestEntry
     record: RequestRecord
+    stop_text: StopText | None = None
     safe_chunks: SafeChunks | None = None
 
 
@@ -229,7 +231,8 @@ class RequestServer:
             request_id: Not in use by another request.
             request: As `worker.requests.fields` has it.
             metadata: Of the runtime, where processors may be selected too.
-            choice: Which of several answers to one prompt this is; each is a request of its own.
+            choice: Which of several answers to one prompt this is, behind the one that the request
+                selects; each is a request of its own.
             trace: Headers of the W3C trace context that its spans belong to.
 
         Raises:
@@ -244,12 +247,17 @@ class RequestServer:
                 async with contextlib.aclosing(serving.deltas) as deltas:
                     async for delta in deltas:
                         await record.written()
+                        stop_text = serving.stop_text
+                        if stop_text is not None:
+                            stop_text.end(delta)
                         entry.finish_reason = delta.finish_reason
                         chunk = self._chunk(serving, delta)
                         if delta.finish_reason is not None:  # the runtime may drop the stream without coming back
                             asyncio.get_running_loop().call_later(SENT_S, _end_record, record, delta.finish_reason)
                         if chunk is not None:
                             yield chunk
+                        if stop_text is not None and stop_text.found:
+                            break
             finally:
                 self._in_loop(self._release, serving)
             _end_record(record, entry.finish_reason)
@@ -322,6 +330,7 @@ class RequestServer:
         prompt, generated = request.prompt_token_ids, request.generated_token_ids
         entry.num_prompt_tokens = len(prompt)
         selection = chains.select(request, metadata)
+        choice += selection.choice
         entry.processors = [one.name for one in selection.processors if one.name in chains.catalog]
         part = self.disaggregation.part_of(request, selection)
         seed = self._seed(request, part)
@@ -343,14 +352,20 @@ class RequestServer:
         self.in_flight.grow(admitted, len(request.token_ids))
         self.disaggregation.admit(admitted, part)
         self._publish_load()
-        return _Serving(admitted, builder, deltas, selection, entry, record, self._safe_chunks(chains, request))
-
-    def _safe_chunks(self, chains: ServedChainBuilder, request: GenerationRequest) -> SafeChunks | None:
-        """Where chunks of the request may end, if it may migrate and the tokenizer is known."""
+        serving = _Serving(admitted, builder, deltas, selection, entry, record)
         vocabulary = chains.facts.vocabulary
-        if self._boundaries is None or vocabulary.tokenizer is None:
-            return None
-        return SafeChunks(byte_index(vocabulary), request.stop_strings)
+        return serving if vocabulary.tokenizer is None else self._with_text(serving, byte_index(vocabulary))
+
+    def _with_text(self, serving: _Serving, token_bytes: TokenBytes) -> _Serving:
+        """A request whose tokens are text: where it ends, and where its chunks may."""
+        request = serving.record.request
+        stops, stop_text, safe_chunks = [stop for stop in request.stop_strings if stop], None, None
+        if stops and self.arguments.disaggregation_mode != "prefill":
+            num_ignored = request.params.min_tokens or 0
+            stop_text = StopText(token_bytes, stops, num_ignored, len(request.generated_token_ids))
+        if self._boundaries is not None:
+            safe_chunks = SafeChunks(token_bytes, stops)
+        return replace(serving, stop_text=stop_text, safe_chunks=safe_chunks)
 
     def _seed(self, request: GenerationRequest, part: Part) -> int:
         """The client's seed, else the prefill worker's if it came with the KV, else a new one."""
@@ -532,6 +547,11 @@ class RequestServer:
         self._num_signals += 1
         if self._num_signals > 1:
             self.in_flight.stop_waiting()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the worker shuts down, or is about to."""
+        return self._num_signals > 0 or self.in_flight.closed
 
     async def close(self) -> None:
         """Drain, then stop the engine. Also called after a failed `load`; idempotent."""

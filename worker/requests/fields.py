@@ -257,7 +257,7 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _honoured(
         "stop_conditions.stop",
         stop_strings,
-        "Stop strings: the frontend matches them on the decoded text, cuts the answer and cancels the request here. "
+        "Stop strings: the answer ends with the token that completes one, and the frontend cuts its text. "
         "With `--migration on` tokens that may begin one are sent together.",
         "stop_strings",
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from worker.engines import EngineInfo, ServingEngine
 from worker.errors import ServingError
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.runtimes import dynamo as runtime
+from worker.runtimes.file_discovery import entries_of, keep_registered
 from worker.serving import RequestServer
 
 CATALOG_CONTROL = "logits_processors"
@@ -40,6 +43,7 @@ class WorkerEngine(RequestServer, LLMEngine):
     ) -> None:
         """As `RequestServer`; by default SIGTERM shuts the runtime down."""
         super().__init__(engine, arguments, seal=seal, smoke=smoke, shut_down=shut_down, make_chains=make_chains)
+        self._registration: asyncio.Task[None] | None = None
         self._publisher: Any = None
         self._published_blocks = -1
 
@@ -55,7 +59,11 @@ class WorkerEngine(RequestServer, LLMEngine):
         return cls.of(build(argv))
 
     async def start(self, worker_id: int) -> EngineConfig:
-        return runtime.engine_config(await self.load(), self.arguments)
+        info = await self.load()
+        entries = entries_of(os.environ, worker_id)
+        if entries is not None:
+            self._registration = asyncio.create_task(keep_registered(entries, lambda: self.is_leaving))
+        return runtime.engine_config(info, self.arguments)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""
@@ -78,6 +86,8 @@ class WorkerEngine(RequestServer, LLMEngine):
 
     async def cleanup(self) -> None:
         """Drain, then stop the engine. Also called after a failed `start`; idempotent."""
+        if self._registration is not None:
+            self._registration.cancel()
         await self.close()
 
     async def register_prometheus(self, metrics: Any) -> None:

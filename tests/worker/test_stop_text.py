@@ -1,0 +1,67 @@
+"""An answer ends at the token that completes a stop string, however it comes in deltas."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.engines import TokenDelta, TokenLogprob
+from worker.requests.stop_text import StopText
+
+SPECIAL = 0
+
+
+class Bytes:
+    """Token n is byte n twice, `SPECIAL` has none."""
+
+    def __getitem__(self, token_id: int) -> bytes:
+        return bytes([token_id, token_id]) if token_id != SPECIAL else b""
+
+
+def ended(token_ids: list[int], sizes: list[int], stops: list[str], **limits: int) -> list[int] | None:
+    """The answer up to its stop string, given in deltas of ``sizes``; None if there is none."""
+    stop_text, answer = StopText(Bytes(), stops, **limits), []
+    for size in [*sizes, len(token_ids)]:
+        part, token_ids = token_ids[:size], token_ids[size:]
+        delta = TokenDelta(list(part), logprobs=[[TokenLogprob(one, -1.0, 1)] for one in part])
+        stop_text.end(delta)
+        answer += delta.token_ids
+        assert delta.logprobs is not None
+        assert [entries[0].token_id for entries in delta.logprobs] == delta.token_ids
+        assert (delta.finish_reason == "stop") is stop_text.found
+        if stop_text.found:
+            return answer
+    return None
+
+
+TOKENS = st.lists(st.sampled_from([*b"ab", SPECIAL]), max_size=20)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
+
+
+@given(TOKENS, st.lists(st.integers(1, 4), max_size=10), STOPS)
+def test_the_first_token_that_completes_a_stop_string_is_the_last(
+    token_ids: list[int], sizes: list[int], stops: list[str]
+) -> None:
+    text = Bytes()
+
+    def has_stop(num_tokens: int) -> bool:
+        parts = b"".join(text[one] or b"|" for one in token_ids[:num_tokens]).split(b"|")
+        return any(stop.encode() in part for part in parts for stop in stops)
+
+    first = next((count for count in range(len(token_ids) + 1) if has_stop(count)), None)
+    assert ended(token_ids, sizes, stops) == (None if first is None else token_ids[:first])
+
+
+def test_min_tokens_come_first() -> None:
+    """A stop string that begins before them does not count, as at the frontend."""
+    token_ids = list(b"aabaab")
+    assert ended(token_ids, [], ["ab"]) == list(b"aab")
+    assert ended(token_ids, [], ["ab"], min_tokens=4) == token_ids
+    assert ended(token_ids, [], ["ab"], min_tokens=4, num_generated=3) == list(b"aab")
+
+
+def test_the_end_replaces_another() -> None:
+    delta = TokenDelta([*b"ab", 7], finish_reason="length", stop_reason=7)
+    stop_text = StopText(Bytes(), ["ab"])
+    stop_text.end(delta)
+    assert (delta.token_ids, delta.finish_reason, delta.stop_reason) == ([*b"ab"], "stop", None)
