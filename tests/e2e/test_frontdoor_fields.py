@@ -124,6 +124,12 @@ def has_usage(path: str, plain: Answer, answer: Answer) -> None:
     assert answer["usage"]["completion_tokens"] == 12
 
 
+def has_two(path: str, plain: Answer, answer: Answer) -> None:
+    first, second = answer["choices"]
+    assert (first["index"], second["index"]) == (0, 1)
+    assert text_of({"choices": [second]}) != text_of(answer)
+
+
 def is_of(model: str) -> Check:
     def check(path: str, plain: Answer, answer: Answer) -> None:
         assert answer["model"] == model
@@ -150,7 +156,7 @@ EFFECTS: dict[tuple[str, str], tuple[dict[str, Any], Check | object]] = {
             "stream": ({"stream": True}, streams),
             "stream_options": ({"stream": True, "stream_options": {"include_usage": True}}, has_usage),
             "user": ({"user": "u"}, same),
-            "n": ({"n": 2}, REFUSED),
+            "n": ({"n": 2, "temperature": 1.0, "seed": 3}, has_two),
         },
         (CHAT,): {
             "messages": ({"messages": [{"role": "user", "content": "Hello there, all of you"}]}, prompt_changes),
@@ -221,3 +227,31 @@ def test_effect(door: Door, path: str, name: str) -> None:
     if name in ("top_p", "logprobs", "tool_choice"):
         beside = {}
     check(path, ask(door, path, **beside), ask(door, path, **fields))
+
+
+@pytest.mark.parametrize("path", TABLES)
+def test_choices_are_those_of_requests_that_name_them(door: Door, path: str) -> None:
+    """Streamed or not: the same random numbers, token for token."""
+    drawn: dict[str, Any] = {"temperature": 1.0, "seed": 7, "ignore_eos": True}
+    alone = [text_of(ask(door, path, **drawn, logits_processors={"choice": index})) for index in range(3)]
+    assert len(set(alone)) == 3
+    together = ask(door, path, **drawn, n=3)
+    assert [text_of({"choices": [one]}) for one in together["choices"]] == alone
+    assert together["usage"]["completion_tokens"] == 36
+    streamed = ask(door, path, **drawn, n=3, stream=True, stream_options={"include_usage": True})
+    texts = ["", "", ""]
+    for event in streamed["events"]:
+        for one in event["choices"]:
+            texts[one["index"]] += one.get("text") or one.get("delta", {}).get("content") or ""
+    assert texts == alone
+    for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert streamed["usage"][key] == together["usage"][key]
+
+
+def test_a_refusal_of_choices_is_that_of_one(door: Door) -> None:
+    beyond = [{"name": "banned_tokens", "args": {"token_ids": [10**6]}}]
+    refused: dict[str, Any] = {**BASE[CHAT], "logits_processors": beyond}
+    alone = door.post("chat/completions", **refused)
+    assert alone[0] == 400
+    status, text = door.post("chat/completions", **refused, n=3)
+    assert (status, json.loads(text)) == (400, json.loads(alone[1]))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from e2e_stack import DYNAMO, MODEL, running_stack
 from front_door import Door
@@ -130,3 +131,28 @@ def test_what_cannot_be_enforced_is_refused(door: Door) -> None:
         by_worker = named == "uniqueItems"
         assert status == (500 if by_worker and DYNAMO < (1, 6) else 400), text
         assert named in text or status == 500
+
+
+def test_a_json_answer_with_a_name_is_whole_or_refused(door: Door) -> None:
+    """1.4.2's frontend would make a call of it."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"const": "Ann"}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    if DYNAMO < (1, 6):
+        with pytest.raises(openai.BadRequestError, match="would read the answer as a tool call"):
+            ask(door, response_format=wanted)
+    else:
+        assert json.loads(ask(door, response_format=wanted)["message"]["content"]) == {"name": "Ann"}
+    with door.client() as client:
+        stream = client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,  # type: ignore[arg-type]
+            response_format=wanted,
+            stream=True,
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert json.loads(text) == {"name": "Ann"}

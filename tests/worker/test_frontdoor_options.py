@@ -32,6 +32,19 @@ def test_the_command_line_wins_over_the_environment() -> None:
     assert options.body_limit_mib == 8
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        ([], {}, False),
+        (["--playground"], {}, True),
+        ([], {"FRONT_DOOR_PLAYGROUND": "true"}, True),
+        (["--playground", "false"], {"FRONT_DOOR_PLAYGROUND": "true"}, False),
+    ],
+)
+def test_the_playground_is_a_switch(argv: list[str], environ: dict[str, str], expected: bool) -> None:
+    assert parse_options([*UPSTREAM, *argv], environ).playground is expected
+
+
 def test_third_party_processors_are_the_workers() -> None:
     arguments = ["--engine", "trtllm", "--logits-processor", "a/b=m:C", "--logits-processor=a/d=m:E"]
     options = parse_options([*UPSTREAM, "--", *arguments], {"WORKER_ALLOW_LOGITS_PROCESSORS": "x, y"})
@@ -69,6 +82,7 @@ def test_the_format_of_calls_is_the_workers(
         ([*UPSTREAM, "--body-limit-mib", "0"], {}, "--body-limit-mib must be an integer of at least 1"),
         ([*UPSTREAM, "--send-timeout-s", "0"], {}, "--send-timeout-s must be a number of seconds above 0"),
         ([*UPSTREAM, "--tool-call-format", "pythonic"], {}, "--tool-call-format must be one of hermes"),
+        ([*UPSTREAM, "--playground", "on"], {}, "--playground must be true or false"),
         ([*UPSTREAM, "--zzz", "1"], {}, "--zzz"),
         (UPSTREAM, {variable("zzz"): "1"}, "unknown environment variable FRONT_DOOR_ZZZ"),
         (UPSTREAM, {"FRONT_DOOR_PORT": "x"}, "FRONT_DOOR_PORT must be"),

@@ -16,6 +16,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from adapters.catalog import ANNOTATION, Catalog, parse_selection
 from worker.frontdoor import fields as fields_module
+from worker.frontdoor import misread_answers
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, FIELDS, TABLES, stop_limit
 from worker.frontdoor.requests import METADATA_HEADER, rewritten
@@ -40,7 +41,8 @@ def sent(
 ) -> Any:
     """What the frontend gets of a request with these fields beside the required ones."""
     body = json.dumps({**BASE[path], **fields}).encode()
-    return json.loads(rewritten(path, body, headers or {}, CATALOG, calls))
+    (only,) = rewritten(path, body, headers or {}, CATALOG, calls)
+    return json.loads(only)
 
 
 def refusal(
@@ -83,7 +85,7 @@ def test_a_body_with_nothing_to_change_stays_as_it_is(path: str) -> None:
     body = b'{ "temperature":0.50, "model":"m","stream" : true, ' + json.dumps(BASE[path]).encode()[1:].replace(
         b'"model": "m", ', b""
     )
-    assert rewritten(path, body, {}, CATALOG) is body
+    assert rewritten(path, body, {}, CATALOG)[0] is body
 
 
 @pytest.mark.parametrize("path", TABLES)
@@ -164,6 +166,63 @@ def test_tools_of_a_model_that_thinks_bind_its_answer() -> None:
     assert processor["args"]["format"] == "mistral"
 
 
+def guide(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+
+
+TEXT_NAME = {"type": "object", "properties": {"name": {"type": "string"}}}
+MISREAD: list[dict[str, Any]] = [
+    TEXT_NAME,
+    {"properties": {"name": {}}},
+    {"properties": {"name": {"type": ["null", "string"]}}},
+    {"properties": {"name": {"const": "Ann"}}},
+    {"$ref": "#/$defs/person", "$defs": {"person": TEXT_NAME}},
+    {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, TEXT_NAME]}}},
+    {"type": "array", "items": TEXT_NAME},
+]
+READ: list[dict[str, Any]] = [
+    {"properties": {"full_name": {"type": "string"}}},
+    {"properties": {"name": {"type": "integer"}}},
+    {"properties": {"name": {"const": 1}}},
+    {"properties": {"name": False}},
+    {"properties": {"person": TEXT_NAME}},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+]
+
+
+@pytest.fixture(params=[True, False], ids=["misreads", "reads"])
+def misreads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(misread_answers, "frontend_misreads", lambda: request.param)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("schema", MISREAD, ids=str)
+def test_an_answer_that_the_frontend_takes_for_a_call_is_refused(schema: Any, misreads: bool) -> None:
+    if not misreads:
+        assert "response_format" in sent(calls=HERMES, **guide(schema))
+        return
+    refused = refusal(calls=HERMES, **guide(schema))
+    assert refused.param == "response_format"
+    assert "set stream to true" in refused.message
+    assert refusal(calls=HERMES, guided_json=schema).param == "guided_json"
+    assert refusal(calls=HERMES, tools=[TOOL], **guide(schema)).param == "response_format"
+    sent(calls=HERMES, stream=True, **guide(schema))
+    sent(calls=CallFormat("mistral"), **guide(schema))
+    sent(**guide(schema))
+    sent(COMPLETIONS, calls=HERMES, guided_json=schema)
+
+
+@pytest.mark.parametrize("schema", READ, ids=str)
+def test_other_answers_are_not(schema: Any, misreads: bool) -> None:
+    assert "response_format" in sent(calls=HERMES, **guide(schema))
+
+
+def test_dynamo_s_version_says_whether_it_misreads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, expected in (("1.4.2", True), ("1.5.0rc1", True), ("1.6.1", False), ("2.0", False)):
+        monkeypatch.setattr(misread_answers.metadata, "version", lambda _, version=version: version)
+        assert misread_answers.frontend_misreads.__wrapped__() is expected
+
+
 def test_strict_tools_are_strict_with_a_format() -> None:
     strict = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object"}}}
     (processor,) = selected(sent(calls=HERMES, tools=[strict]))["processors"]
@@ -215,6 +274,32 @@ def test_logit_bias_joins_an_annotation() -> None:
     assert selected(body)["receipt"] is True
 
 
+@pytest.mark.parametrize("path", TABLES)
+def test_each_choice_is_a_request(path: str) -> None:
+    """The first is as it would be alone; the others say in the selection which they are."""
+    fields = {**BASE[path], "seed": 1, "logits_processors": {"processors": [MIN_TOKENS], "receipt": True, "choice": 2}}
+    alone = sent(path, **fields)
+    first, *others = (json.loads(one) for one in rewritten(path, json.dumps({**fields, "n": 3}).encode(), {}, CATALOG))
+    assert first == alone
+    for number, other in enumerate(others, start=3):
+        assert selected(other) == {**selected(alone), "choice": number}
+        other["nvext"]["annotations"] = alone["nvext"]["annotations"]
+        assert other == alone
+    bare = [json.loads(one) for one in rewritten(path, json.dumps({**BASE[path], "n": 2}).encode(), {}, CATALOG)]
+    assert bare[0] == BASE[path]
+    assert selected(bare[1]) == {"version": 1, "choice": 1}
+
+
+def test_choices_that_cannot_be_told_apart() -> None:
+    for fields, headers in (
+        ({"logits_processors": {"choice": 127}}, {}),
+        ({}, {METADATA_HEADER: b'{"version": 1}'}),
+    ):
+        with pytest.raises(Refused) as refused:
+            rewritten(CHAT, json.dumps({**BASE[CHAT], "n": 2, **fields}).encode(), headers, CATALOG)
+        assert refused.value.param == "n"
+
+
 def test_an_annotation_alone_is_left_as_it_is() -> None:
     annotation = ANNOTATION + '{"version": 1,  "processors": []}'
     assert sent(nvext={"annotations": [annotation]})["nvext"] == {"annotations": [annotation]}
@@ -259,7 +344,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "modalities": (CHAT, {"modalities": ["text", "audio"], "audio": {"voice": "alloy"}}, "modalities"),
     "audio": (CHAT, {"audio": {"voice": "alloy"}}, "audio"),
     "web search": (CHAT, {"web_search_options": {}}, "web_search_options"),
-    "n": (CHAT, {"n": 2}, "n"),
+    "n 129": (CHAT, {"n": 129}, "n"),
+    "n true": (CHAT, {"n": True}, "n"),
     "n 0": (CHAT, {"n": 0}, "n"),
     "echo": (COMPLETIONS, {"echo": True}, "echo"),
     "store": (CHAT, {"store": True}, "store"),
@@ -438,7 +524,7 @@ def test_a_body_nested_nearly_too_deep_to_read_is_refused_or_sent_on(depth: int)
         '{"model": "m", "messages": [], "logit_bias": {"5": 1}, "metadata": ' + deep + "}",
     ):
         with contextlib.suppress(Refused):
-            assert rewritten(CHAT, body.encode(), {}, CATALOG, HERMES).startswith(b"{")
+            assert rewritten(CHAT, body.encode(), {}, CATALOG, HERMES)[0].startswith(b"{")
 
 
 JSON = st.recursive(
@@ -453,7 +539,7 @@ def test_any_request_is_refused_or_sent_on(path: str, calls: CallFormat | None, 
     """Nothing is lost: what is not sent on under its name is selected, or asked for nothing."""
     fields = data.draw(st.dictionaries(st.sampled_from(sorted(TABLES[path])) | st.text(max_size=4), JSON, max_size=4))
     try:
-        after = json.loads(rewritten(path, json.dumps(fields).encode(), {}, CATALOG, calls))
+        after = json.loads(rewritten(path, json.dumps(fields).encode(), {}, CATALOG, calls)[0])
     except Refused:
         return
     for name, value in fields.items():
@@ -467,7 +553,7 @@ def test_any_request_is_refused_or_sent_on(path: str, calls: CallFormat | None, 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_or_sent_on(body: bytes) -> None:
     with contextlib.suppress(Refused):
-        assert isinstance(json.loads(rewritten(CHAT, body, {}, CATALOG)), dict)
+        assert isinstance(json.loads(rewritten(CHAT, body, {}, CATALOG)[0]), dict)
 
 
 GUIDES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -489,7 +575,7 @@ def test_guides_become_processors_where_requests_migrate(
     path: str, fields: dict[str, Any], processor: dict[str, Any]
 ) -> None:
     given = {**BASE[path], **fields, "guided_decoding_backend": "auto", "logits_processors": [MIN_TOKENS]}
-    body = json.loads(rewritten(path, json.dumps(given).encode(), {}, CATALOG, carries_guides=True))
+    body = json.loads(rewritten(path, json.dumps(given).encode(), {}, CATALOG, carries_guides=True)[0])
     assert selected(body)["processors"] == [MIN_TOKENS, processor]
     assert not {*fields, "guided_decoding_backend"} & set(body)
 
@@ -505,7 +591,7 @@ def test_guides_become_processors_where_requests_migrate(
 )
 def test_a_guide_that_cannot_become_a_processor_stays(headers: dict[bytes, bytes], fields: dict[str, Any]) -> None:
     body = json.dumps({**BASE[CHAT], **fields}).encode()
-    assert rewritten(CHAT, body, headers, CATALOG, carries_guides=True) is body
+    assert rewritten(CHAT, body, headers, CATALOG, carries_guides=True)[0] is body
 
 
 def test_a_guide_that_is_refused_goes_by_its_own_name() -> None:

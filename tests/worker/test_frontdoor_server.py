@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from worker.frontdoor.http import AnswerEnd, BadAnswer
 from worker.frontdoor.options import Options
 from worker.frontdoor.request_reader import Head, RequestReader, plain_head
 from worker.frontdoor.server import CATALOGUE, FrontDoor, protocol_factory
-from worker.frontdoor.upstreams import Upstream, Upstreams
+from worker.frontdoor.upstreams import QUICK_ACK, Upstream, Upstreams
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 CATALOG = Catalog.default()
@@ -230,6 +231,22 @@ async def test_the_catalogue() -> None:
         assert at.frontends[0].requests == []
 
 
+async def test_the_playground_is_there_if_it_is_switched_on() -> None:
+    async with house(say_ok, playground=True, keys=("secret",)) as at:
+        for path, kind in (("/playground?a", "text/html"), ("/playground/app.js", "text/javascript")):
+            head, _, body = (await at.ask(get(path))).decode().partition("\r\n\r\n")
+            assert head.startswith("HTTP/1.1 200 ")
+            assert f"content-type: {kind}; charset=utf-8\r\n" in head
+            assert "content-security-policy: default-src 'none'; script-src 'self';" in head
+            assert body
+        assert error_of(await at.ask(get("/playground/__init__.py")))[0] == 401
+        assert error_of(await at.ask(post(b"{}", path="/playground")))[0] == 401
+        assert error_of(await at.ask(post(b"{}", "Authorization: Bearer secret", path="/playground")))[0] == 405
+        assert at.frontends[0].requests == []
+    async with house(say_ok) as at:
+        assert (await at.ask(get("/playground"))).endswith(b"{}")  # the frontend's
+
+
 async def test_one_connection_for_many_requests() -> None:
     """Sent ahead, answered in order; a refused one does not end the connection."""
     bad = post(b'{"model": "m", "messages": [], "zzz": 1}', close=False)
@@ -294,6 +311,17 @@ async def test_a_connection_to_a_frontend_is_kept_for_the_next_request() -> None
         assert await asyncio.gather(at.ask(post()), at.ask(post())) == [STREAM] * 2
         assert sum(frontend.connections) == 7
         assert len(frontend.connections) == 2
+
+
+@pytest.mark.skipif(QUICK_ACK is None, reason="TCP_QUICKACK is an option of Linux")
+async def test_a_kept_connection_acknowledges_at_once() -> None:
+    """The kernel would delay the acknowledgements of a connection that is used both ways."""
+    assert QUICK_ACK is not None
+    async with keeping(say_stream) as (at, _):
+        for _ in range(5):
+            assert await at.ask(post()) == STREAM
+        kept = at.options.upstream[0].idle[0].socket
+        assert kept.getsockopt(socket.IPPROTO_TCP, QUICK_ACK) == 1
 
 
 async def test_a_kept_connection_that_was_closed_costs_a_second_attempt() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from adapters.catalog import MAX_CHOICES
 from worker.frontdoor.errors import FieldRefused
 
 CHAT = "/v1/chat/completions"
@@ -55,8 +56,8 @@ class Field:
         return value is None or any(type(value) is type(each) and value == each for each in self.neutral)
 
 
-def stop_limit(version: str | None = None) -> int | None:
-    """Stop strings, and stop token ids, that the frontend takes; it answers more with a 500.
+def is_before_1_6(version: str | None = None) -> bool:
+    """Whether Dynamo's frontend is older than 1.6; False where it is not installed.
 
     Args:
         version: Of ai-dynamo; by default the one that is installed here.
@@ -65,9 +66,18 @@ def stop_limit(version: str | None = None) -> int | None:
         try:
             version = importlib.metadata.version("ai-dynamo")
         except importlib.metadata.PackageNotFoundError:
-            return None
+            return False
     major, minor = (int(part) for part in version.split(".")[:2])
-    return 4 if (major, minor) < (1, 6) else None
+    return (major, minor) < (1, 6)
+
+
+def stop_limit(version: str | None = None) -> int | None:
+    """Stop strings, and stop token ids, that the frontend takes; it answers more with a 500.
+
+    Args:
+        version: As of `is_before_1_6`.
+    """
+    return 4 if is_before_1_6(version) else None
 
 
 MAX_STOPS = stop_limit()
@@ -224,6 +234,11 @@ _NOTHING: tuple[Any, ...] = (False, "", [], {})
 _ONE_GUIDE = "At most one guide per request."
 
 
+def _num_choices(value: Any, body: Body) -> None:
+    if type(value) is not int or not 1 <= value <= MAX_CHOICES:
+        raise FieldRefused("n", f"must be an integer from 1 to {MAX_CHOICES}, got {shown(str(value))}")
+
+
 def _row(name: str, paths: tuple[str, ...], fate: Fate, why: str, check: Check | None = None) -> Field:
     return Field(name, paths, fate, why, check=check)
 
@@ -306,8 +321,10 @@ FIELDS: tuple[Field, ...] = (
         "Without a format of calls false is refused, unless there are no tools, none may be called, or one is named.",
     ),
     _row("reasoning_effort", (CHAT,), "frontend", _TEMPLATE),
-    _refused("n", _BOTH, "more than one choice cannot be streamed; send one request per choice", 1),
-    _refused("best_of", (COMPLETIONS,), "needs several choices per request", 1),
+    _row(
+        "n", _BOTH, "honoured", f"Answers, 1 to {MAX_CHOICES}, each a request of its own to the workers.", _num_choices
+    ),
+    _refused("best_of", (COMPLETIONS,), "answers are not compared with each other; n gives several", 1),
     _refused("echo", (COMPLETIONS,), "would need log probabilities of the prompt"),
     _refused("suffix", (COMPLETIONS,), "text after the answer is not supported; Dynamo's frontend drops it"),
     _refused("modalities", (CHAT,), _TEXT_ONLY, ["text"]),

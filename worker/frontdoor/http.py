@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from http import HTTPStatus
 
 HOP_BY_HOP = frozenset(
@@ -27,13 +28,37 @@ class BadAnswer(Exception):
     """A frontend answered what is not HTTP/1.1."""
 
 
-def answer(status: int, body: bytes, *, keep_alive: bool, head_only: bool = False, headers: bytes = b"") -> bytes:
-    """A whole answer with a JSON body; ``headers`` are further lines, each with its CRLF."""
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What a path that the front door answers itself has.
+
+    Attributes:
+        content_type: Value of that header.
+        body: Its bytes.
+        headers: Further header lines, each with its CRLF.
+    """
+
+    content_type: bytes
+    body: bytes
+    headers: bytes = b""
+
+
+def answer(
+    status: int,
+    body: bytes,
+    *,
+    keep_alive: bool,
+    head_only: bool = False,
+    content_type: bytes = b"application/json",
+    headers: bytes = b"",
+) -> bytes:
+    """A whole answer; ``headers`` are further lines, each with its CRLF."""
     head = (
-        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b%b\r\n"
+        b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n"
     ) % (
         status,
         HTTPStatus(status).phrase.encode(),
+        content_type,
         len(body),
         headers,
         b"" if keep_alive else b"connection: close\r\n",

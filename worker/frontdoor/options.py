@@ -51,6 +51,12 @@ def _call_format(text: str) -> str:
     return text
 
 
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError("true or false")
+    return text == "true"
+
+
 def _text(text: str) -> str:
     if not text.strip():
         raise ValueError("a non-empty text")
@@ -88,6 +94,9 @@ class Options:
         f"How the models write tool calls, which are then held to their tools: {', '.join(FORMATS)}, or {NO_FORMAT}. "
         "By default the workers' --dyn-tool-call-parser.",
         _call_format,
+    )
+    playground: bool = _option(
+        False, "Serve a web page at /playground to try the model and its processors; true or false.", _truth
     )
     logits_processor: tuple[str, ...] = ()
     allow_logits_processors: tuple[str, ...] = ()
@@ -147,7 +156,9 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
     )
     for name, field in table.items():
         default = "" if field.default in (None, ()) else f" Default: {field.default}."
-        parser.add_argument(flag(name), metavar="VALUE", help=f"{field.metadata['help']}{default} [{variable(name)}]")
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if isinstance(field.default, bool) else {}
+        shown = f"{field.metadata['help']}{default} [{variable(name)}]"
+        parser.add_argument(flag(name), metavar="VALUE", help=shown, **switch)
     parser.add_argument("workers", nargs="*", help=argparse.SUPPRESS)
     given = vars(parser.parse_args(argv))
     workers = given.pop("workers")

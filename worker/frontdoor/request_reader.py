@@ -39,17 +39,20 @@ class Head:
     lines: list[tuple[bytes, bytes]]
     headers: dict[bytes, bytes]
 
-    def sent_on(self, num_bytes: int | None, close: bool) -> bytes:
+    def sent_on(self, num_bytes: int | None, close: bool, without: bytes = b"") -> bytes:
         """The head to send to a frontend, with the client's headers but those of one connection.
 
         Args:
             num_bytes: Length of the body, None if it has none.
             close: Whether the frontend shall close the connection after its answer, and say so.
+            without: A header to leave out, in lower case.
         """
         named = self.headers.get(b"connection")
         dropped = HOP_BY_HOP if named is None else HOP_BY_HOP | {each.strip().lower() for each in named.split(b",")}
         parts = [b"%b %b HTTP/%b" % (self.method, self.target, self.version)]
-        parts += [b"%b: %b" % line for line in self.lines if line[0].lower() not in dropped]
+        parts += [
+            b"%b: %b" % line for line in self.lines if line[0].lower() not in dropped and line[0].lower() != without
+        ]
         if num_bytes is not None:
             parts.append(b"content-length: %d" % num_bytes)
         if close:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from adapters.catalog import ANNOTATION, METADATA_KEY, Catalog, Selection, SelectionError, parse_selection
+from adapters.catalog import ANNOTATION, MAX_CHOICES, METADATA_KEY, Catalog, Selection, SelectionError, parse_selection
 from adapters.client import from_openai_logit_bias
+from adapters.strict_json import RepeatedKey, read_object
 from worker.errors import InvalidRequest
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import TABLES, Body, shown
 from worker.frontdoor.guides import guide_as_processor
+from worker.frontdoor.misread_answers import check_answer_is_no_call
 from worker.frontdoor.tools import (
     CallFormat,
     Made,
@@ -38,8 +39,8 @@ def rewritten(
     calls: CallFormat | None = None,
     *,
     carries_guides: bool = False,
-) -> bytes:
-    """The body to send to the frontend: ``body`` itself if there is nothing to change.
+) -> tuple[bytes, ...]:
+    """The bodies to send on, one per choice: ``body`` itself if there is nothing to change.
 
     Args:
         path: A key of `TABLES`.
@@ -55,7 +56,14 @@ def rewritten(
     fields = parsed(body)
     try:
         changed = _rewrite(path, fields, headers, catalog, calls, carries_guides and METADATA_HEADER not in headers)
-        return _encoded(fields) if changed else body
+        changed |= "n" in fields
+        num_choices = fields.pop("n", 1)
+        first = _encoded(fields) if changed else body
+        if num_choices == 1:
+            return (first,)
+        if METADATA_HEADER in headers:
+            raise FieldRefused("n", f"cannot be given beside the header {METADATA_HEADER.decode()}")
+        return (first, *map(_encoded, _other_choices(fields, num_choices)))
     except RecursionError:
         raise Refused(400, _TOO_DEEP) from None
 
@@ -79,6 +87,8 @@ def _made(fields: Body, calls: CallFormat | None, carries_guides: bool) -> list[
     """The processors that fields stand for; the fields that nobody behind needs are taken out."""
     if calls is None:
         check_without_format(fields)
+    else:
+        check_answer_is_no_call(fields, calls.name)
     found = [
         _bias_as_processor(fields.pop("logit_bias", None)),
         structural_tag_as_processor(fields),
@@ -95,14 +105,11 @@ def parsed(body: bytes) -> Body:
         Refused: it is no JSON object, or one that two parsers may read in two ways.
     """
     try:
-        data = _DECODER.decode(body.decode())
-    except RecursionError:
-        raise Refused(400, _TOO_DEEP) from None
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise Refused(400, f"the body is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise Refused(400, f"the body must be a JSON object, got {type(data).__name__}")
-    return data
+        return read_object(body)
+    except RepeatedKey as error:
+        raise FieldRefused(shown(error.key), "occurs twice in one object") from None
+    except ValueError as error:
+        raise Refused(400, f"the body {error}") from None
 
 
 def _encoded(fields: Body) -> bytes:
@@ -110,29 +117,6 @@ def _encoded(fields: Body) -> bytes:
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
         raise Refused(400, "the body has half of a surrogate pair") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise FieldRefused(shown(repeated), "occurs twice in one object")
-    return data
-
-
-def _float(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {shown(digits)} is out of range")
-    return value
-
-
-def _constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
 
 
 def _check(path: str, fields: Body) -> None:
@@ -218,6 +202,21 @@ def _selection_of(chosen: Any) -> dict[str, Any]:
     if isinstance(chosen, dict) and isinstance(chosen.get("processors", []), list):
         return {"version": 1, **chosen}
     raise FieldRefused(_SELECTION_FIELD, "must be a list of processors, or an object that has one as processors")
+
+
+def _other_choices(fields: Body, num_choices: int) -> Iterator[Body]:
+    """The requests for all choices but the first: the selection says which."""
+    places = [text for text in _annotations(fields.get("nvext")) if text.startswith(ANNOTATION)]
+    selection = json.loads(places[0][len(ANNOTATION) :]) if places else {"version": 1}
+    first = selection.get("choice", 0)
+    last = first + num_choices - 1
+    if last >= MAX_CHOICES:
+        raise FieldRefused("n", f"ends at choice {last}, the highest is {MAX_CHOICES - 1}")
+    for choice in range(first + 1, last + 1):
+        found = dict(fields)
+        text = json.dumps({**selection, "choice": choice}, separators=(",", ":"))
+        _annotate(found, places, ANNOTATION + text, receipt=False)
+        yield found
 
 
 def _bias_as_processor(bias: Any) -> Made | None:

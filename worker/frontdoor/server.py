@@ -16,9 +16,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 from adapters.catalog import Catalog
+from worker.frontdoor import playground
+from worker.frontdoor.choices import Choices
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import TABLES, UNCHECKED
-from worker.frontdoor.http import AnswerEnd, answer
+from worker.frontdoor.http import AnswerEnd, Document, answer
 from worker.frontdoor.options import Options
 from worker.frontdoor.request_reader import Head, RequestReader
 from worker.frontdoor.requests import METADATA_HEADER, rewritten
@@ -27,8 +29,11 @@ from worker.frontdoor.upstreams import NoUpstream, Upstream, UpstreamConnection,
 logger = logging.getLogger(__name__)
 
 CATALOGUE = "/v1/logits_processors"
+ID_HEADER = b"x-request-id"
+"""Where a client may choose the id of its request."""
+
 OPEN_PATHS = frozenset(("/health", "/live"))
-"""What a probe may read without a key."""
+"""What a probe may read without a key; the files of the playground are open, too."""
 
 MAX_BODY_PARTS = 8192
 """Parts in which a body may come: chunks of one byte would keep the event loop busy for minutes."""
@@ -63,7 +68,12 @@ class FrontDoor:
         self.catalog = catalog
         self.calls = options.calls
         self.upstreams = upstreams
-        self.catalogue = json.dumps(catalog.as_json()).encode()
+        self.documents = {CATALOGUE: Document(b"application/json", json.dumps(catalog.as_json()).encode())}
+        self._open_paths = OPEN_PATHS
+        if options.playground:
+            page = playground.documents()
+            self.documents |= page
+            self._open_paths |= page.keys()
         self.connections: set[ClientConnection] = set()
         self.body_bytes = 0
         self.idle = asyncio.Event()
@@ -73,7 +83,7 @@ class FrontDoor:
 
     def authorize(self, method: str, path: str, authorization: bytes) -> None:
         """Raises `Refused` (401) if the request needs a key and does not bring one."""
-        if not self._keys or (method == "GET" and path in OPEN_PATHS):
+        if not self._keys or (method == "GET" and path in self._open_paths):
             return
         scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
@@ -134,7 +144,7 @@ class ClientConnection(asyncio.Protocol):
         self._lingering = False
         self._paused = False  # the client does not keep up
         self._connecting: asyncio.Task[None] | None = None
-        self._upstream: UpstreamConnection | None = None
+        self._upstream: UpstreamConnection | Choices | None = None
         self._sent: bytes | None = None  # the request, if it may have to be sent again
         self._timer: asyncio.TimerHandle | None = None
 
@@ -253,12 +263,14 @@ class ClientConnection(asyncio.Protocol):
         request = self._request
         assert request is not None
         self._answering = True
-        if self._path == CATALOGUE:
-            self._answer_catalogue(request)
+        document = self._door.documents.get(self._path)
+        if document is not None:
+            self._answer_document(request, document)
             return
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        bodies: Sequence[bytes] = (body,)
         if self._rewrites():
-            body = rewritten(
+            bodies = rewritten(
                 self._path,
                 body,
                 request.headers,
@@ -266,24 +278,48 @@ class ClientConnection(asyncio.Protocol):
                 self._door.calls,
                 carries_guides=self._door.options.carries_guides,
             )
+        if len(bodies) > 1:
+            self._ask_for_choices(request, bodies)
+            return
         has_body = bool(body) or b"content-length" in request.headers
         last = request.version == b"1.0" or self._door.draining
-        self._relay(request.sent_on(len(body) if has_body else None, close=last) + body)
+        self._relay(request.sent_on(len(bodies[0]) if has_body else None, close=last) + bodies[0])
 
-    def _answer_catalogue(self, request: Head) -> None:
+    def _ask_for_choices(self, request: Head, bodies: Sequence[bytes]) -> None:
+        """Each choice is a request of its own; the client's id is that of the first."""
+        self._check_length(sum(map(len, bodies)))
+        self._free_body()
+        ids = (b"", *(ID_HEADER for _ in bodies[1:]))
+        requests = [
+            request.sent_on(len(body), close=True, without=without) + body
+            for body, without in zip(bodies, ids, strict=True)
+        ]
+        self._upstream = choices = Choices(self, requests, chunked=request.version == b"1.1")
+        choices.ask(self._door.upstreams)
+
+    def _answer_document(self, request: Head, document: Document) -> None:
         if request.method not in (b"GET", b"HEAD"):
             allow = b"allow: GET, HEAD\r\n"
             self._write(answer(405, Refused(405, "use GET").body(), keep_alive=self._keep_alive, headers=allow))
         else:
-            head_only = request.method == b"HEAD"
-            self._write(answer(200, self._door.catalogue, keep_alive=self._keep_alive, head_only=head_only))
+            self._write(
+                answer(
+                    200,
+                    document.body,
+                    keep_alive=self._keep_alive,
+                    head_only=request.method == b"HEAD",
+                    content_type=document.content_type,
+                    headers=document.headers,
+                )
+            )
         self._next_request()
 
     def _relay(self, data: bytes) -> None:
         turn = self._door.upstreams.in_turn()
         if turn[0].idle and len(data) <= REPEATABLE:
-            self._upstream, self._sent = turn[0].idle.pop(), data
-            self._send(self._upstream, data)
+            self._upstream = kept = turn[0].idle.pop()
+            self._sent = data
+            self._send(kept, data)
         else:
             self._connecting = self._loop.create_task(self._connect(turn, data))
 
@@ -292,8 +328,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             await self._door.upstreams.connect(turn, upstream)
         except NoUpstream:
-            self._connecting = self._upstream = None
-            self._refuse(Refused(503, "no frontend can be reached", kind="server_error"))
+            self.unreachable()
             return
         if self._upstream is upstream:  # it may have gone already
             self._connecting = None
@@ -316,16 +351,22 @@ class ClientConnection(asyncio.Protocol):
         self._keep_alive = self._keep_alive and not closes
         self._next_request()
 
+    def unreachable(self) -> None:
+        """No frontend can be reached; nothing has been sent."""
+        self._connecting = self._upstream = None
+        self._refuse(Refused(503, "no frontend can be reached", kind="server_error"))
+
     def failed(self, begun: bool, reason: str) -> None:
         """The frontend has gone before the end of the answer; ``begun``: bytes of it have been
         passed on.
         """
-        upstream, data = self._upstream, self._sent
+        connection, data = self._upstream, self._sent
         self._upstream = self._connecting = self._sent = None
         if self._transport is None:
             return
-        if upstream is not None and upstream.upstream is not None and data is not None and not begun:
-            self._connecting = self._loop.create_task(self._connect([upstream.upstream], data))
+        frontend = connection.upstream if isinstance(connection, UpstreamConnection) else None
+        if frontend is not None and data is not None and not begun:
+            self._connecting = self._loop.create_task(self._connect([frontend], data))
             return
         logger.warning("a frontend did not finish its answer: %s", reason)
         if begun:

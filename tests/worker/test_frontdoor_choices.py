@@ -1,0 +1,238 @@
+"""Several choices of a request: frontends that answer each, and the one answer made of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import h11
+import pytest
+from test_frontdoor_server import CHAT_BODY, House, chunked, house, post
+
+from adapters.catalog import ANNOTATION
+from worker.frontdoor.choices import merged_usage
+
+BODY = json.dumps({**json.loads(CHAT_BODY), "n": 3, "stream": False}).encode()
+USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+
+
+def choice_of(request: bytes) -> int:
+    """Which choice a frontend is asked for."""
+    fields = json.loads(request.partition(b"\r\n\r\n")[2])
+    assert "n" not in fields
+    annotations = fields.get("nvext", {}).get("annotations", [])
+    return next((json.loads(one[len(ANNOTATION) :]).get("choice", 0) for one in annotations), 0)
+
+
+def read(answer: bytes) -> tuple[h11.Response, bytes]:
+    """The head and the body of an answer."""
+    parser = h11.Connection(h11.CLIENT)
+    parser.send(h11.Request(method="POST", target="/", headers=[("host", "door")]))
+    parser.send(h11.EndOfMessage())
+    parser.receive_data(answer)
+    parser.receive_data(b"")
+    response, body = parser.next_event(), b""
+    assert isinstance(response, h11.Response)
+    while isinstance(event := parser.next_event(), h11.Data):
+        body += bytes(event.data)
+    assert isinstance(event, h11.EndOfMessage)
+    return response, body
+
+
+def json_answer(data: Any, status: bytes = b"200 OK") -> bytes:
+    body = json.dumps(data).encode()
+    return b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
+
+
+class Frontends:
+    """Answers each choice with what `answers` has for it, the last choice first."""
+
+    def __init__(self, *answers: list[bytes]) -> None:
+        self.answers = answers
+        self.asked: list[int] = []
+        self.at: House
+        self._all_here = asyncio.Event()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        choice = choice_of(self.at.frontends[0].requests[-1])
+        self.asked.append(choice)
+        if len(self.asked) == len(self.answers):
+            self._all_here.set()
+        await self._all_here.wait()
+        for part in self.answers[choice]:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.001 * (len(self.answers) - choice))
+
+
+async def ask(frontends: Frontends, body: bytes = BODY, *headers: str) -> bytes:
+    async with house(frontends) as at:
+        frontends.at = at
+        return await at.ask(post(body, *headers))
+
+
+def answer_to(choice: int, **more: Any) -> dict[str, Any]:
+    message = {"role": "assistant", "content": f"answer {choice}"}
+    chosen = [{"index": 0, "message": message, "finish_reason": "stop"}]
+    return {"id": f"id-{choice}", "created": 100 + choice, "choices": chosen, "usage": dict(USAGE), **more}
+
+
+async def test_answers_are_put_together() -> None:
+    frontends = Frontends(*([json_answer(answer_to(i))] for i in range(3)))
+    response, body = read(await ask(frontends))
+    assert response.status_code == 200
+    assert sorted(frontends.asked) == [0, 1, 2]
+    answer = json.loads(body)
+    assert [(one["index"], one["message"]["content"]) for one in answer["choices"]] == [
+        (0, "answer 0"), (1, "answer 1"), (2, "answer 2")
+    ]  # fmt: skip
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+    assert answer["id"].startswith("id-")
+    assert "nvext" not in answer
+
+
+async def test_extensions_stay_those_of_their_choice() -> None:
+    answers = [json_answer(answer_to(i, nvext={"engine_data": {"seed": i}})) for i in range(3)]
+    _, body = read(await ask(Frontends(*([each] for each in answers))))
+    assert json.loads(body)["nvext"] == {"choices": [{"engine_data": {"seed": i}} for i in range(3)]}
+
+
+async def test_prompts_of_a_list_have_their_choices_one_behind_the_other() -> None:
+    """As in OpenAI's API: choices of the first prompt first."""
+
+    def of_two(choice: int) -> dict[str, Any]:
+        return {"id": "a", "choices": [{"index": k, "text": f"{k}{choice}"} for k in range(2)]}
+
+    _, body = read(await ask(Frontends(*([json_answer(of_two(i))] for i in range(3)))))
+    assert [one["text"] for one in json.loads(body)["choices"]] == ["00", "01", "02", "10", "11", "12"]
+
+
+def event(choice: int, text: str, **more: Any) -> bytes:
+    chunk = {"id": f"id-{choice}", "choices": [{"index": 0, "delta": {"content": text}}], **more}
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-odd: kept\r\ntransfer-encoding: chunked\r\n\r\n"
+LAST = b"0\r\n\r\n"
+
+
+def stream(choice: int, *, done: bool = True) -> list[bytes]:
+    usage = b"data: " + json.dumps({"id": "b", "choices": [], "usage": USAGE}).encode() + b"\n\n"
+    whole = event(choice, "a") + b": alive\n\n" + event(choice, "\u00e9") + usage + b"data: [DONE]\n\n" * done
+    pieces = [chunked(whole[i : i + 7]) for i in range(0, len(whole), 7)]
+    return [STREAM_HEAD, *pieces, LAST]
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+async def test_streams_come_as_one(version: str) -> None:
+    frontends = Frontends(*(stream(i) for i in range(3)))
+    async with house(frontends) as at:
+        frontends.at = at
+        response, body = read(await at.ask(post(BODY).replace(b"HTTP/1.1", f"HTTP/{version}".encode(), 1)))
+    assert dict(response.headers)[b"x-odd"] == b"kept"
+    *events, last = body.decode().split("\n\n")
+    assert last == ""
+    assert events.pop() == "data: [DONE]"
+    chunks = [json.loads(one[6:]) for one in events if one != ": alive"]
+    assert len(events) - len(chunks) == 3
+    assert chunks.pop() == {
+        "id": chunks[0]["id"], "choices": [],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11},
+    }  # fmt: skip
+    texts = ["", "", ""]
+    for chunk in chunks:
+        assert chunk["id"] == chunks[0]["id"]
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["delta"]["content"]
+    assert texts == ["a\u00e9"] * 3
+
+
+async def test_what_did_not_end_does_not_end() -> None:
+    _, body = read(await ask(Frontends(stream(0), stream(1, done=False), stream(2))))
+    assert b"[DONE]" not in body
+
+
+async def test_a_refusal_is_the_answer() -> None:
+    error = {"error": {"message": "top_p: no", "type": "invalid_request_error"}}
+    response, body = read(await ask(Frontends(*([json_answer(error, b"400 Bad Request")] for _ in range(3)))))
+    assert (response.status_code, json.loads(body)) == (400, error)
+
+
+async def test_one_that_fails_ends_the_others() -> None:
+    refused = json_answer({"error": {"message": "busy"}}, b"503 Service Unavailable")
+    response, body = read(await ask(Frontends([json_answer(answer_to(0))], [json_answer(answer_to(1))], [refused])))
+    assert (response.status_code, json.loads(body)) == (503, {"error": {"message": "busy"}})
+
+
+async def test_an_error_behind_the_beginning_of_a_stream_is_an_event() -> None:
+    """And the answer has no end, so that nobody takes it for a whole one."""
+    refused = json_answer({"error": {"message": "busy"}}, b"503 Service Unavailable")
+    answer = await ask(Frontends(stream(0), stream(1), [b"", b"", refused]))
+    assert b'data: {"error": {"message": "busy"}}\n\n' in answer
+    assert not answer.endswith(LAST)
+
+
+@pytest.mark.parametrize("parts", [[], [STREAM_HEAD, chunked(event(1, "a"))]])
+async def test_a_frontend_that_dies(parts: list[bytes]) -> None:
+    """Before the answer has begun it is a 502; later the answer is cut."""
+    begun = bool(parts)
+    answer = await ask(Frontends(parts, parts, parts))
+    assert answer.startswith(b"HTTP/1.1 200" if begun else b"HTTP/1.1 502")
+    assert answer.endswith(LAST) is False
+
+
+async def test_a_client_that_leaves_ends_all() -> None:
+    """Their connections are closed."""
+    left = 0
+    here, gone = asyncio.Event(), asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal left
+        left += 1
+        if left == 3:
+            here.set()
+        writer.write(STREAM_HEAD)
+        assert await reader.read() == b""
+        left -= 1
+        if not left:
+            gone.set()
+
+    async with house(script) as at:
+        _, writer = await at.connect()
+        writer.write(post(BODY))
+        await here.wait()
+        writer.close()
+        await asyncio.wait_for(gone.wait(), 30)
+
+
+async def test_no_frontend() -> None:
+    async with house() as at:
+        assert (await at.ask(post(BODY))).startswith(b"HTTP/1.1 503")
+
+
+async def test_the_clients_id_is_that_of_the_first() -> None:
+    frontends = Frontends(*([json_answer(answer_to(i))] for i in range(3)))
+    async with house(frontends) as at:
+        frontends.at = at
+        await at.ask(post(BODY, "X-Request-Id: mine", "X-Other: yes"))
+        requests = {choice_of(one): one.lower() for one in at.frontends[0].requests}
+    assert [b"x-request-id: mine" in requests[i] for i in range(3)] == [True, False, False]
+    assert all(b"x-other: yes" in one for one in requests.values())
+
+
+async def test_bodies_count_for_every_choice() -> None:
+    body = json.dumps({**json.loads(BODY), "n": 128, "user": "u" * 10_000}).encode()
+    async with house(Frontends(), body_limit_mib=1) as at:
+        assert (await at.ask(post(body))).startswith(b"HTTP/1.1 413")
+
+
+def test_details_of_usage_add_up() -> None:
+    one = {**USAGE, "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {"reasoning_tokens": 1}}
+    assert merged_usage([one, {**one, "completion_tokens_details": None}, one]) == {
+        "prompt_tokens": 5,
+        "completion_tokens": 6,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 2},
+    }

@@ -1,0 +1,94 @@
+"""JSON answers that Dynamo's frontend would read as tool calls.
+
+Its parser ``hermes`` takes any JSON object with a text ``name`` at its top, or a list of such, for
+a call, whether or not the request has tools: the client would get ``content: null``. Versions from
+1.6 on do not, and no version does in a stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.fields import Body, forces_call, is_before_1_6
+
+PARSER = "hermes"
+_COMBINED = ("anyOf", "oneOf", "allOf")
+
+
+def check_answer_is_no_call(fields: Body, call_format: str) -> None:
+    """Refuse a chat whose JSON answer the frontend would take for a call.
+
+    Args:
+        fields: Of a request, checked.
+        call_format: How the models write tool calls.
+
+    Raises:
+        FieldRefused: naming the guide.
+    """
+    if call_format != PARSER or "messages" not in fields or fields.get("stream") or forces_call(fields):
+        return
+    for field, schema in _schemas(fields):
+        if _may_have_name(schema, schema, set()) and frontend_misreads():
+            raise FieldRefused(
+                field,
+                "the frontend would read the answer as a tool call, since its parser hermes takes any JSON with a "
+                'text "name" at its top for one: set stream to true, or give the property another name',
+            )
+
+
+@cache
+def frontend_misreads() -> bool:
+    """Whether the version of Dynamo that is installed here does; False where there is none."""
+    return is_before_1_6()
+
+
+def _schemas(fields: Body) -> Iterator[tuple[str, Any]]:
+    wanted = fields.get("response_format")
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        yield "response_format", wanted["json_schema"]["schema"]
+    guide = fields.get("guided_json")
+    if isinstance(guide, str):
+        with contextlib.suppress(ValueError):  # the worker says what is wrong with it
+            guide = json.loads(guide)
+    if guide is not None:
+        yield "guided_json", guide
+
+
+def _may_have_name(schema: Any, root: Any, seen: set[str]) -> bool:
+    """Whether the schema names a property ``name`` at its top that may be a text."""
+    if not isinstance(schema, dict):
+        return False
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        if _may_have_name(_target(reference, root), root, seen):
+            return True
+    combined = [each for key in _COMBINED if isinstance(schema.get(key), list) for each in schema[key]]
+    if any(_may_have_name(each, root, seen) for each in [*combined, schema.get("items")]):
+        return True
+    properties = schema.get("properties")
+    return isinstance(properties, dict) and "name" in properties and _may_be_text(properties["name"])
+
+
+def _may_be_text(schema: Any) -> bool:
+    """True unless the schema plainly says otherwise."""
+    if not isinstance(schema, dict):
+        return schema is not False
+    if "const" in schema:
+        return isinstance(schema["const"], str)
+    kinds = schema.get("type", "string")
+    return kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+
+
+def _target(reference: str, root: Any) -> Any:
+    """What a reference within the schema leads to, None if nowhere."""
+    found = root
+    for step in reference.removeprefix("#").strip("/").split("/"):
+        if step and isinstance(found, dict):
+            found = found.get(step)
+    return found if reference.startswith("#") else None
