@@ -254,7 +254,7 @@ def test_malformed_files(tmp_path: Path, nats_server: NatsServer, capsys: pytest
 
     good = line("a", prompt="b")
     assert refused(good, good) == "line 2: custom_id 'a' occurs twice"
-    assert refused(good, "{").startswith("line 2: the message must be a JSON object")
+    assert refused(good, "{").startswith("line 2: the message is not JSON")
     assert refused(line("a", "/v1/embeddings")) == "line 1: url must be one of /v1/chat/completions, /v1/completions"
     assert refused(json.dumps({"custom_id": 3})) == "line 1: custom_id must be a text of 1 to 512 characters"
     assert refused("") == "the file has no requests"

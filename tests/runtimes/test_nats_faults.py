@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import ssl
 import subprocess
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from warm_start import WarmProcess
 from worker.errors import StartupError
 from worker.runtimes.nats.client import BlockingWorkerClient, RequestError, WorkerClient, WorkerLost
 from worker.runtimes.nats.connection import ConnectionOptions, connect
+from worker.runtimes.nats.probes import ANSWER_S
 
 LONG: dict[str, Any] = {"token_ids": [9, 30, 41, 77], "stop_conditions": {"max_tokens": 300, "ignore_eos": True}}
 SHORT: dict[str, Any] = {"token_ids": [9, 30, 41, 77], "stop_conditions": {"max_tokens": 5, "ignore_eos": True}}
@@ -55,6 +60,16 @@ async def test_a_server_that_is_killed_and_comes_back(own_server: NatsServer, ti
         assert worker.server.broken is None
 
 
+def probe(port: int, path: str) -> tuple[int, str]:
+    """Status and text."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as reply:
+            return reply.status, str(reply.read(), "utf-8")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, str(error.read(), "utf-8")
+
+
 def worker_process(model: Path, url: str, log: Path, *argv: str) -> WarmProcess:
     given = ["-m", "worker", "--runtime", "nats", "--nats-url", url, "--model-path", str(model)]
     return WarmProcess([*given, "--served-model-name", "tiny", *EXACT, *argv], dict(os.environ), log)
@@ -74,7 +89,8 @@ async def test_a_worker_process_drains_at_sigterm_and_its_death_is_noticed(
     nats_server: NatsServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    first = worker_process(tiny_model, nats_server.url, log)
+    (port,) = free_ports(1)
+    first = worker_process(tiny_model, nats_server.url, log, "--metrics-port", str(port))
     second = None
     try:
         async with await connected(nats_server.url, "tiny", window=8, lost_s=10.0) as client:
@@ -82,6 +98,9 @@ async def test_a_worker_process_drains_at_sigterm_and_its_death_is_noticed(
             stream = client.stream(retries=0, **LONG)
             tokens = list((await anext(stream))["token_ids"])
             first.send_signal(signal.SIGTERM)
+            while (await asyncio.to_thread(probe, port, "/health")) != (503, "draining\n"):
+                await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(probe, port, "/live") == (200, "ok\n")
             async for chunk in stream:
                 tokens += chunk["token_ids"]
             assert len(tokens) == 300
@@ -100,6 +119,28 @@ async def test_a_worker_process_drains_at_sigterm_and_its_death_is_noticed(
             if process is not None:
                 process.kill()
                 process.wait(30)
+
+
+@pytest.mark.campaign
+async def test_a_death_is_noticed_within_two_seconds(nats_server: NatsServer, tiny_model: Path, tmp_path: Path) -> None:
+    """With the default `LOST_S`; half a second more is the busy machine's."""
+    log = tmp_path / "log"
+    for _ in range(5):
+        worker = worker_process(tiny_model, nats_server.url, log)
+        try:
+            async with await connected(nats_server.url, "tiny", window=8) as client:
+                await until_served(client, worker, log)
+                stream = client.stream(retries=0, **LONG)
+                await anext(stream)
+                worker.kill()
+                killed_s = time.monotonic()
+                with pytest.raises(WorkerLost):
+                    async for _ in stream:
+                        pass
+                assert time.monotonic() - killed_s <= 2.5
+        finally:
+            worker.kill()
+            worker.wait(30)
 
 
 async def test_credentials(tmp_path: Path) -> None:
@@ -168,12 +209,49 @@ async def test_the_blocking_client_and_metrics(nats_server: NatsServer, tiny_mod
             streamed = [token for chunk in client.stream(**SHORT) for token in chunk["token_ids"]]
             return streamed, client.generate(**SHORT).choices[0].token_ids, client.info()["model"]
 
-    def metrics() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
-            return str(reply.read(), "utf-8")
-
     async with running(tiny_model, nats_server.url, "blocking", "--metrics-port", str(port)):
         streamed, whole, model = await asyncio.to_thread(use)
-        assert 'dlw_requests_total{outcome="length"} 2.0' in await asyncio.to_thread(metrics)
+        assert 'dlw_requests_total{outcome="length"} 2.0' in (await asyncio.to_thread(probe, port, "/metrics"))[1]
+        assert await asyncio.to_thread(probe, port, "/elsewhere") == (404, "there are /metrics, /live and /health\n")
     assert streamed == whole
     assert model == "blocking"
+
+
+async def test_probes_say_what_is_wrong(own_server: NatsServer, tiny_model: Path) -> None:
+    (port,) = free_ports(1)
+    get = partial(probe, port)
+    async with running(tiny_model, own_server.url, "probed", "--metrics-port", str(port)) as worker:
+        assert await asyncio.to_thread(get, "/live") == (200, "ok\n")
+        assert await asyncio.to_thread(get, "/health") == (200, "ok\n")
+        stuck = asyncio.get_running_loop().run_in_executor(None, get, "/live")
+        time.sleep(ANSWER_S + 1)  # a loop that stands still
+        status, reason = await stuck
+        assert (status, "has not answered" in reason) == (503, True)
+        own_server.kill()
+        while (await asyncio.to_thread(get, "/health"))[0] == 200:
+            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(get, "/health") == (503, "the NATS server is away\n")
+        assert await asyncio.to_thread(get, "/live") == (200, "ok\n")  # a restart would not help
+        worker.ready.clear()
+        assert await asyncio.to_thread(get, "/live") == (503, "starting\n")
+        worker.ready.set()
+
+
+async def test_a_port_that_is_taken(nats_server: NatsServer, tiny_model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(StartupError, match=f"--metrics-port {port}: Address already in use"):
+            async with running(tiny_model, nats_server.url, "taken", "--metrics-port", port):
+                pass
+
+
+async def test_no_message_has_the_password(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    url = f"nats://user:secret@127.0.0.1:{port},nats://token@127.0.0.1:{port}"
+    with pytest.raises(StartupError, match="cannot connect to NATS at") as raised:
+        await connect(ConnectionOptions(url=url), "test")
+    assert f"nats://127.0.0.1:{port},nats://127.0.0.1:{port}: " in str(raised.value)
+    assert "secret" not in str(raised.value)
+    assert "token@" not in str(raised.value)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from servers import NatsServer
 from worker.engines.embedded import Engine
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.client import NoWorkers, RequestError, WorkerClient
+from worker.runtimes.nats.connection import ConnectionOptions
 from worker.runtimes.nats.runtime import NatsWorker
 from worker.sampling import SamplingParams
 
@@ -270,3 +274,17 @@ async def test_two_workers_share_the_queue_group_and_one_leaves(nats_server: Nat
         answers = [await each for each in under_way]
         assert len({tuple(each.choices[0].token_ids) for each in answers}) == 1
         assert (await client.generate(**GREEDY)).choices[0].finish_reason == "length"
+
+
+async def test_the_program_of_the_page_runs(
+    nats_server: NatsServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "nats.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    connect, options = WorkerClient.connect, ConnectionOptions(url=nats_server.url)
+    monkeypatch.setattr(WorkerClient, "connect", partial(connect, options=options))
+    names: dict[str, Any] = {}
+    async with running(tiny_model, nats_server.url, "tiny-model"):
+        await eval(compile(program, "nats.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+    assert capsys.readouterr().out
+    assert names["answer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -65,7 +66,8 @@ class NatsStore:
         """See `BoundaryStore.close`."""
         client, self._client, self._bucket = self._client, None, None
         if client is not None:
-            await client.close()
+            with contextlib.suppress(OSError):  # the server is away, and nats-py writes to the closed socket
+                await client.close()
 
     @asynccontextmanager
     async def _ready(self) -> AsyncIterator[KeyValue]:

@@ -9,18 +9,12 @@ it: the client sees no difference, and a worker that takes the request over gene
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from worker.engines import TokenDelta
+from worker.requests.stop_text import TokenBytes
 
 MAX_HELD = 64
 """Tokens held back at most: a model that writes no text at all would never send one."""
-
-
-class TokenBytes(Protocol):
-    """The bytes of each token of a vocabulary."""
-
-    def __getitem__(self, token_id: int, /) -> bytes: ...
 
 
 class SafeChunks:

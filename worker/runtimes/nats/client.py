@@ -19,7 +19,7 @@ from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError
 
 from worker.runtimes.nats import protocol
-from worker.runtimes.nats.connection import ConnectionOptions, connect
+from worker.runtimes.nats.connection import ConnectionOptions, connect, disconnect
 from worker.runtimes.nats.protocol import (
     END,
     ERROR,
@@ -239,9 +239,7 @@ class WorkerClient:
             self._watch.cancel()
         for receiver in self._receivers.values():
             await self.cancel(receiver.request_id)
-        with contextlib.suppress(NatsError, asyncio.TimeoutError):
-            await self.connection.flush(2)
-        await self.connection.close()
+        await disconnect(self.connection)
 
     async def info(self) -> dict[str, Any]:
         """What one of the workers says of itself.

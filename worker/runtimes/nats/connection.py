@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import re
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 CLOSE_S = 1.0
+FLUSH_S = 2
 RECONNECT_WAIT_S = 0.25
 PENDING_BYTES = 16 * 2**20
 """What may wait to be sent while the server is away."""
@@ -31,7 +33,8 @@ class ConnectionOptions:
     """Where the server is, and what it is shown.
 
     Attributes:
-        url: One or several, separated by commas; ``tls://`` asks for TLS.
+        url: One or several, separated by commas; ``tls://`` asks for TLS, and
+            ``USER:PASSWORD@`` may stand before a host.
         credentials: File with a user's JWT and NKey seed.
         token: Of a server that wants one.
         nkey_seed: File with an NKey's seed.
@@ -52,6 +55,11 @@ class ConnectionOptions:
     @property
     def servers(self) -> list[str]:
         return [one.strip() for one in self.url.split(",")]
+
+    @property
+    def shown_url(self) -> str:
+        """`url` without the user, password or token that it may have."""
+        return re.sub(r"(?<=//)[^/,]*@", "", self.url)
 
     def for_client(self) -> dict[str, Any]:
         """Keyword arguments of `nats.connect`.
@@ -142,6 +150,14 @@ async def connect(
         found = failures[-1] if failures else error
         with contextlib.suppress(asyncio.TimeoutError):  # after a failed TLS handshake it never ends
             await asyncio.wait_for(client.close(), CLOSE_S)
-        raise StartupError(f"cannot connect to NATS at {options.url}: {found or type(found).__name__}") from None
+        raise StartupError(f"cannot connect to NATS at {options.shown_url}: {found or type(found).__name__}") from None
     client.options["allow_reconnect"] = True
     return client
+
+
+async def disconnect(client: Client) -> None:
+    """Send what waits, and close. What waits for a server that is away is lost."""
+    with contextlib.suppress(NatsError, OSError, asyncio.TimeoutError):
+        await client.flush(FLUSH_S)
+    with contextlib.suppress(OSError):  # the socket is closed, and nats-py writes to it
+        await client.close()

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.strict_json import RepeatedKey, read_object
 from worker.errors import (
     BoundaryStoreUnavailable,
     Draining,
@@ -45,7 +46,6 @@ LOST_S = 2.0
 """Seconds of silence after which a client gives its worker up."""
 
 MAX_WINDOW = 4096
-MAX_CHOICES = 128
 
 TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 """One part of a subject that is somebody's name or id."""
@@ -143,24 +143,8 @@ def decoded(data: bytes) -> dict[str, Any]:
         Malformed: it is none, or one that two parsers may read in two ways.
     """
     try:
-        found = json.loads(data.decode(), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
-    except RecursionError:
-        raise Malformed("the message is nested too deep") from None
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise Malformed(f"the message must be a JSON object: {error}") from None
-    if not isinstance(found, dict):
-        raise Malformed(f"the message must be a JSON object, got a {type(found).__name__}")
-    return found
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        names = [key for key, _ in pairs]
-        repeated = next(key for key in names if names.count(key) > 1)
-        raise ValueError(f"{repeated[:60]!r} occurs twice in one object")
-    return data
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+        return read_object(data)
+    except RepeatedKey as error:
+        raise Malformed(f"the message is ambiguous: {error}") from None
+    except ValueError as error:
+        raise Malformed(f"the message {error}") from None

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.catalog import ANNOTATION
+from adapters.catalog import ANNOTATION, MAX_CHOICES
 from worker.errors import InvalidRequest, shown
 from worker.requests.fields import boolean, stop_strings, text
-from worker.runtimes.nats.protocol import MAX_CHOICES
 
 PROMPTS = ("messages", "prompt", "token_ids")
 """The prompt: a chat, a text, or token ids; exactly one of them."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
-from wsgiref.simple_server import WSGIServer
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
-from prometheus_client import start_http_server
 
 from worker.arguments import Arguments
 from worker.build import Built
 from worker.errors import StartupError
 from worker.runtimes.nats.batch.consumer import BatchConsumer
-from worker.runtimes.nats.connection import ConnectionOptions, connect
+from worker.runtimes.nats.connection import ConnectionOptions, connect, disconnect
 from worker.runtimes.nats.messages import MessageServer
+from worker.runtimes.nats.probes import ProbeServer
 from worker.runtimes.nats.service import NatsService
 from worker.serving import RequestServer
 
@@ -57,7 +55,7 @@ class NatsWorker:
         self._service: NatsService | None = None
         self._batches: BatchConsumer | None = None
         self._leave = asyncio.Event()
-        self._metrics: WSGIServer | None = None
+        self._probes: ProbeServer | None = None
 
     def shut_down(self) -> None:
         """Stop serving: `run` drains and returns. The second time, the drain ends at once."""
@@ -76,8 +74,8 @@ class NatsWorker:
             closed=self._connection_closed,
         )
         try:
+            self._open_probes(client)
             await self.server.load()
-            self._open_metrics()
             messages = MessageServer(self.server, self.arguments)
             self._service = NatsService(messages, self.arguments)
             await self._service.start(client)
@@ -99,12 +97,9 @@ class NatsWorker:
         if self._service is not None:
             await self._service.settle()
         self._leave.set()
-        with contextlib.suppress(NatsError, asyncio.TimeoutError):
-            await client.flush()
-        await client.close()
-        if self._metrics is not None:
-            await asyncio.to_thread(self._metrics.shutdown)
-            self._metrics.server_close()
+        await disconnect(client)
+        if self._probes is not None:
+            await self._probes.close()
 
     async def _start_batches(self, client: Client) -> None:
         assert self._batches is not None
@@ -113,12 +108,21 @@ class NatsWorker:
         except NatsError as error:
             raise StartupError(f"--batch: NATS does not offer JetStream: {error}") from None
 
-    def _open_metrics(self) -> None:
-        port = self.arguments.metrics_port
+    def _open_probes(self, client: Client) -> None:
+        """Metrics and health, before the model is loaded: a start is slow, and has metrics too."""
+
+        def live() -> str | None:
+            return self.server.broken or (None if self.ready.is_set() else "starting")
+
+        def ready() -> str | None:
+            if self._leave.is_set():
+                return "draining"
+            return live() or (None if client.is_connected else "the NATS server is away")
+
+        host, port = self.arguments.metrics_host, self.arguments.metrics_port
         if port:
             try:
-                host, registry = self.arguments.metrics_host, self.server.metrics.registry
-                self._metrics, _ = start_http_server(port, host, registry)
+                self._probes = ProbeServer(host, port, self.server.metrics.registry, live, ready)
             except OSError as error:
                 raise StartupError(f"--metrics-port {port}: {error.strerror or error}") from None
 

@@ -1,0 +1,98 @@
+"""What Prometheus and Kubernetes ask of a worker on NATS, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIEnvironment
+
+Problem = Callable[[], str | None]
+
+ANSWER_S = 2.0
+"""How long the event loop may take to answer a probe: below the timeout of the probes in `k8s/`."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 30  # seconds that a client may take to send its request
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: probes come every few seconds."""
+
+
+class ProbeServer:
+    """Serves ``/metrics``, ``/live`` and ``/health`` in threads of its own.
+
+    ``/live`` and ``/health`` are answered by the event loop of the worker, 200 or 503 with the
+    reason, and 503 if it does not answer: a worker whose loop stands still is not alive.
+
+    Args:
+        host: Address to listen on.
+        port: The same.
+        registry: The metrics.
+        live: Why the worker should be restarted, None if it should not; called in the event loop.
+        ready: Why it should get no requests, None if it should; the same.
+
+    Raises:
+        OSError: the port is taken, or the address is not this machine's.
+    """
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, live: Problem, ready: Problem) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._problems = {"/live": live, "/health": ready}
+        self._metrics = make_wsgi_app(registry)
+        self._server = _bound(host, port)
+        self._server.set_app(self._answer)
+        threading.Thread(target=self._server.serve_forever, name="probes", daemon=True).start()
+
+    async def close(self) -> None:
+        """Answer no more."""
+        await asyncio.to_thread(self._server.shutdown)
+        self._server.server_close()
+
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            answer: Iterable[bytes] = self._metrics(environ, start_response)
+            return answer
+        if path in self._problems:
+            problem = self._ask(self._problems[path])
+            status = "200 OK" if problem is None else "503 Service Unavailable"
+        else:
+            problem, status = "there are /metrics, /live and /health", "404 Not Found"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{problem or 'ok'}\n".encode()]
+
+    def _ask(self, problem: Problem) -> str | None:
+        """In the event loop."""
+
+        async def ask() -> str | None:
+            return problem()
+
+        asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
+        try:
+            return asked.result(ANSWER_S)
+        except concurrent.futures.TimeoutError:
+            asked.cancel()
+            return f"the event loop has not answered for {ANSWER_S:g} s"
+
+
+def _bound(host: str, port: int) -> WSGIServer:
+    """A server that listens, on an address of either family."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    server_class = type("_Server", (_Server,), {"address_family": family})
+    return make_server(str(address[0]), port, lambda *_: [], server_class, _Handler)
