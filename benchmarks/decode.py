@@ -37,7 +37,6 @@ import datetime
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -50,11 +49,10 @@ import decode_ours  # before torch, so that OpenMP's threads wait as they do in 
 # isort: split
 import torch
 from checkpoint import write_checkpoint
-from workload import LONGEST, MOST_ROWS, Reply, Task
+from workload import HERE, LONGEST, MOST_ROWS, Reply, Task, peer
 
 from worker.engines.embedded import Engine
 
-HERE = Path(__file__).resolve().parent
 KEPT, REPORT = HERE / "results" / "decode.json", HERE / "results" / "decode.md"
 OURS = "ours"
 FAST = "ours, torch's kernels, fast"
@@ -135,43 +133,6 @@ def ours(path: Path, **settings: str) -> tuple[Answer, str]:
     """Our engine, and what it computes with."""
     engine = Engine(path, device="cpu", max_num_seqs=MOST_ROWS, context_length=LONGEST, **settings)
     return lambda task: decode_ours.answer(engine, task), engine.session.stepper.model.made_by
-
-
-@contextlib.contextmanager
-def peer(
-    python: Path, checkpoint: Path, threads: int, script: str, *arguments: str, **environ: str
-) -> Iterator[Answer]:
-    """A peer in its own process; see `workload`. OpenMP waits as by default, or by `environ`."""
-    command = [str(python), str(HERE / script), str(checkpoint), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
-    environment.pop("GOMP_SPINCOUNT", None)  # which is what this process set for itself
-    environment |= environ
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as process:
-        sink, source = process.stdin, process.stdout
-        assert sink is not None
-        assert source is not None
-
-        def reply() -> Reply:
-            line = source.readline()
-            if not line:
-                raise SystemExit(f"{script} ended early; its errors are above")
-            return Reply(**json.loads(line))
-
-        def answer(task: Task) -> Reply:
-            print(json.dumps(asdict(task)), file=sink, flush=True)
-            return reply()
-
-        reply()
-        try:
-            yield answer
-        finally:
-            sink.close()
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:

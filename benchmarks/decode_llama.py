@@ -70,8 +70,8 @@ def interleaved(matrix: Matrix, heads: int) -> Matrix:
     return matrix.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def convert(checkpoint: Path, target: Path) -> None:
-    """Write the checkpoint as GGUF."""
+def convert(checkpoint: Path, target: Path, dtype: str = "bfloat16") -> None:
+    """Write the checkpoint as GGUF, its matrices as bfloat16 or float32."""
     config = json.loads((checkpoint / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(target, "llama")
@@ -83,15 +83,15 @@ def convert(checkpoint: Path, target: Path) -> None:
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     for name, tensor in read_tensors(checkpoint / "model.safetensors").items():
-        if tensor.ndim == 1:  # GGUF wants these in float32
+        if tensor.ndim > 1 and ("q_proj" in name or "k_proj" in name):
+            tensor = interleaved(tensor, heads if "q_proj" in name else kv_heads)
+        if tensor.ndim == 1 or dtype == "float32":  # GGUF wants vectors in float32
             writer.add_tensor(gguf_name(name), (tensor.astype(np.uint32) << 16).view(np.float32))
             continue
-        if "q_proj" in name or "k_proj" in name:
-            tensor = interleaved(tensor, heads if "q_proj" in name else kv_heads)
         whole = np.ascontiguousarray(tensor).view(np.uint8)
         writer.add_tensor(gguf_name(name), whole, raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()

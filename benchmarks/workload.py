@@ -2,19 +2,25 @@
 
 Standard library only: peers import this in their own environments.
 
-A peer is a process that reads one `Task` per line and answers each with one `Reply` per line; when
-it is ready it writes an empty `Reply`.
+A peer is a process that reads one task per line and answers each with one reply per line; when it
+is ready it writes an empty reply.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
 
 VOCABULARY = 32_000
 LONGEST = 1280
@@ -74,14 +80,59 @@ class Reply:
     decode_tokens: int = 0
 
 
-def serve(start: Callable[[], Callable[[Task], Reply]]) -> None:
-    """Answer tasks until standard input ends, by `start`; prints go to standard error."""
+def serve(start: Callable[[], Callable[[Any], Any]], kind: Callable[..., Any] = Task) -> None:
+    """Answer tasks of a kind until standard input ends, by `start`; prints go to standard error."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     answer = start()
-    print(json.dumps(asdict(Reply())), file=replies)
+    print("{}", file=replies)
     for line in sys.stdin:
-        print(json.dumps(asdict(answer(Task(**json.loads(line))))), file=replies)
+        print(json.dumps(asdict(answer(kind(**json.loads(line))))), file=replies)
+
+
+@contextlib.contextmanager
+def peer(
+    python: Path,
+    checkpoint: Path,
+    threads: int,
+    script: str,
+    *arguments: str,
+    kind: Callable[..., Any] = Reply,
+    **environ: str,
+) -> Iterator[Callable[[Any], Any]]:
+    """A peer in its own process, which replies with a `kind`. OpenMP waits as by default, or by
+    `environ`.
+    """
+    command = [str(python), str(HERE / script), str(checkpoint), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
+    environment.pop("GOMP_SPINCOUNT", None)  # which is what this process set for itself
+    environment |= environ
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        sink, source = process.stdin, process.stdout
+        assert sink is not None
+        assert source is not None
+
+        def reply() -> Any:
+            line = source.readline()
+            if not line:
+                raise SystemExit(f"{script} ended early; its errors are above")
+            return kind(**json.loads(line))
+
+        def answer(task: Any) -> Any:
+            print(json.dumps(asdict(task)), file=sink, flush=True)
+            return reply()
+
+        reply()
+        try:
+            yield answer
+        finally:
+            sink.close()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 class Stopwatch:

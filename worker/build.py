@@ -127,7 +127,8 @@ def with_checkpoint(arguments: Arguments) -> Arguments:
     def say(line: str) -> None:
         sys.stderr.write(f"worker: {line}\n")
 
-    return replace(arguments, model_path=str(convert_gguf(file, model_cache(os.environ), say)))
+    keeps_blocks = arguments.engine == "embedded" and arguments.quantization == "auto"
+    return replace(arguments, model_path=str(convert_gguf(file, model_cache(os.environ), say, keeps_blocks)))
 
 
 def make_engine(arguments: Arguments) -> ServingEngine:
@@ -152,6 +153,7 @@ def embedded_config(arguments: Arguments) -> EmbeddedConfig:
         dtype=arguments.dtype,
         numerics=arguments.numerics,
         kernels=arguments.kernels,
+        quantization=arguments.quantization,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_mixed_chunk=arguments.max_mixed_chunk,

@@ -9,7 +9,12 @@
 
 void rms_norm(const element *, int64_t, int64_t, const element *, float, element *, int32_t);
 int32_t linear(const element *, int64_t, int64_t, const element *, int64_t, const element *, int32_t, const element *,
-               element *, int32_t);
+               void *, int32_t, int32_t);
+#ifdef FLOAT32
+int32_t quantised_linear(const void *, int32_t, int64_t, int64_t, const void *, int32_t, int64_t, const void *,
+                         const void *, int32_t, float, int64_t, const void *, int32_t, const void *, void *, int32_t,
+                         int32_t);
+#endif
 void rotate_and_store(const element *, int64_t, int64_t, int64_t, int64_t, const element *, const element *,
                       const element *, const element *, float, element *, element *, element *, int64_t,
                       const int64_t *, const int64_t *, int32_t);
@@ -62,15 +67,59 @@ fuzz_linear(void)
     const int64_t padded = (columns + COLUMNS - 1) / COLUMNS * COLUMNS;
     element *x = some(rows * inner), *panels = some(padded * inner), *bias = some(columns);
     element *other = some(rows * columns), *y = some(rows * columns), *norm = some(inner);
+    float *sums = malloc(rows * columns * sizeof *sums);
     const int64_t epilogue = below(4), has_bias = below(2), threads = 1 + below(2);
-    linear(x, rows, inner, panels, columns, has_bias ? bias : NULL, (int32_t)epilogue, other, y, (int32_t)threads);
+    for (int32_t is_unrounded = 0; is_unrounded < 2; is_unrounded++)
+        linear(x, rows, inner, panels, columns, has_bias ? bias : NULL, (int32_t)epilogue, other,
+               is_unrounded ? (void *)sums : y, is_unrounded, (int32_t)threads);
     rms_norm(panels, padded, inner, norm, 1e-5f, panels, 1);
     add_to_digest(y, rows * columns);
+    add_to_digest((const element *)sums, rows * columns * PER_WORD);
     add_to_digest(panels, padded * inner);
-    element *const all[] = {x, panels, bias, other, y, norm};
+    void *const all[] = {x, panels, bias, other, y, sums, norm};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
 }
+
+#ifdef FLOAT32
+/* Finite numbers, float16 or float32; or bfloat16 or float32. */
+static void *
+some_numbers(int64_t count, int is_half, int is_bfloat16)
+{
+    if (!is_half && !is_bfloat16)
+        return some(count);
+    uint16_t *buffer = malloc(count * sizeof *buffer);
+    for (int64_t i = 0; i < count; i++)
+        buffer[i] = (uint16_t)(below(2) << 15 | (is_half ? below(0x4000) : 0x3e00 + below(0x200)));
+    return buffer;
+}
+
+static void
+fuzz_quantised(void)
+{
+    const int32_t bits = below(2) ? 4 : 8, is_half = (int32_t)below(2), is_bfloat16 = (int32_t)below(2);
+    const int32_t is_unrounded = (int32_t)below(2), has_offsets = (int32_t)below(2), has_bias = (int32_t)below(2);
+    const int64_t group = bits == 4 ? ONE_OF(8, 16, 32) : ONE_OF(1, 7, 16, 300), inner = group * ONE_OF(1, 3, 9);
+    const int64_t rows = below(15), columns = 1 + below(70);
+    const int64_t padded = (columns + COLUMNS - 1) / COLUMNS * COLUMNS, scales = padded * (inner / group);
+    unsigned char *codes = malloc(padded * inner * bits / 8);
+    for (int64_t i = 0; i < padded * inner * bits / 8; i++)
+        codes[i] = (unsigned char)below(256);
+    void *scale = some_numbers(scales, is_half, 0), *offset = some_numbers(scales, is_half, 0);
+    void *x = some_numbers(rows * inner, 0, is_bfloat16), *bias = some_numbers(columns, 0, is_bfloat16);
+    void *other = some_numbers(rows * columns, 0, is_bfloat16);
+    const int64_t size = is_bfloat16 && !is_unrounded ? 2 : 4;
+    void *y = malloc(rows * columns * size);
+    const int32_t epilogue = (int32_t)below(4), threads = (int32_t)(1 + below(2));
+    quantised_linear(x, is_bfloat16, rows, inner, codes, bits, group, scale, has_offsets ? offset : NULL, is_half,
+                     -8.0f, columns, has_bias ? bias : NULL, epilogue, other, y, is_unrounded, threads);
+    for (int64_t i = 0; i < rows * columns * size; i++)
+        digest = (digest ^ ((unsigned char *)y)[i]) * 1099511628211u;
+    void *const all[] = {codes, scale, offset, x, bias, other, y};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+}
+#endif
 
 static void
 fuzz_attention(void)
@@ -112,6 +161,9 @@ main(int count, char **arguments)
     for (int i = 0; i < rounds; i++) {
         fuzz_linear();
         fuzz_attention();
+#ifdef FLOAT32
+        fuzz_quantised();
+#endif
     }
     printf("%016llx\n", (unsigned long long)digest);
     return 0;

@@ -4,6 +4,7 @@ transformers; no tokenizer.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,18 @@ EVERY_TYPE = (*ARCHITECTURES, *TYPES)
 """Every model type that is served."""
 
 
+def ids_of(checkpoint: Path) -> dict[str, Any]:
+    """Size of the vocabulary and special ids of a checkpoint, as `settings` of `write`."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    return {name: config[name] for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
+
+
 def write(path: Path, model_type: str, settings: dict[str, Any]) -> Any:
     """A random network of this type, whose answers do not repeat one token, and its checkpoint."""
     maker: Any = AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        network = maker.from_config(AutoConfig.for_model(model_type, **COMMON, **settings), dtype=torch.float32)
+        network = maker.from_config(AutoConfig.for_model(model_type, **(COMMON | settings)), dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in network.named_parameters():
                 if parameter.dim() > 1:

@@ -227,7 +227,7 @@ def test_the_receipt_says_which_ran(checkpoints: dict[str, Path]) -> None:
 
 def test_whose_bits_they_are() -> None:
     def made_by(name: str, gemm: type[GemmBackend], attention: AttentionBackend) -> str:
-        return Numerics(name, {(8, 8, gemm): GemmTiling()}, attention).made_by
+        return Numerics(name, {(8, 8, gemm, False): GemmTiling()}, attention).made_by
 
     assert made_by("fast", NativeGemm, NativeAttention()) == "fast"
     assert made_by("exact", NativeGemm, NativeAttention()) == "exact, native kernels"

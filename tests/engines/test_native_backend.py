@@ -185,7 +185,7 @@ def test_argument_types_are_those_of_the_c_functions(name: str) -> None:
     [declared] = re.findall(rf"^(?:void|int32_t)\n{name}\(([^)]*)\)", source, re.MULTILINE)
     arguments = [" ".join(each.split()) for each in declared.split(",")]
     expected = [ctypes.c_void_p if "*" in each else C_TYPES[each.rsplit(" ", 1)[0]] for each in arguments]
-    assert list(getattr(native._library(torch.float32), name).argtypes) == expected
+    assert list(getattr(native.library(torch.float32), name).argtypes) == expected
 
 
 def test_bfloat16_panels_hold_pairs() -> None:

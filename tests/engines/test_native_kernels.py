@@ -377,7 +377,7 @@ def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.Mon
     assert "native" not in model.made_by
 
 
-AVX2 = ("avx2", "fma")
+AVX2 = ("avx2", "fma", "f16c")
 
 
 @pytest.fixture
@@ -446,7 +446,7 @@ class TestWhyThereAreNone:
         monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset({"avx2"}))
         missing = "avx512f, avx512bw, avx512dq, avx512vl"
         assert native.unavailable(torch.float32, "avx512") == f"this processor has no {missing}"
-        assert native.unavailable(torch.float32, "avx2") == "this processor has no fma"
+        assert native.unavailable(torch.float32, "avx2") == "this processor has no fma, f16c"
 
     def test_no_compiler(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))

@@ -99,7 +99,7 @@ def test_rows_are_found_whatever_this_processor_makes_of_a_weight(shape: tuple[i
         layer = Linear(weight)
         layer.pack(kernels)
         for is_tied in (False, True):
-            assert torch.equal(embed_with(weight, layer, is_tied)(ids), weight[ids])
+            assert torch.equal(embed_with(weight, layer, is_tied, weight.dtype)(ids), weight[ids])
 
 
 def test_a_layout_that_does_not_match_is_not_taken() -> None:

@@ -32,7 +32,7 @@ PERSON = {
 def default_model() -> dict[str, str]:
     """Variables of a script that finds the checkpoint, made once and kept in the user's cache."""
     cache = model_cache(os.environ)
-    prepare_default_model(cache, lambda line: None)
+    prepare_default_model(cache, lambda line: None, keeps_blocks=True)
     return {"MODEL_PATH": "", "XDG_CACHE_HOME": str(cache.parents[1])}
 
 

@@ -21,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m worker.models", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", metavar="FILE.gguf", type=Path, nargs="?")
     parser.add_argument("--cache", metavar="DIR", type=Path, default=model_cache(), help="where checkpoints are kept")
+    parser.add_argument(
+        "--quantised", action="store_true", help="keep blocks as they are where the embedded engine reads them"
+    )
     parser.add_argument("--caller", metavar="NAME", default="models", help="what lines on stderr begin with")
     options = parser.parse_args(argv)
 
@@ -30,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what is half done is removed
     try:
         if options.file is None:
-            path = prepare_default_model(options.cache, say)
+            path = prepare_default_model(options.cache, say, options.quantised)
         else:
-            path = convert_gguf(_gguf_in(options.file), options.cache, say)
+            path = convert_gguf(_gguf_in(options.file), options.cache, say, options.quantised)
     except StartupError as error:
         say(" ".join(str(error).split()))
         return 1

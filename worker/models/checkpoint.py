@@ -1,5 +1,7 @@
 """Writes a GGUF file as a safetensors checkpoint, once, into the cache.
 
+Its blocks are dequantised, or kept in the form that `quantised` describes.
+
 The directory of a checkpoint is named by the file's SHA-256. It is written beside its place and
 then renamed, behind a lock, so that processes that start together write it once, and one that is
 killed leaves nothing that looks whole.
@@ -17,6 +19,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +31,7 @@ import numpy.typing as npt
 from worker.errors import StartupError
 from worker.models.architectures import Architecture, Weight
 from worker.models.gguf_file import GgufError, GgufFile
+from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, READ, SCALES, Codes, quantization_config, unpack_blocks
 from worker.models.tokenizer import GgufTokenizer
 
 FORMAT = 1
@@ -37,6 +43,7 @@ Say = Callable[[str], None]
 SUFFIX = ".gguf"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_NUMPY_CODES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}
 _HASHED_AT_ONCE = 16 * 2**20
 _SECONDS_BETWEEN_LINES = 2.0
 
@@ -65,21 +72,25 @@ def find_gguf(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-def convert_gguf(path: Path, cache: Path, say: Say) -> Path:
+def convert_gguf(path: Path, cache: Path, say: Say, keeps_blocks: bool = False) -> Path:
     """The checkpoint of a GGUF file, written into `cache` if it is not there yet.
+
+    With `keeps_blocks`, quantised weights stay so where the embedded engine can read them.
 
     Raises:
         StartupError: the file cannot be read or is not supported, or the cache cannot be written.
     """
     try:
-        return cached_checkpoint(_digest(path), path.stem, cache, say, lambda _: path)
+        return cached_checkpoint(_digest(path), path.stem, cache, say, lambda _: path, keeps_blocks)
     except GgufError as error:
         raise StartupError(f"--model-path {path}: {error}") from None
     except OSError as error:
         raise StartupError(f"--model-path {path}: cannot convert it: {error}") from None
 
 
-def cached_checkpoint(digest: str, name: str, cache: Path, say: Say, obtain: Callable[[Path], Path]) -> Path:
+def cached_checkpoint(
+    digest: str, name: str, cache: Path, say: Say, obtain: Callable[[Path], Path], keeps_blocks: bool = False
+) -> Path:
     """The checkpoint called `name` of the file with SHA-256 `digest`.
 
     Args:
@@ -89,12 +100,13 @@ def cached_checkpoint(digest: str, name: str, cache: Path, say: Say, obtain: Cal
         say: Takes lines about the progress.
         obtain: Returns the file; it may write it into the directory that it is given, which goes
             away. Called only if there is no such checkpoint yet.
+        keeps_blocks: See `convert_gguf`.
 
     Raises:
         GgufError: the file cannot be read or is not supported.
         OSError: the cache cannot be written.
     """
-    target = cache / f"{digest[:16]}-{FORMAT}" / name
+    target = cache / f"{digest[:16]}-{FORMAT}{'-quantised' if keeps_blocks else ''}" / name
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -106,12 +118,12 @@ def cached_checkpoint(digest: str, name: str, cache: Path, say: Say, obtain: Cal
         with tempfile.TemporaryDirectory(prefix="partial-", dir=target.parent) as work:
             written = Path(work) / name
             written.mkdir()
-            write_checkpoint(obtain(Path(work)), written, name, say)
+            write_checkpoint(obtain(Path(work)), written, name, say, keeps_blocks)
             written.rename(target)
     return target
 
 
-def write_checkpoint(source: Path, directory: Path, name: str, say: Say) -> None:
+def write_checkpoint(source: Path, directory: Path, name: str, say: Say, keeps_blocks: bool = False) -> None:
     """Write the checkpoint of the GGUF file `source` into an empty directory.
 
     Raises:
@@ -122,33 +134,97 @@ def write_checkpoint(source: Path, directory: Path, name: str, say: Say) -> None
     architecture = Architecture(file)
     tokenizer = GgufTokenizer(file.metadata)
     config = architecture.config | tokenizer.special_ids
+    kept = _kept(architecture) if keeps_blocks else []
+    if kept:
+        config["quantization_config"] = quantization_config(", ".join(sorted({each.tensor.kind.name for each in kept})))
     files = tokenizer.files(config["max_position_embeddings"])
     files["config.json"] = _json(config)
     files["generation_config.json"] = _json(tokenizer.special_ids)
     for each, text in files.items():
         (directory / each).write_text(text, encoding="utf-8")
     with (directory / "model.safetensors").open("wb") as output:
-        _write_weights(output, file, architecture, _Progress(f"converting {name}", say))
+        _write_weights(output, _stored(file, architecture, kept), _Progress(f"converting {name}", say))
         output.flush()
         os.fsync(output.fileno())
 
 
-def _write_weights(output: BinaryIO, file: GgufFile, architecture: Architecture, progress: _Progress) -> None:
+def _kept(architecture: Architecture) -> list[Weight]:
+    """Weights that stay quantised."""
+    if architecture.config["model_type"] not in MODEL_TYPES:
+        return []
+    return [each for each in architecture.weights if len(each.shape) == 2 and each.tensor.kind in READ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of the checkpoint.
+
+    Attributes:
+        name: In the checkpoint.
+        code: Its data type, as safetensors has it.
+        shape: Its shape.
+        num_bytes: Of all values.
+        parts: Makes its values, some rows at a time.
+    """
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    parts: Callable[[], Iterator[bytes]]
+
+
+def _stored(file: GgufFile, architecture: Architecture, kept: list[Weight]) -> Iterator[_Stored]:
+    dtype, names = architecture.config["torch_dtype"], {weight.name for weight in kept}
+    for weight in architecture.weights:
+        if weight.name in names:
+            yield from _stored_codes(file, weight)
+            continue
+        # what is beside quantised weights is small, and need not be rounded
+        own = "float32" if kept and len(weight.shape) == 1 else dtype
+        parts = partial(_dense_parts, file, weight, own)
+        yield _Stored(weight.name, _CODES[own], weight.shape, weight_bytes(weight, own), parts)
+
+
+def _dense_parts(file: GgufFile, weight: Weight, dtype: str) -> Iterator[bytes]:
+    return (_encoded(rows, dtype) for rows in file.rows(weight.tensor, weight.rows))
+
+
+def _stored_codes(file: GgufFile, weight: Weight) -> Iterator[_Stored]:
+    """Codes, scales and, where there are any, offsets."""
+    first = unpack_blocks(next(file.packed_rows(weight.tensor, weight.rows[:1])), weight.tensor.kind)
+    for suffix, which in ((CODES, "codes"), (SCALES, "scales"), (OFFSETS, "offsets")):
+        sample = getattr(first, which)
+        if sample is not None:
+            shape = (len(weight.rows), sample.shape[1])
+            parts = partial(_code_parts, file, weight, attrgetter(which))
+            yield _Stored(weight.name + suffix, _NUMPY_CODES[str(sample.dtype)], shape, shape[0] * sample.nbytes, parts)
+
+
+def _code_parts(file: GgufFile, weight: Weight, which: Callable[[Codes], npt.NDArray[Any]]) -> Iterator[bytes]:
+    for packed in file.packed_rows(weight.tensor, weight.rows):
+        part = which(unpack_blocks(packed, weight.tensor.kind))
+        if part.dtype.kind == "f" and not np.isfinite(part).all():
+            raise GgufError(f"tensor {weight.tensor.name} holds a scale that is infinite or not a number")
+        yield part.tobytes()
+
+
+def _write_weights(output: BinaryIO, stored: Iterator[_Stored], progress: _Progress) -> None:
     """The safetensors format: the length of a JSON header, the header, the values."""
-    dtype, weights = architecture.config["torch_dtype"], architecture.weights
+    tensors = list(stored)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     total = 0
-    for weight in weights:
-        end = total + weight_bytes(weight, dtype)
-        header[weight.name] = {"dtype": _CODES[dtype], "shape": weight.shape, "data_offsets": [total, end]}
+    for tensor in tensors:
+        end = total + tensor.num_bytes
+        header[tensor.name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [total, end]}
         total = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     output.write(len(text).to_bytes(8, "little") + text)
     done = 0
-    for weight in weights:
-        for rows in file.rows(weight.tensor, weight.rows):
-            done += output.write(_encoded(rows, dtype))
+    for tensor in tensors:
+        for part in tensor.parts():
+            done += output.write(part)
             progress.show(done / total)
 
 

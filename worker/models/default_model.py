@@ -34,8 +34,9 @@ gives up.
 """
 
 
-def prepare_default_model(cache: Path, say: Say) -> Path:
-    """The checkpoint of `DEFAULT_MODEL`, fetched and converted if it is not in `cache` yet.
+def prepare_default_model(cache: Path, say: Say, keeps_blocks: bool = False) -> Path:
+    """The checkpoint of `DEFAULT_MODEL`, fetched and converted if it is not in `cache` yet; see
+    `convert_gguf`.
 
     Raises:
         StartupError: it cannot be fetched or written; the message is one line.
@@ -46,7 +47,7 @@ def prepare_default_model(cache: Path, say: Say) -> Path:
         return _unpack(_download(directory), directory)
 
     try:
-        return cached_checkpoint(_GGUF_SHA256, DEFAULT_MODEL, cache, say, obtain)
+        return cached_checkpoint(_GGUF_SHA256, DEFAULT_MODEL, cache, say, obtain, keeps_blocks)
     except (OSError, GgufError) as error:
         raise StartupError(f"cannot prepare {DEFAULT_MODEL}: {error}") from None
 

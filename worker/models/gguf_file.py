@@ -96,11 +96,15 @@ class GgufFile:
 
     def rows(self, tensor: GgufTensor, rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.float32]]:
         """The numbered rows of a tensor in that order, ``[n, shape[-1]]`` at a time."""
+        return (dequantize(packed, tensor.kind) for packed in self.packed_rows(tensor, rows))
+
+    def packed_rows(self, tensor: GgufTensor, rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.uint8]]:
+        """`rows` in the file's own blocks, bytes ``[n, row_bytes]`` at a time."""
         size = tensor.num_rows * tensor.row_bytes
         packed = np.frombuffer(self._data, np.uint8, size, tensor.start).reshape(tensor.num_rows, tensor.row_bytes)
         step = max(1, CHUNK_VALUES // tensor.shape[-1])
         for first in range(0, len(rows), step):
-            yield dequantize(packed[rows[first : first + step]], tensor.kind)
+            yield packed[rows[first : first + step]]
 
     def values(self, name: str) -> npt.NDArray[np.float32]:
         """A whole tensor, for small ones."""

@@ -14,6 +14,7 @@ from worker.errors import StartupError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NUMERICS = ("auto", "exact", "fast")
 KERNELS = ("auto", "native", "native-avx512", "native-avx2", "native-generic", "torch")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
 ROLES = ("aggregated", "prefill", "decode")
 
 
@@ -31,6 +32,9 @@ class EmbeddedConfig:
         kernels: ``native`` (our own, for a CPU; see `native`), with the fastest instructions that
             the processor has or, after a hyphen, with those of a path of `native.PATHS`; ``torch``;
             or ``auto``: native where they were built and are the fastest that the processor can do.
+        quantization: What the weights of linear layers are held in: ``int8`` or ``int4`` (rounded
+            when they are loaded), ``none`` (in `dtype`, dequantised if need be), or ``auto``: as
+            the checkpoint has them.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Token budget of a step; longer prompts are prefilled in chunks.
         max_mixed_chunk: Prompt tokens per prompt in a mixed batch, one that decodes too: with n
@@ -57,6 +61,7 @@ class EmbeddedConfig:
     dtype: str = "auto"
     numerics: str = "auto"
     kernels: str = "auto"
+    quantization: str = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     max_mixed_chunk: int | None = None
@@ -104,6 +109,8 @@ class EmbeddedConfig:
             raise StartupError(f"--numerics must be one of {', '.join(NUMERICS)}, got {self.numerics!r}")
         if self.kernels not in KERNELS:
             raise StartupError(f"--kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
+        if self.quantization not in QUANTIZATIONS:
+            raise StartupError(f"--quantization must be one of {', '.join(QUANTIZATIONS)}, got {self.quantization!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise StartupError(f"--dtype must be auto, {', '.join(DTYPES)}, got {self.dtype!r}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -22,6 +23,11 @@ _ONEDNN_COLUMNS = (8, 16, 24, 32, 48, 64)
 class GemmBackend(Protocol):
     """``x @ weight.T + bias`` for rows ``x [n, K]``, a ``weight [N, K]`` and a ``bias [N]``.
 
+    Args:
+        weight: Of the data type of the rows.
+        bias: Likewise; None for none.
+        is_unrounded: Whether results are the float32 sums, not rounded to the weight's data type.
+
     Attributes:
         kernels: Whose kernels compute, as `AttentionBackend.kernels`.
         is_batch_invariant: Whether a row's result has the same bits whatever rows are beside it, by
@@ -33,7 +39,7 @@ class GemmBackend(Protocol):
     is_batch_invariant: bool
     is_packed: bool
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None: ...
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_unrounded: bool = False) -> None: ...
 
     @classmethod
     def supports(cls, weight: torch.Tensor) -> bool:
@@ -59,30 +65,34 @@ class NativeGemm:
     is_batch_invariant = True
     is_packed = True
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_unrounded: bool = False) -> None:
         self._columns, self._inner = weight.shape
         self._panels = native.pack(weight)
         self._bias = bias
+        self._is_unrounded = is_unrounded
 
     @classmethod
     def supports(cls, weight: torch.Tensor) -> bool:
         return native.supports_weight(weight)
 
     def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
-        return native.linear(x, self._panels, self._columns, self._bias, epilogue, other)
+        return native.linear(x, self._panels, self._columns, self._bias, epilogue, other, self._is_unrounded)
 
     def layouts(self) -> Iterator[Panels]:
         yield Panels(self._panels.view(torch.int32).squeeze(-1), self._inner, self._panels.dtype)
 
 
 class TorchGemm:
-    """``torch.nn.functional.linear``, on the weight as it is."""
+    """``torch.nn.functional.linear``, on the weight as it is; in float32 if `is_unrounded`."""
 
     kernels = "torch"
     is_batch_invariant = False
     is_packed = False
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_unrounded: bool = False) -> None:
+        self._keeps_sums = is_unrounded and _keeps_sums(weight.device, weight.dtype)
+        if is_unrounded and not self._keeps_sums:  # these kernels round to the data type of what they multiply
+            weight, bias = weight.float(), bias.float() if bias is not None else None
         self._weight = weight
         self._bias = bias
 
@@ -102,8 +112,25 @@ class TorchGemm:
         yield from ()
 
     def _multiply(self, x: torch.Tensor, epilogue: str) -> torch.Tensor:
-        result = functional.linear(x, self._weight, self._bias)
+        if self._keeps_sums:
+            result = torch.mm(x, self._weight.T, out_dtype=torch.float32)
+            result = result if self._bias is None else result.add_(self._bias)
+        else:
+            result = functional.linear(x.to(self._weight.dtype), self._weight, self._bias)
         return functional.silu(result, inplace=True) if epilogue == "silu" else result
+
+
+@cache
+def _keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's GEMM can return float32 sums of matrices of `dtype`: on CUDA, since 2.8."""
+    if device.type != "cuda":
+        return False
+    try:
+        one = torch.ones(16, 16, device=device, dtype=dtype)
+        torch.mm(one, one, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 class OneDnnGemm(TorchGemm):
@@ -111,9 +138,10 @@ class OneDnnGemm(TorchGemm):
 
     is_packed = True
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS), bias)
-        self._shape, self._dtype = weight.shape, weight.dtype
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_unrounded: bool = False) -> None:
+        super().__init__(weight, bias, is_unrounded)
+        self._shape, self._dtype = weight.shape, self._weight.dtype
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), _PACKED_FOR_ROWS)
 
     @classmethod
     def supports(cls, weight: torch.Tensor) -> bool:
@@ -130,6 +158,7 @@ class OneDnnGemm(TorchGemm):
 
     def _multiply(self, x: torch.Tensor, epilogue: str) -> torch.Tensor:
         unary = "swish" if epilogue == "silu" else "none"
+        x = x.to(self._dtype)
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, unary, [], "")
         return result
 

@@ -20,10 +20,12 @@ from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.kv_cache import KvStore
 from worker.engines.embedded.model import llama, transformers_network
 from worker.engines.embedded.model.batch_packing import pack
-from worker.engines.embedded.model.kernels import choose_kernels
+from worker.engines.embedded.model.kernels import KernelBackend, choose_kernels
 from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.numerics import choose
+from worker.engines.embedded.model.quantisation import FORMATS
+from worker.engines.embedded.model.quantised_checkpoint import QuantisedCheckpoint, is_quantised_here
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.engines.embedded.plan import Plan
 from worker.errors import StartupError
@@ -47,12 +49,13 @@ class HfModel:
         eos_token_ids: Ids that end an answer.
         undecodable_ids: Ids that the tokenizer does not have.
         numerics: One of `config.NUMERICS`.
-        kernels: One of `config.KERNELS`.
+        kernels: What it computes with.
+        weights: What its weights are held in, for people; None for its data type.
 
     Attributes:
         kernels: See `KernelBackend.name`.
         numerics: ``exact`` or ``fast``; known once there is a KV store, as are the following ones.
-        made_by: See `Numerics.made_by`.
+        made_by: See `Numerics.made_by`; and what quantised weights are held in.
         wants_dense_kv: See `AttentionBackend.wants_dense_pages`.
     """
 
@@ -61,8 +64,9 @@ class HfModel:
         network: Any,
         eos_token_ids: tuple[int, ...],
         undecodable_ids: tuple[int, ...],
-        numerics: str = "auto",
-        kernels: str = "auto",
+        numerics: str,
+        kernels: KernelBackend,
+        weights: str | None = None,
     ) -> None:
         config = network.config
         self.device: torch.device = network.device
@@ -77,7 +81,8 @@ class HfModel:
         self._head_dim = int(network.model.layers[0].self_attn.head_dim)
         self._softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
         self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
-        self._kernels = choose_kernels(kernels, self.device, self.dtype)
+        self._kernels = kernels
+        self._weights = weights
         self.kernels = self._kernels.name
         self._network = (LlamaNetwork if llama.serves(config) else TransformersNetwork)(network, self._kernels)
         self._store = KvStore([], [])
@@ -116,12 +121,14 @@ class HfModel:
         layers = list(linears(self._network))
         chosen = choose(self._wanted_numerics, layers, self._kernels.attention(sizes), sizes)
         for layer in layers:
-            layer.tiling = chosen.tilings[layer.shape]
+            layer.settle(chosen.tilings[layer.shape])
         self._row_step = min((layer.tiling.step for layer in layers), default=1)
         self._tile = max((layer.tiling.most or 0 for layer in layers), default=0)
         self._attention = chosen.attention
-        self.numerics, self.made_by = chosen.name, chosen.made_by
-        logger.info("numerics: %s; kernels: %s", self.made_by, self.kernels)
+        self.numerics = chosen.name
+        self.made_by = chosen.made_by + (f", {self._weights} weights" if self._weights else "")
+        dtype = str(self.dtype).removeprefix("torch.")
+        logger.info("numerics: %s; kernels: %s; weights: %s", chosen.made_by, self.kernels, self._weights or dtype)
         self.wants_dense_kv = chosen.attention.wants_dense_pages
 
     def _padding(self, count: int) -> int:
@@ -141,7 +148,7 @@ class HfModel:
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
-        """Logits in the model's dtype; see `Model.forward`."""
+        """Logits in float32; see `Model.forward`."""
         batch = pack(plan, self._page_size)
         self._store.copy(plan.copies)
         self._store.zero(batch.new_pages)
@@ -175,10 +182,26 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     settings = _read_settings(directory)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, _checkpoint_dtype(settings))
-    network = _load_network(directory, dtype).to(device).eval()
+    quantisation = config.quantization if config.quantization in FORMATS else None
+    checkpoint = QuantisedCheckpoint(directory, settings) if is_quantised_here(settings) else None
+    if checkpoint is not None and quantisation is not None:
+        reason = f"{directory} is quantised already ({checkpoint.format}); use auto or none"
+        raise StartupError(f"--quantization {quantisation}: {reason}")
+    kernels = choose_kernels(config.kernels, device, dtype, quantisation)
+    weights = quantisation
+    if checkpoint is None:
+        network = _load_network(directory, dtype)
+    else:
+        keeps = config.quantization == "auto" and kernels.reads_quantised
+        if config.quantization == "auto" and not keeps:
+            logger.info("weights in %s are dequantised: %s kernels do not read them", checkpoint.format, kernels.name)
+        network = checkpoint.network(dtype, keeps)
+        weights = checkpoint.format if keeps else None
+    network = network.to(device).eval()
     vocab_size = int(network.config.vocab_size)
     eos_token_ids = tuple(token for token in _eos_token_ids(directory, settings) if token < vocab_size)
-    return HfModel(network, eos_token_ids, _undecodable_ids(directory, vocab_size), config.numerics, config.kernels)
+    undecodable_ids = _undecodable_ids(directory, vocab_size)
+    return HfModel(network, eos_token_ids, undecodable_ids, config.numerics, kernels, weights)
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:
@@ -193,8 +216,10 @@ def _read_settings(directory: Path) -> dict[str, Any]:
             f"--model-path {directory}: model type {kind!r} is not served by the embedded engine, "
             f"which knows {', '.join(MODEL_TYPES)}"
         )
-    if settings.get("quantization_config"):
-        raise StartupError(f"--model-path {directory}: quantised checkpoints are not served by the embedded engine")
+    if settings.get("quantization_config") and not is_quantised_here(settings):
+        raise StartupError(
+            f"--model-path {directory}: checkpoints that other programs quantised are not served by the embedded engine"
+        )
     length_dependent = _rope_types(settings) & _LENGTH_DEPENDENT_ROPE
     if length_dependent:
         raise StartupError(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from worker.engines.embedded import native
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, NativeAttention, TorchAttention
 from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm, TorchGemm
+from worker.engines.embedded.model.quantisation import Quantised, QuantisedGemm, quantise
 from worker.errors import StartupError
 
 
@@ -20,19 +21,38 @@ class KernelBackend:
     Attributes:
         name: As ``--kernels`` names it: ``torch``, or ``native-`` and a path of `native.PATHS`.
         gemms: GEMM backends; the last one supports every weight.
+        unrounded_gemms: Those of layers whose results are unrounded; likewise.
         attentions: Attention backends; the last one supports all sizes.
         rms_norm: ``x / sqrt(mean(x * x) + epsilon) * weight`` of ``x [..., K]``, ``weight [K]`` and
             an epsilon.
+        reads_quantised: Whether they compute with quantised weights.
+        quantisation: What weights are rounded to, one of `quantisation.FORMATS`; None for nothing.
     """
 
     name: str
     gemms: tuple[type[GemmBackend], ...]
+    unrounded_gemms: tuple[type[GemmBackend], ...]
     attentions: tuple[type[AttentionBackend], ...]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    reads_quantised: bool = False
+    quantisation: str | None = None
 
-    def gemm(self, weight: torch.Tensor, bias: torch.Tensor | None) -> GemmBackend:
+    def quantised(self, weight: torch.Tensor, is_unrounded: bool = False) -> Quantised:
+        """`weight` rounded to `quantisation`; that of the LM head, whose results are unrounded, to
+        8 bits.
+        """
+        assert self.quantisation is not None
+        return quantise(weight, "int8" if is_unrounded else self.quantisation)
+
+    def gemm(
+        self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, is_unrounded: bool = False
+    ) -> GemmBackend:
         """The first GEMM backend that supports the weight, made of it; see `GemmBackend`."""
-        return next(backend for backend in self.gemms if backend.supports(weight))(weight, bias)
+        if not isinstance(weight, torch.Tensor):
+            return QuantisedGemm(weight, bias, is_unrounded)
+        is_unrounded = is_unrounded and weight.dtype != torch.float32
+        backends = self.unrounded_gemms if is_unrounded else self.gemms
+        return next(backend for backend in backends if backend.supports(weight))(weight, bias, is_unrounded)
 
     def attention(self, sizes: AttentionSizes) -> AttentionBackend:
         """The first attention backend that supports `sizes`."""
@@ -43,7 +63,8 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Te
     return torch.rms_norm(x, weight.shape, weight, epsilon)
 
 
-TORCH = KernelBackend("torch", (OneDnnGemm, TorchGemm), (TorchAttention,), _rms_norm)
+_TORCH_GEMMS = (OneDnnGemm, TorchGemm)
+TORCH = KernelBackend("torch", _TORCH_GEMMS, _TORCH_GEMMS, (TorchAttention,), _rms_norm)
 
 
 class OwnOrderGemm(NativeGemm):
@@ -67,26 +88,42 @@ def native_kernels(path: str, sums_as_others: bool = True) -> KernelBackend:
     """
     gemm: type[GemmBackend] = NativeGemm if sums_as_others else OwnOrderGemm
     attention: type[AttentionBackend] = NativeAttention if sums_as_others else OwnOrderAttention
-    return KernelBackend(f"native-{path}", (gemm, *TORCH.gemms), (attention, *TORCH.attentions), native.rms_norm)
+    gemms = (gemm, *TORCH.gemms)
+    return KernelBackend(f"native-{path}", gemms, gemms, (attention, *TORCH.attentions), native.rms_norm, True)
 
 
-def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> KernelBackend:
+def choose_kernels(
+    kernels: str, device: torch.device, dtype: torch.dtype, quantisation: str | None = None
+) -> KernelBackend:
     """The kernel backend for `kernels`, one of `config.KERNELS`; nothing else asks which it is.
 
     A new kernel is a class that implements `GemmBackend` or `AttentionBackend`, and an entry above.
 
+    Args:
+        kernels: What was asked for.
+        device: Where it computes.
+        dtype: Of rows and results.
+        quantisation: What weights are rounded to, one of `quantisation.FORMATS`; None for nothing.
+
     Raises:
-        StartupError: the native kernels are asked for and cannot compute here.
+        StartupError: the native kernels are asked for, or needed, and cannot compute here.
     """
+    if quantisation is not None and kernels == "torch":
+        raise StartupError(f"--quantization {quantisation} needs the native kernels, not --kernels torch")
     if kernels == "torch":
         return TORCH
     path = kernels.partition("-")[2] or None
     reason = native.unavailable(dtype, path) if device.type == "cpu" else f"they compute on a CPU, not on {device}"
+    if reason is not None and quantisation is not None:
+        raise StartupError(f"--quantization {quantisation} needs the native kernels: {reason}")
     if kernels != "auto" and reason is not None:
         raise StartupError(f"--kernels {kernels}: {reason}")
     if reason is not None:
         return TORCH
+    native.choose_path(torch.float32, path)  # computes quantised weights, whatever the data type of the rows
     path = native.choose_path(dtype, path)
-    if kernels == "auto" and native.is_torch_faster(dtype, path):
-        return TORCH
-    return native_kernels(path, native.sums_as_others(dtype, path))
+    chosen = native_kernels(path, native.sums_as_others(dtype, path))
+    if kernels == "auto" and quantisation is None and native.is_torch_faster(dtype, path):
+        # torch's kernels need a float32 weight for unrounded logits; plain C is slower even so
+        return TORCH if path == "generic" else replace(TORCH, unrounded_gemms=chosen.unrounded_gemms)
+    return replace(chosen, quantisation=quantisation)

@@ -13,9 +13,15 @@ from torch.nn import functional
 from worker.engines.embedded.model.gemm import GemmBackend, TorchGemm
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.panels import Lookup, Panels, lookup
+from worker.engines.embedded.model.quantisation import (
+    Quantised,
+    QuantisedGemm,
+    QuantisedWeight,
+    concatenated,
+)
 
-LayerShape = tuple[int, int, type[GemmBackend]]
-"""Output and input features, and the GEMM backend."""
+LayerShape = tuple[int, int, type[GemmBackend], bool]
+"""Output and input features, the GEMM backend, and whether results are unrounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +57,64 @@ class GemmTiling:
             start += count
 
 
+EPILOGUES = ("none", "silu")
+"""Those that are computed within a GEMM."""
+
+NUM_TRIAL_ROWS = 128
+
+
 class Linear(torch.nn.Module):
     """``x @ weight.T + bias`` for rows ``[n, K]``; after `pack` it keeps only the packed weight.
 
     Args:
         weight: ``[N, K]``.
         bias: ``[N]`` or None.
+        is_unrounded: Whether results are the float32 sums, not rounded to the rows' data type.
+        is_quantisable: Whether `pack` may round the weight to fewer bits.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor | Quantised,
+        bias: torch.Tensor | None = None,
+        is_unrounded: bool = False,
+        is_quantisable: bool = True,
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.tiling = GemmTiling()
         self.num_bytes = weight.nbytes
-        self._dtype = weight.dtype
-        self._weight: torch.Tensor | None = weight.detach()
+        self._weight: torch.Tensor | Quantised | None = weight.detach() if isinstance(weight, torch.Tensor) else weight
         self._bias = bias.detach() if bias is not None else None
-        self._gemm: GemmBackend = TorchGemm(self._weight, self._bias)
+        self._is_unrounded = is_unrounded
+        self._is_quantisable = is_quantisable
+        self._sample: torch.Tensor | None = None  # the first columns' weights, for the trial of tilings
+        self._gemm: GemmBackend
+        if isinstance(weight, torch.Tensor):
+            self._dtype = weight.dtype
+            self._gemm = TorchGemm(weight.detach(), self._bias)
 
     def pack(self, kernels: KernelBackend) -> None:
         """Choose the GEMM backend, which packs the weight; once."""
         if self._weight is None:
             raise RuntimeError("the layer is packed already")
-        self._gemm = kernels.gemm(self._weight, self._bias)
+        weight = self._weight
+        if isinstance(weight, torch.Tensor) and kernels.quantisation is not None and self._is_quantisable:
+            weight = kernels.quantised(weight, self._is_unrounded)
+            self.num_bytes = weight.nbytes
+        self._gemm = kernels.gemm(weight, self._bias, self._is_unrounded)
+        if isinstance(weight, torch.Tensor) and not self._gemm.is_batch_invariant and weight.device.type == "cpu":
+            self._sample = weight[:NUM_TRIAL_ROWS].clone()
         self._weight = None
 
     def layouts(self) -> Iterator[Panels]:
         """Layouts that the packed weight may have."""
         return self._gemm.layouts()
+
+    @property
+    def quantised(self) -> QuantisedGemm | None:
+        """The GEMM backend, if the weight is quantised."""
+        return self._gemm if isinstance(self._gemm, QuantisedGemm) else None
 
     @property
     def is_packed(self) -> bool:
@@ -93,7 +129,7 @@ class Linear(torch.nn.Module):
     @property
     def shape(self) -> LayerShape:
         """Layers of the same one have the same tiling."""
-        return self.out_features, self.in_features, type(self._gemm)
+        return self.out_features, self.in_features, type(self._gemm), self._is_unrounded
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., K]`` to ``[..., N]``."""
@@ -127,6 +163,11 @@ class Linear(torch.nn.Module):
         ]
         return (torch.cat(results) if len(results) > 1 else results[0])[:rows]
 
+    def settle(self, tiling: GemmTiling) -> None:
+        """Compute in `tiling` from now on; no other one will be tried."""
+        self.tiling = tiling
+        self._sample = None
+
     def is_invariant(self, tiling: GemmTiling) -> bool:
         """Whether a row's result has the same bits in all tiles of `tiling`, at any index in them.
 
@@ -136,18 +177,54 @@ class Linear(torch.nn.Module):
         if tiling.most is None:
             raise ValueError("only a bounded number of shapes can be tried")
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(max((tiling.most, *tiling.blocks)), self.in_features, generator=generator).to(self._dtype)
-        expected = torch.cat([self._gemm(tile) for tile in torch.split(rows, tiling.most)])
-        if not all(torch.equal(self._gemm(rows[:block]), expected[:block]) for block in tiling.blocks):
+        num_rows = max((tiling.most, *tiling.blocks))
+
+        rows = torch.randn(num_rows, self.in_features, generator=generator).to(self._dtype)
+        if self._sample is not None:
+            count = min(num_rows, NUM_TRIAL_ROWS)
+            rows[:count] = cancelling_rows(self._sample, self._bias, count)
+        return all(self._has_same_bits(tiling, rows, epilogue) for epilogue in EPILOGUES)
+
+    def _has_same_bits(self, tiling: GemmTiling, rows: torch.Tensor, epilogue: str) -> bool:
+        most = tiling.most
+        assert most is not None
+
+        def multiply(start: int, stop: int) -> torch.Tensor:
+            return self._gemm(rows[start:stop], epilogue)
+
+        expected = torch.cat([multiply(start, start + most) for start in range(0, len(rows), most)])
+        if not all(torch.equal(multiply(0, block), expected[:block]) for block in tiling.blocks):
             return False
-        for count in range(tiling.step, tiling.most + 1, tiling.step):
-            starts = {0, (tiling.most - count) // 2, tiling.most - count}
-            if not all(
-                torch.equal(self._gemm(rows[start : start + count]), expected[start : start + count])
-                for start in starts
-            ):
-                return False
-        return True
+        return all(
+            torch.equal(multiply(start, start + count), expected[start : start + count])
+            for count in range(tiling.step, most + 1, tiling.step)
+            for start in {0, (most - count) // 2, most - count}
+        )
+
+
+def cancelling_rows(weight: torch.Tensor, bias: torch.Tensor | None, count: int) -> torch.Tensor:
+    """Rows whose products with the weights of a column nearly cancel: the order of a float32 sum is
+    told by its rounding errors, which a result in bfloat16 would otherwise round away.
+
+    Args:
+        weight: ``[N, K]``.
+        bias: ``[N]`` or None.
+        count: Number of rows.
+
+    Returns:
+        ``[count, K]`` in the weight's data type; row i cancels with column ``i % N``.
+    """
+    generator = torch.Generator().manual_seed(1)
+    columns = torch.arange(count) % weight.shape[0]
+    factors = weight[columns].double()
+    rows = torch.randn(count, weight.shape[1], generator=generator).to(weight.dtype).double()
+    start = torch.zeros(count, dtype=torch.float64) if bias is None else bias[columns].double()
+    for place in factors.abs().argsort(dim=1, descending=True)[:, :3].T[:, :, None]:  # each cancels what is left
+        rows.scatter_(1, place, 0.0)
+        rest = start + (rows * factors).sum(1)
+        last = -rest[:, None] / factors.gather(1, place)
+        rows.scatter_(1, place, last.nan_to_num(0.0, 0.0, 0.0).to(weight.dtype).double())
+    return rows.to(weight.dtype)
 
 
 def fuse(*layers: torch.nn.Linear) -> Linear:
@@ -159,23 +236,47 @@ def fuse(*layers: torch.nn.Linear) -> Linear:
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     if biases and len(biases) != len(layers):
         raise ValueError("all layers must have a bias, or none")
-    weight = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight
-    return Linear(weight, torch.cat(biases) if biases else None)
+    return Linear(_stacked([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
+
+
+def _stacked(weights: list[torch.Tensor | QuantisedWeight]) -> torch.Tensor | Quantised:
+    """The rows of all weights, which are quantised, or none of them is."""
+    if len(weights) == 1:
+        return weights[0]
+    quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+    if quantised:
+        return concatenated(quantised)
+    return torch.cat([weight.detach() for weight in weights if isinstance(weight, torch.Tensor)])
+
+
+def lm_head(layer: torch.nn.Linear) -> Linear:
+    """The LM head. Its logits are float32: rounded to bfloat16, the likeliest tokens often tie."""
+    return Linear(layer.weight, layer.bias, is_unrounded=True)
 
 
 def has_tied_embeddings(network: Any) -> bool:
     """Whether output layer and embedding of transformers' causal language model share a weight."""
     embedding, head = network.model.embed_tokens.weight, network.lm_head.weight
+    if isinstance(embedding, QuantisedWeight) or isinstance(head, QuantisedWeight):
+        return embedding is head
     return bool(embedding.data_ptr() == head.data_ptr() and embedding.shape == head.shape)
 
 
-def embed_with(weight: torch.Tensor, head: Linear, is_tied: bool) -> Lookup:
-    """Row lookup in an embedding's ``weight [N, K]``; in the packed weight of `head` where it is
-    tied, so that the weight is held once.
+def embed_with(weight: torch.Tensor | QuantisedWeight, head: Linear, is_tied: bool, dtype: torch.dtype) -> Lookup:
+    """Row lookup in an embedding's ``weight [N, K]``, in `dtype`; in the packed weight of `head`
+    where it is tied, so that the weight is held once.
 
     Where all layers hold packed copies it keeps none of the memory of `weight`, which may be the
     whole checkpoint, mapped into memory.
     """
+    quantised = head.quantised if is_tied else None
+    if isinstance(weight, QuantisedWeight):
+        quantised = quantised or QuantisedGemm(weight, None)
+    if quantised is not None:
+        rows = quantised.rows
+        return lambda ids: rows(ids).to(dtype)
+    assert isinstance(weight, torch.Tensor)
+    weight = weight.detach()
     found = lookup(weight, head.layouts()) if is_tied else None
     return found or partial(functional.embedding, weight=weight.clone() if head.is_packed else weight)
 

@@ -13,7 +13,7 @@ import torch
 
 from worker.engines.embedded.attention import AttentionLayer, AttentionStep, RopeTables
 from worker.engines.embedded.model.kernels import KernelBackend
-from worker.engines.embedded.model.linear import Linear, embed_with, fuse, has_tied_embeddings, pack_all
+from worker.engines.embedded.model.linear import Linear, embed_with, fuse, has_tied_embeddings, lm_head, pack_all
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -29,10 +29,10 @@ class LlamaNetwork(torch.nn.Module):
 
     def __init__(self, network: Any, kernels: KernelBackend) -> None:
         super().__init__()
-        embedding, is_tied = network.model.embed_tokens.weight.detach(), has_tied_embeddings(network)
+        embedding, is_tied = network.model.embed_tokens.weight, has_tied_embeddings(network)
         self._rotary = network.model.rotary_emb
         self._norm = _RmsNorm(network.model.norm, kernels)
-        self._head = fuse(network.lm_head)
+        self._head = lm_head(network.lm_head)
         network.lm_head = None
         layers = network.model.layers
         self._layers = torch.nn.ModuleList()
@@ -41,7 +41,7 @@ class LlamaNetwork(torch.nn.Module):
             layers[index] = torch.nn.Identity()
             pack_all(self._layers[index], kernels)
         self._head.pack(kernels)
-        self._embed = embed_with(embedding, self._head, is_tied)
+        self._embed = embed_with(embedding, self._head, is_tied, network.dtype)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``."""
@@ -53,7 +53,7 @@ class LlamaNetwork(torch.nn.Module):
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[n, vocab_size]`` of hidden states ``[n, hidden]``."""
+        """Logits, float32 ``[n, vocab_size]``, of hidden states ``[n, hidden]``."""
         logits: torch.Tensor = self._head(self._norm(hidden))
         return logits
 

@@ -14,7 +14,7 @@ class Router(torch.nn.Module):
 
     def __init__(self, router: Any) -> None:
         super().__init__()
-        self._linear = Linear(router.weight)
+        self._linear = Linear(router.weight, is_quantisable=False)
         self._top_k = int(router.top_k)
         self._normalises = bool(router.norm_topk_prob)
 

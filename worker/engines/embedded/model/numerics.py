@@ -37,7 +37,7 @@ class Numerics:
         """The name and, where bits count, whose kernels compute them: those of others differ."""
         if self.name == "fast":
             return self.name
-        kernels = {gemm.kernels for _, _, gemm in self.tilings} | {self.attention.kernels}
+        kernels = {gemm.kernels for _, _, gemm, _ in self.tilings} | {self.attention.kernels}
         return f"{self.name}, {' and '.join(sorted(kernels, reverse=True))} kernels"
 
 

@@ -40,11 +40,17 @@ class Panels:
         return self.words[ids // columns, :, ids % columns].view(self.dtype)[..., : self.width].contiguous()
 
     def matches(self, weight: torch.Tensor) -> bool:
-        """Whether every row equals that of `weight`; False for a weight with a NaN."""
+        """Whether every row equals that of `weight`, which may be of a narrower data type.
+
+        False for a weight with a NaN.
+        """
         parts = torch.split(torch.arange(len(weight)), _COMPARED_AT_ONCE)
-        return all(torch.equal(self.rows(part), weight[part]) for part in parts)
+        return all(torch.equal(self.rows(part), weight[part].to(self.dtype)) for part in parts)
 
 
 def lookup(weight: torch.Tensor, layouts: Iterable[Panels]) -> Lookup | None:
     """Row lookup in the first of `layouts` that matches `weight`; None if none does."""
-    return next((panels.rows for panels in layouts if panels.matches(weight)), None)
+    found = next((panels for panels in layouts if panels.matches(weight)), None)
+    if found is None:
+        return None
+    return found.rows if found.dtype == weight.dtype else lambda ids: found.rows(ids).to(weight.dtype)

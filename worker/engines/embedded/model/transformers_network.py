@@ -14,8 +14,8 @@ from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import (
     Linear,
     embed_with,
-    fuse,
     has_tied_embeddings,
+    lm_head,
     pack_all,
     replace_linears,
 )
@@ -42,7 +42,7 @@ class TransformersNetwork(torch.nn.Module):
         network.set_attn_implementation(_IMPLEMENTATION)
         self._model = network.model
         is_tied = has_tied_embeddings(network)
-        self._head = fuse(network.lm_head)
+        self._head = lm_head(network.lm_head)
         self._softcap = getattr(network.config, "final_logit_softcapping", None)  # only Gemma's configurations have it
         _replace_experts(self._model)
         replace_linears(self._model)
@@ -62,7 +62,7 @@ class TransformersNetwork(torch.nn.Module):
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[n, vocab_size]`` of hidden states ``[n, hidden]``."""
+        """Logits, float32 ``[n, vocab_size]``, of hidden states ``[n, hidden]``."""
         logits: torch.Tensor = self._head(hidden)
         if self._softcap is None:
             return logits
@@ -77,7 +77,7 @@ class _Embedding(torch.nn.Module):
         weight = embedding.weight.detach()
         scale = getattr(embedding, "embed_scale", None)  # only Gemma's embeddings have it
         self._scale: torch.Tensor | None = None if scale is None else scale.to(weight.dtype)
-        self._lookup = embed_with(weight, head, is_tied)
+        self._lookup = embed_with(weight, head, is_tied, weight.dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self._lookup(ids)

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from worker.engines.embedded.kv_cache import SequenceSlice
 
-_VERSION = 2
+_VERSION = 3
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 PATHS = ("avx512", "avx2", "generic")
@@ -49,7 +49,7 @@ class _Kind:
 
 
 def _needs(*more: str) -> dict[str, tuple[str, ...]]:
-    return {"avx512": (*_AVX512, *more), "avx2": ("avx2", "fma"), "generic": ()}
+    return {"avx512": (*_AVX512, *more), "avx2": ("avx2", "fma", "f16c"), "generic": ()}
 
 
 _KINDS = {
@@ -57,7 +57,7 @@ _KINDS = {
     torch.float32: _Kind("float32", _needs(), None, 1),
 }
 
-_COLUMNS = 32
+COLUMNS = 32
 """Rows of a weight in one panel: ``COLUMNS`` in ``panels.h``."""
 
 _QUERIES = 64
@@ -66,7 +66,7 @@ _QUERIES = 64
 _WIDEST = 256
 """Largest head size: ``WIDEST`` in ``attention.c``."""
 
-_EPILOGUES = {"none": 0, "silu": 1, "add": 2, "mul": 3}
+EPILOGUES = {"none": 0, "silu": 1, "add": 2, "mul": 3}
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -120,7 +120,7 @@ def sums_as_others(dtype: torch.dtype, path: str) -> bool:
     return bool(_open(dtype, path).kernels_sum_in_order())
 
 
-def _library(dtype: torch.dtype) -> ctypes.CDLL:
+def library(dtype: torch.dtype) -> ctypes.CDLL:
     """The C library of `dtype` in the chosen path; raises as `_open` does."""
     return _open(dtype, _chosen.get(dtype) or choose_path(dtype))
 
@@ -161,7 +161,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """`library`, with the types of its functions' arguments."""
     library.linear.argtypes = [
         *(_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER),
-        *(_INT32, _POINTER, _POINTER, _INT32),
+        *(_INT32, _POINTER, _POINTER, _INT32, _INT32),
     ]
     library.rms_norm.argtypes = [_POINTER, _INT64, _INT64, _POINTER, _FLOAT, _POINTER, _INT32]
     library.rotate_and_store.argtypes = [
@@ -174,6 +174,12 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     ]
     for answer in (library.linear, library.kernels_have_fma, library.kernels_sum_in_order):
         answer.restype = _INT32
+    if hasattr(library, "quantised_linear"):  # in those of float32
+        library.quantised_linear.argtypes = [
+            *(_POINTER, _INT32, _INT64, _INT64, _POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT32, _FLOAT, _INT64),
+            *(_POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32),
+        ]
+        library.quantised_linear.restype = _INT32
     for function in (library.rms_norm, library.rotate_and_store, library.attend):
         function.restype = None
     return library
@@ -207,8 +213,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     """
     columns, inner = weight.shape
     per_word = _KINDS[weight.dtype].per_word
-    padded = functional.pad(weight, (0, 0, 0, -columns % _COLUMNS))
-    return padded.view(-1, _COLUMNS, inner // per_word, per_word).transpose(1, 2).contiguous()
+    padded = functional.pad(weight, (0, 0, 0, -columns % COLUMNS))
+    return padded.view(-1, COLUMNS, inner // per_word, per_word).transpose(1, 2).contiguous()
 
 
 def linear(
@@ -218,6 +224,7 @@ def linear(
     bias: torch.Tensor | None = None,
     epilogue: str = "none",
     other: torch.Tensor | None = None,
+    is_unrounded: bool = False,
 ) -> torch.Tensor:
     """GEMM: ``x [n, K]`` times a packed weight ``[N, K]``, plus a bias; ``[n, N]``, rounded once.
 
@@ -228,6 +235,7 @@ def linear(
         bias: ``[N]``; None for none.
         epilogue: ``none``; ``silu``; or ``add`` or ``mul`` with `other`.
         other: ``[n, N]``.
+        is_unrounded: Whether the result is the float32 sums instead, which are not rounded.
 
     Raises:
         MemoryError: there is no memory for the rows in float32, as AVX2 and plain C read them.
@@ -235,10 +243,10 @@ def linear(
     rows, inner = x.shape
     x = x.contiguous()
     other = other.contiguous() if other is not None else None
-    output = x.new_empty(rows, columns)
-    failed = _library(x.dtype).linear(
-        *(x.data_ptr(), rows, inner, panels.data_ptr(), columns, _address(bias)),
-        *(_EPILOGUES[epilogue], _address(other), output.data_ptr(), torch.get_num_threads()),
+    output = x.new_empty(rows, columns, dtype=torch.float32 if is_unrounded else x.dtype)
+    failed = library(x.dtype).linear(
+        *(x.data_ptr(), rows, inner, panels.data_ptr(), columns, address(bias)),
+        *(EPILOGUES[epilogue], address(other), output.data_ptr(), is_unrounded, torch.get_num_threads()),
     )
     if failed:
         raise MemoryError(f"no memory for {rows} rows of {inner} elements in float32")
@@ -256,7 +264,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     x = x.contiguous()
     output = torch.empty_like(x)
     width = x.shape[-1]
-    _library(x.dtype).rms_norm(
+    library(x.dtype).rms_norm(
         *(x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon),
         *(output.data_ptr(), torch.get_num_threads()),
     )
@@ -301,9 +309,9 @@ def rotate_and_store(
     _, kv_heads, size, _ = keys.shape
     query = projections.qkv.new_empty(tokens, projections.heads, width)
     of_query, of_key, epsilon = projections.norms or (None, None, 0.0)
-    _library(query.dtype).rotate_and_store(
+    library(query.dtype).rotate_and_store(
         *(projections.qkv.data_ptr(), tokens, projections.heads, kv_heads, width),
-        *(projections.cosine.data_ptr(), projections.sine.data_ptr(), _address(of_query), _address(of_key), epsilon),
+        *(projections.cosine.data_ptr(), projections.sine.data_ptr(), address(of_query), address(of_key), epsilon),
         *(query.data_ptr(), keys.data_ptr(), values.data_ptr(), size),
         *(slot_mapping[0].data_ptr(), slot_mapping[1].data_ptr(), torch.get_num_threads()),
     )
@@ -365,7 +373,7 @@ def attend(
     if query.stride()[1:] != (width, 1):
         query = query.contiguous()
     output = query.new_empty(tokens, heads, width)
-    _library(query.dtype).attend(
+    library(query.dtype).attend(
         *(query.data_ptr(), query.stride(0), output.data_ptr(), keys.data_ptr(), values.data_ptr()),
         *(kv_heads, heads // kv_heads, width, size, tiles.page_table.data_ptr(), tiles.tiles.data_ptr()),
         *(len(tiles.tiles), window, scale, softcap or 0.0, torch.get_num_threads()),
@@ -373,5 +381,5 @@ def attend(
     return output
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
+def address(tensor: torch.Tensor | None) -> int | None:
     return tensor.data_ptr() if tensor is not None else None

@@ -1,14 +1,13 @@
 /* Linear layers: GEMMs of rows and a weight packed into panels, with an epilogue. */
 #include <stdlib.h>
 
+#include "epilogue.h"
 #include "panels.h"
 
 enum {
     TOGETHER = 192, /* rows that share a part of a panel while it is in the cache */
     WORDS = 1024,   /* of a panel in such a part: 128 KiB */
 };
-
-typedef enum { NOTHING, SILU, ADD, MULTIPLY } then_t;
 
 typedef struct {
     const operand *input; /* [rows, inner] */
@@ -18,7 +17,8 @@ typedef struct {
     const element *bias; /* [columns] or NULL */
     then_t then;
     const element *other; /* [rows, columns], the epilogue's operand */
-    element *output;      /* [rows, columns] */
+    void *output;         /* [rows, columns] of elements, or of float32 */
+    int is_unrounded;     /* whether they are float32 */
 } linear_t;
 
 /* The epilogue, element by element, and the only rounding. */
@@ -30,13 +30,11 @@ finish(const linear_t *l, int64_t row, int64_t column, const float *sums)
         vec y = vec_load(sums);
         if (l->bias)
             y = vec_add(y, load_lanes(l->bias + column, count));
-        if (l->then == SILU)
-            y = vec_div(y, vec_add(vec_all(1.0f), vec_exp2(vec_mul(y, vec_all(-LOG2_E)))));
-        else if (l->then == ADD)
-            y = vec_add(y, load_lanes(l->other + at, count));
-        else if (l->then == MULTIPLY)
-            y = vec_mul(y, load_lanes(l->other + at, count));
-        store_lanes(l->output + at, count, y);
+        y = epilogue(l->then, y, takes_other(l->then) ? load_lanes(l->other + at, count) : y);
+        if (l->is_unrounded)
+            store_floats((float *)l->output + at, count, y);
+        else
+            store_lanes((element *)l->output + at, count, y);
     }
 }
 
@@ -65,7 +63,7 @@ compute_panel(const linear_t *l, int64_t number)
 int32_t
 kernels_version(void)
 {
-    return 2; /* of the functions' arguments; native/__init__.py knows it, too */
+    return 3; /* of the functions' arguments; native/__init__.py knows it, too */
 }
 
 /* Whether the path has an instruction for a * b + c with one rounding; without, it is emulated, and slow. */
@@ -138,10 +136,12 @@ widen(const element *input, int64_t rows, int64_t inner, operand *to, int32_t th
         copy_operands(input + row * inner, inner, to + row * inner);
 }
 
-/* Returns 0, or -1 if there is no memory for widened rows. */
+/* The result is of elements or, if it `is_unrounded`, of float32. Returns 0, or -1 if there is no memory for widened
+ * rows.
+ */
 int32_t
 linear(const element *input, int64_t rows, int64_t inner, const element *panels, int64_t columns, const element *bias,
-       int32_t then, const element *other, element *output, int32_t threads)
+       int32_t then, const element *other, void *output, int32_t is_unrounded, int32_t threads)
 {
     operand *widened = NULL;
     if (sizeof(operand) != sizeof(element)) {
@@ -151,7 +151,8 @@ linear(const element *input, int64_t rows, int64_t inner, const element *panels,
         widen(input, rows, inner, widened, threads);
     }
     const operand *from = widened ? widened : (const operand *)input;
-    const linear_t l = {from, rows, inner, panels, columns, bias, (then_t)then, other, output};
+    const linear_t l = {from, rows, inner, panels, columns, bias, (then_t)then, other, output,
+                        is_unrounded};
     const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
     const int64_t share = number / (8 * threads) + 1; /* panels at a time: few, since threads differ in speed */
 #pragma omp parallel for schedule(dynamic, share) num_threads(threads)

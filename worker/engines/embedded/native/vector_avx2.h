@@ -252,6 +252,31 @@ add_products(vec sum, const operand *word, int part, weights w)
     return vec_fmadd(vec_all(word[PER_WORD - 1 - part]), w, sum);
 }
 
+/* 16 float16. */
+INLINED vec
+load_halves(const uint16_t *from)
+{
+    return vec_of(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)),
+                  _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + 8))));
+}
+
+/* 16 signed bytes. */
+INLINED vec
+load_bytes(const int8_t *from)
+{
+    return vec_of(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from))),
+                  _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from + 8)))));
+}
+
+/* Bits 4 * index to 4 * index + 3 of 16 words, from 0 to 15. */
+INLINED vec
+nibbles_of(words_t w, int index)
+{
+    const __m256i lowest = _mm256_set1_epi32(15);
+    return vec_of(_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(w.low, 4 * index), lowest)),
+                  _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(w.high, 4 * index), lowest)));
+}
+
 /* Transposes 8 rows of 8 words. */
 INLINED void
 transpose_eight(__m256i a[8])

@@ -130,6 +130,29 @@ add_products(vec sum, const operand *word, int part, weights w)
 #endif
 }
 
+/* 16 float16. */
+INLINED vec
+load_halves(const uint16_t *from)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+}
+
+/* 16 signed bytes. */
+INLINED vec
+load_bytes(const int8_t *from)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+}
+
+/* Bits 4 * index to 4 * index + 3 of 16 words, from 0 to 15. */
+INLINED vec
+nibbles_of(words_t w, int index)
+{
+    /* a permutation reads the lowest four bits of its indices */
+    const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(w, 4 * index), values);
+}
+
 /* Transposes up to 16 rows of up to 16 words; missing ones become 0. */
 static inline void
 transpose_words(const element *from, int64_t stride, int rows, int words, element *to, int64_t to_stride)

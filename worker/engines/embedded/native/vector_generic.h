@@ -225,6 +225,33 @@ add_products(vec sum, const operand *word, int part, weights w)
     return vec_fmadd(vec_all(word[PER_WORD - 1 - part]), w, sum);
 }
 
+/* 16 float16., none of them infinite or not a number. */
+INLINED vec
+load_halves(const uint16_t *from)
+{
+    uint16_t half __attribute__((vector_size(32)));
+    memcpy(&half, from, sizeof half);
+    const words_t bits = __builtin_convertvector(half, words_t);
+    const vec size = (vec)((bits & 0x7fff) << 13) * 0x1p112f; /* the exponents' biases differ by 112 */
+    return (vec)((words_t)size | (bits & 0x8000) << 16);
+}
+
+/* 16 signed bytes. */
+INLINED vec
+load_bytes(const int8_t *from)
+{
+    int8_t bytes __attribute__((vector_size(16)));
+    memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, vec);
+}
+
+/* Bits 4 * index to 4 * index + 3 of 16 words, from 0 to 15. */
+INLINED vec
+nibbles_of(words_t w, int index)
+{
+    return __builtin_convertvector(w >> 4 * index & 15, vec);
+}
+
 /* Transposes up to 16 rows of up to 16 words; missing ones become 0. */
 static inline void
 transpose_words(const element *from, int64_t stride, int rows, int words, element *to, int64_t to_stride)

@@ -1,0 +1,203 @@
+"""GEMMs on quantised weights: batch-invariant, and with the bits of float32 on what is unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from worker.engines.embedded import native
+from worker.engines.embedded.model.quantisation import (
+    GROUP,
+    QuantisedGemm,
+    QuantisedWeight,
+    StackedWeight,
+    concatenated,
+    quantise,
+)
+
+PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=PATHS, scope="module")
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = native._chosen.copy()
+    native.choose_path(torch.float32, request.param)
+    yield request.param
+    native._chosen.clear()
+    native._chosen.update(before)
+
+
+def randn(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator)
+
+
+def weight_of(kind: str, columns: int, groups: int, generator: torch.Generator) -> QuantisedWeight:
+    """A weight ``[columns, 32 * groups]`` of random codes, as a format holds it."""
+    inner = 32 * groups
+    if kind in ("int8", "int4"):
+        return quantise(randn(generator, columns, inner), kind)
+    bits = 8 if kind in ("Q8_0", "Q6_K") else 4
+    size = 16 if kind == "Q6_K" else 32
+    scales = (randn(generator, columns, inner // size) / 16).half()
+    offsets = randn(generator, columns, inner // size).half() if kind in ("Q4_1", "Q4_K") else None
+    if kind.endswith("K"):  # scales are a float16 times an integer of 6 or 8 bits
+        scales = scales.float() * torch.randint(0, 64, scales.shape, generator=generator)
+        offsets = offsets.float() if offsets is not None else None
+    if bits == 8:
+        codes = torch.randint(-128, 128, (columns, inner), dtype=torch.int8, generator=generator)
+    else:
+        codes = torch.randint(0, 256, (columns, inner // 2), dtype=torch.uint8, generator=generator)
+    return QuantisedWeight(codes, scales, offsets)
+
+
+KINDS = ("int8", "int4", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.one_of(st.integers(0, 14), st.integers(190, 200)),
+    columns=st.sampled_from([1, 15, 33, 70]),
+    groups=st.sampled_from([1, 3, 9]),
+    then=st.sampled_from(["none", "silu", "add", "mul"]),
+    has_bias=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_bits_are_those_of_float32_on_the_unpacked_weight(
+    path: str, kind: str, rows: int, columns: int, groups: int, then: str, has_bias: bool, threads: int, seed: int
+) -> None:
+    """Plain C, which is the oracle of all paths."""
+    if path == "generic":  # which is slow where FMA is emulated
+        rows, groups = rows % 20, min(groups, 3)
+    generator = torch.Generator().manual_seed(seed)
+    weight = weight_of(kind, columns, groups, generator)
+    x = randn(generator, rows, 32 * groups)
+    bias = randn(generator, columns) if has_bias else None
+    other = randn(generator, rows, columns) if then in ("add", "mul") else None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    found = QuantisedGemm(weight, bias)(x, then, other)
+    torch.set_num_threads(before)
+    native.choose_path(torch.float32, "generic")
+    expected = native.linear(x, native.pack(weight.dequantised()), columns, bias, then, other)
+    native.choose_path(torch.float32, path)
+    assert torch.equal(bits(found), bits(expected))
+
+
+@pytest.mark.parametrize("is_unrounded", [False, True])
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    rows=st.integers(1, 14),
+    columns=st.sampled_from([1, 15, 33, 70]),
+    then=st.sampled_from(["none", "silu", "add", "mul"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_bfloat16_rows_are_widened_and_results_rounded_once(
+    path: str, is_unrounded: bool, kind: str, rows: int, columns: int, then: str, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = weight_of(kind, columns, 3, generator)
+    x, bias = randn(generator, rows, 96).bfloat16(), randn(generator, columns).bfloat16()
+    other = randn(generator, rows, columns).bfloat16()
+    found = QuantisedGemm(weight, bias, is_unrounded)(x, then, other)
+    expected = QuantisedGemm(weight, bias.float())(x.float(), then, other.float())
+    assert torch.equal(found, expected if is_unrounded else expected.bfloat16())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.lists(st.integers(0, 219), min_size=1, max_size=210, unique=True),
+    columns=st.sampled_from([1, 31, 97]),
+    threads=st.integers(1, 3),
+)
+def test_a_row_does_not_depend_on_the_others(
+    path: str, dtype: torch.dtype, kind: str, rows: list[int], columns: int, threads: int
+) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    groups = 2 if path == "generic" else 10
+    layer = QuantisedGemm(weight_of(kind, columns, groups, generator), None)
+    x = randn(generator, 220, 32 * groups).to(dtype)
+    expected = layer(x)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert torch.equal(layer(x[rows]), expected[rows])
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_is_the_product(path: str, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = weight_of(kind, 70, 30, generator)
+    x = randn(generator, 9, 960)
+    expected = functional.linear(x.double(), weight.dequantised().double())
+    terms = functional.linear(x.double().abs(), weight.dequantised().double().abs())
+    assert ((QuantisedGemm(weight, None)(x).double() - expected).abs() <= 960 * 2.0**-24 * terms).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 40), st.one_of(st.integers(1, 70), st.sampled_from([32, 64, 320]))),
+    size=st.sampled_from([1e-3, 1.0, 100.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_a_weight_is_rounded_to_the_nearest_code(to: str, shape: tuple[int, int], size: float, seed: int) -> None:
+    weight = randn(torch.Generator().manual_seed(seed), *shape) * size
+    weight[0] = 0
+    weight[-1, 0] = 3 * size
+    found = quantise(weight, to)
+    is_grouped = to == "int4" and shape[1] % GROUP == 0
+    assert (found.bits, found.shape) == (4 if is_grouped else 8, shape)
+    error = (found.dequantised() - weight).abs()
+    if is_grouped:
+        groups = weight.unflatten(1, (-1, GROUP))
+        spread = groups.amax(2) - groups.amin(2)
+        # half a step, and what rounding scale and offset to float16 adds
+        bound = (spread / 30 + 2.0**-9 * groups.abs().amax(2) + 2.0**-24).repeat_interleave(GROUP, 1)
+    else:
+        bound = weight.abs().amax(1, keepdim=True) / 254 * 1.0001
+    assert (error <= bound).all()
+
+
+def test_what_cannot_be_quantised() -> None:
+    weight = torch.ones(3, 32)
+    weight[1, 1] = torch.inf
+    with pytest.raises(ValueError, match="infinite or not a number"):
+        quantise(weight, "int4")
+    assert quantise(torch.full((2, 32), 1e6) * torch.linspace(-1, 1, 32), "int4").bits == 8  # too large for float16
+
+
+def test_weights_of_two_layouts_are_stacked() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [weight_of(kind, columns, 2, generator) for kind, columns in (("Q4_K", 33), ("Q6_K", 20))]
+    stacked = concatenated(parts)
+    assert isinstance(stacked, StackedWeight)
+    assert stacked.shape == (53, 64)
+    x, bias, other = randn(generator, 5, 64), randn(generator, 53), randn(generator, 5, 53)
+    found = QuantisedGemm(stacked, bias)(x, "add", other)
+    expected = native.linear(x, native.pack(torch.cat([part.dequantised() for part in parts])), 53, bias, "add", other)
+    assert torch.equal(found, expected)
+    same = concatenated([parts[0], parts[0]])
+    assert isinstance(same, QuantisedWeight)
+    assert torch.equal(same.dequantised(), torch.cat([parts[0].dequantised()] * 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_looked_up(kind: str) -> None:
+    weight = weight_of(kind, 70, 3, torch.Generator().manual_seed(0))
+    ids = torch.tensor([[0, 69], [33, 33]])
+    assert torch.equal(QuantisedGemm(weight, None).rows(ids), weight.dequantised()[ids])

@@ -1,0 +1,243 @@
+"""Models with quantised weights: served packed, dequantised, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from random_checkpoints import EVERY_TYPE
+from safetensors.torch import load_file, save_file
+
+from worker.__main__ import main
+from worker.engines.embedded import native
+from worker.engines.embedded.admission import admit
+from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.model.linear import linears
+from worker.engines.embedded.model.quantisation import GROUP, QuantisedGemm
+from worker.engines.embedded.plan import Chunk, Plan, Request
+from worker.engines.embedded.step import make_stepper
+from worker.errors import StartupError
+from worker.quantize.output import write_quantised
+from worker.sampling import SamplingParams
+
+PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def load(path: Path, **settings: str) -> HfModel:
+    defaults = {"device": "cpu", "dtype": "float32", "kernels": "native"}
+    model = load_model(EmbeddedConfig(model_path=path, **defaults | settings))
+    model.allocate_kv(8, 32)
+    return model
+
+
+def logits(model: HfModel, cuts: tuple[int, ...] = (0, 90)) -> torch.Tensor:
+    """Of the last token of each chunk of a prompt of 90 tokens."""
+    tokens = torch.randint(300, (90,), generator=torch.Generator().manual_seed(5)).tolist()
+    request = Request("", 0, SamplingParams(), tokens, len(tokens), 999, frozenset(), 0, pages=[2, 0, 3])
+    rows = [model.forward(Plan((), (Chunk(request, start, stop),), (request,))) for start, stop in pairwise(cuts)]
+    return torch.cat(rows)
+
+
+@pytest.fixture(scope="module")
+def quantised(every_checkpoint: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of architectures that are written quantised, in int4."""
+    root = tmp_path_factory.mktemp("quantised")
+    for arch in ("llama", "mistral", "qwen2", "qwen3"):
+        write_quantised(every_checkpoint[arch], "int4", root / arch)
+    return {path.name: path for path in root.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", EVERY_TYPE)
+def test_int8_has_one_answer_on_every_path_and_in_any_chunks(
+    arch: str, dtype: str, every_checkpoint: dict[str, Path]
+) -> None:
+    expected = None
+    for path in PATHS:
+        if native.unavailable(getattr(torch, dtype), path) is None:
+            model = load(every_checkpoint[arch], kernels=f"native-{path}", dtype=dtype, quantization="int8")
+            assert model.made_by == "exact, native kernels, int8 weights"
+            found = logits(model)
+            expected = found if expected is None else expected
+            assert torch.equal(found, expected)
+            assert torch.equal(logits(model, (0, 33, 34, 89, 90))[-1:], expected)
+
+
+def test_predictions_are_near_those_of_the_whole_weights(every_checkpoint: dict[str, Path]) -> None:
+    """Random weights, whose attention is all or nothing, make some ten times of each error."""
+    truth, *found = (logits(load(every_checkpoint["llama"], quantization=each)) for each in ("auto", "int8", "int4"))
+    in_8, in_4 = ((one - truth).norm() / truth.norm() for one in found)
+    assert in_8 < 0.2
+    assert 3 * in_8 < in_4 < 1.0
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_quantised_checkpoint_is_served_as_what_it_holds(
+    arch: str, quantised: dict[str, Path], every_checkpoint: dict[str, Path]
+) -> None:
+    """As the same weights rounded at start; and, bit by bit, as its dequantised weights."""
+    model = load(quantised[arch])
+    packed = [layer for layer in linears(model._network) if layer.quantised is not None]
+    assert len(packed) == len(list(linears(model._network)))
+    assert model.made_by == "exact, native kernels, int4 weights"
+    expected = logits(model)
+    assert torch.equal(logits(load(every_checkpoint[arch], quantization="int4")), expected)
+    dequantised = load(quantised[arch], quantization="none")
+    assert not any(isinstance(layer._gemm, QuantisedGemm) for layer in linears(dequantised._network))
+    assert torch.equal(logits(dequantised), expected)
+
+
+def test_other_kernels_dequantise_and_say_so(quantised: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    expected = logits(load(quantised["llama"]))
+    with caplog.at_level(logging.INFO):
+        model = load(quantised["llama"], kernels="torch", numerics="fast")
+    assert "weights in int4 are dequantised: torch kernels do not read them" in caplog.text
+    assert "weights: float32" in caplog.text
+    torch.testing.assert_close(logits(model), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_weights_take_less_memory(every_checkpoint: dict[str, Path]) -> None:
+    sizes = {
+        each: sum(layer.num_bytes for layer in linears(load(every_checkpoint["llama"], quantization=each)._network))
+        for each in ("none", "int8", "int4")
+    }
+    assert sizes["int8"] < 0.3 * sizes["none"]
+    assert sizes["int4"] < sizes["int8"]
+
+
+def test_answers_do_not_depend_on_the_batch(every_checkpoint: dict[str, Path]) -> None:
+    def answers(max_num_seqs: int, budget: int) -> list[list[int]]:
+        config = EmbeddedConfig(model_path="", max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+        model = load_model(
+            replace(config, model_path=every_checkpoint["qwen3"], device="cpu", kernels="native", quantization="int4")
+        )
+        stepper = make_stepper(config, model, 160)
+        tokens: dict[str, list[int]] = {}
+        for which, length in enumerate((1, 5, 70, 300)):
+            prompt = [(7 * which + 3 * at) % 290 + 3 for at in range(length)]
+            params = SamplingParams(max_tokens=6, ignore_eos=True)
+            stepper.add(admit(str(which), which, prompt, params, model, 512))
+            tokens[str(which)] = []
+        while not stepper.scheduler.is_idle:
+            for output in stepper.step():
+                assert output.token_id is not None
+                tokens[output.request_id].append(output.token_id)
+        return list(tokens.values())
+
+    assert answers(4, 90) == answers(1, 512)
+
+
+def test_rows_that_are_no_whole_groups_have_8_bits(every_checkpoint: dict[str, Path]) -> None:
+    """The down projection of a mixture's experts, whose 40 columns are no multiple of 32; the
+    router is not quantised.
+    """
+    model = load(every_checkpoint["qwen3_moe"], quantization="int4")
+    bits = {
+        layer.in_features: {part.bits for part in layer.quantised._panels}
+        for layer in linears(model._network)
+        if layer.quantised is not None
+    }
+    assert bits[40] == {8}
+    routers = [layer for layer in linears(model._network) if layer.out_features == 5]
+    assert routers
+    assert all(layer.quantised is None for layer in routers)
+    assert 40 % GROUP
+
+
+class TestRefusals:
+    def test_kernels_that_do_not_read_them(
+        self, every_checkpoint: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(StartupError, match="--quantization int8 needs the native kernels, not --kernels torch"):
+            load(every_checkpoint["llama"], quantization="int8", kernels="torch")
+        monkeypatch.setattr(native, "unavailable", lambda dtype, path=None: "there is no compiler")
+        with pytest.raises(StartupError, match="--quantization int4 needs the native kernels: there is no compiler"):
+            load(every_checkpoint["llama"], quantization="int4", kernels="auto")
+
+    def test_a_format_that_is_unknown(self, every_checkpoint: dict[str, Path]) -> None:
+        with pytest.raises(StartupError, match="--quantization must be one of auto, none, int8, int4, got 'int3'"):
+            EmbeddedConfig(model_path="", quantization="int3").check()
+
+    def test_quantised_twice(self, quantised: dict[str, Path]) -> None:
+        with pytest.raises(StartupError, match=r"--quantization int8: .* is quantised already \(int4\)"):
+            load(quantised["llama"], quantization="int8")
+
+    def test_other_programs_checkpoints(self, quantised: dict[str, Path], tmp_path: Path) -> None:
+        changed = changed_config(quantised["llama"], tmp_path, quantization_config={"quant_method": "gptq"})
+        with pytest.raises(StartupError, match="checkpoints that other programs quantised are not served"):
+            load(changed)
+
+    def test_other_architectures(self, quantised: dict[str, Path], tmp_path: Path) -> None:
+        changed = changed_config(quantised["llama"], tmp_path, model_type="gemma2")
+        with pytest.raises(StartupError, match="quantised checkpoints of model type 'gemma2' are not served"):
+            load(changed)
+
+    @pytest.mark.parametrize(
+        ("name", "change", "reason"),
+        [
+            ("model.norm.weight", None, "weights are incomplete, missing_keys: model.norm.weight"),
+            ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(3, 32, dtype=torch.uint8), "is in no format"),
+            ("model.layers.0.mlp.up_proj.weight.scales", torch.full((128, 2), torch.nan).half(), "infinite or not a"),
+            ("model.unknown.weight", torch.zeros(3), "has no place in the model"),
+        ],
+    )
+    def test_damaged(
+        self, name: str, change: torch.Tensor | None, reason: str, quantised: dict[str, Path], tmp_path: Path
+    ) -> None:
+        copied = tmp_path / "copied"
+        shutil.copytree(quantised["llama"], copied)
+        tensors = load_file(copied / "model.safetensors")
+        if change is None:
+            del tensors[name]
+        else:
+            tensors[name] = change
+        save_file(tensors, copied / "model.safetensors")
+        with pytest.raises(StartupError, match=reason):
+            load(copied)
+
+
+def changed_config(source: Path, directory: Path, **changes: object) -> Path:
+    copied = directory / "copied"
+    shutil.copytree(source, copied)
+    settings = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(settings | changes))
+    return copied
+
+
+class TestCommand:
+    def test_reports_and_writes_nothing(self, checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+        before = sorted(checkpoints["llama"].iterdir())
+        assert main(["quantize", str(checkpoints["llama"]), "--to", "int8", "--report"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("perplexity on ")
+        assert lines[1].startswith("the same likeliest token: ")
+        assert float(lines[1].split()[4].rstrip("%")) > 90
+        assert sorted(checkpoints["llama"].iterdir()) == before
+
+    def test_writes(self, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+        target = tmp_path / "written"
+        assert main(["quantize", str(checkpoints["qwen3"]), "--to", "int8", "--output", str(target)]) == 0
+        assert torch.equal(logits(load(target)), logits(load(checkpoints["qwen3"], quantization="int8")))
+        assert (target / "tokenizer.json").is_file()
+
+    def test_refusals(self, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        source = str(checkpoints["llama"])
+        for arguments, reason in (
+            ((str(tmp_path / "none"), "--to", "int8", "--report"), "no config.json"),
+            ((source, "--to", "int8", "--output", str(tmp_path)), "it is there already"),
+        ):
+            assert main(["quantize", *arguments]) == 1
+            [line] = capsys.readouterr().err.splitlines()
+            assert reason in line
+        with pytest.raises(SystemExit):
+            main(["quantize", source, "--to", "int8"])
+        assert "give --report, --output DIR, or both" in capsys.readouterr().err

@@ -1,0 +1,205 @@
+"""Weight-only quantisation: weights of 4 or 8 bits in groups, and the GEMM backend that reads them.
+
+A weight is ``scale * code + offset`` in float32, rounded once, with a scale and an offset for each
+group of consecutive weights of a row. What GGUF files hold in Q8_0, Q4_0, Q4_1, Q4_K and Q6_K is of
+this form without a loss, as is what `quantise` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker.engines.embedded.model.panels import Panels
+from worker.engines.embedded.native.quantised import QuantisedPanels, panels_of, quantised_linear, rows_of
+
+FORMATS = ("int8", "int4")
+"""What `quantise` makes: 8 bits with a scale for each row, or 4 bits in groups of `GROUP`."""
+
+GROUP = 32
+
+_ZERO = {4: -8.0, 8: 0.0}
+"""Offset in units of the scale, by bits, where a weight has no offsets: codes of 4 bits have no
+sign.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """A weight ``[N, K]``, row by row.
+
+    Attributes:
+        codes: int8 ``[N, K]``, or uint8 ``[N, K / 2]``, each two codes of 4 bits, the first one
+            lower.
+        scales: float16 or float32 ``[N, groups]``, finite.
+        offsets: Likewise; None for symmetric codes, which count from 0, those of 4 bits from -8.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 8 if self.codes.dtype == torch.int8 else 4
+
+    @property
+    def shape(self) -> torch.Size:
+        """N and K."""
+        return torch.Size((len(self.codes), self.codes.shape[1] * 8 // self.bits))
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Weights of the same one can be joined."""
+        has_offsets = self.offsets is not None
+        return self.bits, self.shape[1], self.scales.shape[1], self.scales.dtype, has_offsets
+
+    @property
+    def parts(self) -> tuple[QuantisedWeight, ...]:
+        """Of `StackedWeight`."""
+        return (self,)
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes, scales and offsets."""
+        return self.codes.nbytes + self.scales.nbytes + (self.offsets.nbytes if self.offsets is not None else 0)
+
+    def dequantised(self) -> torch.Tensor:
+        """The weight in float32."""
+        return _unpacked(self.codes, self.scales, self.offsets)
+
+    def packed(self) -> QuantisedPanels:
+        """The weight as the native kernels read it."""
+        codes = self.codes if self.bits == 8 else self.codes.contiguous().view(torch.int32)
+        offsets = panels_of(self.offsets) if self.offsets is not None else None
+        return QuantisedPanels(panels_of(codes), panels_of(self.scales), offsets, _ZERO[self.bits], len(self.codes))
+
+
+@dataclass(frozen=True, slots=True)
+class StackedWeight:
+    """Quantised weights of different layouts, one below the other.
+
+    Attributes:
+        parts: Their rows, in order; each has the same number of columns.
+    """
+
+    parts: tuple[QuantisedWeight, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """N and K."""
+        return torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+Quantised = QuantisedWeight | StackedWeight
+
+
+def concatenated(weights: Sequence[QuantisedWeight]) -> Quantised:
+    """The rows of all weights."""
+    if len({weight.layout for weight in weights}) > 1:
+        return StackedWeight(tuple(weights))
+    offsets = [weight.offsets for weight in weights if weight.offsets is not None]
+    return QuantisedWeight(
+        torch.cat([weight.codes for weight in weights]),
+        torch.cat([weight.scales for weight in weights]),
+        torch.cat(offsets) if offsets else None,
+    )
+
+
+def quantise(weight: torch.Tensor, to: str) -> QuantisedWeight:
+    """``weight [N, K]`` rounded to the nearest codes of `to`, one of `FORMATS`.
+
+    A weight whose rows are no whole groups, or that float16 cannot hold, has 8 bits in either.
+    Codes of 8 bits are symmetric, those of 4 bits reach from the least to the greatest weight of a
+    group.
+
+    Raises:
+        ValueError: a weight is infinite or not a number.
+    """
+    weight = weight.detach().float()
+    if not weight.isfinite().all():
+        raise ValueError("a weight that is infinite or not a number cannot be quantised")
+    return _to_int4(weight) if to == "int4" and _fits_int4(weight) else _to_int8(weight)
+
+
+def _fits_int4(weight: torch.Tensor) -> bool:
+    return weight.shape[1] % GROUP == 0 and bool(weight.abs().amax() < torch.finfo(torch.float16).max)
+
+
+def _to_int8(weight: torch.Tensor) -> QuantisedWeight:
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    return QuantisedWeight((weight / _divisor(scales)).round().to(torch.int8), scales)
+
+
+def _to_int4(weight: torch.Tensor) -> QuantisedWeight:
+    groups = weight.reshape(len(weight), -1, GROUP)
+    least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    scales, offsets = ((most - least) / 15).half(), least.half()
+    codes = ((groups - offsets.float()) / _divisor(scales.float())).round().clamp(0, 15).to(torch.uint8).flatten(1)
+    return QuantisedWeight(codes[:, ::2] | codes[:, 1::2] << 4, scales[..., 0], offsets[..., 0])
+
+
+class QuantisedGemm:
+    """The native kernels on a quantised weight; implements `GemmBackend`."""
+
+    kernels = "native"
+    is_batch_invariant = True
+    is_packed = True
+
+    def __init__(self, weight: Quantised, bias: torch.Tensor | None, is_unrounded: bool = False) -> None:
+        self._panels = [part.packed() for part in weight.parts]
+        rows = [panels.columns for panels in self._panels]
+        self._biases = torch.split(bias, rows) if bias is not None else [None] * len(rows)
+        self._is_unrounded = is_unrounded
+
+    @classmethod
+    def supports(cls, weight: object) -> bool:
+        return isinstance(weight, (QuantisedWeight, StackedWeight))
+
+    def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
+        rows = [panels.columns for panels in self._panels]
+        others = torch.split(other, rows, 1) if other is not None else [None] * len(rows)
+        results = [
+            quantised_linear(x, panels, bias, epilogue, part, self._is_unrounded)
+            for panels, bias, part in zip(self._panels, self._biases, others, strict=True)
+        ]
+        return torch.cat(results, 1) if len(results) > 1 else results[0]
+
+    def layouts(self) -> Iterator[Panels]:
+        yield from ()
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a weight of one part in float32; see `panels.Lookup`."""
+        [panels] = self._panels
+        codes = rows_of(panels.codes, ids)
+        if panels.bits == 4:
+            codes = codes.contiguous().view(torch.uint8)
+        offsets = rows_of(panels.offsets, ids) if panels.offsets is not None else None
+        return _unpacked(codes, rows_of(panels.scales, ids), offsets)
+
+
+def _unpacked(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+    """Weights ``[..., K]`` in float32 of codes, scales and offsets of rows as in
+    `QuantisedWeight`.
+    """
+    zero = 0.0
+    if codes.dtype == torch.uint8:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+        zero = _ZERO[4]
+    groups = codes.reshape(*scales.shape, codes.shape[-1] // scales.shape[-1]).float()
+    scales = scales.float()[..., None]
+    # one rounding: a product with a scale of float16, or of less than 24 bits, is exact
+    shifted = groups * scales + (offsets.float()[..., None] if offsets is not None else zero * scales)
+    return shifted.flatten(-2)
+
+
+def _divisor(scales: torch.Tensor) -> torch.Tensor:
+    return scales.where(scales != 0, 1.0)

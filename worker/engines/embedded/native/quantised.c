@@ -1,0 +1,258 @@
+/* Linear layers on quantised weights: GEMMs that unpack a weight's codes in registers, to float32.
+ *
+ * A weight is scale * code + offset, rounded once, with one scale and one offset for each group of consecutive weights
+ * of a row. So a result has the bits of `linear` in float32 on the weight that is unpacked, whatever number of rows is
+ * computed together: it is batch-invariant, and all paths have the same bits.
+ *
+ * Codes lie in panels of 32 columns, as the words of `panels.h`: [panels][inner / 8][32 columns] words of eight codes
+ * of 4 bits, the first one lowest, or [panels][inner][32 columns] signed bytes. Scales and offsets are
+ * [panels][groups][32 columns]. They belong to the kernels in float32; rows and results may be bfloat16 too.
+ */
+#ifdef FLOAT32
+#include <stdlib.h>
+
+#include "epilogue.h"
+#include "panels.h"
+
+enum {
+    TOGETHER = 192,                      /* rows that share a part of a panel once it is unpacked */
+    PART = 256,                          /* weights of a column in such a part: 32 KiB */
+    FEW = WIDE_ROWS < 4 ? WIDE_ROWS : 4, /* rows up to which weights are used as they are unpacked */
+};
+
+typedef struct {
+    const char *codes;
+    int32_t bits; /* of a code: 4 or 8 */
+    int64_t group;
+    const char *scales, *offsets; /* `offsets` may be NULL: each is `zero` times its scale */
+    int32_t is_half;              /* whether scales and offsets are float16, not float32 */
+    float zero;
+    const float *input; /* [rows, inner] */
+    int64_t rows, inner, columns;
+    int32_t is_bfloat16; /* of bias, other and output */
+    const void *bias;    /* [columns] or NULL */
+    then_t then;
+    const void *other;     /* [rows, columns], the epilogue's operand */
+    void *output;          /* [rows, columns] */
+    int32_t is_unrounded;  /* whether they are float32, even so */
+} quantised_t;
+
+/* Bfloat16, or float32, as float32. */
+INLINED vec
+read_lanes(const void *from, int64_t at, int64_t count, int is_bfloat16)
+{
+    if (!is_bfloat16)
+        return load_lanes((const float *)from + at, count);
+    uint16_t some[LANES] = {0};
+    uint32_t bits[LANES];
+    float lanes[LANES];
+    memcpy(some, (const uint16_t *)from + at, smaller(count, LANES) * sizeof *some);
+    for (int i = 0; i < LANES; i++)
+        bits[i] = (uint32_t)some[i] << 16;
+    memcpy(lanes, bits, sizeof lanes);
+    return vec_load(lanes);
+}
+
+/* Rounded to bfloat16, ties to even; subnormal numbers become 0. */
+INLINED void
+store_bfloat16(uint16_t *to, int64_t count, vec x)
+{
+    float lanes[LANES];
+    uint32_t bits[LANES];
+    uint16_t rounded[LANES];
+    vec_store(lanes, x);
+    memcpy(bits, lanes, sizeof bits);
+    for (int i = 0; i < LANES; i++) {
+        const uint32_t size = bits[i] & 0x7fffffff;
+        const uint32_t near = bits[i] + 0x7fff + ((bits[i] >> 16) & 1);
+        const uint32_t number = size < 0x00800000 ? bits[i] & 0x80000000 : near;
+        rounded[i] = (uint16_t)((size > 0x7f800000 ? bits[i] | 0x00400000 : number) >> 16);
+    }
+    memcpy(to, rounded, smaller(count, LANES) * sizeof *to);
+}
+
+/* The epilogue, and the only rounding of the sums. */
+static inline void
+finish(const quantised_t *q, int64_t row, int64_t column, const float *sums)
+{
+    for (int half = 0; half < 2 && column < q->columns; half++, column += LANES, sums += LANES) {
+        const int64_t count = q->columns - column, at = row * q->columns + column;
+        vec y = vec_load(sums);
+        if (q->bias)
+            y = vec_add(y, read_lanes(q->bias, column, count, q->is_bfloat16));
+        y = epilogue(q->then, y, takes_other(q->then) ? read_lanes(q->other, at, count, q->is_bfloat16) : y);
+        if (q->is_bfloat16 && !q->is_unrounded)
+            store_bfloat16((uint16_t *)q->output + at, count, y);
+        else
+            store_lanes((float *)q->output + at, count, y);
+    }
+}
+
+INLINED vec
+load_scales(const char *from, int64_t at, int is_half)
+{
+    return is_half ? load_halves((const uint16_t *)from + at) : vec_load((const float *)from + at);
+}
+
+typedef struct {
+    vec scale[2], offset[2];
+} group_t;
+
+INLINED group_t
+load_group(const quantised_t *q, int64_t panel, int64_t group)
+{
+    group_t g;
+    const int64_t at = (panel * (q->inner / q->group) + group) * COLUMNS;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        g.scale[half] = load_scales(q->scales, at + half * LANES, q->is_half);
+        g.offset[half] = q->offsets ? load_scales(q->offsets, at + half * LANES, q->is_half)
+                                    : vec_mul(g.scale[half], vec_all(q->zero));
+    }
+    return g;
+}
+
+/* What becomes of a weight of each of 32 columns: written to `unpacked`, or, if that is NULL, multiplied by an element
+ * of each of `rows` rows and added to `sum`.
+ */
+typedef struct {
+    float *unpacked;
+    const float *row;
+    int64_t row_stride;
+    vec sum[FEW][2];
+} use_t;
+
+INLINED void
+use_codes(int rows, vec left, vec right, const group_t *g, int64_t index, use_t *use)
+{
+    const vec w[2] = {vec_fmadd(left, g->scale[0], g->offset[0]), vec_fmadd(right, g->scale[1], g->offset[1])};
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        if (!rows)
+            vec_store(use->unpacked + index * COLUMNS + half * LANES, w[half]);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+            use->sum[r][half] =
+                vec_fmadd(vec_all(use->row[r * use->row_stride + index]), w[half], use->sum[r][half]);
+    }
+}
+
+/* Unpacks the weights of a panel from `first` to `stop`, which for codes of 4 bits are multiples of 8. */
+INLINED void
+unpack(int rows, int bits, const quantised_t *q, int64_t panel, int64_t first, int64_t stop, use_t *use)
+{
+    const char *codes = q->codes + (panel * q->inner + first) * COLUMNS * bits / 8;
+    for (int64_t at = first; at < stop;) {
+        const group_t g = load_group(q, panel, at / q->group);
+        const int64_t end = smaller(stop, at - at % q->group + q->group);
+        if (bits == 8)
+            for (; at < end; at++, codes += COLUMNS)
+                use_codes(rows, load_bytes((const int8_t *)codes), load_bytes((const int8_t *)codes + LANES), &g,
+                          at - first, use);
+        else
+            for (; at < end; at += 8, codes += COLUMNS * sizeof(uint32_t)) {
+                const words_t left = load_words((const element *)codes);
+                const words_t right = load_words((const element *)codes + LANES);
+#pragma GCC unroll 8
+                for (int i = 0; i < 8; i++)
+                    use_codes(rows, nibbles_of(left, i), nibbles_of(right, i), &g, at - first + i, use);
+            }
+    }
+}
+
+/* Up to FEW rows from `row` on. */
+INLINED void
+multiply_few(int rows, int bits, const quantised_t *q, int64_t panel, const float *row, float *sums)
+{
+    use_t use = {.row = row, .row_stride = q->inner};
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+        use.sum[r][0] = use.sum[r][1] = vec_zero();
+    unpack(rows, bits, q, panel, 0, q->inner, &use);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+        vec_store(sums + r * COLUMNS, use.sum[r][0]);
+        vec_store(sums + r * COLUMNS + LANES, use.sum[r][1]);
+    }
+}
+
+static void
+multiply_a_few(const quantised_t *q, int64_t panel, int rows, const float *row, float *sums)
+{
+#define NUMBER(n)                                                                                                      \
+    case n:                                                                                                            \
+        if (n <= FEW && q->bits == 8)                                                                                  \
+            multiply_few(n <= FEW ? n : 1, 8, q, panel, row, sums);                                                    \
+        else if (n <= FEW)                                                                                             \
+            multiply_few(n <= FEW ? n : 1, 4, q, panel, row, sums);                                                    \
+        break;
+    switch (rows) {
+        NUMBER(1) NUMBER(2) NUMBER(3) NUMBER(4)
+    }
+#undef NUMBER
+}
+
+/* Many rows: parts of a panel are unpacked once for all of them. */
+static void
+multiply_many(const quantised_t *q, int64_t panel, int64_t rows, const float *row, float *sums)
+{
+    float unpacked[PART * COLUMNS] ALIGNED;
+    const int64_t blocks = (rows + ROWS - 1) / ROWS;
+    for (int64_t part = 0; part < q->inner; part += PART) {
+        const int64_t words = smaller(PART, q->inner - part);
+        use_t use = {.unpacked = unpacked};
+        if (q->bits == 8)
+            unpack(0, 8, q, panel, part, part + words, &use);
+        else
+            unpack(0, 4, q, panel, part, part + words, &use);
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t start = rows * block / blocks, stop = rows * (block + 1) / blocks;
+            multiply((int)(stop - start), row + start * q->inner + part, q->inner, unpacked, words,
+                     sums + start * COLUMNS, COLUMNS, part > 0);
+        }
+    }
+}
+
+static void
+compute_panel(const quantised_t *q, int64_t panel)
+{
+    float sums[TOGETHER * COLUMNS] ALIGNED;
+    for (int64_t first = 0; first < q->rows; first += TOGETHER) {
+        const int64_t count = smaller(TOGETHER, q->rows - first);
+        const float *row = q->input + first * q->inner;
+        if (count <= FEW)
+            multiply_a_few(q, panel, (int)count, row, sums);
+        else
+            multiply_many(q, panel, count, row, sums);
+        for (int64_t i = 0; i < count; i++)
+            finish(q, first + i, panel * COLUMNS, sums + i * COLUMNS);
+    }
+}
+
+/* Returns 0, or -1 if there is no memory for rows in float32. */
+int32_t
+quantised_linear(const void *input, int32_t is_bfloat16, int64_t rows, int64_t inner, const void *codes, int32_t bits,
+                 int64_t group, const void *scales, const void *offsets, int32_t is_half, float zero, int64_t columns,
+                 const void *bias, int32_t then, const void *other, void *output, int32_t is_unrounded,
+                 int32_t threads)
+{
+    float *widened = NULL;
+    if (is_bfloat16) {
+        widened = malloc((rows * inner + 1) * sizeof *widened);
+        if (!widened)
+            return -1;
+#pragma omp parallel for num_threads(threads) if (rows > TOGETHER)
+        for (int64_t at = 0; at < rows * inner; at += LANES)
+            store_floats(widened + at, rows * inner - at, read_lanes(input, at, rows * inner - at, 1));
+    }
+    const quantised_t q = {codes, bits, group, scales,      offsets, is_half,      zero,  widened ? widened : input, rows,
+                           inner, columns, is_bfloat16, bias,    (then_t)then, other, output, is_unrounded};
+    const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
+    const int64_t share = number / (8 * threads) + 1; /* panels at a time: few, since threads differ in speed */
+#pragma omp parallel for schedule(dynamic, share) num_threads(threads)
+    for (int64_t panel = 0; panel < number; panel++)
+        compute_panel(&q, panel);
+    free(widened);
+    return 0;
+}
+#endif

@@ -1,0 +1,88 @@
+"""GEMMs on quantised weights, whose codes the native kernels unpack in registers.
+
+They belong to the kernels in float32, and their results have the bits of `native.linear` in float32
+on the weight that is unpacked; rows and results may be bfloat16 too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from worker.engines.embedded import native
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of rows and results."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedPanels:
+    """A quantised weight ``[N, K]`` in panels of 32 rows, each ``scale * code + offset``.
+
+    Attributes:
+        codes: ``[ceil(N / 32), K, 32]`` int8; or ``[ceil(N / 32), K / 8, 32]`` int32, each eight
+            codes of 4 bits without a sign, the first one lowest.
+        scales: ``[ceil(N / 32), groups of a row, 32]``, float16 or float32, all finite.
+        offsets: Likewise; None where each is `zero` times its scale.
+        zero: See `offsets`.
+        columns: N.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
+    zero: float
+    columns: int
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 8 if self.codes.dtype == torch.int8 else 4
+
+    @property
+    def inner(self) -> int:
+        """K."""
+        return self.codes.shape[1] * (8 if self.bits == 4 else 1)
+
+
+def panels_of(rows: torch.Tensor) -> torch.Tensor:
+    """``rows [N, n]`` as panels ``[ceil(N / 32), n, 32]``; missing rows of the last one are 0."""
+    columns = native.COLUMNS
+    padded = functional.pad(rows, (0, 0, 0, -len(rows) % columns))
+    return padded.view(-1, columns, rows.shape[1]).mT.contiguous()
+
+
+def rows_of(panels: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows ``[..., n]`` of what `panels_of` returned, by their indices, int64 ``[...]``."""
+    return panels[ids // native.COLUMNS, :, ids % native.COLUMNS]
+
+
+def quantised_linear(
+    x: torch.Tensor,
+    weight: QuantisedPanels,
+    bias: torch.Tensor | None = None,
+    epilogue: str = "none",
+    other: torch.Tensor | None = None,
+    is_unrounded: bool = False,
+) -> torch.Tensor:
+    """GEMM: ``x [n, K]`` times a quantised weight ``[N, K]``; arguments as of `native.linear`.
+
+    Raises:
+        MemoryError: there is no memory for bfloat16 rows in float32.
+    """
+    rows, inner = x.shape
+    x = x.contiguous()
+    other = other.contiguous() if other is not None else None
+    output = x.new_empty(rows, weight.columns, dtype=torch.float32 if is_unrounded else x.dtype)
+    failed = native.library(torch.float32).quantised_linear(
+        *(x.data_ptr(), x.dtype == torch.bfloat16, rows, inner),
+        *(weight.codes.data_ptr(), weight.bits, inner // weight.scales.shape[1]),
+        *(weight.scales.data_ptr(), native.address(weight.offsets), weight.scales.dtype == torch.float16),
+        *(weight.zero, weight.columns, native.address(bias), native.EPILOGUES[epilogue], native.address(other)),
+        *(output.data_ptr(), is_unrounded, torch.get_num_threads()),
+    )
+    if failed:
+        raise MemoryError(f"no memory for {rows} rows of {inner} elements in float32")
+    return output

@@ -1,0 +1,61 @@
+"""The command line: ``python -m worker quantize MODEL --to int8 [--report] [--output DIR]``.
+
+Nothing is written without ``--output``. Exit 1 after an error, 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from worker.engines.embedded.config import DTYPES
+from worker.engines.embedded.model.quantisation import FORMATS
+from worker.errors import StartupError
+from worker.models import convert_gguf, find_gguf, model_cache
+from worker.quantize.output import write_quantised
+from worker.quantize.report import report
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status; trouble is one line on stderr."""
+    options = _parse(argv)
+    try:
+        source = _checkpoint(options.model)
+        if options.report:
+            for line in report(source, options.to, options.dtype):
+                print(line, flush=True)
+        if options.output is not None:
+            write_quantised(source, options.to, options.output)
+    except (StartupError, OSError, ValueError) as error:
+        print(f"worker quantize: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m worker quantize",
+        description="Say what quantisation does to a model's predictions, and write the quantised checkpoint.",
+    )
+    parser.add_argument("model", metavar="MODEL", type=Path, help="directory of a checkpoint, or a GGUF file")
+    parser.add_argument("--to", choices=FORMATS, required=True, help="what weights are rounded to")
+    parser.add_argument("--report", action="store_true", help="print perplexity and the agreement of greedy tokens")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of the report's forward passes")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="directory to write, which must not exist")
+    options = parser.parse_args(argv)
+    if not options.report and options.output is None:
+        parser.error("give --report, --output DIR, or both")
+    return options
+
+
+def _checkpoint(path: Path) -> Path:
+    """The checkpoint, dequantised, of `path`. Raises `StartupError`."""
+    file = find_gguf(path)
+    if file is not None:
+        return convert_gguf(file, model_cache(os.environ), lambda line: print(f"quantize: {line}", file=sys.stderr))
+    if not (path / "config.json").is_file():
+        raise StartupError(f"{path}: no config.json, so not a Hugging Face checkpoint")
+    return path

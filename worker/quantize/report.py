@@ -1,0 +1,76 @@
+"""What quantisation does to a model's predictions: perplexity, and agreement of greedy tokens."""
+
+from __future__ import annotations
+
+import gc
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from worker.engines.embedded import Engine
+from worker.errors import StartupError
+from worker.quantize.text import PASSAGES
+from worker.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """A model's predictions of every token of `PASSAGES` but the first ones.
+
+    Attributes:
+        logprobs: Of the tokens, natural logarithms.
+        likeliest: The likeliest token instead of each.
+    """
+
+    logprobs: list[float]
+    likeliest: list[int]
+
+    @property
+    def perplexity(self) -> float:
+        """e to the mean negative log probability."""
+        return math.exp(-sum(self.logprobs) / len(self.logprobs))
+
+    def agreement(self, other: Predictions) -> float:
+        """The share of positions with the same likeliest token."""
+        pairs = zip(self.likeliest, other.likeliest, strict=True)
+        return sum(one == another for one, another in pairs) / len(self.likeliest)
+
+
+def predict(model_path: Path, quantization: str, dtype: str) -> Predictions:
+    """The predictions of the model with weights in `quantization`, on a CPU.
+
+    Raises:
+        StartupError: the model cannot be served, or has no tokenizer.
+    """
+    engine = Engine(
+        model_path,
+        device="cpu",
+        dtype=dtype,
+        quantization=quantization,
+        context_length=512,
+        kv_blocks=128,
+        max_num_seqs=4,
+    )
+    if engine.tokenizer is None:
+        raise StartupError(f"{model_path}: it has no tokenizer, which the text of the report needs")
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1, top_k=1)
+    found = Predictions([], [])
+    for result in engine.generate(list(PASSAGES), params, progress=False):
+        for entry in (result.prompt_logprobs or [])[1:]:
+            assert isinstance(entry, list)
+            found.logprobs.append(entry[0].logprob)
+            found.likeliest.append(max(entry, key=lambda one: one.logprob).token_id)
+    del engine
+    gc.collect()
+    return found
+
+
+def report(model_path: Path, to: str, dtype: str) -> list[str]:
+    """Lines for people; errors as `predict`."""
+    before, after = predict(model_path, "none", dtype), predict(model_path, to, dtype)
+    change = after.perplexity / before.perplexity - 1
+    return [
+        f"perplexity on {len(before.logprobs)} tokens of plain English: {before.perplexity:.3f} unquantised, "
+        f"{after.perplexity:.3f} {to} ({change:+.2%})",
+        f"the same likeliest token: {after.agreement(before):.1%} of positions",
+    ]
