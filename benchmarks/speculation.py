@@ -1,29 +1,46 @@
 """What speculation gives on the default model: tokens per second with and without, same tokens.
 
-    .venv/bin/python benchmarks/speculation.py
-    .venv/bin/python benchmarks/speculation.py --tokens 64 --batches 1 --methods none,ngram
+    benchmarks/peers.sh                         # once: environments for vLLM and llama.cpp
+    .venv/bin/python benchmarks/speculation.py  # half an hour on a machine that does nothing else
+    .venv/bin/python benchmarks/speculation.py --batches 1 --workloads edit --peers --rounds 2
 
-Prints, and writes `results/speculation.md`. One process, one model; the methods take turns on each
-workload, each after one warm-up of its own, so that what the machine does besides touches all
-alike. Every answer is compared with the one without speculation.
+Prints, and writes `results/speculation.md`. Every engine answers everything once before it counts,
+so that grammars are compiled, prompts are in the prefix cache and kernels are warm: what is
+measured is decoding. Then all of them answer in turn, in another order in each round. Each of our
+answers is compared with the one without speculation.
+
+Workloads, of which `speculation_workload` has the texts:
 
 - ``json``: an object by a schema with long keys; what the grammar forces is drafted.
-- ``edit``: a program with one name changed, which mostly repeats the prompt.
-- ``extract``: lines of a text, word for word.
+- ``edit``: a program to which a line is added, and which is repeated otherwise.
+- ``extract``: the lines of a note that are asked for, word for word.
 - ``text``: a story, sampled at temperature 1: next to nothing to draft.
+
+Peers, with and without their own n-gram speculation: vLLM's CPU build, and llama.cpp's Python
+package, which answers one request at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import os
 import platform
+import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+
+import decode_ours  # noqa: F401  before torch, so that OpenMP's threads wait as they do in a worker
+
+# isort: split
+import torch
+from speculation_workload import LONGEST, MOST_ROWS, NGRAM, WORKLOADS, Answered, Ask, Workload, timed
+from workload import HERE, peer
 
 from worker.engines.embedded import Engine
 from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
@@ -31,172 +48,246 @@ from worker.models import model_cache
 from worker.models.default_model import DEFAULT_MODEL, prepare_default_model
 from worker.sampling import SamplingParams
 
-Clock = Callable[[], float]
+REPORT = HERE / "results" / "speculation.md"
+PAUSE_S = 0.3
+"""Between two turns, so that threads that wait busily for more work have gone to sleep."""
 
-REPORT = Path(__file__).resolve().parent / "results" / "speculation.md"
-
-PROGRAM = """def average_of_column(rows, column):
-    total = 0.0
-    count = 0
-    for row in rows:
-        value = row.get(column)
-        if value is None:
-            continue
-        total += float(value)
-        count += 1
-    if count == 0:
-        raise ValueError("no row has a value in the column " + column)
-    return total / count
-"""
-
-LETTER = """On Monday the harbour office received three reports. The ferry Alexandra left Portsmouth
-at 06:40 with 212 passengers. The freighter Nordlicht reached the northern quay at 09:15 with 4,300
-tonnes of grain. The trawler Maria Celeste asked for a pilot at 11:05 because of fog."""
-
-LONG_KEYS: dict[str, Any] = {
-    "customer_identification_number": {"type": "integer", "minimum": 0, "maximum": 9999},
-    "preferred_communication_language": {"enum": ["English", "German", "French"]},
-    "is_subscribed_to_the_newsletter": {"type": "boolean"},
-    "shipping_address_is_billing_address": {"type": "boolean"},
-    "number_of_orders_in_the_last_year": {"type": "integer", "minimum": 0, "maximum": 99},
-    "loyalty_programme_membership_level": {"enum": ["none", "silver", "gold"]},
+OURS = {
+    "chain": SpeculativeConfig(),
+    "ngram": SpeculativeConfig.parse(NGRAM),
+    "suffix": SpeculativeConfig(method="suffix", suffix_cache_tokens=0),
 }
-SCHEMA = {"type": "object", "properties": LONG_KEYS, "required": [*LONG_KEYS], "additionalProperties": False}
+"""Our methods. No answer is kept for ``suffix``: the next round's would be found in it."""
+
+VLLM, LLAMA = "vLLM", "llama.cpp"
+TARGETS = {
+    ("json", 1): 2.5,
+    ("json", 8): 1.5,
+    ("edit", 1): 2.0,
+    ("extract", 1): 2.0,
+    ("text", 1): 0.95,
+    ("text", 8): 0.95,
+}
+"""Least ratio of the fastest method to none that is aimed at; of the slowest one for text."""
+
+Answer = Callable[[Ask], Answered]
 
 
 @dataclass(frozen=True)
-class Workload:
-    """One kind of request."""
+class Contender:
+    """An engine with one method, or without speculation: ``method`` None."""
 
-    name: str
-    question: str
-    controls: dict[str, Any] = field(default_factory=dict)
-    processors: list[dict[str, Any]] = field(default_factory=list)
-
-
-WORKLOADS = (
-    Workload(
-        "json",
-        "Describe a customer of a bookshop as JSON.",
-        processors=[{"name": "json_schema", "args": {"schema": SCHEMA}}],
-    ),
-    Workload("edit", f"Repeat this program, with total renamed to result:\n\n```python\n{PROGRAM}```"),
-    Workload("extract", f"Repeat this text word for word, without a comment:\n\n{LETTER}"),
-    Workload("text", "Write a story about a lighthouse.", {"temperature": 1.0, "seed": 1}),
-)
+    engine: str
+    method: str | None
+    answer: Answer
 
 
 @dataclass
-class Run:
-    """Tokens and seconds of one method on one workload."""
+class Measured:
+    """One workload and batch size: tokens per second of each round, and our drafted tokens."""
 
-    tokens: int
-    seconds: float
-    answers: list[list[int]]
-    accepted: int = 0
-    proposed: int = 0
+    workload: str
+    batch: int
+    rates: dict[tuple[str, str | None], list[float]] = field(default_factory=dict)
+    accepted: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
+    def median(self, engine: str, method: str | None) -> float:
+        return statistics.median(self.rates[engine, method])
 
-
-def prompts(engine: Engine, workload: Workload, batch: int) -> list[list[int]]:
-    """Chats that differ in a word, so that no two share more than a beginning."""
-    asked = [f"{workload.question} ({number})" if number else workload.question for number in range(batch)]
-    chats = [[{"role": "user", "content": text}] for text in asked]
-    return [
-        list(engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-        for chat in chats
-    ]
+    def ratios(self, engine: str, method: str) -> list[float]:
+        """Of each round: with speculation against without, in the same round."""
+        pairs = zip(self.rates[engine, method], self.rates[engine, None], strict=True)
+        return [with_it / without for with_it, without in pairs]
 
 
-def run(engine: Engine, workload: Workload, batch: int, tokens: int, method: str, clock: Clock) -> Run:
-    """Generate once to warm up and once to measure."""
-    speculator = Speculator(SpeculativeConfig(method=method) if method != "off" else None, clock=clock)
-    engine.session.stepper.speculator = speculator
-    asked = prompts(engine, workload, batch)
-    for count in (16, tokens):
-        params = SamplingParams(max_tokens=count, **workload.controls)
-        before = {name: (one.proposed, one.accepted) for name, one in speculator.counts.items()}
-        began = clock()
-        results = engine.generate(
-            asked, params, progress=False, processors=workload.processors, speculation=method != "off"
+class Ours:
+    """Our engine; a method's speculator keeps what it has learnt, as that of a worker does."""
+
+    def __init__(self, model: Path, dtype: str) -> None:
+        self.engine = Engine(model, max_num_seqs=MOST_ROWS, context_length=LONGEST, kv_blocks=2048, dtype=dtype)
+        self._speculators = {name: Speculator(config) for name, config in OURS.items()}
+
+    def answer(self, method: str | None, asked: Ask) -> list[list[int]]:
+        """Answers, drafted by a method."""
+        self.engine.session.stepper.speculator = self._speculators[method or "chain"]
+        params = [
+            SamplingParams(max_tokens=asked.tokens, temperature=asked.temperature, seed=asked.seed + row)
+            for row in range(len(asked.prompts))
+        ]
+        form = [] if asked.schema is None else [{"name": "json_schema", "args": {"schema": asked.schema}}]
+        results = self.engine.generate(
+            asked.prompts, params, progress=False, processors=form, speculation=method is not None
         )
-        seconds = clock() - began
-    answers = [one.token_ids for one in results]
-    found = Run(sum(map(len, answers)), seconds, answers)
-    for name, one in speculator.counts.items():
-        proposed, accepted = before.get(name, (0, 0))
-        found.proposed += one.proposed - proposed
-        found.accepted += one.accepted - accepted
-    return found
+        return [one.token_ids for one in results]
+
+    def drafted(self, method: str) -> tuple[int, int]:
+        """Accepted and computed tokens so far."""
+        counts = self._speculators[method].counts.values()
+        return sum(one.accepted for one in counts), sum(one.proposed for one in counts)
+
+    def ask(self, workload: Workload, batch: int, tokens: int) -> Ask:
+        """The first `batch` requests of a workload."""
+        prompts = [
+            list(self.engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+            for chat in workload.chats[:batch]
+        ]
+        return Ask(prompts, tokens, workload.temperature, seed=1, schema=workload.schema)
+
+
+@contextlib.contextmanager
+def contenders(ours: Ours, model: Path, arguments: argparse.Namespace) -> Iterator[list[Contender]]:
+    """Everybody who answers: our methods, and the peers that are installed."""
+    found = [Contender("ours", name, timed(partial(ours.answer, name))) for name in (None, *OURS)]
+    with contextlib.ExitStack() as stack:
+
+        def start(python: Path, script: str, *more: str) -> Answer:
+            return stack.enter_context(
+                peer(python, model, arguments.threads, script, arguments.dtype, *more, kind=Answered)
+            )
+
+        pythons = {VLLM: arguments.vllm, LLAMA: arguments.llama}
+        present = [name for name in arguments.peers if pythons[name].is_file()]
+        for name in sorted({*arguments.peers} - {*present}):
+            print(f"{name}: not installed (benchmarks/peers.sh installs it)", file=sys.stderr)
+        if VLLM in present:
+            for method in (None, "ngram"):
+                answer = start(arguments.vllm, "speculation_vllm.py", method or "none")
+                found.append(Contender(VLLM, method, answer))
+        if LLAMA in present:
+            answer = start(arguments.llama, "speculation_llama.py", *map(str, ours.engine.info.eos_token_ids))
+            for speculates in (False, True):
+                method = "lookup" if speculates else None
+                found.append(
+                    Contender(LLAMA, method, lambda asked, on=speculates: answer(replace(asked, speculates=on)))  # type: ignore[misc]
+                )
+        yield found
 
 
 def measure(
-    engine: Engine, workloads: Sequence[str], batches: Sequence[int], tokens: int, methods: Sequence[str], clock: Clock
-) -> Iterator[str]:
-    """Rows of the table."""
-    for batch in batches:
-        for workload in [one for one in WORKLOADS if one.name in workloads]:
-            plain = run(engine, workload, batch, tokens, "off", clock)
-            cells = [f"{plain.rate:.1f}"]
-            for method in methods:
-                found = run(engine, workload, batch, tokens, method, clock)
-                assert found.answers == plain.answers or engine.info.numerics != "exact", (workload.name, method)
-                same = "" if found.answers == plain.answers else ", other tokens"
-                cells.append(f"{found.rate / plain.rate:.2f} ({found.accepted} of {found.proposed}{same})")
-            yield f"| {workload.name} | {batch} | {' | '.join(cells)} |"
+    ours: Ours, everybody: Sequence[Contender], asked: Ask, rounds: int, cpu_time: bool, found: Measured
+) -> None:
+    """Fill in the rates, after one turn of everybody that does not count."""
+    present = [one for one in everybody if one.engine != LLAMA or (len(asked.prompts) == 1 and asked.schema is None)]
+    plain = present[0].answer(asked).answers
+    for one in present[1:]:
+        one.answer(asked)
+    before = {name: ours.drafted(name) for name in OURS}
+    for number in range(rounds):
+        turn = number % len(present)
+        for one in present[turn:] + present[:turn]:
+            time.sleep(PAUSE_S)
+            started = time.perf_counter()
+            answered = one.answer(asked)
+            seconds = answered.cpu_s if cpu_time else time.perf_counter() - started
+            if one.engine == "ours" and answered.answers != plain and ours.engine.info.numerics == "exact":
+                raise SystemExit(f"{found.workload}: {one.method} gave other tokens than plain decoding")
+            found.rates.setdefault((one.engine, one.method), []).append(answered.num_tokens / seconds)
+    for name in OURS:
+        accepted, proposed = (now - then for now, then in zip(ours.drafted(name), before[name], strict=True))
+        found.accepted[name] = accepted // rounds, proposed // rounds
 
 
-def report(engine: Engine, rows: Sequence[str], methods: Sequence[str], seconds: str) -> str:
+def spread(values: Sequence[float]) -> str:
+    """Median, lowest and highest."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def render(rows: Sequence[Measured], arguments: argparse.Namespace, made_by: str, load: float) -> str:
     """The document."""
-    head = f"| workload | batch | without, tokens per {seconds} | {' | '.join(methods)} |"
-    return "\n".join(
-        [
-            "# Speculation",
-            "",
-            f"`benchmarks/speculation.py`, {datetime.date.today()}, {DEFAULT_MODEL}, {engine.info.computed_by},",
-            f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores. Of each method: its speed relative",
-            "to that without, and how many drafted tokens were accepted of those computed; `none` is the chain alone.",
-            "Answers are those without speculation, token for token, unless a cell says otherwise.",
-            "",
-            head,
-            "| --- " * (3 + len(methods)) + "|",
-            *rows,
-            "",
-        ]
+    lines = [
+        "# Speculation",
+        "",
+        f"Made by `benchmarks/speculation.py`, which says what is asked, of whom, on {datetime.date.today()}:",
+        f"{DEFAULT_MODEL}, {arguments.dtype}, {made_by}, {platform.machine()}, {arguments.threads} threads,",
+        f"load before {load:.1f}. {arguments.rounds} interleaved rounds, answers of {arguments.tokens} tokens at most.",
+        "Our answers are those without speculation, token for token.",
+        "",
+        "Speed with speculation against that without, in the same round: median (lowest to highest).",
+        "`chain` drafts what a request's own processors force, and does so with every method.",
+        "",
+        "| workload | batch | aimed at | chain | ngram | suffix | vLLM, ngram | llama.cpp, lookup |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    theirs = [(VLLM, "ngram"), (LLAMA, "lookup")]
+    shown = [*(("ours", name) for name in OURS), *theirs]
+    for one in rows:
+        target = TARGETS.get((one.workload, one.batch))
+        cells = [spread(one.ratios(*pair)) if pair in one.rates else "-" for pair in shown]
+        aim = "" if target is None else f"{target:g}"
+        lines.append(f"| {one.workload} | {one.batch} | {aim} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Tokens per second{' of processor time' if arguments.cpu_time else ''}, medians, and in brackets how many",
+        "drafted tokens of those computed were accepted.",
+        "",
+        "| workload | batch | ours, none | chain | ngram | suffix | vLLM, none | ngram | llama.cpp, none | lookup |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    columns = [("ours", None), *(("ours", name) for name in OURS)]
+    columns += [(VLLM, None), (VLLM, "ngram"), (LLAMA, None), (LLAMA, "lookup")]
+    for one in rows:
+        cells = []
+        for engine, method in columns:
+            cell = f"{one.median(engine, method):.0f}" if (engine, method) in one.rates else "-"
+            if engine == "ours" and method is not None:
+                accepted, proposed = one.accepted[method]
+                cell += f" ({accepted} of {proposed})"
+            cells.append(cell)
+        lines.append(f"| {one.workload} | {one.batch} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    root = HERE.parent
+    names = [one.name for one in WORKLOADS]
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer at most")
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names, metavar="WORKLOAD")
+    parser.add_argument("--batches", nargs="+", type=int, choices=range(1, MOST_ROWS + 1), default=[1, MOST_ROWS])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="as the launch scripts")
+    parser.add_argument("--peers", nargs="*", choices=[VLLM, LLAMA], default=[VLLM, LLAMA], metavar="PEER")
+    parser.add_argument("--vllm", type=Path, default=root / ".venv-vllm/bin/python", help="Python of its environment")
+    parser.add_argument("--llama", type=Path, default=root / ".venv-llama/bin/python", help="likewise")
+    parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor's time, on a busy machine")
+    parser.add_argument("--show", action="store_true", help="print our answers, and measure nothing")
+    parser.add_argument("--no-results", action="store_true", help="print, and leave the results as they are")
+    return parser.parse_args()
+
+
+def show(ours: Ours, workload: Workload, batch: int, tokens: int) -> None:
+    """Print our answers."""
+    for answer in ours.answer(None, ours.ask(workload, batch, tokens)):
+        print(f"--- {workload.name}, {len(answer)} tokens\n{ours.engine.tokenizer.decode(answer)}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=96, help="tokens of an answer at most")
-    parser.add_argument("--workloads", default=",".join(one.name for one in WORKLOADS))
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--methods", default="none,ngram,suffix")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--numerics", default="auto")
-    parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor's time, on a busy machine")
-    arguments = parser.parse_args()
-    model = prepare_default_model(model_cache(os.environ), print)
-    engine = Engine(
-        model,
-        max_num_seqs=8,
-        context_length=1024,
-        kv_blocks=512,
-        dtype=arguments.dtype,
-        numerics=arguments.numerics,
-    )
-    methods = arguments.methods.split(",")
-    clock = time.process_time if arguments.cpu_time else time.perf_counter
-    seconds = "second of processor time" if arguments.cpu_time else "second"
-    batches = [int(one) for one in arguments.batches.split(",")]
-    rows: list[str] = []
-    for row in measure(engine, arguments.workloads.split(","), batches, arguments.tokens, methods, clock):
-        print(row, flush=True)
-        rows.append(row)
-        REPORT.write_text(report(engine, rows, methods, seconds))
+    arguments = _parse()
+    load = os.getloadavg()[0]
+    torch.set_num_threads(arguments.threads)
+    model = prepare_default_model(model_cache(os.environ), lambda text: print(text, file=sys.stderr))
+    ours = Ours(model, arguments.dtype)
+    workloads = [one for one in WORKLOADS if one.name in arguments.workloads]
+    if arguments.show:
+        for workload in workloads:
+            show(ours, workload, max(arguments.batches), arguments.tokens)
+        return
+    rows: list[Measured] = []
+    with contenders(ours, model, arguments) as everybody:
+        for batch in arguments.batches:
+            for workload in workloads:
+                found = Measured(workload.name, batch)
+                asked = ours.ask(workload, batch, arguments.tokens)
+                measure(ours, everybody, asked, arguments.rounds, arguments.cpu_time, found)
+                rows.append(found)
+                text = render(rows, arguments, ours.engine.session.stepper.model.made_by, load)
+                print(text.splitlines()[11 + len(rows)], flush=True)
+                if not arguments.no_results:
+                    REPORT.write_text(text, encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from engine_doubles import ScriptedModel, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engines.embedded.speculation import Proposer, SpeculativeConfig
+from worker.engines.embedded import Plan
+from worker.engines.embedded.speculation import Proposer, SpeculativeConfig, Speculator
+from worker.engines.embedded.speculation.acceptance import Acceptance, ProposerAcceptance
 from worker.engines.embedded.speculation.config import REFUSED
-from worker.engines.embedded.speculation.draft_length import Acceptance, StepCosts, can_pay, draft_lengths
+from worker.engines.embedded.speculation.draft_length import StepCosts, can_pay, draft_lengths
 from worker.engines.embedded.speculation.ngram import NgramProposer
 from worker.engines.embedded.speculation.suffix import Corpus, SuffixProposer
 from worker.engines.embedded.speculation.verification import (
@@ -21,6 +26,7 @@ from worker.engines.embedded.speculation.verification import (
     rewind,
 )
 from worker.errors import StartupError
+from worker.sampling import SamplingParams
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -35,10 +41,12 @@ def longest_repeat(history: Sequence[int]) -> int:
 
 
 def follows(history: Sequence[int], draft: Sequence[int], length: int) -> bool:
-    """Whether `draft` is what followed an earlier place of the last `length` tokens."""
-    suffix = list(history[-length:])
+    """Whether `draft` is what followed an earlier place of the last `length` tokens, and where the
+    history ends goes on with itself.
+    """
+    suffix, text = list(history[-length:]), [*history, *draft]
     return any(
-        list(history[end - length : end]) == suffix and list(history[end : end + len(draft)]) == list(draft)
+        text[end - length : end] == suffix and text[end : end + len(draft)] == list(draft)
         for end in range(length, len(history))
     )
 
@@ -47,27 +55,31 @@ def follows(history: Sequence[int], draft: Sequence[int], length: int) -> bool:
 def test_an_ngram_draft_follows_the_longest_known_ngram(
     history: list[int], shortest: int, more: int, limit: int
 ) -> None:
-    draft = NgramProposer(shortest, shortest + more).propose(history, limit)
+    found = NgramProposer(shortest, shortest + more).propose(history, limit)
+    draft = found.tokens
     length = min(longest_repeat(history), shortest + more)
     if length < shortest:
         assert not draft
     else:
-        assert 0 < len(draft) <= limit
+        assert len(draft) == limit
         assert follows(history, draft, length)
+        assert length <= found.matched <= longest_repeat(history)
+        assert follows(history, draft, found.matched)
 
 
 def test_of_equal_ngrams_the_latest_counts() -> None:
-    assert NgramProposer(1, 2).propose([5, 1, 7, 5, 2, 8, 5], 2) == [2, 8]
+    assert NgramProposer(1, 2).propose([5, 1, 7, 5, 2, 8, 5], 2).tokens == [2, 8]
 
 
 @given(TOKENS, st.integers(1, 4), st.integers(1, 8))
 def test_a_suffix_draft_follows_the_longest_repetition(history: list[int], shortest: int, limit: int) -> None:
-    draft = SuffixProposer(shortest).propose(history, limit)
+    found = SuffixProposer(shortest).propose(history, limit)
+    draft = found.tokens
     length = longest_repeat(history)
     if length < shortest:
         assert not draft
     else:
-        assert 0 < len(draft) <= limit
+        assert len(draft) == limit
         assert follows(history, draft, length)
 
 
@@ -81,7 +93,7 @@ def test_a_history_that_was_cut_off_gives_what_a_new_one_gives(
     history = first[:cut] + second
     for known in (first, first[:cut]):
         used.propose(known, 4)
-    assert list(used.propose(history, 4)) == list(make().propose(history, 4))
+    assert used.propose(history, 4) == make().propose(history, 4)
 
 
 @given(st.lists(TOKENS, max_size=4), TOKENS)
@@ -89,13 +101,12 @@ def test_a_corpus_continues_with_an_earlier_answer(answers: list[list[int]], his
     corpus = Corpus(10_000)
     for answer in answers:
         corpus.add(answer)
-    draft = list(SuffixProposer(3, corpus).propose(history, 4))
-    known = [history, *answers]
+    draft = list(SuffixProposer(3, corpus).propose(history, 4).tokens)
     if draft:
         suffix = history[-3:]
-        assert any(
+        assert follows(history, draft, 3) or any(
             text[end - 3 : end] == suffix and text[end : end + len(draft)] == draft
-            for text in known
+            for text in answers
             for end in range(3, len(text))
         )
 
@@ -106,49 +117,120 @@ def test_a_corpus_forgets_its_older_half() -> None:
     for number in range(8):
         corpus.add([100 * number + index for index in range(8)])
         assert len(corpus.automaton.tokens) <= 40
-    assert list(proposer.propose([700, 701], 3)) == [702, 703, 704]
-    assert list(proposer.propose([0, 1], 3)) == []
+    assert list(proposer.propose([700, 701], 3).tokens) == [702, 703, 704]
+    assert list(proposer.propose([0, 1], 3).tokens) == []
 
 
 # -- lengths
 
 
-def test_a_draft_is_as_long_as_its_tokens_are_likely_to_pay() -> None:
+def known(seconds: Mapping[int, float]) -> StepCosts:
     costs = StepCosts()
-    costs.learn(1, 0.010)
-    costs.learn(9, 0.018)  # each further token costs a tenth of the step
-    assert draft_lengths([0.9, 0.5, 0.05], [8, 8, 8], 1, costs) == [8, 3, 0]
-    assert (
-        draft_lengths([0.8], [8], 8, costs)[0] < draft_lengths([0.8], [8], 1, costs)[0]
-    )  # beside seven other rows it saves a smaller part
+    for num_tokens, taken in seconds.items():
+        costs.learn(num_tokens, taken)
+    return costs
+
+
+@given(
+    rates=st.lists(st.floats(0, 1), max_size=3),
+    limit=st.integers(0, 4),
+    num_tokens=st.integers(1, 5),
+    seconds=st.lists(st.floats(0.01, 0.1), min_size=1, max_size=20),
+)
+def test_draft_lengths_give_the_most_tokens_per_second(
+    rates: list[float], limit: int, num_tokens: int, seconds: list[float]
+) -> None:
+    costs = known({num_tokens + index: one for index, one in enumerate(sorted(seconds))})
+
+    def speed(lengths: Sequence[int]) -> float:
+        expected = sum(
+            rate**place for rate, length in zip(rates, lengths, strict=True) for place in range(1, length + 1)
+        )
+        return (num_tokens + expected) / costs.seconds(num_tokens + sum(lengths))
+
+    found = draft_lengths(rates, [limit] * len(rates), num_tokens, costs)
+    best = max(map(speed, itertools.product(range(limit + 1), repeat=len(rates))))
+    assert speed(found) == pytest.approx(best)
+
+
+def test_a_draft_is_as_long_as_its_tokens_are_likely_to_pay() -> None:
+    costs = known({1: 0.010, 25: 0.034})  # a token more costs a tenth of the step
+    sure, likely, hopeless = draft_lengths([0.9, 0.5, 0.05], [8, 8, 8], 1, costs)
+    assert sure > likely > hopeless == 0
+    assert draft_lengths([0.8], [8], 8, costs)[0] < draft_lengths([0.8], [8], 1, costs)[0]
     assert draft_lengths([], [], 4, costs) == []
 
 
 def test_a_large_batch_of_dear_tokens_does_not_ask_for_drafts() -> None:
-    costs = StepCosts()
-    for tokens in (1, 64):
-        costs.learn(tokens, 0.010 + 0.001 * tokens)  # a further token costs a part of 1 / (10 + tokens)
+    costs = known({count: 0.010 + 0.001 * count for count in range(1, 65)})
     assert can_pay(1, costs)
-    assert can_pay(60, costs)
-    costs.learn(65, 0.200)
-    assert not can_pay(64, costs)
+    assert can_pay(40, costs)
+    assert not can_pay(64, known({64: 0.100, 65: 0.120, 80: 0.140}))
 
 
 def test_free_tokens_are_always_drafted_and_dear_ones_never() -> None:
-    free, dear = StepCosts(), StepCosts()
-    for tokens in (1, 7):
-        free.learn(tokens, 0.010)
-        dear.learn(tokens, 0.010 * tokens)
-    assert draft_lengths([0.01], [6], 1, free) == [6]
-    assert draft_lengths([0.99], [6], 1, dear) == [0]
+    assert draft_lengths([0.01], [6], 1, known({1: 0.010, 7: 0.010})) == [6]
+    assert draft_lengths([0.99], [6], 1, known({1: 0.010, 7: 0.070})) == [0]
 
 
-@given(st.lists(st.integers(0, 6), min_size=20, max_size=60))
-def test_acceptance_is_a_rate(counts: list[int]) -> None:
-    acceptance = Acceptance(3.0, 5.0)
-    for number in counts:
-        acceptance.count(6, number)
-        assert 0 <= acceptance.rate <= 1
+def test_tokens_that_nothing_is_known_of_are_tried() -> None:
+    assert draft_lengths([0.6], [6], 1, StepCosts()) == [6]
+    assert 0 < draft_lengths([0.6], [6], 1, known({1: 0.010}))[0] <= 6
+    assert draft_lengths([0.9] * 32, [6] * 32, 32, known({32: 0.050})) != [0] * 32
+
+
+def test_a_step_that_was_disturbed_is_soon_forgotten() -> None:
+    costs = known({1: 0.010, 4: 0.500, 7: 0.014})
+    assert costs.seconds(4) == 0.014  # a larger step was faster
+    for _ in range(8):
+        costs.learn(7, 0.012)
+    costs.learn(7, 0.100)
+    assert costs.seconds(7) < 0.025
+    assert [costs.seconds(count) for count in (1, 4, 7, 9)] == sorted(costs.seconds(count) for count in (1, 4, 7, 9))
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6), st.integers(0, 6)), max_size=60))
+def test_acceptance_is_a_rate(drafts: list[tuple[int, int, int]]) -> None:
+    proposer = ProposerAcceptance(0.6)
+    acceptance = Acceptance(proposer)
+    for matched, drafted, accepted in drafts:
+        acceptance.count(matched, drafted, min(drafted, accepted))
+        assert 0 <= acceptance.rate(matched) <= 1
+        assert 0 <= proposer.rate(matched) <= 1
+
+
+def test_acceptance_is_learnt_by_what_a_draft_rests_on_and_from_other_requests() -> None:
+    proposer = ProposerAcceptance(0.6)
+    for _ in range(50):
+        first = Acceptance(proposer)
+        first.count(2, 6, 0)
+        first.count(20, 6, 6)
+    later = Acceptance(proposer)
+    assert later.rate(2) < 0.1
+    assert later.rate(20) > 0.9
+    for _ in range(20):
+        later.count(2, 6, 6)
+    assert later.rate(2) > 0.8  # its own drafts count more than others'
+
+
+def test_a_step_tries_one_token_where_drafts_have_not_paid_for_long() -> None:
+    now_s = 0.0
+    config = SpeculativeConfig(method="ngram", prompt_lookup_min=1)
+    speculator = Speculator(config, clock=lambda: now_s)
+    model = ScriptedModel()
+    rows = tuple(request(model, str(row), [5] * 20, SamplingParams(max_tokens=100)) for row in range(3))
+    plan = Plan(rows, (), rows)
+    drafted = []
+    for _ in range(200):
+        drafts = speculator.draft(plan)
+        drafted.append(sum(map(len, drafts)))
+        tried = replace(plan, drafts=tuple(map(tuple, drafts)))
+        now_s += 0.01 + 0.001 * tried.num_tokens
+        speculator.learn_cost(tried)
+        if any(drafts):
+            speculator.learn(tried, [0, 0, 0])
+    assert drafted[0] > 1
+    assert set(drafted[100:]) == {0, 1}
 
 
 # -- settings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import random
-import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,9 +20,9 @@ from kv_doubles import END as END_OF_RECALL
 from kv_doubles import RecallModel, answer, recall_request
 from prometheus_client import CollectorRegistry
 from random_checkpoints import EVERY_TYPE
+from speculation_runs import EXAMPLES, NEW_TOKENS, PLAIN, TEXTS, Repeating, outcome, params_of
 
 from adapters.catalog import Catalog, parse_selection
-from adapters.contract import Stage
 from adapters.testing.kit_model import KEY_ID, kit_context
 from worker.engines import TokenDelta
 from worker.engines.embedded import Engine, Plan, Request
@@ -39,9 +38,6 @@ from worker.sampling import SamplingParams
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 USABLE = WIDTH - PADDING
-PLAIN: dict[str, Any] = {"chain": False}
-TEXTS = ["the quick brown fox the quick brown", "a b a b a c a b a b a"]
-NEW_TOKENS = 24
 
 
 def guesses(seed: int, known: Callable[[Request], Sequence[int]], most: int = 8) -> Draft:
@@ -236,7 +232,7 @@ def test_a_draft_model_reads_its_own_kv_however_its_drafts_end() -> None:
 
     def draft(one: Request) -> Sequence[int]:
         proposer = proposers.setdefault(one.id, draft_model.proposer(one))
-        found = list(proposer.propose(one.tokens, source.randrange(1, 5)))
+        found = list(proposer.propose(one.tokens, source.randrange(1, 5)).tokens)
         right = plain[one.id].token_ids[len(one.tokens) - one.prompt_length :]
         assert found == answer(one.tokens, len(found)) or END_OF_RECALL in found
         return (right[: source.randrange(3)] + found)[:4]
@@ -254,7 +250,7 @@ def test_the_model_itself_as_its_draft_is_always_right() -> None:
     found = decode(
         model,
         [Asked("a", [5], SamplingParams(max_tokens=30, ignore_eos=True))],
-        lambda one: [min(token, USABLE - 1) for token in proposer.propose(one.tokens, 4)],
+        lambda one: [min(token, USABLE - 1) for token in proposer.propose(one.tokens, 4).tokens],
     )
     assert found["a"].token_ids == tokens
 
@@ -294,49 +290,6 @@ def engine_of(name: str, every_checkpoint: dict[str, Path], engines: dict[str, E
     return engines[name]
 
 
-def _examples() -> dict[str, list[dict[str, Any]]]:
-    """The conformance kit's arguments of every built-in."""
-    return dict(
-        runpy.run_path(str(Path(__file__).parents[1] / "adapters" / "conformance" / "builtin_examples.py"))["EXAMPLES"]
-    )
-
-
-EXAMPLES = _examples()
-
-
-class Repeating(Speculator):
-    """Drafts at full length with the real proposers, however often they are wrong."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        super().__init__(SpeculativeConfig.parse(settings), clock=lambda: 0.0)
-
-    def draft(self, plan: Plan) -> list[Sequence[int]]:
-        drafts = super().draft(plan)
-        for source in self._drafting.values():
-            source.acceptance.accepted = source.acceptance.tried = 1.0
-        return drafts
-
-
-def outcome(engine: Engine, speculator: Speculator, prompts: Any, params: Any, processors: Any = ()) -> list[Any]:
-    """All of the answers that must not depend on drafts."""
-    engine.session.stepper.speculator = speculator
-    results = engine.generate(prompts, params, processors=processors)
-    engine.session.stepper.scheduler.check_integrity()
-    outputs = [output for result in results for output in result.outputs]
-    return [
-        (
-            output.token_ids,
-            output.text,
-            output.logprobs,
-            output.finish_reason,
-            output.stop_reason,
-            output.error,
-            None if output.receipt is None else output.receipt.as_json(),
-        )
-        for output in outputs
-    ]
-
-
 def check_equal(engine: Engine, settings: dict[str, Any], prompts: Any, params: Any, processors: Any = ()) -> int:
     """Plain and speculated answers are equal; returns how many drafted tokens were accepted."""
     plain = outcome(engine, Speculator(SpeculativeConfig.parse(PLAIN)), prompts, params, processors)
@@ -366,17 +319,6 @@ def check_type(engine: Engine, settings: dict[str, Any]) -> int:
 def test_every_model_type(arch: str, every_checkpoint: dict[str, Path], engines: dict[str, Engine]) -> None:
     length = 1 + EVERY_TYPE.index(arch) % 8
     method = ("ngram", "suffix")[EVERY_TYPE.index(arch) % 2]
-    settings = {"method": method, "num_speculative_tokens": length, "prompt_lookup_min": 1}
-    check_type(engine_of(arch, every_checkpoint, engines), settings)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("length", range(1, 9))
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
-@pytest.mark.parametrize("arch", EVERY_TYPE)
-def test_every_model_type_method_and_length(
-    arch: str, method: str, length: int, every_checkpoint: dict[str, Path], engines: dict[str, Engine]
-) -> None:
     settings = {"method": method, "num_speculative_tokens": length, "prompt_lookup_min": 1}
     check_type(engine_of(arch, every_checkpoint, engines), settings)
 
@@ -471,27 +413,9 @@ async def test_a_wrong_setting_stops_the_start(start_engine: StartEngine) -> Non
         await start_engine(ScriptedModel(), speculative_config='{"method": "eagle"}')
 
 
-def check_builtin(engine: Engine, name: str, args: dict[str, Any], settings: dict[str, Any]) -> None:
-    greedy = SamplingParams(max_tokens=NEW_TOKENS, logprobs=0, temperature=0.0, seed=7)
-    sampled = SamplingParams(max_tokens=NEW_TOKENS, logprobs=0, temperature=0.6, seed=7)
-    named = [{"name": name, "args": args}]
-    late = Catalog.default()[name].processor.stage >= Stage.TEMPERATURE  # it says itself how to sample
-    params = [SamplingParams(max_tokens=NEW_TOKENS, logprobs=0, seed=7)] * 2 if late else [greedy, sampled]
-    check_equal(engine, settings, TEXTS, params, named)
-
-
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_every_builtin(name: str, engine: Engine) -> None:
     length = 1 + sorted(EXAMPLES).index(name) % 8
     settings = {"method": "ngram", "num_speculative_tokens": length, "prompt_lookup_min": 1}
-    check_builtin(engine, name, EXAMPLES[name][0], settings)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("method", ["none", "ngram", "suffix"])
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_every_builtin_method_and_length(name: str, method: str, engine: Engine) -> None:
-    for args in EXAMPLES[name]:
-        for length in range(1, 9):
-            settings = {"method": method, "num_speculative_tokens": length, "prompt_lookup_min": 1}
-            check_builtin(engine, name, args, settings)
+    named = [{"name": name, "args": EXAMPLES[name][0]}]
+    check_equal(engine, settings, TEXTS, params_of(name), named)

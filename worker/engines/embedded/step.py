@@ -114,8 +114,9 @@ class Stepper:
         if self.connector is not None and self.scheduler.pinned:
             self.connector.lease(plan, outputs)
         if plan.decode:
-            accepted = self._verify(plan, logits, outputs) if plan.drafts else ()
-            self.speculator.learn(plan, accepted)
+            self.speculator.learn_cost(plan)
+        if plan.drafts:
+            self.speculator.learn(plan, self._verify(plan, logits, outputs))
         self._note_ended(plan, outputs)
         return self._held.pass_on(plan.sampled, outputs)
 

@@ -58,7 +58,7 @@ class Engine:
     def __init__(
         self, model_path: str | Path, *, model: Model | None = None, catalog: Catalog | None = None, **settings: Any
     ) -> None:
-        model_path = _checkpoint(Path(model_path))
+        model_path = _checkpoint(Path(model_path), settings.get("quantization", "auto"))
         self.config = EmbeddedConfig(model_path=model_path, **settings)
         stepper, self.info = load(self.config, model)
         if self.config.max_mixed_chunk is None:  # offline, throughput matters and latency does not
@@ -175,10 +175,12 @@ class Engine:
         return [group.result() for group in ended if group.is_done]
 
 
-def _checkpoint(path: Path) -> Path:
-    """``path``, or the checkpoint of the GGUF file that it names."""
+def _checkpoint(path: Path, quantization: str) -> Path:
+    """``path``, or the checkpoint of the GGUF file that it names; see
+    `EmbeddedConfig.quantization`.
+    """
     file = find_gguf(path)
-    return path if file is None else convert_gguf(file, model_cache(), logger.info)
+    return path if file is None else convert_gguf(file, model_cache(), logger.info, quantization == "auto")
 
 
 def _vocabulary(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from adapters.chain import ProcessorChain
+from worker.engines.embedded.speculation.proposer import Draft
 
 
 class ChainProposer:
@@ -15,10 +16,11 @@ class ChainProposer:
     """
 
     name = "chain"
+    is_model = False
 
     def __init__(self, chain: ProcessorChain) -> None:
         self._chain = chain
 
-    def propose(self, history: Sequence[int], limit: int) -> Sequence[int]:
+    def propose(self, history: Sequence[int], limit: int) -> Draft:
         """See `Proposer.propose`."""
-        return self._chain.foresee(limit)
+        return Draft(self._chain.foresee(limit))

@@ -15,6 +15,7 @@ from worker.engines.embedded.kv_cache import KvCache, choose_page_size
 from worker.engines.embedded.model import load_model
 from worker.engines.embedded.plan import Chunk, Model, Plan, Request
 from worker.engines.embedded.speculation.config import FLAG
+from worker.engines.embedded.speculation.proposer import NO_DRAFT, Draft
 from worker.errors import StartupError
 
 MAX_PREFILL = 256
@@ -53,6 +54,7 @@ class DraftModelProposer:
     """
 
     name = "draft_model"
+    is_model = True
 
     def __init__(self, draft_model: DraftModel, request: Request) -> None:
         self._model = draft_model.model
@@ -64,21 +66,21 @@ class DraftModelProposer:
         self._num_known = 0  # tokens that were a history; those behind were drafted
         weakref.finalize(self, self._cache.free, self._own)
 
-    def propose(self, history: Sequence[int], limit: int) -> Sequence[int]:
+    def propose(self, history: Sequence[int], limit: int) -> Draft:
         """See `Proposer.propose`."""
         limit = min(limit, self._context_length - len(history))
         if limit < 1 or not self._follow(history, limit):
-            return ()
+            return NO_DRAFT
         own = self._own
         stop = min(len(history), own.num_computed + MAX_PREFILL)
         logits = self._forward(Plan((), (Chunk(own, own.num_computed, stop),), (own,) if stop == len(history) else ()))
         own.num_computed = stop
         if stop < len(history):
-            return ()
+            return NO_DRAFT
         while True:
             own.tokens.append(int(logits[-1].argmax()))
             if len(own.tokens) == len(history) + limit:
-                return own.tokens[len(history) :]
+                return Draft(own.tokens[len(history) :])
             logits = self._forward(Plan((own,), (), (own,)))
             own.num_computed += 1
 

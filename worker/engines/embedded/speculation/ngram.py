@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from worker.engines.embedded.speculation.proposer import NO_DRAFT, Draft, repeat
+
+_MOST_COMPARED = 32
+"""Tokens before an n-gram that are compared, to see how much of the history it repeats."""
+
 
 class NgramProposer:
     """Implements `Proposer`: prompt lookup (Saxena 2023) over prompt and answer.
@@ -17,6 +22,7 @@ class NgramProposer:
     """
 
     name = "ngram"
+    is_model = False
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
@@ -26,14 +32,21 @@ class NgramProposer:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}  # of each n-gram that something follows: where it last ended
 
-    def propose(self, history: Sequence[int], limit: int) -> Sequence[int]:
+    def propose(self, history: Sequence[int], limit: int) -> Draft:
         """See `Proposer.propose`."""
         self._follow(history)
         for size in self._sizes:
             end = self._ends.get(tuple(self._tokens[-size:])) if len(self._tokens) > size else None
             if end is not None:
-                return self._tokens[end : end + limit]
-        return ()
+                return Draft(repeat(self._tokens, end, limit), self._length(end, size))
+        return NO_DRAFT
+
+    def _length(self, end: int, known: int) -> int:
+        """How many tokens before `end` are those at the end of the history; `known` ones are."""
+        tokens, most = self._tokens, min(end, _MOST_COMPARED)
+        while known < most and tokens[end - known - 1] == tokens[-known - 1]:
+            known += 1
+        return known
 
     def _follow(self, history: Sequence[int]) -> None:
         tokens = self._tokens

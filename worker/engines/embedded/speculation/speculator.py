@@ -9,11 +9,12 @@ from time import perf_counter
 from weakref import WeakKeyDictionary
 
 from worker.engines.embedded.plan import Output, Plan, Request
+from worker.engines.embedded.speculation.acceptance import Acceptance, ProposerAcceptance
 from worker.engines.embedded.speculation.chain_proposer import ChainProposer
 from worker.engines.embedded.speculation.config import SpeculativeConfig
-from worker.engines.embedded.speculation.draft_length import Acceptance, StepCosts, can_pay, draft_lengths, wants_probe
+from worker.engines.embedded.speculation.draft_length import StepCosts, can_pay, draft_lengths
 from worker.engines.embedded.speculation.ngram import NgramProposer
-from worker.engines.embedded.speculation.proposer import Proposer
+from worker.engines.embedded.speculation.proposer import NO_DRAFT, Draft, Proposer
 from worker.engines.embedded.speculation.suffix import Corpus, SuffixProposer
 
 CHAIN_TOKENS = 16
@@ -21,6 +22,9 @@ CHAIN_TOKENS = 16
 
 MAX_CORPORA = 16
 """Cache salts whose earlier answers are kept, the ones used last."""
+
+EXPECTED = {"chain": 0.95, "ngram": 0.6, "suffix": 0.6, "draft_model": 0.6}
+"""Part of the drafted tokens that is expected to be accepted, by proposer, before any was tried."""
 
 MakeProposer = Callable[[Request], Proposer]
 """Makes the proposer of one request."""
@@ -50,15 +54,25 @@ class _Source:
 
 @dataclass(slots=True)
 class _Candidate:
-    """A decode row that may draft: who is to do it, or what its chain has drafted already."""
+    """A decode row that may draft: who does it, and what it drafts unless that takes a model."""
 
     row: int
     source: _Source
-    draft: Sequence[int] = ()
+    draft: Draft = NO_DRAFT
 
     @property
     def limit(self) -> int:
-        return len(self.draft) or self.source.limit
+        return self.source.limit if self.source.proposer.is_model else len(self.draft.tokens)
+
+    @property
+    def rate(self) -> float:
+        return self.source.acceptance.rate(self.draft.matched)
+
+    def tokens(self, history: Sequence[int], count: int) -> Sequence[int]:
+        """The first `count` tokens of the draft."""
+        if self.source.proposer.is_model:
+            self.draft = self.source.proposer.propose(history, count)
+        return self.draft.tokens[:count]
 
 
 class Speculator:
@@ -92,7 +106,8 @@ class Speculator:
         self._costs = StepCosts()
         self._sources: WeakKeyDictionary[Request, list[_Source]] = WeakKeyDictionary()
         self._corpora: OrderedDict[str | None, Corpus] = OrderedDict()
-        self._drafting: dict[int, _Source] = {}  # by decode row of the step
+        self._acceptance = {name: ProposerAcceptance(rate) for name, rate in EXPECTED.items()}
+        self._drafting: dict[int, _Candidate] = {}  # by decode row of the step
         self._began_s = 0.0
 
     def _method(self, draft_model: MakeProposer | None) -> MakeProposer | None:
@@ -108,21 +123,30 @@ class Speculator:
         self._began_s = self._clock()
         self._drafting = {}
         drafts: list[Sequence[int]] = [()] * len(plan.decode)
-        if not can_pay(plan.num_tokens, self._costs):
+        if not (self.is_enabled and can_pay(plan.num_tokens, self._costs)):
             return drafts  # asking takes time, too
         candidates = [one for row, request in enumerate(plan.decode) if (one := self._candidate(row, request))]
-        rates = [one.source.acceptance.rate for one in candidates]
-        lengths = draft_lengths(rates, [one.limit for one in candidates], plan.num_tokens, self._costs)
+        lengths = self._lengths(plan, candidates)
         for one, length in zip(candidates, lengths, strict=True):
-            length = length or int(wants_probe(one.source.acceptance))
             if length:
-                tokens = one.draft or one.source.proposer.propose(plan.decode[one.row].tokens, length)
-                drafts[one.row] = tokens[:length]
-                self._drafting[one.row] = one.source
+                drafts[one.row] = one.tokens(plan.decode[one.row].tokens, length)
+                self._drafting[one.row] = one
         return drafts
 
+    def _lengths(self, plan: Plan, candidates: Sequence[_Candidate]) -> list[int]:
+        """Tokens to draft for each candidate; a step tries one where nothing pays, at most."""
+        rates, limits = [one.rate for one in candidates], [one.limit for one in candidates]
+        lengths = draft_lengths(rates, limits, plan.num_tokens, self._costs)
+        idle = [index for index, length in enumerate(lengths) if not length]
+        for index in idle:
+            candidates[index].source.acceptance.num_idle += 1
+        longest = max(idle, key=lambda index: candidates[index].source.acceptance.num_idle, default=None)
+        if longest is not None and candidates[longest].source.acceptance.wants_probe:
+            lengths[longest] = 1
+        return lengths
+
     def _candidate(self, row: int, request: Request) -> _Candidate | None:
-        if not (self.is_enabled and request.speculates and len(request.tokens) + 1 < request.limit):
+        if not (request.speculates and len(request.tokens) + 1 < request.limit):
             return None
         if self._make is None and request.chain is None:
             return None
@@ -130,18 +154,21 @@ class Speculator:
         if sources is None:
             sources = self._sources[request] = list(self._sources_of(request))
         for source in sources:
-            if source.proposer.name != ChainProposer.name:
+            if source.proposer.is_model:
                 return _Candidate(row, source)
             draft = source.proposer.propose(request.tokens, source.limit)
-            if draft:
+            if draft.tokens:
                 return _Candidate(row, source, draft)
         return None
 
     def _sources_of(self, request: Request) -> Iterable[_Source]:
         if self.config.chain and request.chain is not None and request.chain.foresees:
-            yield _Source(ChainProposer(request.chain), CHAIN_TOKENS, Acceptance(4.75, 5.0))
+            yield self._source(ChainProposer(request.chain), CHAIN_TOKENS)
         if self._make is not None:
-            yield _Source(self._make(request), self.config.num_speculative_tokens, Acceptance(3.0, 5.0))
+            yield self._source(self._make(request), self.config.num_speculative_tokens)
+
+    def _source(self, proposer: Proposer, limit: int) -> _Source:
+        return _Source(proposer, limit, Acceptance(self._acceptance[proposer.name]))
 
     def _corpus(self, request: Request) -> Corpus | None:
         if not self.config.suffix_cache_tokens:
@@ -152,22 +179,29 @@ class Speculator:
             self._corpora.popitem(last=False)
         return corpus
 
-    def learn(self, plan: Plan, accepted: Sequence[int]) -> None:
-        """Take the result of a step that `draft` began.
+    def learn_cost(self, plan: Plan) -> None:
+        """A step that `draft` began has sampled the first position of every row.
 
-        Args:
-            plan: Of the step, with its drafts.
-            accepted: Accepted tokens of each decode row's draft; none for a step without drafts.
+        What comes then, the sampling of drafted positions, plain decoding would do in later steps.
         """
         if not plan.chunks:
             self._costs.learn(plan.num_tokens, self._clock() - self._began_s)
+
+    def learn(self, plan: Plan, accepted: Sequence[int]) -> None:
+        """Take the result of a step with drafts.
+
+        Args:
+            plan: Of the step.
+            accepted: Accepted tokens of each decode row's draft.
+        """
         for row, number in enumerate(accepted):
-            if not plan.drafts[row]:
+            proposed = len(plan.drafts[row])
+            if not proposed:
                 continue
-            source = self._drafting[row]
-            source.acceptance.count(len(plan.drafts[row]), number)
-            counts = self.counts.setdefault(source.proposer.name, Counts())
-            counts.proposed += len(plan.drafts[row])
+            one = self._drafting[row]
+            one.source.acceptance.count(one.draft.matched, proposed, number)
+            counts = self.counts.setdefault(one.source.proposer.name, Counts())
+            counts.proposed += proposed
             counts.accepted += number
 
     def remember(self, request: Request, output: Output) -> None:

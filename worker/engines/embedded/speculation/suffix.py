@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from worker.engines.embedded.speculation.proposer import NO_DRAFT, Draft, repeat
+
 _SEPARATOR = -1
 """Between the answers of a corpus; no token has this id."""
 
@@ -150,6 +152,7 @@ class SuffixProposer:
     """
 
     name = "suffix"
+    is_model = False
 
     def __init__(self, shortest: int, corpus: Corpus | None = None) -> None:
         self._shortest = shortest
@@ -161,16 +164,17 @@ class SuffixProposer:
         self._searched: SuffixAutomaton | None = None
         self._match = 0, 0  # in the corpus: see `SuffixAutomaton.advance`
 
-    def propose(self, history: Sequence[int], limit: int) -> Sequence[int]:
+    def propose(self, history: Sequence[int], limit: int) -> Draft:
         """See `Proposer.propose`."""
         self._follow(history)
         length, end = self._own.repeated
-        if max(length, self._match[1]) < self._shortest:
-            return ()
-        if length >= self._match[1] or self._searched is None:
-            return self._own.tokens[end : end + limit]
-        found = self._searched.after(self._match[0], limit)
-        return found[: found.index(_SEPARATOR)] if _SEPARATOR in found else found
+        state, elsewhere = self._match
+        if max(length, elsewhere) < self._shortest:
+            return NO_DRAFT
+        if length >= elsewhere or self._searched is None:
+            return Draft(repeat(self._own.tokens, end, limit), length)
+        found = self._searched.after(state, limit)
+        return Draft(found[: found.index(_SEPARATOR)] if _SEPARATOR in found else found, elsewhere)
 
     def _follow(self, history: Sequence[int]) -> None:
         known = self._own.tokens
