@@ -16,6 +16,8 @@ requests under way finish first. The first run makes .venv.
   HTTP_HOST          address to serve on (default: 127.0.0.1)
   HTTP_PORT          port to serve on (default: 8000)
   FRONT_DOOR         off serves Dynamo's frontend alone, which drops some controls (default: on; docs/front-door.md)
+  FRONT_DOOR_PLAYGROUND
+                     false serves no page to try the model (default: true on loopback; docs/playground.md)
   DYN_LOG            log filter of frontend and worker (default: warnings)
   DYN_HTTP_BODY_LIMIT_MB
                      largest request that the frontend reads, MB (default: 2)
@@ -30,6 +32,9 @@ TEXT
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 check_http_port
+if [[ $HTTP_HOST == 127.* || $HTTP_HOST == ::1 || $HTTP_HOST == localhost ]]; then
+    export FRONT_DOOR_PLAYGROUND=${FRONT_DOOR_PLAYGROUND:-true}
+fi
 prepare_environment
 prepare_runtime
 prepare_model

@@ -20,14 +20,18 @@ model answers, and prints the URL. Ctrl-C stops all: requests under way finish f
   HTTP_HOST          address to serve on (default: 127.0.0.1)
   HTTP_PORT          port to serve on (default: 8000)
   FRONT_DOOR         off serves Dynamo's frontend alone, which drops some controls (default: on; docs/front-door.md)
+  WORKER_MIGRATION   off lets a request fail whose worker dies (default: on; docs/migration.md)
+  DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS
+                     seconds after which a worker that says nothing counts as dead (default: 60)
+  MAX_RESTARTS       how often a worker that ended by itself is started again (default: 5; docs/reliability.md)
   DYN_LOG            log filter of frontend and workers (default: warnings)
   DYN_HTTP_BODY_LIMIT_MB
                      largest request that the frontend reads, MB (default: 2)
   DLW_VENV           an environment to use as it is instead of .venv
 
 Other arguments go to every worker; `python -m worker --help` lists them.
-Exit status: 0 after Ctrl-C or SIGTERM once the model has answered; non-zero when it could not start, or when a
-process ended by itself.
+Exit status: 0 after Ctrl-C or SIGTERM once the model has answered; non-zero when it could not start, when
+no worker was left, or when another process ended by itself.
 TEXT
 }
 
@@ -39,10 +43,11 @@ prepare_nats
 prepare_etcd
 export DYN_DISCOVERY_BACKEND=etcd ETCD_ENDPOINTS=$etcd_url
 export ETCD_LEASE_TTL=${ETCD_LEASE_TTL:-60} # an etcd that is away for longer ends Dynamo's processes
+restart_after_s=$((ETCD_LEASE_TTL + 2))
 export DYN_REQUEST_PLANE=nats DYN_EVENT_PLANE=nats NATS_SERVER=$nats_url
 share_machine "$WORKERS"
 export WORKER_ENABLE_KV_ROUTING=true
-start_frontend --router-mode kv
+start_frontend --router-mode kv "${frontend_arguments[@]}"
 start_workers worker "$WORKERS" "${worker_arguments[@]}" "$@"
 await_model
 announce

@@ -26,14 +26,15 @@ where no stranger can connect.
   WORKER_MIGRATION   off lets a request fail whose worker dies (default: on; docs/migration.md)
   DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS
                      seconds after which a worker that says nothing counts as dead (default: 60)
+  MAX_RESTARTS       how often a worker that ended by itself is started again (default: 5; docs/reliability.md)
   DYN_LOG            log filter of frontend and workers (default: warnings)
   DYN_HTTP_BODY_LIMIT_MB
                      largest request that the frontend reads, MB (default: 2)
   DLW_VENV           an environment to use as it is instead of .venv; it needs nixl
 
 Other arguments go to every worker; `python -m worker --help` lists them.
-Exit status: 0 after Ctrl-C or SIGTERM once the model has answered; non-zero when it could not start, or when the
-frontend or a worker ended by itself.
+Exit status: 0 after Ctrl-C or SIGTERM once the model has answered; non-zero when it could not start, when
+no worker was left, or when another process ended by itself.
 TEXT
 }
 

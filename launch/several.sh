@@ -3,6 +3,14 @@
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 PREFILL_WORKERS=${PREFILL_WORKERS:-1} DECODE_WORKERS=${DECODE_WORKERS:-1} WORKERS=${WORKERS:-2}
+MAX_RESTARTS=${MAX_RESTARTS:-5}
+declare -A worker_commands=() # of each role
+declare -A worker_deaths=() # by name: how often it ended with another status than 0
+declare -A worker_due=() # by name: when it is started again
+
+# Seconds before a worker that was killed is started again, twice that the second time. Not before discovery has
+# forgotten the dead one, after 10 s: a frontend of 1.4.2 that hears of a new worker tries the dead one again.
+restart_after_s=12
 
 # Everything before the first process.
 prepare_several() {
@@ -11,6 +19,7 @@ prepare_several() {
     for name in PREFILL_WORKERS DECODE_WORKERS WORKERS; do
         [[ ${!name} =~ ^[1-9][0-9]?$ ]] || fail "$name must be a number from 1 to 99, got '${!name}'"
     done
+    [[ $MAX_RESTARTS =~ ^(0|[1-9][0-9]?)$ ]] || fail "MAX_RESTARTS must be a number from 0 to 99, got '$MAX_RESTARTS'"
     # One port cannot be every worker's.
     unset DYN_SYSTEM_PORT
     check_http_port
@@ -60,11 +69,56 @@ prepare_pool_secret() {
     fi
 }
 
-# start_workers NAME COUNT ARGUMENT...: workers NAME 1 to NAME COUNT.
+# start_workers ROLE COUNT ARGUMENT...: workers ROLE 1 to ROLE COUNT.
 start_workers() {
-    local name=$1 count=$2 number
+    local role=$1 count=$2 number
     shift 2
+    worker_commands[$role]=$(printf '%q ' "$python" -m worker --model-path "$MODEL_PATH" "$@")
     for ((number = 1; number <= count; number++)); do
-        DLW_POOL_SECRET=$pool_secret start "$name $number" "$python" -m worker --model-path "$MODEL_PATH" "$@"
+        begin_worker "$role $number"
+    done
+}
+
+# begin_worker NAME: starts it, for the first time or again.
+begin_worker() {
+    eval "DLW_POOL_SECRET=\$pool_secret start \"\$1\" ${worker_commands[${1% *}]}"
+}
+
+# A worker that died is started again, unless it has been too often already; the others go on. A worker that left in
+# order (SIGTERM to it alone, for a rolling restart) is replaced at once.
+on_death() {
+    local name=$1 role=${1% *} delay_s=0
+    [[ -n ${worker_commands[$role]:-} ]] || report_death "$name"
+    forget "$name"
+    if ((lost_status != 0)); then
+        worker_deaths[$name]=$((${worker_deaths[$name]:-0} + 1))
+        if ((${worker_deaths[$name]} > MAX_RESTARTS)); then
+            say "the $name ended with status $lost_status; it is not started again"
+            is_served "$role" || fail "that was the last $role; stopping"
+            return
+        fi
+        delay_s=$((restart_after_s * ${worker_deaths[$name]}))
+    fi
+    say "the $name ended with status $lost_status; it is started again in $delay_s s"
+    worker_due[$name]=$((SECONDS + delay_s))
+}
+
+# Whether a worker of ROLE runs, or is about to be started.
+is_served() {
+    local name
+    for name in "${process_names[@]}" "${!worker_due[@]}"; do
+        [[ ${name% *} != "$1" ]] || return 0
+    done
+    return 1
+}
+
+# Starts the workers whose time has come.
+while_watching() {
+    local name
+    for name in "${!worker_due[@]}"; do
+        if ((SECONDS >= ${worker_due[$name]})); then
+            unset "worker_due[$name]"
+            begin_worker "$name"
+        fi
     done
 }

@@ -31,24 +31,38 @@ def free_port() -> int:
 
 
 @dataclass
-class LaunchedScript:
+class ScriptOutput:
+    """A script at work, and the lines that it has printed so far."""
+
     process: subprocess.Popen[str]
+    lines: list[str]
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def read_until(self, text: str) -> str:
+        """Read what it prints up to a line with ``text``; that line."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"ended with {self.process.wait()}:\n{self.output}")
+
+
+@dataclass
+class LaunchedScript(ScriptOutput):
     port: int
     directory: Path
-    lines: list[str]
     model: str = ""
     url: str = ""
 
     def wait_until_ready(self) -> None:
         """Raises `AssertionError` with the output if the script ends first."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            found = READY.search(line)
-            if found:
-                self.model, self.url = found["model"], found["url"]
-                return
-        raise AssertionError(f"ended with {self.process.wait()}:\n{''.join(self.lines)}")
+        found = READY.search(self.read_until("ready. "))
+        assert found, self.output
+        self.model, self.url = found["model"], found["url"]
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
@@ -88,10 +102,6 @@ class LaunchedScript:
         self.lines.extend(self.process.stdout)
         return self.process.wait()
 
-    @property
-    def output(self) -> str:
-        return "".join(self.lines)
-
     def assert_nothing_left(self, children: list[psutil.Process]) -> None:
         assert [child for child in children if child.is_running()] == []
         assert list((self.directory / "tmp").iterdir()) == []
@@ -127,7 +137,7 @@ def launched(
         text=True,
         start_new_session=True,
     )
-    running = LaunchedScript(process, port, directory, [])
+    running = LaunchedScript(process, [], port, directory)
     try:
         yield running
     finally:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import openai
@@ -40,12 +41,15 @@ def test_serves_on_loopback_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         with script.client() as client, pytest.raises(openai.APIStatusError) as refused:
             client.completions.create(model=script.model, prompt="a" * (2 * 2**20 + 1), max_tokens=1)
         assert refused.value.status_code == 413  # a body of that size costs the frontend hundreds of MB
+        with urllib.request.urlopen(f"http://127.0.0.1:{script.port}/playground") as page:
+            assert b"<title>Playground" in page.read()
         listening = script.listening()
         assert len(listening) >= 2
         assert [address for address in listening if not is_loopback(address)] == []
         children = script.children()
         script.press_ctrl_c()
         assert script.finish() == 0, script.output
+        assert f"agg: in a browser: http://127.0.0.1:{script.port}/playground\n" in script.output
         script.assert_nothing_left(children)
 
 

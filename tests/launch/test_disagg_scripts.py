@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import openai
+import psutil
 import pytest
 from launched_script import REPOSITORY, LaunchedScript, is_loopback, launched
 
@@ -88,6 +94,43 @@ def test_the_routers_answer(tmp_path: Path, script_name: str, count: int) -> Non
         assert chat(script) == chat(script)
         children = script.children()
         assert len(children) == count
+        script.press_ctrl_c()
+        assert script.finish() == 0, script.output
+        script.assert_nothing_left(children)
+
+
+def workers_of(script: LaunchedScript) -> list[psutil.Process]:
+    return [child for child in script.children() if "-m worker " in " ".join(child.cmdline())]
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """The first true value of ``condition()``."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.1)
+    raise AssertionError(f"{what}: not within 60 s")
+
+
+def answers(script: LaunchedScript) -> bool:
+    with contextlib.suppress(openai.APIStatusError):
+        return bool(chat(script))
+    return False
+
+
+@pytest.mark.campaign
+def test_a_worker_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    """Once discovery has forgotten it."""
+    with launched(tmp_path, "--device", "cpu", script="disagg.sh") as script:
+        script.wait_until_ready()
+        before = workers_of(script)
+        for victim in before:
+            victim.kill()
+            script.read_until("ended with status 137; it is started again in 12 s")
+        until(lambda: len(workers_of(script)) == len(before), "new workers")
+        until(lambda: answers(script), "an answer")
+        children = script.children()
         script.press_ctrl_c()
         assert script.finish() == 0, script.output
         script.assert_nothing_left(children)
