@@ -1,8 +1,9 @@
 """Fails the build of an image that the worker could not run in: ``check_image.py [--extra NAME]
-MODULE...``.
+[--native-kernels] MODULE...``.
 
 Every requirement of the installed worker must be met, also those of its extras that are named, and
-every module must be importable.
+every module must be importable. The native kernels must load, where that is asked for: without them
+the worker runs too, but slowly.
 """
 
 from __future__ import annotations
@@ -46,12 +47,25 @@ def import_problem(name: str) -> str | None:
     return None
 
 
+def kernels_problem() -> str | None:
+    """Why there are no native kernels; None if there are."""
+    import torch
+
+    from worker.engines.embedded import native
+
+    problem = native.unavailable(torch.float32)
+    return None if problem is None else f"no native kernels: {problem}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--extra", action="append", default=[], help="an extra of the worker whose requirements count")
+    parser.add_argument("--native-kernels", action="store_true", help="they must load")
     parser.add_argument("modules", nargs="+", metavar="MODULE", help="what must be importable")
     arguments = parser.parse_args(argv)
     found = list(problems(arguments.extra, arguments.modules))
+    if arguments.native_kernels and not found:
+        found += filter(None, [kernels_problem()])
     for line in found:
         sys.stderr.write(f"check_image: {line}\n")
     return 1 if found else 0

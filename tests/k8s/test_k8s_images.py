@@ -104,8 +104,17 @@ def test_the_embedded_image_has_the_versions_that_were_tested() -> None:
 
 def test_what_an_image_lacks_fails_its_build(tmp_path: Path) -> None:
     assert any(command.startswith(f"python3 /src/{Path(CHECK).name} ") for command in commands("embedded"))
+    assert "--native-kernels" in " ".join(commands("embedded"))
     command = [sys.executable, CHECK, "--extra", "disagg", "worker", "nixl"]
     subprocess.run(command, check=True, cwd=tmp_path)
+    # a package without kernels, first in the path
+    (tmp_path / "worker/engines/embedded").mkdir(parents=True)
+    for folder in ("worker", "worker/engines", "worker/engines/embedded"):
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "worker/engines/embedded/native.py").write_text("def unavailable(dtype):\n    return 'not built'\n")
+    environ = {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command[:2], "--native-kernels", "worker"], capture_output=True, text=True, env=environ)
+    assert (done.returncode, done.stderr) == (1, "check_image: no native kernels: not built\n")
     bare = environment_of({*closure(requirements(())), WORKER}, tmp_path / "bare")
     done = subprocess.run([bare, *command[1:]], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1

@@ -258,9 +258,8 @@ def test_prefill_and_decode_share_a_secret_that_no_manifest_holds(component: Com
 def test_the_readme_makes_the_secret_of_the_manifests() -> None:
     """It is made where nobody else sees it: not on a command line, and not in a file that stays."""
     lines = (FOLDER / "README.md").read_text().splitlines()
-    (made,) = (line for line in lines if "create secret generic" in line)
     ((name, key),) = SECRETS
-    assert f"create secret generic {name} " in made
+    (made,) = (line for line in lines if f"create secret generic {name} " in line)
     assert made.endswith(f"--from-file={key}=/dev/stdin")
     source = lines[lines.index(made) - 1].strip().removesuffix("|")
     done = subprocess.run(["bash", "-c", source], capture_output=True, check=True)

@@ -1,0 +1,51 @@
+"""`scripts/release --dry-run` and `scripts/build-image`, as a maintainer runs them: minutes
+each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from image_files import pins
+
+import worker
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
+
+
+def run(*command: str) -> str:
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DLW_VENV")}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environ, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_release_installs_and_passes_the_smoke_test(tmp_path: Path) -> None:
+    assert "smoke: Hello world!" in run("scripts/release", "--dry-run", "--output", str(tmp_path))
+    name = f"dynamo-logits-worker-{worker.__version__}"
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.search(r"manylinux", wheel.name)
+    sums = dict(reversed(line.split("  ")) for line in (tmp_path / f"{name}.sha256").read_text().splitlines())
+    files = {path.name for path in tmp_path.iterdir()} - {f"{name}.sha256"}
+    assert sums.keys() == files
+    for file, expected in sums.items():
+        assert hashlib.sha256((tmp_path / file).read_bytes()).hexdigest() == expected
+    bill = json.loads((tmp_path / f"{name}.cdx.json").read_text())
+    assert bill["metadata"]["component"]["name"] == "dynamo-logits-worker"
+    versions = {part["name"].lower(): part["version"].partition("+")[0] for part in bill["components"]}
+    assert versions["torch"] == pins()["torch"]
+    assert versions["ai-dynamo"] == pins()["ai-dynamo"]
+
+
+def test_an_image_is_built_and_passes_the_smoke_test() -> None:
+    """Needs root, buildah and, where no registry can be reached, debootstrap."""
+    assert "smoke: Hello world!" in run("scripts/build-image", "--tag", "localhost/dlw-test:1.4.2")
+    run("env", "STORAGE_DRIVER=vfs", "buildah", "rmi", "localhost/dlw-test:1.4.2")

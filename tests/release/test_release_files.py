@@ -1,0 +1,136 @@
+"""What a release is made of: the distributions have every file that the package needs, and version,
+changelog, licences and hooks agree with the checkout.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+from image_files import PROJECT, closure, pins, requirements, tomllib
+from packaging.utils import canonicalize_name
+
+import worker
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+PACKAGES = ("adapters", "worker")
+SETUP = "from setuptools import setup; setup()"
+
+
+def tracked(*folders: str) -> set[str]:
+    """Files that git has, relative to the root."""
+    done = subprocess.run(["git", "ls-files", *folders], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    return {name for name in done.stdout.splitlines() if (REPOSITORY / name).is_file()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout, without what was built in it."""
+    directory = tmp_path_factory.mktemp("release") / "source"
+    for name in tracked():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(REPOSITORY / name, directory / name)
+    return directory
+
+
+def run_setup(source: Path, *arguments: str) -> None:
+    subprocess.run([sys.executable, "-c", SETUP, "-q", *arguments], cwd=source, check=True, capture_output=True)
+
+
+def test_the_source_distribution_has_every_file_of_the_packages(source: Path, tmp_path: Path) -> None:
+    run_setup(source, "sdist", "--dist-dir", str(tmp_path))
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"dynamo_logits_worker-{worker.__version__}.tar.gz"
+    with tarfile.open(path) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    others = {"LICENSE", "README.md", "CHANGELOG.md", "SECURITY.md", "THIRD_PARTY_NOTICES.md", "constraints.txt"}
+    assert tracked(*PACKAGES) | others | {"pyproject.toml"} <= found
+    assert not any(name.endswith(".so") for name in found)
+
+
+def test_the_wheel_has_every_file_but_the_sources_in_c(source: Path, tmp_path: Path) -> None:
+    run_setup(source, "build_py", "--build-lib", str(tmp_path))
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {name for name in tracked(*PACKAGES) if not name.endswith((".c", ".h"))} <= found
+
+
+def test_every_source_in_c_is_named_by_the_modules_that_are_built() -> None:
+    modules = PYPROJECT["tool"]["setuptools"]["ext-modules"]
+    named = {name for module in modules for name in (*module["sources"], *module["depends"])}
+    assert named == {name for name in tracked("worker") if name.endswith((".c", ".h"))}
+    for module in modules:
+        flags = set(module["extra-compile-args"])
+        assert not flags & {"-march=native", "-mtune=native"}  # would run on the machine that built it alone
+
+
+def test_the_changelog_begins_with_the_version() -> None:
+    first = re.search(
+        r"^## \[(.+)\] - (unreleased|\d{4}-\d{2}-\d{2})$", (REPOSITORY / "CHANGELOG.md").read_text(), re.M
+    )
+    assert first is not None
+    assert first[1] == worker.__version__
+
+
+def test_every_distribution_that_is_installed_has_its_licence_in_the_notices() -> None:
+    text = (REPOSITORY / "THIRD_PARTY_NOTICES.md").read_text()
+    rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+) \|$", text, re.MULTILINE)
+    listed = {canonicalize_name(name): version for name, version, _ in rows if name != "distribution" and name != "---"}
+    assert listed == {name: pins()[name] for name in closure(requirements(("disagg", "nats", "otel"))) - {"setuptools"}}
+    assert set(PYPROJECT["project"]["license-files"]) == {"LICENSE", "THIRD_PARTY_NOTICES.md"}
+
+
+def test_the_notices_are_those_of_the_script() -> None:
+    script = [sys.executable, "scripts/notices.py"]
+    done = subprocess.run(script, cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    assert done.stdout == (REPOSITORY / "THIRD_PARTY_NOTICES.md").read_text()
+
+
+def test_the_default_model_is_in_the_notices() -> None:
+    from worker.models.default_model import _REQUIREMENT, DEFAULT_MODEL
+
+    text = (REPOSITORY / "THIRD_PARTY_NOTICES.md").read_text()
+    assert DEFAULT_MODEL in text
+    assert f"`{_REQUIREMENT.partition('==')[0]}`" in text
+
+
+def test_entry_points_lead_somewhere() -> None:
+    points = importlib.metadata.distribution(PROJECT["name"]).entry_points
+    names = {"dynamo-logits-worker", "dlw-batch"}
+    assert {each.name for each in points if each.group == "console_scripts"} == names == PROJECT["scripts"].keys()
+    for each in points:
+        assert each.load() is not None
+
+
+HOOKS = {
+    hook["id"]: hook
+    for repository in yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"]
+    for hook in repository["hooks"]
+}
+
+
+def test_hooks_fetch_nothing() -> None:
+    config = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())
+    assert [repository["repo"] for repository in config["repos"]] == ["local"]
+    assert {hook["language"] for hook in HOOKS.values()} <= {"system", "script"}
+    assert not any("additional_dependencies" in hook for hook in HOOKS.values())
+    assert os.access(REPOSITORY / HOOKS["check"]["entry"], os.X_OK)
+
+
+@pytest.mark.parametrize(("hook", "bad"), [("ruff-format", "x=1\n"), ("ruff-check", "import os\n")])
+def test_a_hook_refuses_what_ruff_does(hook: str, bad: str, tmp_path: Path) -> None:
+    for text, refused in (("x = 1\n", False), (bad, True)):
+        (tmp_path / "some.py").write_text(text)
+        command = [*shlex.split(HOOKS[hook]["entry"]), str(tmp_path / "some.py")]
+        environ = os.environ | {"DLW_VENV": sys.prefix}
+        done = subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True)
+        assert (done.returncode != 0) == refused
