@@ -1,0 +1,151 @@
+"""Every fenced block is checked for what it is: programs run, commands are read by the commands'
+own parsers, data by what reads it. CONTRIBUTING.md says what a fence's language stands for.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import documented_commands
+import httpx
+import openai
+import pytest
+import yaml
+from document_pages import BLOCKS, PAGES, ROOT, Block, prose_of
+from documented_commands import Command
+from documented_programs import PROGRAMS, RUN_ELSEWHERE, files_in, run_programs, taken_for_granted
+from served_tiny_model import CATALOG, ServedTinyModel, selection_of, sent_to_the_worker
+
+from adapters.catalog import Policy, parse_selection
+from worker.engines.embedded import Engine
+from worker.frontdoor.errors import Refused
+from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES
+from worker.sampling import SamplingParams
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+LANGUAGES = {"python", "py", "sh", "console", "json", "yaml", "toml", "text"}
+
+
+def blocks(*languages: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("block", [one for one in BLOCKS if one.language in languages], ids=str)
+
+
+def test_every_fence_names_its_language() -> None:
+    assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
+
+
+def test_programs_that_run_elsewhere_do() -> None:
+    for page, test in RUN_ELSEWHERE.items():
+        assert Path(page).name in (ROOT / test).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Engine:
+    return Engine(tiny_model, catalog=CATALOG)
+
+
+@pytest.fixture
+def names(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    with httpx.Client(transport=httpx.MockTransport(ServedTinyModel(engine))) as http, files_in(tmp_path, monkeypatch):
+        monkeypatch.setattr(openai, "OpenAI", partial(openai.OpenAI, http_client=http, max_retries=0))
+        yield taken_for_granted()
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_programs_run(page: str, names: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
+    run_programs(page, names, tiny_model, tmp_path)
+
+
+@blocks("py")
+def test_fragments_are_python(block: Block) -> None:
+    compile(block.text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@blocks("sh", "console")
+def test_commands_are_parsed(block: Block, engine: Engine) -> None:
+    found = documented_commands.commands_of(block)
+    assert found
+    for command in found:
+        documented_commands.check(command)
+        if command.arguments[0] == "curl":
+            check_request(command, block.text, engine)
+
+
+def check_request(command: Command, shown: str, engine: Engine) -> None:
+    """The front door and the engine would take the body, or refuse it as the page shows."""
+    (url,) = (one for one in command.arguments if one.startswith("http"))
+    path = httpx.URL(url).path
+    given = dict(zip(command.arguments, command.arguments[1:], strict=False))
+    if path not in TABLES:
+        assert path == "/v1/models"
+        return
+    try:
+        fields = sent_to_the_worker(path, given["-d"].encode())
+    except Refused as refused:
+        if refused.body().decode() not in shown.replace(" \n", " "):  # the page folds long lines
+            raise
+        return
+    check_selection(fields, engine)
+
+
+OWN_COMMAND = re.compile(
+    r"`((?:python -m (?:worker|adapters)|(?:\./)?(?:launch|scripts)/[\w.-]+|dlw-batch) [^`]*-[^`]*)`"
+)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_commands_in_the_text_are_parsed(page: str) -> None:
+    """Those with options; what a sentence leaves out may be given."""
+    for text in OWN_COMMAND.findall(prose_of(page)):
+        documented_commands.check(Command((*shlex.split(text), "..."), {}))
+
+
+@blocks("json")
+def test_json_is_what_reads_it_takes(block: Block, engine: Engine) -> None:
+    data = json.loads(block.text)
+    if "messages" in data or "prompt" in data:
+        path = CHAT if "messages" in data else COMPLETIONS
+        check_selection(sent_to_the_worker(path, json.dumps({"model": "m", **data}).encode()), engine)
+    elif "processors" in data and not {"engine", "request_id"} & set(data):
+        parse_selection(block.text)
+        check_processors(data["processors"], engine)
+    elif set(data) == {"name", "args"}:
+        check_processors([data], engine)
+
+
+def check_selection(fields: dict[str, Any], engine: Engine) -> None:
+    check_processors(selection_of(fields).get("processors", []), engine)
+
+
+def check_processors(processors: list[dict[str, Any]], engine: Engine) -> None:
+    """The engine would take them; of third parties' that are not here only the form is checked."""
+    known = [one for one in processors if one["name"] in CATALOG.names or "/" not in one["name"]]
+    engine.session.prepare(["Hello"], [SamplingParams(max_tokens=8)], [known])
+
+
+@blocks("yaml")
+def test_yaml_is_what_reads_it_takes(block: Block, tmp_path: Path) -> None:
+    data = yaml.safe_load(block.text)
+    if "models" in data:
+        key = tmp_path / "key"
+        key.write_text("7" * 32)
+        text = re.sub(r"/run/secrets/[\w.-]+", str(key), block.text)
+        (tmp_path / "policy.yaml").write_text(text, encoding="utf-8")
+        Policy.load(tmp_path / "policy.yaml", CATALOG, {})
+
+
+@blocks("toml")
+def test_toml_is_read(block: Block) -> None:
+    assert tomllib.loads(block.text)

@@ -1,0 +1,61 @@
+"""`examples/custom_processor`: the package installs, conforms and serves, and its page shows it."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from document_pages import ROOT, blocks_of
+
+from adapters.catalog import Catalog, CatalogError
+from adapters.testing import CHECKS
+from worker.engines.embedded import Engine
+from worker.sampling import SamplingParams
+
+pytest_plugins = ["pytester"]
+
+EXAMPLE = ROOT / "examples" / "custom_processor"
+NAME = "acme/digit_limit"
+
+
+def test_the_page_shows_the_files() -> None:
+    shown = [block.text for block in blocks_of("docs/custom-processor.md")]
+    for name in ("acme_processors.py", "test_acme_processors.py", "pyproject.toml"):
+        assert (EXAMPLE / name).read_text(encoding="utf-8") in shown, name
+
+
+def test_it_passes_the_conformance_kit(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("acme_processors.py", "test_acme_processors.py"):
+        shutil.copy(EXAMPLE / name, pytester.path)
+    monkeypatch.syspath_prepend(pytester.path)
+    result = pytester.runpytest_inprocess("-p", "adapters.testing.plugin", "-p", "no:asyncio", "--strict-markers")
+    result.assert_outcomes(passed=len(CHECKS))
+
+
+def test_it_installs_and_serves(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    shutil.copytree(EXAMPLE, source)
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*install, "--disable-pip-version-check", "--target", str(installed), str(source)], check=True)
+    with pytest.raises(CatalogError, match="no installed distribution offers"):
+        Catalog.load(allow=[NAME])
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.delitem(sys.modules, "acme_processors", raising=False)
+    catalog = Catalog.load(allow=[NAME])
+    assert Path(inspect.getfile(catalog[NAME].processor)).parent == installed
+
+    engine = Engine(tiny_model, catalog=catalog)
+    forced = {"name": "forced_prefix", "args": {"text": "1 2 3 4 5"}}
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    (free,) = engine.generate("Hello", params, progress=False, processors=[forced])
+    assert "5" in free.text
+    params = SamplingParams(max_tokens=200, temperature=2.0, seed=3, ignore_eos=True)
+    (limited,) = engine.generate("Hello", params, progress=False, processors=[{"name": NAME, "args": {"tokens": 2}}])
+    tokens = [engine.tokenizer.decode([token_id]) for token_id in limited.token_ids]
+    assert sum(any(letter.isdigit() for letter in text) for text in tokens) == 2
+    receipt = limited.outputs[0].receipt.as_json()
+    assert receipt["processors"][0]["tokens_masked"] > 0

@@ -1,0 +1,36 @@
+"""Links of README and documents resolve, and README fits into 100 columns."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from document_pages import PAGES, ROOT, prose_of, text_of
+
+MAX_COLUMNS = 100
+MAX_README_LINES = 260
+
+
+def anchors_of(page: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_relative_links_resolve(page: str) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (ROOT / page).parent / path if path else ROOT / page
+        if not linked.exists() or (anchor and anchor not in anchors_of(str(linked.resolve().relative_to(ROOT)))):
+            broken.append(target)
+    assert not broken
+
+
+def test_readme_is_short_and_fits_into_100_columns() -> None:
+    lines = text_of("README.md").splitlines()
+    assert [line for line in lines if len(line) > MAX_COLUMNS] == []
+    assert len(lines) <= MAX_README_LINES
