@@ -29,8 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from checkpoint import write_checkpoint
-from decode import HERE, Answer, peer
-from workload import Task
+from decode import Answer
+from workload import HERE, Task, peer
 
 REPORT = HERE / "results" / "neighbours.md"
 OURS, SPINNING, TRANSFORMERS, LLAMA = "ours", "ours, spinning as OpenMP does", "transformers", "llama.cpp"
