@@ -69,12 +69,20 @@ def http(url: str, body: Any = None, timeout_s: float = 30.0) -> tuple[int, str]
 
 
 class Process:
-    """One process of ours, its log in a file; ended by its pid."""
+    """One process of ours, its log in a file; ended by its pid.
 
-    def __init__(self, command: list[str], environ: Mapping[str, str], log: Path) -> None:
+    Args:
+        command: Program and arguments.
+        environ: The whole environment.
+        log: Where it writes.
+        warm: Fork Python from a process that has imported Dynamo, which read its variables for logs
+            and traces then.
+    """
+
+    def __init__(self, command: list[str], environ: Mapping[str, str], log: Path, *, warm: bool = True) -> None:
         self.log_path = log
         self.child: WarmProcess | subprocess.Popen[bytes]
-        if command[0] == sys.executable:
+        if warm and command[0] == sys.executable:
             self.child = WarmProcess(command[1:], environ, log)
         else:
             with log.open("wb") as output:
@@ -105,8 +113,10 @@ class Process:
 class Worker(Process):
     """A worker process with its system port."""
 
-    def __init__(self, command: list[str], environ: Mapping[str, str], log: Path, port: int) -> None:
-        super().__init__(command, environ, log)
+    def __init__(
+        self, command: list[str], environ: Mapping[str, str], log: Path, port: int, *, warm: bool = True
+    ) -> None:
+        super().__init__(command, environ, log, warm=warm)
         self.port = port
 
     def metric(self, name: str, **labels: str) -> float:
@@ -124,8 +134,9 @@ class Worker(Process):
 class Stack:
     """Processes that find each other in one directory."""
 
-    def __init__(self, directory: Path, model_path: Path) -> None:
+    def __init__(self, directory: Path, model_path: Path, *, warm: bool = True) -> None:
         self.directory = directory
+        self.warm = warm
         self.model_path = model_path
         self.http_port = free_port()
         self.url = f"http://127.0.0.1:{self.http_port}"
@@ -155,7 +166,9 @@ class Stack:
         meanwhile.
         """
         command = [sys.executable, "-m", "dynamo.frontend", "--http-port", str(self.http_port), *arguments]
-        frontend = Process(command, self.environ, self.directory / f"frontend{len(self._processes)}.log")
+        frontend = Process(
+            command, self.environ, self.directory / f"frontend{len(self._processes)}.log", warm=self.warm
+        )
         self._processes.append(frontend)
         self._coming_up = frontend
         return frontend
@@ -185,7 +198,7 @@ class Stack:
             command += ["--model-path", str(self.model_path)]
         port = int(environ.pop("DYN_SYSTEM_PORT", "0")) or free_port()
         log = self.directory / f"worker{len(self._processes)}.log"
-        worker = Worker(command, {**self.environ, "DYN_SYSTEM_PORT": str(port), **environ}, log, port)
+        worker = Worker(command, {**self.environ, "DYN_SYSTEM_PORT": str(port), **environ}, log, port, warm=self.warm)
         self._processes.append(worker)
         if wait:
             self.wait_registered(worker)
@@ -250,9 +263,10 @@ def _evidence(process: Process, url: str) -> str:
 
 
 @contextlib.contextmanager
-def running_stack(directory: Path, model_path: Path) -> Iterator[Stack]:
+def running_stack(directory: Path, model_path: Path, *, warm: bool = True) -> Iterator[Stack]:
+    """A stack whose processes are killed at the end."""
     directory.mkdir(parents=True, exist_ok=True)
-    stack = Stack(directory, model_path)
+    stack = Stack(directory, model_path, warm=warm)
     try:
         yield stack
     finally:

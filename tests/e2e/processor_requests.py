@@ -114,12 +114,17 @@ def chat(
     content: str = PROMPT,
     headers: Any = None,
     order: Sequence[str] = (),
+    speculation: bool = True,
     **body: Any,
 ) -> Reply:
     """A chat with ``processors`` in its annotation, none if there are none, and with ids as its
     log probabilities.
     """
-    selected = logits_processors(*processors, receipt=receipt, order=order) if processors or receipt or order else {}
+    selected = (
+        logits_processors(*processors, receipt=receipt, order=order, speculation=speculation)
+        if processors or receipt or order or not speculation
+        else {}
+    )
     fields = {"max_tokens": 16, "logprobs": True, "top_logprobs": 5, "return_tokens_as_token_ids": True}
     messages = [{"role": "user", "content": content}]
     body = {"messages": messages, "stream": stream, **fields, **selected, **body}

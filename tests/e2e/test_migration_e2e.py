@@ -13,6 +13,7 @@ import openai
 import pytest
 from e2e_stack import MODEL, Stack, Worker, running_stack, wait_for
 from front_door import Door
+from servers import EtcdServer, NatsServer
 
 from adapters.client import processor, selection
 
@@ -57,9 +58,9 @@ def pool(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
         yield stack
 
 
-def two_workers(stack: Stack) -> tuple[Worker, Worker]:
-    """Two that go on exactly."""
-    migration = ["--migration", "on", "--boundary-store", f"file:{stack.directory / 'boundaries'}"]
+def two_workers(stack: Stack, store: str | None = None) -> tuple[Worker, Worker]:
+    """Two that go on exactly, by default with a boundary store of files."""
+    migration = ["--migration", "on", "--boundary-store", store or f"file:{stack.directory / 'boundaries'}"]
     return stack.start_worker(*EXACT, *migration), stack.start_worker(*EXACT, *migration)
 
 
@@ -115,9 +116,21 @@ async def ask_all(stack: Stack, kills: Worker | None = None) -> dict[str, Reply]
     return dict(zip(asking, replies, strict=True))
 
 
+@pytest.fixture(params=["file", "nats", "etcd"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A boundary store, as ``--boundary-store`` takes it."""
+    if request.param == "file":
+        yield f"file:{tmp_path / 'boundaries'}"
+        return
+    server = NatsServer(tmp_path / "server") if request.param == "nats" else EtcdServer(tmp_path / "server")
+    server.start()
+    yield f"{request.param}:{server.url}"
+    server.kill()
+
+
 @pytest.mark.campaign
-async def test_a_worker_is_killed_and_every_answer_is_what_it_would_have_been(pool: Stack) -> None:
-    first, second = await asyncio.to_thread(two_workers, pool)
+async def test_a_worker_is_killed_and_every_answer_is_what_it_would_have_been(pool: Stack, store: str) -> None:
+    first, second = await asyncio.to_thread(two_workers, pool, store)
     expected = await ask_all(pool)
     found = await ask_all(pool, kills=first)
     wrong = [name for name in expected if found[name].same() != expected[name].same()]

@@ -485,7 +485,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "not JSON": (annotation('{"version": 1,}'), "logits_processors: is not JSON: "),
     "twice a key": (annotation('{"version": 1, "version": 1}'), 'the key "version" occurs twice in one object'),
     "NaN": (annotation('{"version": NaN}'), "logits_processors: NaN is not JSON"),
-    "huge": (annotation('{"version": 1e999}'), 'logits_processors: the number "1e999" is out of range'),
+    "huge": (annotation('{"version": 1e999}'), "logits_processors: the number 1e999 is out of range"),
     "nested": (annotation('{"version": ' + "[" * 30_000 + "]" * 30_000 + "}"), "is nested more than 32 deep"),
     "misspelt": ({"nvext": {"annotations": ["logit_processors:{}"]}}, "annotations: 'logit_processors' is not known"),
     "old deadline form": (

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import time
 
 import openai
 import pytest
 from e2e_stack import DYNAMO, MODEL, Stack, free_port, http, wait_for
+
+from worker.runtimes.file_discovery import CHECK_S
 
 
 def test_a_request_that_fails_in_the_middle_is_an_error(stack: Stack) -> None:
@@ -39,6 +42,22 @@ def test_overload_leaves_the_worker_in_rotation(stack: Stack) -> None:
         assert status == (500 if DYNAMO < (1, 6) else 529)
         assert stack.post("completions", prompt="z", max_tokens=4)[0] == 200
     assert worker.metric("dlw_requests_total", outcome="overloaded") == 3
+
+
+def test_a_worker_whose_entries_expired_registers_again(stack: Stack) -> None:
+    """As after a stop of more than 10 s. SIGTERM still ends it for good."""
+    stack.start_frontend()
+    worker = stack.start_worker(scripted=True)
+    assert stack.post("completions", prompt="z", max_tokens=4)[0] == 200
+    time.sleep(3 * CHECK_S)  # it has seen its entries by then
+    for path in (stack.directory / "discovery").glob("v1/*/*"):
+        path.unlink()
+    wait_for(lambda: stack.post("completions", prompt="z", max_tokens=4)[0] != 200, "the frontend to forget it")
+    wait_for(lambda: stack.post("completions", prompt="z", max_tokens=4)[0] == 200, "an answer")
+    assert worker.running
+    worker.signal(signal.SIGTERM)
+    assert worker.wait(30) == 0
+    assert stack.registered() == []
 
 
 def test_unknown_errors_end_their_request_until_there_are_too_many(stack: Stack) -> None:

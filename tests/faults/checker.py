@@ -46,7 +46,8 @@ class Reference:
 
 def problems(record: Record, expected: Expected, max_gap_s: float | None = None) -> list[str]:
     """What is wrong with an answer that should have been right."""
-    found = [f"error: {error}" for error in record.errors]
+    after_s = (record.ended_s or time.monotonic()) - record.sent_s
+    found = [f"error after {after_s:.2f} s (status {record.status}): {error}" for error in record.errors]
     if record.ended_s is None:
         found.append(f"never ended; {len(record.token_ids)} of {record.num_tokens} tokens came")
     if record.finish_reasons != ["length"]:
