@@ -1,4 +1,5 @@
-"""``python -m worker``: check, load, serve, drain; with ``replay`` or ``inspect`` first, those.
+"""``python -m worker``: check, load, serve, drain; with ``replay``, ``inspect`` or ``quantize``
+first, those.
 
 Exit 0 after a clean drain, 2 for configuration, 1 for the rest.
 """
@@ -31,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from worker.inspect import main as inspect  # imports torch
 
         return inspect(argv[1:])
+    if list(argv[:1]) == ["quantize"]:
+        from worker.quantize import main as quantize  # imports torch
+
+        return quantize(argv[1:])
     try:
         built = build(argv)
     except ConfigurationError as error:

@@ -196,6 +196,13 @@ class Arguments:
         choices=("auto", "native", "native-avx512", "native-avx2", "native-generic", "torch"),
         engine=True,
     )
+    quantization: str = _option(
+        "auto",
+        "What weights are held in on a CPU: int8 or int4 (docs/models.md), none (dequantised, if it is quantised), or "
+        "auto: as the model has them.",
+        choices=("auto", "none", "int8", "int4"),
+        engine=True,
+    )
     max_num_seqs: int = _option(64, "Requests decoded in one step at most.", parse=_positive, engine=True)
     max_num_batched_tokens: int = _option(
         1024, "Token budget of a step; at least max-num-seqs.", parse=_positive, engine=True
@@ -416,7 +423,7 @@ class Arguments:
         parse=_positive,
     )
     metrics_port: int = _option(
-        0, "With --runtime nats: port of the Prometheus metrics; 0 serves none.", parse=_not_negative
+        0, "With --runtime nats: port of /metrics, /live and /health; 0 serves none.", parse=_not_negative
     )
     metrics_host: str = _option("127.0.0.1", "Address of --metrics-port.")
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
@@ -587,7 +594,10 @@ def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
 
 _ONLY = {
     "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors"),
-    "embedded": ("numerics", "kernels", "kv_cache_memory", "max_mixed_chunk", "speculative_config", "step_timeout_s"),
+    "embedded": (
+        *("numerics", "kernels", "quantization", "kv_cache_memory", "max_mixed_chunk", "speculative_config"),
+        "step_timeout_s",
+    ),
 }
 """Options that one engine alone honours."""
 
