@@ -116,6 +116,7 @@ def test_kill_of_the_frontend_frees_its_requests(stack: Stack) -> None:
         assert worker.metric("dlw_in_flight_requests") == 1
         frontend.signal(signal.SIGKILL)
         wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "request freed", 10)
+    frontend.wait()  # its port is free
     stack.start_frontend()
     assert wait_for(lambda: stack.post("completions", prompt="z", max_tokens=4)[0] == 200, "serving again", 30)
     assert worker.running

@@ -31,8 +31,8 @@ watch
 """
 
 WORKER = """#!/usr/bin/env bash
-echo "worker $$: ${#DLW_POOL_SECRET} characters, $*"
 trap 'exit 0' TERM
+echo "worker $$: ${#DLW_POOL_SECRET} characters, $*"
 sleep 60 &
 wait
 """

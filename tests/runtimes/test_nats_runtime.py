@@ -260,16 +260,19 @@ async def test_two_workers_share_the_queue_group_and_one_leaves(nats_server: Nat
         await connected(nats_server.url, "shared") as client,
     ):
         await asyncio.gather(*(client.generate(**GREEDY) for _ in range(24)))
+        await idle(first)
+        await idle(second)
         counts = [
             each.server.metrics.registry.get_sample_value("dlw_requests_total", {"outcome": "length"})
             for each in (first, second)
         ]
         assert sum(count or 0 for count in counts) == 24
         assert all(counts)
-        long = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 200, "ignore_eos": True}}
-        under_way = [asyncio.create_task(client.generate(retries=0, **long)) for _ in range(8)]
-        while not len(first.server.in_flight):
-            await asyncio.sleep(0.005)
+        long = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 400, "ignore_eos": True}}
+        under_way = []
+        while not len(first.server.in_flight):  # the server draws a worker for each request
+            under_way.append(asyncio.create_task(client.generate(retries=0, **long)))
+            await asyncio.sleep(0.01)
         first.shut_down()  # drains: what it has finishes
         answers = [await each for each in under_way]
         assert len({tuple(each.choices[0].token_ids) for each in answers}) == 1
