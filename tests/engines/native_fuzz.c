@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "vector.h"
+#include "kv_rows.h"
 
 void rms_norm(const element *, int64_t, int64_t, const element *, float, element *, int32_t);
 int32_t linear(const element *, int64_t, int64_t, const element *, int64_t, const element *, int32_t, const element *,
@@ -16,10 +16,10 @@ int32_t quantised_linear(const void *, int32_t, int64_t, int64_t, const void *, 
                          int32_t);
 #endif
 void rotate_and_store(const element *, int64_t, int64_t, int64_t, int64_t, const element *, const element *,
-                      const element *, const element *, float, element *, element *, element *, int64_t,
+                      const element *, const element *, float, element *, char *, char *, int32_t, int64_t,
                       const int64_t *, const int64_t *, int32_t);
-void attend(const element *, int64_t, element *, const element *, const element *, int64_t, int64_t, int64_t, int64_t,
-            const int64_t *, const int64_t *, int64_t, int64_t, float, float, int32_t);
+void attend(const element *, int64_t, element *, const char *, const char *, int32_t, int64_t, int64_t, int64_t,
+            int64_t, const int64_t *, const int64_t *, int64_t, int64_t, float, float, int32_t);
 
 static uint64_t state = 1;
 
@@ -53,11 +53,17 @@ static uint64_t digest = 14695981039346656037u;
 
 /* FNV-1a of all results so far. */
 static void
+add_bytes_to_digest(const void *results, int64_t count)
+{
+    const unsigned char *bytes = results;
+    for (int64_t i = 0; i < count; i++)
+        digest = (digest ^ bytes[i]) * 1099511628211u;
+}
+
+static void
 add_to_digest(const element *results, int64_t count)
 {
-    const unsigned char *bytes = (const unsigned char *)results;
-    for (int64_t i = 0; i < count * (int64_t)sizeof *results; i++)
-        digest = (digest ^ bytes[i]) * 1099511628211u;
+    add_bytes_to_digest(results, count * (int64_t)sizeof *results);
 }
 
 static void
@@ -113,16 +119,30 @@ fuzz_quantised(void)
     const int32_t epilogue = (int32_t)below(4), threads = (int32_t)(1 + below(2));
     quantised_linear(x, is_bfloat16, rows, inner, codes, bits, group, scale, has_offsets ? offset : NULL, is_half,
                      -8.0f, columns, has_bias ? bias : NULL, epilogue, other, y, is_unrounded, threads);
-    for (int64_t i = 0; i < rows * columns * size; i++)
-        digest = (digest ^ ((unsigned char *)y)[i]) * 1099511628211u;
+    add_bytes_to_digest(y, rows * columns * size);
     void *const all[] = {codes, scale, offset, x, bias, other, y};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
 }
 #endif
 
+/* Rows of the KV cache. */
+static char *
+some_rows(int64_t count, int64_t width, int32_t is_int8)
+{
+    const int64_t bytes = kv_row_bytes(width, is_int8);
+    element *elements = some(count * width);
+    if (!is_int8)
+        return (char *)elements;
+    char *rows = malloc(count * bytes);
+    for (int64_t i = 0; i < count; i++)
+        quantise_row(elements + i * width, width, rows + i * bytes);
+    free(elements);
+    return rows;
+}
+
 static void
-fuzz_attention(void)
+fuzz_attention(int32_t is_int8)
 {
     const int64_t kv_heads = 1 + below(2), group = 1 + below(3), heads = kv_heads * group;
     const int64_t width = ONE_OF(2, 6, 30, 34, 64), window = ONE_OF(0, 1, 20), threads = 1 + below(2);
@@ -132,7 +152,8 @@ fuzz_attention(void)
     const int64_t tile[4] = {0, count, start, 0};
     element *qkv = some(tokens * (heads + 2 * kv_heads) * width), *query = some(tokens * heads * width);
     element *cosine = some(tokens * width), *sine = some(tokens * width), *norm = some(width);
-    element *keys = some(pages * kv_heads * size * width), *values = some(pages * kv_heads * size * width);
+    char *keys = some_rows(pages * kv_heads * size, width, is_int8);
+    char *values = some_rows(pages * kv_heads * size, width, is_int8);
     element *y = some(count * heads * width);
     int64_t *table = malloc(pages * sizeof *table), *page = malloc(tokens * sizeof *page);
     int64_t *slot = malloc(tokens * sizeof *slot);
@@ -143,11 +164,11 @@ fuzz_attention(void)
         slot[i] = i % size;
     }
     rotate_and_store(qkv, tokens, heads, kv_heads, width, cosine, sine, has_norm ? norm : NULL, norm, 1e-6f, query,
-                     keys, values, size, page, slot, 1);
-    attend(query, heads * width, y, keys, values, kv_heads, group, width, size, table, tile, 1, window, 0.2f,
+                     keys, values, is_int8, size, page, slot, 1);
+    attend(query, heads * width, y, keys, values, is_int8, kv_heads, group, width, size, table, tile, 1, window, 0.2f,
            has_softcap ? 5.0f : 0.0f, (int32_t)threads);
     add_to_digest(query, tokens * heads * width);
-    add_to_digest(keys, pages * kv_heads * size * width);
+    add_bytes_to_digest(keys, pages * kv_heads * size * kv_row_bytes(width, is_int8));
     add_to_digest(y, count * heads * width);
     void *const all[] = {qkv, query, cosine, sine, norm, keys, values, y, table, page, slot};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
@@ -160,7 +181,8 @@ main(int count, char **arguments)
     const int rounds = count > 1 ? atoi(arguments[1]) : 100;
     for (int i = 0; i < rounds; i++) {
         fuzz_linear();
-        fuzz_attention();
+        fuzz_attention(0);
+        fuzz_attention(1);
 #ifdef FLOAT32
         fuzz_quantised();
 #endif
