@@ -129,7 +129,8 @@ def _is_invariant(backend: AttentionBackend, sizes: AttentionSizes, num_threads:
     query, key, value = randn(sizes.heads), randn(sizes.kv_heads), randn(sizes.kv_heads)
     width, dtype = row_shape(sizes.head_dim, sizes.dtype, sizes.int8_rows)
     shape = (8, sizes.kv_heads, page_size, width)
-    store = KvStore(*([torch.zeros(shape, dtype=dtype)] for _ in range(2)), sizes.int8_rows)
+    keys, values = ([torch.zeros(shape, dtype=dtype)] for _ in range(2))
+    store = KvStore(keys, values, sizes.int8_rows)
 
     def attend(sequences: list[SequenceSlice]) -> torch.Tensor:
         positions = torch.cat([torch.arange(sequence.start, sequence.stop) for sequence in sequences])
