@@ -17,6 +17,8 @@ from random_checkpoints import EVERY_TYPE
 from speculation_runs import PLAIN, Repeating, outcome
 
 from worker.__main__ import main
+from worker.arguments import parse_arguments
+from worker.build import embedded_config
 from worker.engines import KeepKv, ReadKv, TokenDelta
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Engine, Request, native
 from worker.engines.embedded.admission import admit
@@ -169,6 +171,11 @@ def test_the_log_at_start_says_so(checkpoints: dict[str, Path], caplog: pytest.L
         load(checkpoints["llama"], kv_cache_dtype="auto", dtype="bfloat16")
     lines = [line for line in caplog.messages if line.startswith("numerics: ")]
     assert [line.rpartition("; ")[2] for line in lines] == ["KV cache: int8", "KV cache: bfloat16"]
+
+
+def test_the_variable_reaches_the_engine() -> None:
+    arguments = parse_arguments(["--model-path", "x"], {"WORKER_KV_CACHE_DTYPE": "int8"})
+    assert embedded_config(arguments).kv_cache_dtype == "int8"
 
 
 def test_a_dtype_that_is_unknown() -> None:
