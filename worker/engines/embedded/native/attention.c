@@ -51,7 +51,7 @@ typedef struct {
     float peak[TOGETHER], sum[TOGETHER];
 } queries_t;
 
-/* The elements of `count` rows: where they lie, or in `elements`, if they are in int8. As many rows of the next block are
+/* The elements of `count` rows: where they lie or, of rows in int8, in `elements`. As many rows of the next block are
  * prefetched, which lies behind this one unless its page ends.
  */
 static inline const element *
