@@ -22,7 +22,7 @@ FLAGS = {
     "generic": [],
 }
 ROUNDS = 60
-DIGESTS = {torch.bfloat16: "06a9c640af72f0aa", torch.float32: "af946632e44eed8f"}
+DIGESTS = {torch.bfloat16: "f6bccd8c3159aba5", torch.float32: "bf07fccbf31b26dc"}
 """Of all results, as AVX-512 in float32, AVX2 and plain C on x86-64 have them."""
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from worker.engines.embedded.kv_cache import SequenceSlice
 
-_VERSION = 4
+_VERSION = 5
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 PATHS = ("avx512", "avx2", "generic")
@@ -172,7 +172,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         *(_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _INT32, _INT64, _INT64, _INT64, _INT64),
         *(_POINTER, _POINTER, _INT64, _INT64, _FLOAT, _FLOAT, _INT32),
     ]
-    for answer in (library.linear, library.kernels_have_fma, library.kernels_sum_in_order):
+    library.decoder_layers.argtypes = [_POINTER, _POINTER, _INT64, _POINTER]
+    for answer in (
+        *(library.linear, library.decoder_layers),
+        *(library.kernels_have_fma, library.kernels_sum_in_order),
+    ):
         answer.restype = _INT32
     if hasattr(library, "quantised_linear"):  # in those of float32
         library.quantised_linear.argtypes = [

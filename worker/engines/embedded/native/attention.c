@@ -7,20 +7,14 @@
  *
  * Keys and values in int8 are dequantised block by block: the result has the bits of attention over their elements.
  */
+#include "kernels.h"
 #include "kv_rows.h"
 #include "panels.h"
 
 enum {
     KEYS = 64,     /* of a block */
-    TOGETHER = 64, /* queries that share a block once it is packed into panels; the caller's tiles have no more */
+    TOGETHER = 64, /* queries of a tile at most, which share a block once it is packed into panels */
 };
-
-/* A query tile: consecutive tokens of one sequence; the heads that share keys make up to TOGETHER queries. */
-typedef struct {
-    int64_t first, count; /* tokens of the step */
-    int64_t position;     /* of the first one in its sequence */
-    int64_t pages;        /* where the sequence's pages begin in the page table */
-} tile_t;
 
 typedef struct {
     const element *query; /* [tokens] with this stride, [kv_heads * group, width] */

@@ -1,4 +1,5 @@
 /* Row-wise operations: RMSNorm, RoPE, and writing keys and values to the paged KV cache. */
+#include "kernels.h"
 #include "kv_rows.h"
 
 enum { FEW = 64 }; /* tokens up to which one thread is faster than several */
