@@ -130,7 +130,7 @@ class Client(Protocol):
     """Whom an answer goes to."""
 
     def received(self, data: bytes) -> None:
-        """Bytes of the answer."""
+        """Bytes of the answer. It may abort the connection."""
 
     def answered(self, closes: bool) -> None:
         """The answer is complete; ``closes``: its end is that of the connection."""
@@ -186,6 +186,8 @@ class UpstreamConnection(WaitingProtocol):
             self._fail(str(error))
             return
         client.received(data)
+        if self._client is None:
+            return  # the client could not read it, and has aborted
         if not self._begun:
             self._begun = True
             self._acknowledge_at_once()
