@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn, cast
 
 import uvloop
 from serve import _free_port, processor
@@ -36,7 +37,7 @@ from serve import _free_port, processor
 HERE = Path(__file__).resolve().parent
 REPORT = HERE / "results" / "front_door.md"
 DOOR, RELAY = "front door", "relay"
-START_TIMEOUT_S = 120
+START_TIMEOUT_S, TIMEOUT_S = 120, 30
 SETTLE_S = 0.005
 """For what a server still does when everything has been read."""
 
@@ -104,8 +105,7 @@ class Relay(asyncio.Protocol):
         self._idle = idle
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self._idle:
@@ -131,8 +131,7 @@ class RelayedTo(asyncio.Protocol):
         self.client: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self.client.write(data)
@@ -217,7 +216,7 @@ def measure(server: Server, num_streams: int, num_events: int) -> Cost:
     begun = server.cpu_s()
     clients = []
     for _ in range(num_streams):
-        clients.append(socket.create_connection(("127.0.0.1", server.port)))
+        clients.append(socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S))
         clients[-1].sendall(REQUEST)
     asked = _asked(server, num_streams)
     _pass_on(HEAD, asked, clients)
@@ -247,7 +246,7 @@ def _asked(server: Server, count: int) -> list[socket.socket]:
         poll.register(number, select.POLLIN)
     asked: list[socket.socket] = []
     while len(asked) < count:
-        for number, _ in poll.poll():
+        for number, _ in poll.poll(TIMEOUT_S * 1000) or _stuck():
             if waiting[number] is server.listener:
                 connection, _ = server.listener.accept()
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -259,6 +258,10 @@ def _asked(server: Server, count: int) -> list[socket.socket]:
                 asked.append(waiting[number])
                 poll.unregister(number)
     return asked
+
+
+def _stuck() -> NoReturn:
+    raise SystemExit("front_door: a server does not pass on its requests")
 
 
 def _pass_on(data: bytes, frontends: Sequence[socket.socket], clients: Sequence[socket.socket]) -> None:
