@@ -356,6 +356,36 @@ async def test_each_event_on_a_kept_connection_is_acknowledged_at_once() -> None
         assert frontend.connections == [3]
 
 
+class Acknowledged:
+    """A socket that notes what is set."""
+
+    def __init__(self) -> None:
+        self.options: list[tuple[int, int, int]] = []
+
+    def setsockopt(self, *option: int) -> None:
+        self.options.append(option)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(QUICK_ACK is None, reason="TCP_QUICKACK is an option of Linux")
+async def test_acknowledgements_are_asked_for_where_the_kernel_would_delay_them() -> None:
+    """For the beginning of an answer, and for what may be a full segment, but not per event."""
+    taken: list[bytes] = []
+
+    class Taker:
+        def received(self, data: bytes) -> None:
+            taken.append(data)
+
+    connection, noted = UpstreamConnection(), Acknowledged()
+    connection.socket = noted  # type: ignore[assignment]
+    for _ in range(2):
+        connection.begin(Taker(), AnswerEnd(), b"")  # type: ignore[arg-type]
+        for data, num_asked in ((STREAM_HEAD, 1), (chunked(b"a" * 200), 1), (chunked(b"a" * 600), 2)):
+            connection.data_received(data)
+            assert noted.options == [(socket.IPPROTO_TCP, QUICK_ACK, 1)] * num_asked
+        noted.options.clear()
+    assert len(taken) == 6
+
+
 async def test_a_kept_connection_that_was_closed_costs_a_second_attempt() -> None:
     async with keeping(say_ok) as (at, frontend):
         await at.ask(post())

@@ -34,6 +34,11 @@ MAX_IDLE = 256
 QUICK_ACK: int | None = getattr(socket, "TCP_QUICKACK", None)
 """A socket option of Linux."""
 
+FULL_SEGMENT = 512
+"""Bytes that the kernel may take for a full segment; it may wait for a second one, to acknowledge
+both.
+"""
+
 
 class NoUpstream(Exception):
     """No frontend can be reached."""
@@ -130,7 +135,7 @@ class Client(Protocol):
     """Whom an answer goes to."""
 
     def received(self, data: bytes) -> None:
-        """Bytes of the answer. It may abort the connection."""
+        """Bytes of the answer. It may end the connection."""
 
     def answered(self, closes: bool) -> None:
         """The answer is complete; ``closes``: its end is that of the connection."""
@@ -185,22 +190,20 @@ class UpstreamConnection(WaitingProtocol):
         except BadAnswer as error:
             self._fail(str(error))
             return
-        client.received(data)
-        if self._client is None:
-            return  # the client could not read it, and has aborted
-        if not self._begun:
+        if not self._begun or len(data) >= FULL_SEGMENT:
             self._begun = True
-            self._acknowledge_at_once()
-        if self._end.complete:
+            self._acknowledge()
+        client.received(data)
+        if self._end.complete and self._client is not None:  # it may have given up what it cannot read
             self._finish()
 
-    def _acknowledge_at_once(self) -> None:
-        """Have all of this answer acknowledged as soon as it is read.
+    def _acknowledge(self) -> None:
+        """Acknowledge at once what has come, and what comes.
 
         Dynamo's frontend leaves Nagle's algorithm on: it holds a small event back until the one
-        before is acknowledged, for which a connection in use takes its 40 ms of delay. The kernel
-        takes a connection that has sent something to be in use; it has sent its request, and
-        nothing more until the answer has ended.
+        before is acknowledged. The kernel does that when the event is read, except that it takes a
+        connection that has sent something, as a request, to be in use both ways, and delays each
+        acknowledgement by 40 ms. This ends that, until the next request is sent.
         """
         if QUICK_ACK is not None:
             self.socket.setsockopt(socket.IPPROTO_TCP, QUICK_ACK, 1)
