@@ -187,7 +187,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._begun = True
         client.received(data)
-        if self._end.complete:
+        if self._end.complete and self._client is client:  # which may have ended it
             self._finish()
 
     def _acknowledge(self) -> None:
