@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from e2e_stack import MODEL, Process, Stack, Worker, free_port, http, running_stack, wait_for
+from e2e_stack import MODEL, Process, Stack, Worker, http, running_stack, wait_for
 from front_door import Door
+from ports import free_port
 
 from adapters.catalog import Catalog
 from adapters.client import logits_processors, processor

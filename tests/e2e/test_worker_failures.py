@@ -9,7 +9,8 @@ import time
 
 import openai
 import pytest
-from e2e_stack import DYNAMO, MODEL, Stack, free_port, http, wait_for
+from e2e_stack import DYNAMO, MODEL, Stack, http, wait_for
+from ports import free_port
 
 from worker.runtimes.file_discovery import CHECK_S
 

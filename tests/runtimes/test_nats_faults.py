@@ -19,7 +19,8 @@ from typing import Any
 import nkeys
 import pytest
 from nats_workers import EXACT, connected, running
-from servers import NatsServer, free_ports
+from ports import free_port
+from servers import NatsServer
 from warm_start import WarmProcess
 
 from worker.errors import StartupError
@@ -89,7 +90,7 @@ async def test_a_worker_process_drains_at_sigterm_and_its_death_is_noticed(
     nats_server: NatsServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    (port,) = free_ports(1)
+    port = free_port()
     first = worker_process(tiny_model, nats_server.url, log, "--metrics-port", str(port))
     second = None
     try:
@@ -202,7 +203,7 @@ def _make_certificate(directory: Path) -> None:
 
 
 async def test_the_blocking_client_and_metrics(nats_server: NatsServer, tiny_model: Path) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
 
     def use() -> tuple[list[int], list[int], str]:
         with BlockingWorkerClient("blocking", options=ConnectionOptions(url=nats_server.url)) as client:
@@ -218,7 +219,7 @@ async def test_the_blocking_client_and_metrics(nats_server: NatsServer, tiny_mod
 
 
 async def test_probes_say_what_is_wrong(own_server: NatsServer, tiny_model: Path) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     get = partial(probe, port)
     async with running(tiny_model, own_server.url, "probed", "--metrics-port", str(port)) as worker:
         assert await asyncio.to_thread(get, "/live") == (200, "ok\n")
@@ -248,7 +249,7 @@ async def test_a_port_that_is_taken(nats_server: NatsServer, tiny_model: Path) -
 
 
 async def test_no_message_has_the_password(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     url = f"nats://user:secret@127.0.0.1:{port},nats://token@127.0.0.1:{port}"
     with pytest.raises(StartupError, match="cannot connect to NATS at") as raised:
         await connect(ConnectionOptions(url=url), "test")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from servers import EtcdServer, NatsServer, ServerProcess, free_ports
+from ports import free_port
+from servers import EtcdServer, NatsServer, ServerProcess
 
 from worker.errors import StartupError
 from worker.migration.etcd_store import EtcdStore
@@ -128,7 +129,7 @@ async def test_a_store_that_died_says_so_and_works_again_when_it_is_back(
 @pytest.mark.parametrize("kind", ["nats", "etcd"])
 async def test_a_store_may_come_up_after_its_clients(kind: str, tmp_path: Path) -> None:
     server = SERVERS[kind](tmp_path)
-    (server.port,) = free_ports(1)
+    server.port = free_port()
     store = make_store(address(server))
     await store.open()
     with pytest.raises((StoreError, asyncio.TimeoutError)):

@@ -329,7 +329,7 @@ async def two_choices(upstreams: Upstreams) -> tuple[Recorder, Choices]:
 
 async def test_a_choice_that_connects_behind_an_error_is_not_asked_for() -> None:
     upstreams = Upstreams()
-    client, choices = await two_choices(upstreams)
+    client, _ = await two_choices(upstreams)
     refused = json_answer({"error": {"message": "busy"}}, b"503 Service Unavailable")
     upstreams.transports[0].connection.data_received(refused[:-5])
     upstreams.may_connect[1].set()
@@ -344,7 +344,7 @@ async def test_a_choice_that_connects_behind_an_error_is_not_asked_for() -> None
 
 async def test_a_choice_that_connects_while_the_client_does_not_read_waits() -> None:
     upstreams = Upstreams()
-    client, choices = await two_choices(upstreams)
+    _, choices = await two_choices(upstreams)
     choices.pause()
     upstreams.may_connect[1].set()
     while len(upstreams.transports) < 2 or not upstreams.transports[1].written:
