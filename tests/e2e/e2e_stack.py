@@ -244,6 +244,26 @@ class Stack:
             process.end()
 
 
+async def leave_until_cancelled(client: openai.AsyncOpenAI, worker: Worker) -> None:
+    """Close streams after their first event, until the worker has counted one as cancelled.
+
+    On a busy machine an answer may be complete before.
+    """
+
+    def cancelled() -> float:
+        return worker.metric("dlw_requests_total", outcome="cancelled")
+
+    before = cancelled()
+    while cancelled() == before:
+        stream = await client.completions.create(
+            model=MODEL, prompt="Once", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for _ in stream:
+            break
+        await stream.close()
+        wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "slot freed")
+
+
 def _evidence(process: Process, url: str) -> str:
     status, text = http(f"{url}/metrics", timeout_s=2)
     found = (line for line in text.splitlines() if line.startswith(("dlw_", "dynamo_")) and "_bucket" not in line)
