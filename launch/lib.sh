@@ -144,8 +144,16 @@ start_frontend() {
         --upstream "$frontend_url" --body-limit-mib "$DYN_HTTP_BODY_LIMIT_MB" -- "${script_arguments[@]}"
 }
 
+# A port that nobody listens on, and that the kernel does not give to a connection before the frontend takes it.
 free_port() {
-    "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+    "$python" -c '
+import contextlib, random, socket
+for port in random.sample(range(10_000, 32_000), 1000):
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        print(port)
+        break
+'
 }
 
 start_worker() {

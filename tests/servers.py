@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+
+from ports import free_port
 
 START_S = 30.0
 
@@ -97,7 +98,7 @@ class NatsServer(ServerProcess):
         if config:
             (directory / "nats.conf").write_text(config)
             self._arguments += ["-c", str(directory / "nats.conf")]
-        self.port = -1  # the first time, any; then again the same
+        self.port = free_port()
 
     def command(self) -> list[str]:
         for old in self.directory.glob("nats-server_*.ports"):
@@ -128,7 +129,7 @@ class EtcdServer(ServerProcess):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.port, self._peer_port = free_ports(2)
+        self.port, self._peer_port = free_port(), free_port()
 
     @property
     def url(self) -> str:
@@ -153,15 +154,3 @@ class EtcdServer(ServerProcess):
                 return json.loads(reply.read()).get("health") == "true"
         except (OSError, ValueError):
             return False
-
-
-def free_ports(number: int) -> list[int]:
-    """Of loopback, all different."""
-    sockets = [socket.socket() for _ in range(number)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from ports import free_port
 from warm_start import WarmProcess
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -31,15 +30,6 @@ STAND_IN = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests/trtllm_standin"}
 
 DYNAMO = tuple(int(part) for part in version("ai-dynamo").split(".")[:2])
 """(1, 4) or (1, 6): what a client sees of an error differs."""
-
-
-def free_port() -> int:
-    """Below 32768: ai-dynamo 1.4.2 reads its system port as a signed 16-bit number."""
-    while True:
-        port = random.randrange(12_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def wait_for(condition: Any, what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
@@ -252,6 +242,26 @@ class Stack:
             client.close()
         for process in reversed(self._processes):
             process.end()
+
+
+async def leave_until_cancelled(client: openai.AsyncOpenAI, worker: Worker) -> None:
+    """Close streams after their first event, until the worker has counted one as cancelled.
+
+    On a busy machine an answer may be complete before.
+    """
+
+    def cancelled() -> float:
+        return worker.metric("dlw_requests_total", outcome="cancelled")
+
+    before = cancelled()
+    while cancelled() == before:
+        stream = await client.completions.create(
+            model=MODEL, prompt="Once", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for _ in stream:
+            break
+        await stream.close()
+        wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "slot freed")
 
 
 def _evidence(process: Process, url: str) -> str:

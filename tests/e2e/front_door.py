@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 import openai
-from e2e_stack import MODEL, Process, Stack, free_port, http, wait_for
+from e2e_stack import MODEL, Process, Stack, http, wait_for
+from ports import free_port
 
 
 class Door(Process):

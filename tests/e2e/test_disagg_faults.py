@@ -312,8 +312,9 @@ def test_prefill_dies_after_it_was_read(mortals: Mortals, reference: Reference) 
     prompt = prompt_of(63)
     asking = Asking(mortals.stack, prompt, LONG_ANSWER)
     wait_for(lambda: decode.metric("dlw_kv_transfers_total", outcome="received") == received + 1, "the KV")
-    prefill.end()
     assert decode.metric("dlw_in_flight_requests") == 1
+    with stopped(decode):
+        prefill.end()
     reply = asking.reply()
     assert reply.token_ids == reference.answer(prompt, LONG_ANSWER), reply.text
     settled(mortals.stack)

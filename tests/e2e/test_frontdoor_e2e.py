@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from e2e_stack import MODEL, Process, Stack, Worker, free_port, http, running_stack, wait_for
+from e2e_stack import MODEL, Process, Stack, Worker, http, leave_until_cancelled, running_stack, wait_for
 from front_door import Door
+from ports import free_port
 
 from adapters.catalog import Catalog
 from adapters.client import logits_processors, processor
@@ -63,16 +64,8 @@ def test_what_is_not_the_front_doors_is_the_frontends(served: tuple[Stack, Worke
 
 async def test_a_client_that_leaves_frees_its_slot(served: tuple[Stack, Worker, Door]) -> None:
     _, worker, door = served
-    cancelled = worker.metric("dlw_requests_total", outcome="cancelled")
     async with door.async_client() as client:
-        stream = await client.completions.create(
-            model=MODEL, prompt="Once", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
-        )
-        async for _ in stream:
-            break
-        await stream.close()
-    wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "slot freed", 10)
-    wait_for(lambda: worker.metric("dlw_requests_total", outcome="cancelled") == cancelled + 1, "counted", 10)
+        await leave_until_cancelled(client, worker)
 
 
 async def test_200_streams_say_what_each_says_alone(served: tuple[Stack, Worker, Door]) -> None:
@@ -97,23 +90,23 @@ async def test_200_streams_say_what_each_says_alone(served: tuple[Stack, Worker,
 def test_frontends_take_turns_and_one_may_die(stack: Stack, tmp_path: Path) -> None:
     """A stream of the one that dies is cut; the next request is answered by the other."""
     first = stack.start_frontend()
-    worker = stack.start_worker(*PATIENT)
+    worker = stack.start_worker(scripted=True)
     other = free_port()
     second = Process(second_frontend(other), stack.environ, tmp_path / "second.log")
     stack._processes.append(second)
     wait_for(lambda: f'"{MODEL}"' in http(f"http://127.0.0.1:{other}/v1/models")[1], "the second frontend")
     door = Door(stack, upstream=f"{stack.url},http://127.0.0.1:{other}")
-    long = {"model": MODEL, "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    long = {"model": MODEL, "prompt": "z", "max_tokens": 2000, "stream": True}
     with httpx.Client(timeout=60) as client, client.stream("POST", f"{door.url}/v1/completions", json=long) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
-        begun = wait_for(lambda: [each for each in (first, second) if _serves(each, stack, other)], "its frontend", 20)
+        begun = wait_for(lambda: [each for each in (first, second) if _serves(each, stack, other)], "its frontend")
         begun[0].end()
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
-    wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "slot freed", 20)
+    wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "slot freed")
     for _ in range(4):
-        status, text = door.post("completions", prompt="Once", max_tokens=2)
+        status, text = door.post("completions", prompt="z", max_tokens=2)
         assert status == 200, text
 
 

@@ -176,11 +176,11 @@ async def chat(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) ->
 
 
 async def _chat(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) -> str:
-    schema = {"type": "json_schema", "json_schema": {"name": "lists", "schema": SCHEMA}}
+    schema = {"type": "json_schema", "json_schema": {"name": "lists", "schema": {**SCHEMA, "minItems": 400}}}
     stream = await client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": f"List {number}"}],
-        max_tokens=NUM_TOKENS,
+        max_tokens=5 * NUM_TOKENS,  # nobody is done before everybody has begun
         temperature=0.8,
         seed=number,
         response_format=schema,  # type: ignore[arg-type]

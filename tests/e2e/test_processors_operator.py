@@ -82,20 +82,20 @@ async def test_one_that_raises_fails_alone_and_is_then_refused(stack: Stack) -> 
     stack.start_frontend()
     options = with_third_parties(stack, "acme/raises=third_party_e2e:Raises")
     worker = stack.start_worker("--device", "cpu", *PATIENT, *options)
-    alone = chat(stack, max_tokens=200, ignore_eos=True).content
+    alone = chat(stack, max_tokens=1500, ignore_eos=True).content
     async with stack.async_client() as client:
 
         async def mate() -> str | None:
             answer = await client.chat.completions.create(
                 model=MODEL,
                 messages=[{"role": "user", "content": "Hello there"}],
-                max_tokens=200,
+                max_tokens=1500,
                 extra_body={"ignore_eos": True},
             )
             return answer.choices[0].message.content
 
         mates = [asyncio.create_task(mate()) for _ in range(4)]
-        await asyncio.to_thread(wait_for, lambda: worker.metric("dlw_in_flight_requests") == 4, "in flight", 10)
+        await asyncio.to_thread(wait_for, lambda: worker.metric("dlw_in_flight_requests") == 4, "in flight")
         for number in range(5):
             stream = number % 2 == 1
             reply = await asyncio.to_thread(chat, stack, processor("acme/raises"), stream=stream)
@@ -150,7 +150,7 @@ def test_one_that_hangs_ends_the_worker(stack: Stack) -> None:
         model=MODEL, prompt="Hello", max_tokens=20, stream=True, extra_body=selected
     ) as stream:
         next(iter(stream))
-        assert worker.wait(5) == 1
+        assert worker.wait() == 1
         with pytest.raises(openai.APIError):
             for _ in stream:
                 pass
@@ -291,7 +291,7 @@ def test_a_deadline_in_the_past_is_an_empty_answer(served: Shared) -> None:
         assert reply.status == 200, reply.text
         assert reply.finish_reason == "length"
         assert reply.content == ""
-    wait_for(lambda: served[1].metric("dlw_in_flight_requests") == 0, "freed", 10)
+    wait_for(lambda: served[1].metric("dlw_in_flight_requests") == 0, "freed")
 
 
 def test_a_deadline_ends_an_answer_where_it_is(stack: Stack) -> None:
@@ -305,5 +305,5 @@ def test_a_deadline_ends_an_answer_where_it_is(stack: Stack) -> None:
         assert reply.status == 200, reply.text
         assert reply.finish_reason == "length"
         assert set(reply.content) <= {"x"}
-    wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "freed", 10)
+    wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "freed")
     assert worker.metric("dlw_requests_total", outcome="length") == 2

@@ -6,7 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from e2e_stack import MODEL, Stack, Worker, free_port, wait_for
+from e2e_stack import MODEL, Stack, Worker, wait_for
+from ports import free_port
 
 
 def test_the_unified_backend_ends_a_stream_at_its_first_finish_reason(stack: Stack) -> None:

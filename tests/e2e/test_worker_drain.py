@@ -27,10 +27,10 @@ async def test_in_flight_requests_finish(stack: Stack) -> None:
     worker = stack.start_worker("--drain-timeout-s", "30", scripted=True)
     async with stack.async_client() as client:
         started = [asyncio.Event() for _ in range(8)]
-        streams = [asyncio.create_task(stream_text(client, 100, event)) for event in started]
+        streams = [asyncio.create_task(stream_text(client, 200, event)) for event in started]
         await asyncio.gather(*(event.wait() for event in started))
         worker.signal(signal.SIGTERM)
-        assert await asyncio.gather(*streams) == ["x" * 100] * 8
+        assert await asyncio.gather(*streams) == ["x" * 200] * 8
     assert worker.wait() == 0
     assert "drained: 8 finished, 0 migrated" in worker.log
     assert stack.registered() == []
@@ -74,14 +74,14 @@ async def test_new_requests_are_refused_while_draining(stack: Stack) -> None:
     worker = stack.start_worker("--drain-timeout-s", "30", scripted=True)
     async with stack.async_client() as client:
         started = asyncio.Event()
-        stream = asyncio.create_task(stream_text(client, 150, started))
+        stream = asyncio.create_task(stream_text(client, 300, started))
         await started.wait()
         worker.signal(signal.SIGTERM)
-        await asyncio.to_thread(wait_for, lambda: worker.metric("dlw_draining") == 1, "drain", 10)
+        await asyncio.to_thread(wait_for, lambda: worker.metric("dlw_draining") == 1, "drain")
         with pytest.raises(openai.APIStatusError) as refused:
             await client.completions.create(model=MODEL, prompt="z", max_tokens=4)
         assert refused.value.status_code >= 500
-        assert await stream == "x" * 150
+        assert await stream == "x" * 300
     assert worker.wait() == 0
 
 
@@ -94,9 +94,9 @@ async def test_a_second_signal_hands_off_at_once(stack: Stack) -> None:
         await started.wait()
         leaving = next(worker for worker in workers if worker.metric("dlw_in_flight_requests") == 1)
         leaving.signal(signal.SIGTERM)
-        await asyncio.to_thread(wait_for, lambda: leaving.metric("dlw_draining") == 1, "drain", 10)
+        await asyncio.to_thread(wait_for, lambda: leaving.metric("dlw_draining") == 1, "drain")
         leaving.signal(signal.SIGTERM)
-        assert await asyncio.to_thread(leaving.wait, 10) == 0
+        assert await asyncio.to_thread(leaving.wait, 60) == 0
         assert await stream == "x" * 300
     assert "1 migrated" in leaving.log
 
@@ -106,6 +106,6 @@ def test_an_idle_worker_leaves_at_once(stack: Stack, number: signal.Signals) -> 
     stack.start_frontend()
     worker = stack.start_worker("--device", "cpu")
     worker.signal(number)
-    assert worker.wait(20) == 0
+    assert worker.wait() == 0
     assert "drained: 0 finished, 0 migrated" in worker.log
     assert stack.registered() == []

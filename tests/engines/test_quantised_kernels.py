@@ -181,6 +181,12 @@ def test_what_cannot_be_quantised() -> None:
     assert quantise(torch.full((2, 32), 1e6) * torch.linspace(-1, 1, 32), "int4").bits == 8  # too large for float16
 
 
+def test_weights_next_to_nothing_keep_their_sign() -> None:
+    """Their scale, subnormal, is much smaller than a 127th of the largest."""
+    weight = torch.tensor([[190.0, -190.0]]) * 2.0**-149
+    assert torch.equal(quantise(weight, "int8").codes, torch.tensor([[127, -127]], dtype=torch.int8))
+
+
 def test_weights_of_two_layouts_are_stacked() -> None:
     generator = torch.Generator().manual_seed(0)
     parts = [weight_of(kind, columns, 2, generator) for kind, columns in (("Q4_K", 33), ("Q6_K", 20))]

@@ -188,6 +188,14 @@ class TestRefusals:
             ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(3, 32, dtype=torch.uint8), "is in no format"),
             ("model.layers.0.mlp.up_proj.weight.scales", torch.full((128, 2), torch.nan).half(), "infinite or not a"),
             ("model.unknown.weight", torch.zeros(3), "has no place in the model"),
+            ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(64, dtype=torch.int8), "is in no format"),
+            ("model.layers.0.mlp.up_proj.weight.codes", torch.tensor(1, dtype=torch.int8), "is in no format"),
+            ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(128, 64, 2, dtype=torch.int8), "is in no format"),
+            ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(128, 32), "is in no format"),
+            ("model.layers.0.mlp.up_proj.weight.scales", torch.zeros(128, 0).half(), "is in no format"),
+            ("model.layers.0.mlp.up_proj.weight.scales", torch.tensor(1.0), "is in no format"),
+            ("model.layers.0.mlp.up_proj.weight.scales", torch.zeros(128, 3).half(), "is in no format"),
+            ("model.layers.0.mlp.up_proj.weight.offsets", torch.zeros(128, 2, 1).half(), "is in no format"),
         ],
     )
     def test_damaged(
@@ -203,6 +211,34 @@ class TestRefusals:
         save_file(tensors, copied / "model.safetensors")
         with pytest.raises(StartupError, match=reason):
             load(copied)
+
+    @pytest.mark.parametrize(
+        ("field", "value"), [("hidden_size", "64"), ("num_attention_heads", 0), ("num_key_value_heads", [1])]
+    )
+    @pytest.mark.parametrize("is_quantised", [True, False])
+    def test_settings_that_make_no_model(
+        self,
+        field: str,
+        value: object,
+        is_quantised: bool,
+        quantised: dict[str, Path],
+        every_checkpoint: dict[str, Path],
+        tmp_path: Path,
+    ) -> None:
+        source = (quantised if is_quantised else every_checkpoint)["llama"]
+        changed = changed_config(source, tmp_path, **{field: value})
+        with pytest.raises(StartupError, match=f"--model-path {changed}"):
+            load(changed)
+
+    def test_a_head_that_is_tied_and_there(self, quantised: dict[str, Path], tmp_path: Path) -> None:
+        """The embedding is taken, as transformers does."""
+        changed = changed_config(quantised["llama"], tmp_path, tie_word_embeddings=True)
+        found = logits(load(changed))
+        tensors = load_file(changed / "model.safetensors")
+        without = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_head.")}
+        assert len(without) < len(tensors)
+        save_file(without, changed / "model.safetensors")
+        assert torch.equal(found, logits(load(changed)))
 
 
 def changed_config(source: Path, directory: Path, **changes: object) -> Path:
@@ -238,6 +274,35 @@ class TestCommand:
             assert main(["quantize", *arguments]) == 1
             [line] = capsys.readouterr().err.splitlines()
             assert reason in line
+        (tmp_path / "config.json").write_text("[]")
+        assert main(["quantize", str(tmp_path), "--to", "int8", "--output", str(tmp_path / "new")]) == 1
+        assert "its config.json is no JSON object" in capsys.readouterr().err
         with pytest.raises(SystemExit):
             main(["quantize", source, "--to", "int8"])
         assert "give --report, --output DIR, or both" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("damage", "reason"),
+        [
+            ("nan", "model.layers.1.mlp.up_proj.weight: a weight that is infinite or not a number"),
+            ("cut off", "model.safetensors: "),
+            ("none", "it has no safetensors files"),
+        ],
+    )
+    def test_what_cannot_be_written_whole_is_not_written(
+        self, damage: str, reason: str, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source, target = tmp_path / "source", tmp_path / "written"
+        shutil.copytree(checkpoints["llama"], source)
+        weights = source / "model.safetensors"
+        if damage == "nan":
+            tensors = load_file(weights)
+            tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+            save_file(tensors, weights)
+        elif damage == "cut off":
+            weights.write_bytes(weights.read_bytes()[:-1])
+        else:
+            weights.rename(source / "model.bin")
+        assert main(["quantize", str(source), "--to", "int8", "--output", str(target)]) == 1
+        assert reason in capsys.readouterr().err
+        assert [each.name for each in tmp_path.iterdir()] == ["source"]

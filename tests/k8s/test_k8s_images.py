@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e_stack import Process, Stack, free_port, running_stack, wait_for
+from e2e_stack import Process, Stack, running_stack, wait_for
 from image_files import closure, commands, environment_of, extras, install_command, pins, requirements
 from manifest_files import FOLDER, REPOSITORY, Component, components
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from ports import free_port
 
 from worker.tiny_model import write_tiny_model
 

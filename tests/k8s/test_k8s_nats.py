@@ -20,9 +20,10 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from e2e_stack import Process, free_port, http, wait_for
+from e2e_stack import Process, http, wait_for
 from manifest_files import FOLDER, REPOSITORY
 from nats.errors import Error as NatsError
+from ports import free_port
 from servers import NatsServer
 
 from worker.arguments import Arguments, parse_arguments

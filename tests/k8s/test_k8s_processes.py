@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_stack import Process, Stack, free_port, http, running_stack, wait_for
+from e2e_stack import Process, Stack, http, running_stack, wait_for
 from manifest_files import Component, components
+from ports import free_port
 
 from worker.tiny_model import write_tiny_model
 

@@ -19,15 +19,10 @@ from pathlib import Path
 
 import openai
 import psutil
+from ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY = re.compile(r"ready\. (?P<model>\S+) answers at (?P<url>\S+);")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

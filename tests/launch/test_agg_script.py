@@ -178,6 +178,15 @@ def test_a_taken_port(tmp_path: Path) -> None:
             assert script.output == f"agg: error: port {port} on 127.0.0.1 is taken; set HTTP_PORT to a free one\n"
 
 
+def test_ports_behind_the_front_door_are_none_that_the_kernel_gives_away() -> None:
+    """A frontend takes seconds to begin, in which a connection may get the port."""
+    program = f"usage() {{ :; }}; source {REPOSITORY}/launch/lib.sh; python={sys.executable}; free_port"
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(5):
+        done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
+        assert 10_000 <= int(done.stdout) < max(lowest, 32_000)
+
+
 @pytest.mark.parametrize("port", ["0", "65536", "http", "-1"])
 def test_no_port(tmp_path: Path, port: str) -> None:
     with launched(tmp_path, variables={"HTTP_PORT": port}) as script:
@@ -187,7 +196,7 @@ def test_no_port(tmp_path: Path, port: str) -> None:
 
 def test_help_names_every_variable() -> None:
     command = [str(REPOSITORY / "launch/agg.sh"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     for variable in ("MODEL_PATH", "SERVED_MODEL_NAME", "ENGINE", "HTTP_HOST", "HTTP_PORT", "FRONT_DOOR"):
         assert f"  {variable} " in done.stdout
 

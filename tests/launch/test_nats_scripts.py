@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launched_script import REPOSITORY, LaunchedScript, free_port, launched
+from launched_script import REPOSITORY, LaunchedScript, launched
+from ports import free_port
 
 BATCH = "worker.runtimes.nats.batch.command"
 

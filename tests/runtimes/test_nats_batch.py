@@ -67,6 +67,12 @@ async def completed(store: BatchStore, batch: str) -> list[dict[str, Any]]:
     return [each async for each in store.results(batch)]
 
 
+async def emptied(client: Client, stream: str) -> None:
+    """Until the server has taken every acknowledgement."""
+    while (await client.jetstream().stream_info(stream)).state.messages:
+        await asyncio.sleep(0.02)
+
+
 async def test_a_batch_and_its_re_run_give_the_same_bytes(nats_server: NatsServer, tiny_model: Path) -> None:
     lines = mixed_lines(30)
     async with connection(nats_server) as client:
@@ -98,7 +104,7 @@ async def test_submitting_again_under_the_same_id_adds_nothing(nats_server: Nats
         assert (await client.jetstream().stream_info(stream)).state.messages == 8
         async with running(tiny_model, nats_server.url, "twice", *QUICK):
             assert len(await completed(store, record.id)) == 8
-        assert (await client.jetstream().stream_info(stream)).state.messages == 0
+        await emptied(client, stream)
 
 
 async def test_large_bodies_and_answers_go_into_the_object_store(nats_server: NatsServer, tiny_model: Path) -> None:
@@ -161,32 +167,35 @@ async def test_deadlines_and_cancellation(nats_server: NatsServer, tiny_model: P
                 await asyncio.sleep(0.01)
             assert (await store.status(record.id)).state == "cancelled"
             stream = layout.stream_name(record.subjects, "normal")
-            assert (await client.jetstream().stream_info(stream)).state.messages == 0
+            await emptied(client, stream)
 
 
 async def test_online_requests_go_first(nats_server: NatsServer, tiny_model: Path) -> None:
     """They get the slots of batches, whose requests are answered later, with the same bytes."""
-    long = [line(f"long-{index}", prompt=[9, 30 + index], max_tokens=300, ignore_eos=True) for index in range(4)]
+    long = [line(f"long-{index}", prompt=[9, 30 + index], max_tokens=600, ignore_eos=True) for index in range(4)]
     online = {"token_ids": [9, 41], "stop_conditions": {"max_tokens": 30, "ignore_eos": True}}
     argv = (*QUICK, "--max-num-seqs", "2")
-    async with connection(nats_server) as client, running(tiny_model, nats_server.url, "busy", *argv) as worker:
+    async with (
+        connection(nats_server) as client,
+        running(tiny_model, nats_server.url, "busy", *argv) as worker,
+        await connected(nats_server.url, "busy") as asking,
+    ):
         store = BatchStore(client)
         record = await store.submit(long, "busy")
         while not len(worker.server.in_flight):
             await asyncio.sleep(0.01)
-        async with await connected(nats_server.url, "busy") as asking:
-            answers = await asyncio.gather(*(asking.generate(**online) for _ in range(4)))
-            assert (await store.status(record.id)).num_answered < 4
+        answers = await asyncio.gather(*(asking.generate(**online) for _ in range(4)))
+        assert (await store.status(record.id)).num_answered < 4
         assert len({tuple(each.choices[0].token_ids) for each in answers}) == 1
         results = await completed(store, record.id)
-    assert all(each["response"]["body"]["usage"]["completion_tokens"] == 300 for each in results)
+    assert all(each["response"]["body"]["usage"]["completion_tokens"] == 600 for each in results)
 
 
 async def test_a_drain_gives_requests_back_without_counting_an_attempt(
     nats_server: NatsServer, tiny_model: Path
 ) -> None:
     long = [line(f"long-{index}", prompt=[9, 30 + index], max_tokens=400, ignore_eos=True) for index in range(3)]
-    argv = (*QUICK, "--batch-max-deliver", "1", "--drain-timeout-s", "0")
+    argv = ("--batch", "--batch-ack-wait-s", "60", "--batch-max-deliver", "1", "--drain-timeout-s", "0")
     async with connection(nats_server) as client:
         store = BatchStore(client)
         record = await store.submit(long, "drains")
@@ -235,8 +244,7 @@ async def test_what_no_worker_can_answer_becomes_a_dead_letter(
             subject = layout.queue_subject(Subjects("poison", "1"), "normal", "stray")
             await js.publish(subject, b"no request")
             stream = layout.stream_name(record.subjects, "normal")
-            while (await js.stream_info(stream)).state.messages:
-                await asyncio.sleep(0.02)
+            await emptied(client, stream)
         assert result["error"] == {"code": "dead_letter", "message": "2 workers have not answered it"}
         reasons = []
         for sequence in range(1, (await js.stream_info(layout.DEAD_LETTERS)).state.last_seq + 1):

@@ -5,7 +5,6 @@ installed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import inspect
 import socket
@@ -20,6 +19,7 @@ from dynamo.common.backend.publisher import ComponentSnapshot
 from dynamo.common.backend.worker import Worker, WorkerConfig
 from dynamo.common.constants import DisaggregationMode
 from dynamo.llm import exceptions
+from ports import free_port
 
 from worker.arguments import parse_arguments
 from worker.engines import EngineInfo
@@ -190,15 +190,8 @@ def test_a_limit_that_would_cut_the_drain(limit: str) -> None:
         runtime.allow_drain(30, {runtime.SHUTDOWN_LIMIT: limit})
 
 
-def listening() -> socket.socket:
-    for port in range(20_000, 32_000):
-        with contextlib.suppress(OSError):
-            return socket.create_server(("127.0.0.1", port))
-    raise AssertionError("no free port")
-
-
 def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
-    with listening() as server:
+    with socket.create_server(("127.0.0.1", free_port())) as server:
         port = str(server.getsockname()[1])
         with pytest.raises(StartupError, match=f"DYN_SYSTEM_PORT: cannot listen on 127.0.0.1:{port}: "):
             runtime.check_ports({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": port})

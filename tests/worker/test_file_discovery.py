@@ -65,9 +65,9 @@ async def test_a_worker_that_leaves_stays_removed(store: Path, monkeypatch: pyte
     monkeypatch.setattr(file_discovery, "CHECK_S", 0.001)
     leaving = False
     entries = FileEntries(store, INSTANCE)
+    entries.check()
     keeping = asyncio.create_task(keep_registered(entries, lambda: leaving))
     path = store / "v1" / "instances" / f"dynamo%2Fbackend%2Fgenerate%2F{INSTANCE:x}"
-    await asyncio.sleep(0.1)
     path.unlink()
     while not path.exists():
         await asyncio.sleep(0.001)

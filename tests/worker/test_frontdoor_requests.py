@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import re
 from pathlib import Path
@@ -179,6 +180,9 @@ MISREAD: list[dict[str, Any]] = [
     {"$ref": "#/$defs/person", "$defs": {"person": TEXT_NAME}},
     {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, TEXT_NAME]}}},
     {"type": "array", "items": TEXT_NAME},
+    {"type": "array", "prefixItems": [{"type": "null"}, TEXT_NAME]},
+    {"$ref": "#/anyOf/1", "anyOf": [{"type": "null"}, TEXT_NAME]},
+    {"$ref": "#/$defs/a~1b%20c", "$defs": {"a/b c": TEXT_NAME}},
 ]
 READ: list[dict[str, Any]] = [
     {"properties": {"full_name": {"type": "string"}}},
@@ -187,6 +191,8 @@ READ: list[dict[str, Any]] = [
     {"properties": {"name": False}},
     {"properties": {"person": TEXT_NAME}},
     {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    {"$ref": "#/anyOf/7", "anyOf": [{"type": "null"}]},
+    {"$ref": "other#/$defs/a", "$defs": {"a": TEXT_NAME}},
 ]
 
 
@@ -215,6 +221,23 @@ def test_an_answer_that_the_frontend_takes_for_a_call_is_refused(schema: Any, mi
 @pytest.mark.parametrize("schema", READ, ids=str)
 def test_other_answers_are_not(schema: Any, misreads: bool) -> None:
     assert "response_format" in sent(calls=HERMES, **guide(schema))
+
+
+def test_a_schema_is_looked_at_once_however_many_references_lead_to_it() -> None:
+    """A thousand ways to write one reference cost no more than one."""
+    looked = 0
+
+    class Counted(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            nonlocal looked
+            looked += key == "properties"
+            return super().get(key, default)
+
+    parts = [Counted() for _ in range(50)]
+    references = [{"$ref": "#" + "/" * count + "$defs/a"} for count in range(1, 1001)]
+    root = {"anyOf": references, "$defs": {"a": {"anyOf": parts}}}
+    assert not misread_answers._may_have_name(root, root, set())
+    assert looked == len(parts)
 
 
 def test_dynamo_s_version_says_whether_it_misreads(monkeypatch: pytest.MonkeyPatch) -> None:

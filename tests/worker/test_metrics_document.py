@@ -96,7 +96,7 @@ async def test_what_the_histograms_observed(served: Client) -> None:
 
 
 async def test_a_request_in_the_batch_is_in_the_load(served: Client) -> None:
-    stop = {"max_tokens": 400, "ignore_eos": True}
+    stop = {"max_tokens": 1500, "ignore_eos": True}
     stream = served.worker.generate({"token_ids": PROMPT, "stop_conditions": stop}, served)
     await anext(stream)
     assert value(served, "dlw_running_requests") == 1

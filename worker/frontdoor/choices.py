@@ -51,6 +51,7 @@ class Choices:
         self._num_bytes = 0
         self._begun = False
         self._over = False
+        self._paused = False
         self._asking: list[asyncio.Task[None]] = []
         self._usages: dict[int, Mapping[str, Any]] = {}
         self._last: dict[str, Any] | None = None  # the event behind all choices, with their usage
@@ -65,24 +66,33 @@ class Choices:
         try:
             await upstreams.connect(upstreams.in_turn(), answer.connection)
         except NoUpstream:
+            if answer.ended:
+                return  # another choice's error is the answer
             if self._begun:
                 self.failed("no frontend can be reached")
             elif not self._over:
                 self.abort()
                 self._client.unreachable()
             return
-        if not self._over:
-            answer.connection.begin(answer, AnswerEnd(), self._requests[answer.index])
+        if self._over or answer.ended:
+            answer.connection.abort()  # a cancellation may come too late to be noticed
+            return
+        if self._paused:
+            answer.connection.pause()
+        answer.connection.begin(answer, AnswerEnd(), self._requests[answer.index])
+        self._requests[answer.index] = b""  # answers take long, and a request may be large
 
     # What a client's connection does with the one that answers it.
 
     def pause(self) -> None:
         """Read no more for now."""
+        self._paused = True
         for answer in self._answers:
             answer.connection.pause()
 
     def resume(self) -> None:
         """Read again."""
+        self._paused = False
         for answer in self._answers:
             answer.connection.resume()
 

@@ -12,12 +12,15 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
+from urllib.parse import unquote
 
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.fields import Body, forces_call, is_before_1_6
 
 PARSER = "hermes"
-_COMBINED = ("anyOf", "oneOf", "allOf")
+_COMBINED = ("anyOf", "oneOf", "allOf", "prefixItems")
+_PARTS = ("items", "then", "else")
+"""Keywords whose schemas apply to the answer itself, or to an item of a list that it is."""
 
 
 def check_answer_is_no_call(fields: Body, call_format: str) -> None:
@@ -59,20 +62,26 @@ def _schemas(fields: Body) -> Iterator[tuple[str, Any]]:
         yield "guided_json", guide
 
 
-def _may_have_name(schema: Any, root: Any, seen: set[str]) -> bool:
-    """Whether the schema names a property ``name`` at its top that may be a text."""
-    if not isinstance(schema, dict):
+def _may_have_name(schema: Any, root: Any, seen: set[int]) -> bool:
+    """Whether the schema names a property ``name`` at its top that may be a text.
+
+    Args:
+        schema: Of the answer, or of a part of `root` that may apply to it.
+        root: What references lead into.
+        seen: Ids of the schemas that have been looked at: each once, however many references there
+            are.
+    """
+    if not isinstance(schema, dict) or id(schema) in seen:
         return False
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference not in seen:
-        seen.add(reference)
-        if _may_have_name(_target(reference, root), root, seen):
-            return True
-    combined = [each for key in _COMBINED if isinstance(schema.get(key), list) for each in schema[key]]
-    if any(_may_have_name(each, root, seen) for each in [*combined, schema.get("items")]):
-        return True
+    seen.add(id(schema))
     properties = schema.get("properties")
-    return isinstance(properties, dict) and "name" in properties and _may_be_text(properties["name"])
+    if isinstance(properties, dict) and "name" in properties and _may_be_text(properties["name"]):
+        return True
+    lists = [schema[key] for key in _COMBINED if isinstance(schema.get(key), list)]
+    parts = [schema.get(key) for key in _PARTS] + [each for part in lists for each in part]
+    if isinstance(schema.get("$ref"), str):
+        parts.append(_target(schema["$ref"], root))
+    return any(_may_have_name(part, root, seen) for part in parts)
 
 
 def _may_be_text(schema: Any) -> bool:
@@ -86,9 +95,16 @@ def _may_be_text(schema: Any) -> bool:
 
 
 def _target(reference: str, root: Any) -> Any:
-    """What a reference within the schema leads to, None if nowhere."""
+    """What a reference within the schema leads to (RFC 6901), None if nowhere."""
+    if not reference.startswith("#"):
+        return None
     found = root
-    for step in reference.removeprefix("#").strip("/").split("/"):
-        if step and isinstance(found, dict):
+    for step in filter(None, unquote(reference[1:]).split("/")):
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
             found = found.get(step)
-    return found if reference.startswith("#") else None
+        elif isinstance(found, list) and step.isdecimal() and int(step[:9]) < len(found):
+            found = found[int(step[:9])]
+        else:
+            return None
+    return found

@@ -40,6 +40,7 @@ def rewritten(
     calls: CallFormat | None = None,
     *,
     carries_guides: bool = False,
+    max_bytes: int | None = None,
 ) -> tuple[bytes, ...]:
     """The bodies to send on, one per choice: ``body`` itself if there is nothing to change.
 
@@ -50,9 +51,11 @@ def rewritten(
         catalog: The processors that requests may name.
         calls: How the models write tool calls, None if that is not known.
         carries_guides: Guides become processors, so that the frontend migrates the request.
+        max_bytes: Of all bodies of several choices together.
 
     Raises:
-        Refused: 400, naming the field, for what would be dropped or would fail behind.
+        Refused: 400, naming the field, for what would be dropped or would fail behind; 413 beyond
+            ``max_bytes``.
     """
     fields = parsed(body)
     try:
@@ -64,6 +67,8 @@ def rewritten(
             return (first,)
         if METADATA_HEADER in headers:
             raise FieldRefused("n", f"cannot be given beside the header {METADATA_HEADER.decode()}")
+        if max_bytes is not None and len(first) * num_choices > max_bytes:  # before they are made
+            raise Refused(413, f"n: {num_choices} choices make more than {max_bytes} bytes of requests", "n")
         return (first, *map(_encoded, _other_choices(fields, num_choices)))
     except RecursionError:
         raise Refused(400, _TOO_DEEP) from None

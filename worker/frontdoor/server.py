@@ -277,6 +277,7 @@ class ClientConnection(WaitingProtocol):
                 self._door.catalog,
                 self._door.calls,
                 carries_guides=self._door.options.carries_guides,
+                max_bytes=self._door.options.body_limit_mib * 2**20,
             )
         if len(bodies) > 1:
             self._ask_for_choices(request, bodies)
@@ -287,7 +288,6 @@ class ClientConnection(WaitingProtocol):
 
     def _ask_for_choices(self, request: Head, bodies: Sequence[bytes]) -> None:
         """Each choice is a request of its own; the client's id is that of the first."""
-        self._check_length(sum(map(len, bodies)))
         self._free_body()
         ids = (b"", *(ID_HEADER for _ in bodies[1:]))
         requests = [

@@ -194,7 +194,7 @@ class UpstreamConnection(WaitingProtocol):
             self._begun = True
             self._acknowledge()
         client.received(data)
-        if self._end.complete and self._client is not None:  # it may have given up what it cannot read
+        if self._end.complete and self._client is client:  # which may have ended it
             self._finish()
 
     def _acknowledge(self) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from worker.engines.embedded.model.quantisation import quantise
@@ -22,14 +24,18 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def write_quantised(source: Path, to: str, directory: Path) -> None:
     """Write the checkpoint `source`, its linear layers quantised, into `directory`, a new one.
 
-    The LM head has 8 bits in any case; so does the embedding if it is tied to it.
+    The LM head has 8 bits in any case; so does the embedding if it is tied to it. The directory is
+    there once it is complete.
 
     Raises:
-        StartupError: `source` is of an architecture that is not served in this form, or is
-            quantised already; or `directory` is there.
+        StartupError: `source` is of an architecture that is not served in this form, has no
+            safetensors files, or is quantised already; or `directory` is there.
         OSError: a file cannot be read or written.
+        ValueError: a file is damaged, or a weight infinite or not a number.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise StartupError(f"{source}: its config.json is no JSON object")
     if config.get("model_type") not in MODEL_TYPES:
         raise StartupError(
             f"{source}: only models of type {', '.join(MODEL_TYPES)} can be written, not {config.get('model_type')!r}; "
@@ -39,15 +45,32 @@ def write_quantised(source: Path, to: str, directory: Path) -> None:
         raise StartupError(f"{source}: it is quantised already")
     if directory.exists():
         raise StartupError(f"--output {directory}: it is there already")
-    directory.mkdir(parents=True)
+    if not any(source.glob("*.safetensors")):
+        raise StartupError(f"{source}: it has no safetensors files")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="partial-", dir=directory.parent) as work:
+        written = Path(work) / directory.name
+        written.mkdir()
+        _write(source, to, written, config)
+        written.rename(directory)
+
+
+def _write(source: Path, to: str, directory: Path, config: dict[str, Any]) -> None:
     heads = {_EMBEDDING, _HEAD} if config.get("tie_word_embeddings") else {_HEAD}
     for path in sorted(source.iterdir()):
         if path.suffix == ".safetensors":
-            save_file(_quantised(load_file(path), to, heads), directory / path.name, {"format": "pt"})
+            save_file(_quantised(_tensors(path), to, heads), directory / path.name, {"format": "pt"})
         elif path.is_file() and not path.name.endswith(".safetensors.index.json"):
             shutil.copyfile(path, directory / path.name)
     config["quantization_config"] = quantization_config(to)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _quantised(tensors: dict[str, torch.Tensor], to: str, heads: set[str]) -> dict[str, torch.Tensor]:
@@ -56,7 +79,10 @@ def _quantised(tensors: dict[str, torch.Tensor], to: str, heads: set[str]) -> di
         if name not in heads and not _LAYERS.fullmatch(name):
             written[name] = tensor
             continue
-        weight = quantise(tensor, "int8" if name in heads else to)
+        try:
+            weight = quantise(tensor, "int8" if name in heads else to)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         parts = ((CODES, weight.codes), (SCALES, weight.scales), (OFFSETS, weight.offsets))
         written |= {name + suffix: part.contiguous() for suffix, part in parts if part is not None}
     return written

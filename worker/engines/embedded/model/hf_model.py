@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -25,7 +24,7 @@ from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.numerics import choose
 from worker.engines.embedded.model.quantisation import FORMATS
-from worker.engines.embedded.model.quantised_checkpoint import QuantisedCheckpoint, is_quantised_here
+from worker.engines.embedded.model.quantised_checkpoint import UNREADABLE, QuantisedCheckpoint, is_quantised_here
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.engines.embedded.plan import Plan
 from worker.errors import StartupError
@@ -277,7 +276,7 @@ def _load_network(directory: Path, dtype: torch.dtype) -> Any:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise StartupError(f"--model-path {directory}: cannot load it: {first_line(error)}") from error
     for problem in ("missing_keys", "mismatched_keys"):
         if report.get(problem):

@@ -137,7 +137,8 @@ def _fits_int4(weight: torch.Tensor) -> bool:
 
 def _to_int8(weight: torch.Tensor) -> QuantisedWeight:
     scales = weight.abs().amax(1, keepdim=True) / 127
-    return QuantisedWeight((weight / _divisor(scales)).round().to(torch.int8), scales)
+    codes = (weight / _divisor(scales)).round().clamp(-127, 127)  # a subnormal scale is not exact
+    return QuantisedWeight(codes.to(torch.int8), scales)
 
 
 def _to_int4(weight: torch.Tensor) -> QuantisedWeight:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,6 +16,14 @@ from worker.engines.embedded.model import llama
 from worker.engines.embedded.model.quantisation import QuantisedWeight
 from worker.errors import StartupError
 from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, SCALES, format_of
+
+UNREADABLE = (
+    *(OSError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError, RuntimeError),
+    *(SafetensorError, StrictDataclassError),
+)
+"""What transformers and its libraries raise for a checkpoint that is damaged, or whose config.json
+makes no model.
+"""
 
 
 def is_quantised_here(settings: Mapping[str, Any]) -> bool:
@@ -65,7 +74,7 @@ class QuantisedCheckpoint:
                 network = maker.from_config(config, dtype=dtype)
             network.model.rotary_emb = type(network.model.rotary_emb)(config)
             self._fill(network, _weights(self._directory), dtype, keeps_quantised)
-        except (OSError, ValueError, KeyError, AttributeError, RuntimeError, SafetensorError) as error:
+        except UNREADABLE as error:
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise StartupError(f"--model-path {self._directory}: cannot load it: {reason}") from error
         if config.tie_word_embeddings:
@@ -95,10 +104,11 @@ class QuantisedCheckpoint:
 def _set_weight(network: Any, name: str, weight: torch.Tensor | QuantisedWeight) -> None:
     parent, _, leaf = name.rpartition(".")
     module = network.get_submodule(parent)
+    module.__dict__.pop(leaf, None)  # a file may hold a weight twice
+    module._parameters.pop(leaf, None)
     if isinstance(weight, torch.Tensor):
         module._parameters[leaf] = torch.nn.Parameter(weight, requires_grad=False)
     else:
-        del module._parameters[leaf]
         setattr(module, leaf, weight)
 
 
@@ -118,9 +128,11 @@ def _weights(directory: Path) -> Iterable[tuple[str, torch.Tensor | QuantisedWei
 
 def _checked(name: str, weight: QuantisedWeight) -> QuantisedWeight:
     """`weight`, if the kernels can read it. Raises `ValueError`."""
-    rows, inner = weight.shape
     numbers = [weight.scales, *([] if weight.offsets is None else [weight.offsets])]
-    groups = weight.scales.shape[-1]
+    if any(each.ndim != 2 or not each.numel() for each in (weight.codes, *numbers)):
+        raise ValueError(f"weight {name} is in no format that is known")
+    rows, inner = weight.shape
+    groups = weight.scales.shape[1]
     if (
         weight.codes.dtype not in (torch.int8, torch.uint8)
         or any(each.shape != (rows, groups) or each.dtype != weight.scales.dtype for each in numbers)
