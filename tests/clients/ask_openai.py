@@ -126,6 +126,23 @@ def check_tools(url: str, model: str) -> None:
         assert answer.choices[0].finish_reason == "tool_calls"
 
 
+def check_the_turn_after_a_call(url: str, model: str) -> None:
+    """The assistant's message goes back as it came: with calls, and without content."""
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    with connected(url) as client:
+
+        def ask(**fields: Any) -> Any:
+            return client.chat.completions.create(
+                model=model, messages=messages, tools=[WEATHER], temperature=0, max_tokens=80, **fields
+            )
+
+        message = ask(tool_choice=NAMED).choices[0].message
+        assert not message.content
+        messages.append(message)
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls]
+        assert ask(tool_choice="none").choices[0].message.content
+
+
 def check_stream_tools(url: str, model: str) -> None:
     messages: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
     with (
