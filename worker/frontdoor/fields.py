@@ -253,7 +253,8 @@ FIELDS: tuple[Field, ...] = (
         "messages",
         (CHAT,),
         "honoured",
-        f"The prompt, by the chat template. Parts other than text: {_TEXT_ONLY}.",
+        "The prompt, by the chat template. An assistant's message without content, as calls come back, has an empty "
+        f"text. Parts other than text: {_TEXT_ONLY}.",
         _messages,
     ),
     _row("prompt", (COMPLETIONS,), "honoured", "The prompt: text, token ids, or a list of either, one choice each."),
