@@ -180,6 +180,15 @@ def check_seeds(url: str, model: str) -> None:
         assert text(7) == text(7) != text(8)
 
 
+def check_choices(url: str, model: str) -> None:
+    with connected(url) as client:
+        answer = client.chat.completions.create(
+            model=model, messages=FRANCE, n=3, seed=7, temperature=1.5, max_tokens=24
+        )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) == 3
+
+
 def check_controls(url: str, model: str) -> None:
     """Stop strings, penalties, logit_bias, and a processor by `extra_body`."""
     with connected(url) as client:
@@ -203,7 +212,7 @@ def check_controls(url: str, model: str) -> None:
 def check_errors(url: str, model: str) -> None:
     wrong: list[tuple[type[openai.APIStatusError], dict[str, Any]]] = [
         (openai.BadRequestError, {"model": model, "temperature": 9}),
-        (openai.BadRequestError, {"model": model, "n": 2}),
+        (openai.BadRequestError, {"model": model, "n": 129}),
         (openai.BadRequestError, {"model": model, "extra_body": {"no_such_field": 1}}),
         (openai.NotFoundError, {"model": "no-such-model"}),
     ]
