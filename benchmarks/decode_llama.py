@@ -1,8 +1,9 @@
-"""llama.cpp in `decode.py`, in its own environment: ``python decode_llama.py CHECKPOINT``.
+"""llama.cpp in `decode.py` and `quantised.py`, in its own environment: ``python decode_llama.py
+CHECKPOINT``.
 
-Converts the checkpoint to GGUF, with the same bfloat16 matrices and no vocabulary, and drives
-`llama_decode` itself: every row is a sequence, the prompts are prefilled one after another in
-batches of up to 1024 tokens, then every step is one batch.
+Converts the checkpoint to GGUF, unless it is a GGUF file, with the same bfloat16 matrices and no
+vocabulary, and drives `llama_decode` itself: every row is a sequence, the prompts are prefilled one
+after another in batches of up to 1024 tokens, then every step is one batch.
 """
 
 from __future__ import annotations
@@ -171,8 +172,11 @@ def main() -> None:
         path = Path(directory) / "model.gguf"
 
         def start() -> Callable[[Task], Reply]:
-            convert(Path(sys.argv[1]), path)
-            return Llama(path, int(os.environ["OMP_NUM_THREADS"])).answer
+            given, threads = Path(sys.argv[1]), int(os.environ["OMP_NUM_THREADS"])
+            if given.suffix == ".gguf":
+                return Llama(given, threads).answer
+            convert(given, path)
+            return Llama(path, threads).answer
 
         serve(start)
 

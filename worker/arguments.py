@@ -203,6 +203,13 @@ class Arguments:
         choices=("auto", "none", "int8", "int4"),
         engine=True,
     )
+    kv_cache_dtype: str = _option(
+        "auto",
+        "What the embedded engine holds keys and values in: int8, with a scale for each token and head "
+        "(docs/models.md), or auto: the data type of activations.",
+        choices=("auto", "int8"),
+        engine=True,
+    )
     max_num_seqs: int = _option(64, "Requests decoded in one step at most.", parse=_positive, engine=True)
     max_num_batched_tokens: int = _option(
         1024, "Token budget of a step; at least max-num-seqs.", parse=_positive, engine=True
@@ -595,8 +602,8 @@ def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
 _ONLY = {
     "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors"),
     "embedded": (
-        *("numerics", "kernels", "quantization", "kv_cache_memory", "max_mixed_chunk", "speculative_config"),
-        "step_timeout_s",
+        *("numerics", "kernels", "quantization", "kv_cache_dtype", "kv_cache_memory", "max_mixed_chunk"),
+        *("speculative_config", "step_timeout_s"),
     ),
 }
 """Options that one engine alone honours."""

@@ -154,6 +154,7 @@ def embedded_config(arguments: Arguments) -> EmbeddedConfig:
         numerics=arguments.numerics,
         kernels=arguments.kernels,
         quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_mixed_chunk=arguments.max_mixed_chunk,

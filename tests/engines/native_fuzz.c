@@ -5,21 +5,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "vector.h"
+#include "kv_rows.h"
+#include "layers.h"
 
-void rms_norm(const element *, int64_t, int64_t, const element *, float, element *, int32_t);
-int32_t linear(const element *, int64_t, int64_t, const element *, int64_t, const element *, int32_t, const element *,
-               void *, int32_t, int32_t);
 #ifdef FLOAT32
-int32_t quantised_linear(const void *, int32_t, int64_t, int64_t, const void *, int32_t, int64_t, const void *,
-                         const void *, int32_t, float, int64_t, const void *, int32_t, const void *, void *, int32_t,
-                         int32_t);
+quantised_linear_t quantised_linear;
 #endif
-void rotate_and_store(const element *, int64_t, int64_t, int64_t, int64_t, const element *, const element *,
-                      const element *, const element *, float, element *, element *, element *, int64_t,
-                      const int64_t *, const int64_t *, int32_t);
-void attend(const element *, int64_t, element *, const element *, const element *, int64_t, int64_t, int64_t, int64_t,
-            const int64_t *, const int64_t *, int64_t, int64_t, float, float, int32_t);
 
 static uint64_t state = 1;
 
@@ -53,11 +44,17 @@ static uint64_t digest = 14695981039346656037u;
 
 /* FNV-1a of all results so far. */
 static void
+add_bytes_to_digest(const void *results, int64_t count)
+{
+    const unsigned char *bytes = results;
+    for (int64_t i = 0; i < count; i++)
+        digest = (digest ^ bytes[i]) * 1099511628211u;
+}
+
+static void
 add_to_digest(const element *results, int64_t count)
 {
-    const unsigned char *bytes = (const unsigned char *)results;
-    for (int64_t i = 0; i < count * (int64_t)sizeof *results; i++)
-        digest = (digest ^ bytes[i]) * 1099511628211u;
+    add_bytes_to_digest(results, count * (int64_t)sizeof *results);
 }
 
 static void
@@ -113,26 +110,41 @@ fuzz_quantised(void)
     const int32_t epilogue = (int32_t)below(4), threads = (int32_t)(1 + below(2));
     quantised_linear(x, is_bfloat16, rows, inner, codes, bits, group, scale, has_offsets ? offset : NULL, is_half,
                      -8.0f, columns, has_bias ? bias : NULL, epilogue, other, y, is_unrounded, threads);
-    for (int64_t i = 0; i < rows * columns * size; i++)
-        digest = (digest ^ ((unsigned char *)y)[i]) * 1099511628211u;
+    add_bytes_to_digest(y, rows * columns * size);
     void *const all[] = {codes, scale, offset, x, bias, other, y};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
 }
 #endif
 
+/* Rows of the KV cache. */
+static char *
+some_rows(int64_t count, int64_t width, int32_t is_int8)
+{
+    const int64_t bytes = kv_row_bytes(width, is_int8);
+    element *elements = some(count * width);
+    if (!is_int8)
+        return (char *)elements;
+    char *rows = malloc(count * bytes);
+    for (int64_t i = 0; i < count; i++)
+        quantise_row(elements + i * width, width, rows + i * bytes);
+    free(elements);
+    return rows;
+}
+
 static void
-fuzz_attention(void)
+fuzz_attention(int32_t is_int8)
 {
     const int64_t kv_heads = 1 + below(2), group = 1 + below(3), heads = kv_heads * group;
     const int64_t width = ONE_OF(2, 6, 30, 34, 64), window = ONE_OF(0, 1, 20), threads = 1 + below(2);
     const int64_t has_norm = below(2), has_softcap = below(2);
     const int64_t size = ONE_OF(3, 16, 64, 80), tokens = 1 + below(100), pages = (tokens + size - 1) / size;
     const int64_t most = 64 / group, start = below(tokens), count = 1 + below(smaller(most, tokens - start));
-    const int64_t tile[4] = {0, count, start, 0};
+    const tile_t tile = {0, count, start, 0};
     element *qkv = some(tokens * (heads + 2 * kv_heads) * width), *query = some(tokens * heads * width);
     element *cosine = some(tokens * width), *sine = some(tokens * width), *norm = some(width);
-    element *keys = some(pages * kv_heads * size * width), *values = some(pages * kv_heads * size * width);
+    char *keys = some_rows(pages * kv_heads * size, width, is_int8);
+    char *values = some_rows(pages * kv_heads * size, width, is_int8);
     element *y = some(count * heads * width);
     int64_t *table = malloc(pages * sizeof *table), *page = malloc(tokens * sizeof *page);
     int64_t *slot = malloc(tokens * sizeof *slot);
@@ -143,13 +155,74 @@ fuzz_attention(void)
         slot[i] = i % size;
     }
     rotate_and_store(qkv, tokens, heads, kv_heads, width, cosine, sine, has_norm ? norm : NULL, norm, 1e-6f, query,
-                     keys, values, size, page, slot, 1);
-    attend(query, heads * width, y, keys, values, kv_heads, group, width, size, table, tile, 1, window, 0.2f,
+                     keys, values, is_int8, size, page, slot, 1);
+    attend(query, heads * width, y, keys, values, is_int8, kv_heads, group, width, size, table, &tile, 1, window, 0.2f,
            has_softcap ? 5.0f : 0.0f, (int32_t)threads);
     add_to_digest(query, tokens * heads * width);
-    add_to_digest(keys, pages * kv_heads * size * width);
+    add_bytes_to_digest(keys, pages * kv_heads * size * kv_row_bytes(width, is_int8));
     add_to_digest(y, count * heads * width);
     void *const all[] = {qkv, query, cosine, sine, norm, keys, values, y, table, page, slot};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+}
+
+static gemm_t
+some_gemm(int64_t columns, int64_t inner)
+{
+    const int64_t padded = (columns + COLUMNS - 1) / COLUMNS * COLUMNS;
+    return (gemm_t){.columns = columns, .inner = inner, .weight = some(padded * inner), .bias = some(columns)};
+}
+
+static void
+free_gemm(gemm_t gemm)
+{
+    free((void *)gemm.weight);
+    free((void *)gemm.bias);
+}
+
+/* Some tokens at the beginning of a sequence, on one page. */
+static void
+fuzz_layers(void)
+{
+    const int64_t kv_heads = 1 + below(2), heads = kv_heads * (1 + below(3)), width = ONE_OF(2, 6, 34);
+    const int64_t hidden = ONE_OF(2, 30, 66), inner = ONE_OF(2, 50), tokens = 1 + below(20), size = tokens + below(9);
+    const int32_t is_int8 = (int32_t)below(2), threads = (int32_t)(1 + below(2)), has_parts = (int32_t)below(2);
+    const int64_t of_keys = kv_heads * width, qkv = heads * width + 2 * of_keys;
+    layer_t layers[2];
+    for (int i = 0; i < 2; i++) {
+        layers[i] = (layer_t){.input_norm = some(hidden), .mlp_norm = some(hidden), .scale = 0.2f};
+        layers[i].input_epsilon = layers[i].mlp_epsilon = 1e-5f;
+        layers[i].qkv[0] = some_gemm(has_parts ? qkv - 2 * of_keys : qkv, hidden);
+        for (int part = 1; part < PARTS_OF_QKV && has_parts; part++)
+            layers[i].qkv[part] = some_gemm(of_keys, hidden);
+        layers[i].output = some_gemm(hidden, heads * width);
+        layers[i].gate = some_gemm(inner, hidden);
+        layers[i].up = some_gemm(inner, hidden);
+        layers[i].down = some_gemm(hidden, inner);
+        layers[i].keys = some_rows(kv_heads * size, width, is_int8);
+        layers[i].values = some_rows(kv_heads * size, width, is_int8);
+    }
+    int64_t *page = calloc(tokens, sizeof *page), *slot = malloc(tokens * sizeof *slot);
+    for (int64_t i = 0; i < tokens; i++)
+        slot[i] = i;
+    const tile_t tile = {0, tokens, 0, 0};
+    element *cosine = some(tokens * width), *sine = some(tokens * width), *x = some(tokens * hidden);
+    const step_t step = {tokens, hidden, heads, kv_heads, width, cosine, sine, page, slot, page, &tile, 1, size, NULL,
+                         is_int8, threads};
+    decoder_layers(&step, layers, 2, x);
+    add_to_digest(x, tokens * hidden);
+    for (int i = 0; i < 2; i++) {
+        for (int part = 0; part < PARTS_OF_QKV; part++)
+            free_gemm(layers[i].qkv[part]);
+        free_gemm(layers[i].output);
+        free_gemm(layers[i].gate);
+        free_gemm(layers[i].up);
+        free_gemm(layers[i].down);
+        void *const all[] = {(void *)layers[i].input_norm, (void *)layers[i].mlp_norm, layers[i].keys, layers[i].values};
+        for (size_t k = 0; k < sizeof all / sizeof *all; k++)
+            free(all[k]);
+    }
+    void *const all[] = {page, slot, cosine, sine, x};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
 }
@@ -160,7 +233,9 @@ main(int count, char **arguments)
     const int rounds = count > 1 ? atoi(arguments[1]) : 100;
     for (int i = 0; i < rounds; i++) {
         fuzz_linear();
-        fuzz_attention();
+        fuzz_attention(0);
+        fuzz_attention(1);
+        fuzz_layers();
 #ifdef FLOAT32
         fuzz_quantised();
 #endif

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from worker.engines.embedded import native
 from worker.engines.embedded.attention import AttentionBackend, NativeAttention, TorchAttention
 from worker.engines.embedded.attention.online_softmax import CallShapes, TorchKernel
-from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice
+from worker.engines.embedded.kv_cache import Int8Rows, KvStore, SequenceSlice, row_shape
 from worker.engines.embedded.plan import PageCopy
 
 NATIVE_DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if native.unavailable(dtype) is None]
@@ -37,6 +37,7 @@ class Scene:
     rows: list[Row]
     dtype: torch.dtype
     backend: AttentionBackend
+    is_int8: bool
     seed: int
 
 
@@ -70,6 +71,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         rows,
         dtype,
         backend,
+        draw(st.booleans()),
         draw(st.integers(0, 2**32 - 1)),
     )
 
@@ -83,7 +85,11 @@ class Stage:
         self.generator = torch.Generator().manual_seed(scene.seed)
         heads, size = scene.kv_heads, scene.size
         needed = sum(-(-row.stop // size) for row in scene.rows) + 6
-        self.store = KvStore(*([torch.zeros(needed, heads, size, scene.width).to(scene.dtype)] for _ in range(2)))
+        self.int8_rows = Int8Rows(scene.width, scene.dtype) if scene.is_int8 else None
+        width, dtype = row_shape(scene.width, scene.dtype, self.int8_rows)
+        self.store = KvStore(
+            *([torch.zeros(needed, heads, size, width, dtype=dtype)] for _ in range(2)), self.int8_rows
+        )
         free = list(range(needed))
         if self.source.random() < 0.5:
             self.source.shuffle(free)
@@ -99,7 +105,7 @@ class Stage:
             pages = common[: row.shared] + [free.pop(0) for _ in range(count - row.shared)]
             for position in range(row.start):
                 slot = pages[position // size], slice(None), position % size
-                self.store.keys[0][slot], self.store.values[0][slot] = own[position]
+                self.store.keys[0][slot], self.store.values[0][slot] = self.rows(own[position])
             self.keys.append(own[:, 0])
             self.values.append(own[:, 1])
             self.sequences.append(SequenceSlice(pages, row.start, row.stop))
@@ -107,6 +113,14 @@ class Stage:
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, self.scene.width, generator=self.generator).to(self.scene.dtype)
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """As they lie in the store."""
+        return x if self.int8_rows is None else self.int8_rows.quantise(x)
+
+    def stored(self, x: torch.Tensor) -> torch.Tensor:
+        """What is read there."""
+        return x if self.int8_rows is None else self.int8_rows.dequantise(self.rows(x))
 
     def attend(self) -> torch.Tensor:
         scene = self.scene
@@ -126,7 +140,8 @@ class Stage:
         """Token by token, over all its keys, in float64."""
         results = []
         query = iter(self.query.double())
-        for row, keys, values in zip(self.scene.rows, self.keys, self.values, strict=True):
+        for row, *own in zip(self.scene.rows, self.keys, self.values, strict=True):
+            keys, values = map(self.stored, own)
             for position in range(row.start, row.stop):
                 first = max(0, position - self.scene.window + 1) if self.scene.window else 0
                 seen = slice(first, position + 1)

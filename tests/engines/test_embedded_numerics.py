@@ -38,8 +38,15 @@ class Loaded:
     piece.
     """
 
-    def __init__(self, path: Path, dtype: str, kernels: str = "auto") -> None:
-        config = EmbeddedConfig(model_path=path, device="cpu", dtype=dtype, numerics="exact", kernels=kernels)
+    def __init__(self, path: Path, dtype: str, kernels: str = "auto", kv_cache_dtype: str = "auto") -> None:
+        config = EmbeddedConfig(
+            model_path=path,
+            device="cpu",
+            dtype=dtype,
+            numerics="exact",
+            kernels=kernels,
+            kv_cache_dtype=kv_cache_dtype,
+        )
         self.model: HfModel = load_model(config)
         self.model.allocate_kv(NUM_PAGES, PAGE)
         generator = torch.Generator().manual_seed(3)
@@ -145,6 +152,7 @@ def same_bits(
     arch: str,
     dtype: str,
     kernels: str,
+    kv_cache_dtype: str,
     threads: int,
     data: st.DataObject,
     every_checkpoint: dict[str, Path],
@@ -152,9 +160,9 @@ def same_bits(
 ) -> None:
     torch.set_num_threads(threads)
     try:
-        case = (arch, dtype, kernels, threads)
+        case = (arch, dtype, kernels, kv_cache_dtype, threads)
         if case not in loaded:
-            loaded[case] = Loaded(every_checkpoint[arch], dtype, kernels)
+            loaded[case] = Loaded(every_checkpoint[arch], dtype, kernels, kv_cache_dtype)
         check_run(loaded[case], data)
     finally:
         torch.set_num_threads(1)
@@ -163,14 +171,20 @@ def same_bits(
 DTYPES = (("float32", torch.float32), ("bfloat16", torch.bfloat16))
 NATIVE = [(name, "native") for name, dtype in DTYPES if native.unavailable(dtype) is None]
 COMPUTED = [("float32", "torch"), ("bfloat16", "torch"), *NATIVE]
-KINDS = [(arch, *computed, 1) for arch in EVERY_TYPE for computed in COMPUTED]
-WITH_MORE_THREADS = [(arch, *computed, 2) for arch in ("llama", "qwen3_moe") for computed in COMPUTED[1:]]
+KINDS = [(arch, *computed, "auto", 1) for arch in EVERY_TYPE for computed in COMPUTED]
+WITH_MORE_THREADS = [(arch, *computed, "auto", 2) for arch in ("llama", "qwen3_moe") for computed in COMPUTED[1:]]
+IN_INT8 = [
+    *((arch, *computed, "int8", 1) for arch in EVERY_TYPE for computed in NATIVE),
+    *((arch, *computed, "int8", threads) for arch, threads in (("llama", 2), ("gemma2", 1)) for computed in COMPUTED),
+]
+"""With such a KV cache; gemma2 has windows and soft-capped scores."""
 
 
 def bits_test(max_examples: int) -> Callable[..., None]:
     checked = settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck))
     test: Callable[..., None] = checked(given(data=st.data())(same_bits))
-    return pytest.mark.parametrize(("arch", "dtype", "kernels", "threads"), KINDS + WITH_MORE_THREADS)(test)
+    cases = sorted({*KINDS, *WITH_MORE_THREADS, *IN_INT8})
+    return pytest.mark.parametrize(("arch", "dtype", "kernels", "kv_cache_dtype", "threads"), cases)(test)
 
 
 test_logits_are_the_same_bits = bits_test(6)

@@ -184,13 +184,15 @@ class Station:
     per_step=st.sampled_from([0.03, 0.1, 0.3]),
 )
 @settings(max_examples=8, deadline=None)
-def test_nobody_is_passed_by_more_than_a_batch(
+def test_nobody_is_passed_by_more_than_two_batches(
     role: str, seed: int, num_pages: int, local: float, per_step: float
 ) -> None:
+    """One that is running, and on a decode worker one whose KV was on its way when it came."""
     station = Station(role, seed, num_pages, local)
     station.run(250, per_step)
     assert station.num_finished == len(station.prompts)
-    assert max(station.passed.values(), default=0) <= MAX_NUM_SEQS
+    batches = 2 if role == "decode" else 1
+    assert max(station.passed.values(), default=0) <= batches * MAX_NUM_SEQS
 
 
 def test_the_preempted_do_not_starve_behind_kv_transfers() -> None:

@@ -28,6 +28,7 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice
 from worker.engines.embedded.model import llama
 from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.native.layers import DecoderLayers
 from worker.engines.embedded.step import make_stepper
 from worker.sampling import SamplingParams
 
@@ -57,6 +58,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for name in ("linear", "rms_norm", "rotate_and_store", "attend"):
         monkeypatch.setattr(native, name, counted(name))
+    compute = DecoderLayers.compute
+
+    def counted_layers(*arguments: Any) -> None:
+        counts["decoder_layers"] += 1
+        compute(*arguments)
+
+    monkeypatch.setattr(DecoderLayers, "compute", counted_layers)
     return counts
 
 
@@ -93,8 +101,9 @@ def test_native_tokens_are_those_of_the_torch_backend(
         assert answers(model, 90) == expected
         assert (model.kernels, model.made_by) == (f"native-{path}", "exact, native kernels")
         assert not model.wants_dense_kv
-        fused = {"rms_norm", "rotate_and_store"} if arch in llama.MODEL_TYPES else set()
-        assert set(calls) == {"linear", "attend"} | fused
+        assert set(calls) == (
+            {"linear", "rms_norm", "decoder_layers"} if arch in llama.MODEL_TYPES else {"linear", "attend"}
+        )
         calls.clear()
     assert answers(load(every_checkpoint[arch], "native"), 512) == expected
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.kv_cache.store import SequenceSlice
+from worker.engines.embedded.kv_cache import Int8Rows, SequenceSlice
 from worker.engines.embedded.model.hf_model import HfModel, load_model
 from worker.engines.embedded.model.kernels import choose_kernels
 from worker.engines.embedded.plan import Chunk, Plan, Request
@@ -75,7 +75,7 @@ def plain_c(dtype: torch.dtype) -> Iterator[None]:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32) if x.is_floating_point() else x
 
 
 @settings(max_examples=30, deadline=None)
@@ -108,6 +108,8 @@ def test_bits_are_those_of_plain_c(
     length, size = 9 * rows, 48
     query = randn(dtype, generator, length, kv_heads * group, width)
     cached = [randn(dtype, generator, -(-length // size), kv_heads, size, width) for _ in range(2)]
+    int8_rows = Int8Rows(width, dtype)
+    cached_in_int8 = [int8_rows.quantise(each) for each in cached]
     tiles = native.Tiles([SequenceSlice([*range(-(-length // size))], 0, length)], group)
     qkv = randn(dtype, generator, rows, group + 2 * kv_heads, width)
     cosine, sine = (randn(dtype, generator, rows, width) for _ in range(2))
@@ -116,6 +118,7 @@ def test_bits_are_those_of_plain_c(
 
     def computed() -> list[torch.Tensor]:
         stored = [torch.zeros(1, kv_heads, 16, width, dtype=dtype) for _ in range(2)]
+        stored_in_int8 = [int8_rows.quantise(each) for each in stored]
         projections = native.Projections(qkv, group, cosine, sine, norms)
         return [
             *(
@@ -123,9 +126,12 @@ def test_bits_are_those_of_plain_c(
                 for then in ("none", "silu", "add", "mul")
             ),
             native.attend(query, *cached, tiles, width**-0.5, window, softcap),
+            native.attend(query, *cached_in_int8, tiles, width**-0.5, window, softcap),
             native.rms_norm(query, norms[0], 1e-5),
             native.rotate_and_store(projections, *stored, places),
+            native.rotate_and_store(projections, *stored_in_int8, places),
             *stored,
+            *stored_in_int8,
         ]
 
     with plain_c(dtype):
@@ -217,6 +223,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(
         assert torch.equal(native.linear(x[rows], panels, columns), expected[rows])
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["elements", "int8"])
 @settings(max_examples=40, deadline=None)
 @given(
     heads=st.sampled_from([(1, 1), (2, 3), (1, 64), (3, 1)]),
@@ -226,8 +233,16 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(
     source=st.randoms(use_true_random=False),
 )
 def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
-    path: str, dtype: torch.dtype, heads: tuple[int, int], width: int, size: int, window: int, source: random.Random
+    path: str,
+    dtype: torch.dtype,
+    is_int8: bool,
+    heads: tuple[int, int],
+    width: int,
+    size: int,
+    window: int,
+    source: random.Random,
 ) -> None:
+    """And in int8 it is attention over the elements that the rows stand for, bit by bit."""
     if path == "generic":
         heads, width, size = min(heads, (2, 3)), min(width, 30), min(size, 48)
     kv_heads, group = heads
@@ -236,6 +251,9 @@ def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
     places = -(-length // size)
     keys, values = (randn(dtype, generator, places, kv_heads, size, width) for _ in range(2))
     query = randn(dtype, generator, length, kv_heads * group, width)
+    int8_rows = Int8Rows(width, dtype)
+    if is_int8:
+        keys, values = int8_rows.quantise(keys), int8_rows.quantise(values)
 
     def attend(sequences: list[SequenceSlice], order: torch.Tensor | None = None) -> torch.Tensor:
         stored = [each if order is None else each[order] for each in (keys, values)]
@@ -245,6 +263,10 @@ def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
 
     home = list(range(places))
     expected = attend([SequenceSlice(home, 0, length)])
+    if is_int8:
+        elements = int8_rows.dequantise(keys), int8_rows.dequantise(values)
+        tiles = native.Tiles([SequenceSlice(home, 0, length)], group)
+        assert torch.equal(native.attend(query, *elements, tiles, width**-0.5, window, None), expected)
     moved = torch.tensor(source.sample(home, places))
     elsewhere = moved.argsort().tolist()
     cuts = sorted({0, length, *(source.randrange(length) for _ in range(8))})
@@ -296,6 +318,12 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     stored[places] = True
     by_slot = (each.transpose(1, 2) for each in (keys, values))
     stored_keys, stored_values = ((each[places], each[~stored]) for each in by_slot)
+    int8_rows = Int8Rows(width, dtype)
+    in_int8 = [int8_rows.quantise(torch.zeros_like(each)) for each in (keys, values)]
+    with computing_with(threads):
+        again = native.rotate_and_store(native.Projections(qkv, heads, cosine, sine, norms), *in_int8, places)
+    assert torch.equal(again, query)
+    assert all(torch.equal(one, int8_rows.quantise(each)) for one, each in zip(in_int8, (keys, values), strict=True))
     assert close(query, turned(qkv[:, :heads], 0))
     assert close(stored_keys[0], turned(qkv[:, heads : heads + kv_heads], 1))
     assert torch.equal(stored_values[0], qkv[:, heads + kv_heads :])
@@ -333,6 +361,44 @@ def test_places_that_hold_nothing_yet_are_not_read(dtype: torch.dtype) -> None:
     keys[0, 0, 7:] = values[0, 0, 7:] = torch.nan
     found = native.attend(query, keys, values, native.Tiles([SequenceSlice([0], 5, 7)], 1), 1.0, 0, None)
     assert not found.isnan().any()
+
+
+def test_int8_rows_of_any_numbers_are_those_of_torch(dtype: torch.dtype) -> None:
+    """Zeros, ties, numbers too small for a scale, infinities and NaN: of the fused kernel, and read
+    again.
+    """
+    width = 36
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(11, 3, width, generator=generator)
+    tokens[0] = 0.0
+    tokens[1] = torch.arange(width) - 0.5
+    tokens[1, :, 0] = 127.0  # the scale is 1, and every code a tie
+    tokens[2] *= 2.0**-126
+    tokens[3] *= 2.0**-118
+    tokens[4] *= 2.0**120
+    tokens[5, 1:, 7] = torch.inf
+    tokens[6, 1:, 35] = -torch.inf
+    tokens[7, 1:, 0] = torch.nan
+    tokens[8] = 2.0**-149
+    qkv = tokens.to(dtype)
+    cosine, sine = torch.ones(11, width, dtype=dtype), torch.zeros(11, width, dtype=dtype)
+    int8_rows = Int8Rows(width, dtype)
+    stored = [torch.zeros(1, 1, 16, int8_rows.num_bytes, dtype=torch.int8) for _ in range(2)]
+    places = torch.zeros(11, dtype=torch.int64), torch.arange(11)
+    native.rotate_and_store(native.Projections(qkv, 1, cosine, sine, None), *stored, places)
+    for one in (5, 6, 7):
+        assert int8_rows.dequantise(stored[1][0, 0, one]).isnan().all()
+    for which, found in enumerate(stored):
+        assert torch.equal(found[0, 0, 8:11], int8_rows.quantise(qkv[8:11, 1 + which]))
+    assert torch.equal(stored[1][0, 0, :11], int8_rows.quantise(qkv[:, 2]))
+    query = torch.ones(1, 1, width, dtype=dtype)
+    for one in range(11):  # a single token attends to itself: the result is its values
+        copied = [torch.zeros_like(each) for each in stored]
+        for each, rows in zip(copied, stored, strict=True):
+            each[0, 0, 0] = rows[0, 0, one]
+        copied[0].zero_()
+        found = native.attend(query, *copied, native.Tiles([SequenceSlice([0], 0, 1)], 1), 1.0, 0, None)[0, 0]
+        torch.testing.assert_close(found, int8_rows.dequantise(copied[1][0, 0, 0]), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("arch", EVERY_TYPE)

@@ -22,7 +22,7 @@ FLAGS = {
     "generic": [],
 }
 ROUNDS = 60
-DIGESTS = {torch.bfloat16: "3d2411cb985b5d1b", torch.float32: "68145599e3a4135c"}
+DIGESTS = {torch.bfloat16: "f6bccd8c3159aba5", torch.float32: "bf07fccbf31b26dc"}
 """Of all results, as AVX-512 in float32, AVX2 and plain C on x86-64 have them."""
 
 

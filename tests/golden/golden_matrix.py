@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,6 +145,7 @@ async def run(
     max_tokens: int,
     *,
     is_short: bool = False,
+    rows: Collection[str] = (),
     save: Callable[[Matrix], None] = lambda matrix: None,
 ) -> Matrix:
     """Compare every mode with an aggregated worker, processor by processor.
@@ -155,11 +156,12 @@ async def run(
         name: Of the model.
         max_tokens: Of each text.
         is_short: One set of arguments per processor.
+        rows: Processors and names of fields; all of them if there are none.
         save: Called with what there is after each mode.
     """
     began_s = time.monotonic()
     matrix = Matrix(name)
-    texts = await _alone(bench, matrix, max_tokens, is_short)
+    texts = await _alone(bench, matrix, max_tokens, is_short, rows)
     say(f"{name}: {len(texts)} texts of one aggregated worker, {time.monotonic() - began_s:.0f} s")
     for mode in modes:
         began_s = time.monotonic()
@@ -174,7 +176,9 @@ async def run(
     return matrix
 
 
-async def _alone(bench: Bench, matrix: Matrix, max_tokens: int, is_short: bool) -> list[tuple[Case, list[int]]]:
+async def _alone(
+    bench: Bench, matrix: Matrix, max_tokens: int, is_short: bool, rows: Collection[str]
+) -> list[tuple[Case, list[int]]]:
     """The text of every case, from an aggregated worker that has nothing else to do."""
     mode = aggregated()
     texts = []
@@ -186,6 +190,8 @@ async def _alone(bench: Bench, matrix: Matrix, max_tokens: int, is_short: bool) 
         text = SHORT_TEXT if bench.is_large else TEXT
         cases = Cases(bench.chains.facts.vocabulary, max_tokens, text=text, is_short=is_short)
         for case in cases.all(await mode.tokens(Request(cases.plain(), ()))):
+            if rows and case.row not in rows:
+                continue
             try:
                 text = await mode.tokens(Request(case, ()))
             except Refused as refusal:

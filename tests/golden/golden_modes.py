@@ -298,7 +298,7 @@ class NthChoice:
     @asynccontextmanager
     async def running(self, bench: Bench) -> AsyncIterator[None]:
         catalog = Catalog.load(options=bench.arguments().logits_processor)
-        settings = {"device": "cpu", "dtype": DTYPE, "numerics": "exact"}
+        settings = {"device": "cpu", "dtype": DTYPE, "numerics": "exact", "kv_cache_dtype": bench.kv_cache_dtype}
         self._engine = await asyncio.to_thread(Engine, bench.model, catalog=catalog, **settings)
         self._limits = bench.limits
         self._together: tuple[Case, list[list[int]]] | None = None

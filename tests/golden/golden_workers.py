@@ -110,13 +110,16 @@ class Bench:
         is_large: Whether the model takes so long that texts and prompts are short, and answers are
             not cut after every token. It computes in float32, as the tiny model does.
 
+        kv_cache_dtype: Option of every embedded engine.
+
     Attributes:
         info: Of the first engine that was started.
         chains: The chain builder that all workers share: one sandbox, one tokenizer.
     """
 
-    def __init__(self, model: Path, directory: Path, *, is_large: bool = False) -> None:
+    def __init__(self, model: Path, directory: Path, *, is_large: bool = False, kv_cache_dtype: str = "auto") -> None:
         self.model = model
+        self.kv_cache_dtype = kv_cache_dtype
         self.directory = directory
         self.is_large = is_large
         self.info: EngineInfo | None = None
@@ -142,7 +145,8 @@ class Bench:
 
     def arguments(self, *argv: str) -> Arguments:
         """Options of a worker."""
-        return parse_arguments([*self.argv, *([] if "trtllm" in argv else EXACT), *argv], {})
+        embedded = [*EXACT, "--kv-cache-dtype", self.kv_cache_dtype]
+        return parse_arguments([*self.argv, *([] if "trtllm" in argv else embedded), *argv], {})
 
     async def worker(self, *argv: str, engine: ServingEngine | None = None) -> LocalWorker:
         """A worker that serves; ``engine`` takes the place of the one that its options choose."""

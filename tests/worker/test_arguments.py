@@ -171,6 +171,8 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--processor-errors", "open"], "--processor-errors open needs --engine trtllm"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 needs --engine trtllm"),
         (["--engine", "trtllm", "--numerics", "exact"], "--numerics exact needs --engine embedded"),
+        (["--engine", "trtllm", "--kv-cache-dtype", "int8"], "--kv-cache-dtype int8 needs --engine embedded"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be one of auto, int8, got 'fp8'"),
         (["--engine", "trtllm", "--max-mixed-chunk", "64"], "--max-mixed-chunk 64 needs --engine embedded"),
         (["--engine", "trtllm", "--step-timeout-s", "5"], "--step-timeout-s 5.0 needs --engine embedded"),
         (["--dtype", "float16", "--device", "cpu"], "--dtype float16 needs CUDA, but --device is cpu"),

@@ -182,6 +182,15 @@ async def test_a_frontend_that_dies(parts: list[bytes]) -> None:
     assert answer.endswith(LAST) is False
 
 
+async def test_an_answer_that_cannot_be_read_is_a_502() -> None:
+    """Though it is complete: nothing goes on with a connection that is closed because of it."""
+    broken: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, problem: broken.append(problem.get("protocol")))
+    bad = json_answer(answer_to(0)).replace(b"\r\n", b"\r\nno header\r\n", 1)
+    assert (await ask(Frontends([bad], [bad], [bad]))).startswith(b"HTTP/1.1 502")
+    assert not any(broken)
+
+
 async def test_a_client_that_leaves_ends_all() -> None:
     """Their connections are closed."""
     left = 0

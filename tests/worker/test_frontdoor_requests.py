@@ -219,7 +219,7 @@ def test_other_answers_are_not(schema: Any, misreads: bool) -> None:
 
 def test_dynamo_s_version_says_whether_it_misreads(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, expected in (("1.4.2", True), ("1.5.0rc1", True), ("1.6.1", False), ("2.0", False)):
-        monkeypatch.setattr(misread_answers.metadata, "version", lambda _, version=version: version)
+        monkeypatch.setattr("importlib.metadata.version", lambda _, version=version: version)
         assert misread_answers.frontend_misreads.__wrapped__() is expected
 
 

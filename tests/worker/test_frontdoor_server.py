@@ -20,7 +20,7 @@ from worker.frontdoor.http import AnswerEnd, BadAnswer
 from worker.frontdoor.options import Options
 from worker.frontdoor.request_reader import Head, RequestReader, plain_head
 from worker.frontdoor.server import CATALOGUE, FrontDoor, protocol_factory
-from worker.frontdoor.upstreams import QUICK_ACK, Upstream, Upstreams
+from worker.frontdoor.upstreams import QUICK_ACK, Upstream, UpstreamConnection, Upstreams
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 CATALOG = Catalog.default()
@@ -324,6 +324,68 @@ async def test_a_kept_connection_acknowledges_at_once() -> None:
         assert kept.getsockopt(socket.IPPROTO_TCP, QUICK_ACK) == 1
 
 
+@pytest.mark.skipif(QUICK_ACK is None, reason="TCP_QUICKACK is an option of Linux")
+async def test_each_event_on_a_kept_connection_is_acknowledged_at_once() -> None:
+    """The kernel leaves this state where something is sent, as a request is: not before the end."""
+    assert QUICK_ACK is not None
+    taken = asyncio.Semaphore(0)
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        for event in EVENTS:
+            await taken.acquire()
+            writer.write(chunked(event))
+        writer.write(b"0\r\n\r\n")
+
+    async with keeping(say) as (at, frontend):
+        for _ in range(3):
+            reader, writer = await at.connect()
+            writer.write(post())
+            await asyncio.wait_for(reader.readexactly(len(STREAM_HEAD)), WAIT_S)
+            (client,) = at.door.connections
+            asked = client._upstream
+            assert isinstance(asked, UpstreamConnection)
+            for event in EVENTS:
+                assert asked.socket.getsockopt(socket.IPPROTO_TCP, QUICK_ACK) == 1
+                taken.release()
+                await asyncio.wait_for(reader.readexactly(len(chunked(event))), WAIT_S)
+            assert await asyncio.wait_for(reader.read(), WAIT_S) == b"0\r\n\r\n"
+            writer.close()
+            while at.door.connections:
+                await asyncio.sleep(0.001)
+        assert frontend.connections == [3]
+
+
+class Acknowledged:
+    """A socket that notes what is set."""
+
+    def __init__(self) -> None:
+        self.options: list[tuple[int, int, int]] = []
+
+    def setsockopt(self, *option: int) -> None:
+        self.options.append(option)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(QUICK_ACK is None, reason="TCP_QUICKACK is an option of Linux")
+async def test_acknowledgements_are_asked_for_where_the_kernel_would_delay_them() -> None:
+    """For the beginning of an answer, and for what may be a full segment, but not per event."""
+    taken: list[bytes] = []
+
+    class Taker:
+        def received(self, data: bytes) -> None:
+            taken.append(data)
+
+    connection, noted = UpstreamConnection(), Acknowledged()
+    connection.socket = noted  # type: ignore[assignment]
+    for _ in range(2):
+        connection.begin(Taker(), AnswerEnd(), b"")  # type: ignore[arg-type]
+        for data, num_asked in ((STREAM_HEAD, 1), (chunked(b"a" * 200), 1), (chunked(b"a" * 600), 2)):
+            connection.data_received(data)
+            assert noted.options == [(socket.IPPROTO_TCP, QUICK_ACK, 1)] * num_asked
+        noted.options.clear()
+    assert len(taken) == 6
+
+
 async def test_a_kept_connection_that_was_closed_costs_a_second_attempt() -> None:
     async with keeping(say_ok) as (at, frontend):
         await at.ask(post())
@@ -470,6 +532,16 @@ def test_h11_reads_every_plain_head_alike(
     assert head.lines == [(bytes(name), bytes(value)) for name, value in request.headers.raw_items()]
     assert head.headers == dict(request.headers)
     assert int(head.headers.get(b"content-length", b"0")) == int(dict(request.headers).get(b"content-length", b"0"))
+
+
+def test_blanks_before_a_value_are_read_once() -> None:
+    """A reader that goes back over them takes seconds for one head of this size."""
+    head = b"GET / HTTP/1.1\r\nHost: door\r\nX:" + b" " * 60_000
+    for _ in range(20):
+        assert plain_head(head + b"\x01\r\n\r\n") is None
+    read = plain_head(head + b"a \t\r\n\r\n")
+    assert read is not None
+    assert read[0].headers[b"x"] == b"a"
 
 
 def test_the_heads_of_usual_clients_are_plain() -> None:
@@ -779,6 +851,13 @@ def test_the_end_of_an_answer_is_found_however_it_is_cut(name: str, step: int) -
     assert end.complete
     with pytest.raises(BadAnswer):
         end.feed(b"x")
+
+
+@pytest.mark.parametrize("size", [b"", b"zz", b"-6", b"3 3"])
+def test_a_chunk_without_a_size_is_no_answer(size: bytes) -> None:
+    end = AnswerEnd()
+    with pytest.raises(BadAnswer):
+        end.feed(STREAM_HEAD + chunked(b"abc") + size + b"\r\nabc\r\n")
 
 
 def test_an_answer_without_a_length_ends_with_its_connection() -> None:

@@ -108,6 +108,18 @@ async def test_the_tokens_are_those_that_were_recorded(
         assert await files.replay({**answer.receipt, "seed": answer.receipt["seed"] ^ 1}, PROMPT) == 1
 
 
+async def test_the_data_type_of_the_kv_cache_is_recorded(
+    model: Path, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(model, "--kv-cache-dtype", "int8") as client:
+        answer = await client.ask(PROMPT, sampling_options=DRAWN, stop_conditions={"max_tokens": 40})
+    assert answer.receipt["engine"]["options"]["kv_cache_dtype"] == "int8"
+    assert await files.replay(answer.receipt, PROMPT) == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "int8 KV cache" in said
+    assert "tokens may differ" not in said
+
+
 async def test_a_choice_beside_the_first_is_replayed(plain: Client, files: Files) -> None:
     annotation = "logits_processors:" + selection(processor("xtc", probability=0.5), receipt=True)
     raw = {

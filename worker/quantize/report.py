@@ -36,8 +36,8 @@ class Predictions:
         return sum(one == another for one, another in pairs) / len(self.likeliest)
 
 
-def predict(model_path: Path, quantization: str, dtype: str) -> Predictions:
-    """The predictions of the model with weights in `quantization`, on a CPU.
+def predict(model_path: Path, quantization: str, kv_cache_dtype: str, dtype: str) -> Predictions:
+    """The predictions of the model with weights in `quantization` and such a KV cache, on a CPU.
 
     Raises:
         StartupError: the model cannot be served, or has no tokenizer.
@@ -47,6 +47,7 @@ def predict(model_path: Path, quantization: str, dtype: str) -> Predictions:
         device="cpu",
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         context_length=512,
         kv_blocks=128,
         max_num_seqs=4,
@@ -65,12 +66,15 @@ def predict(model_path: Path, quantization: str, dtype: str) -> Predictions:
     return found
 
 
-def report(model_path: Path, to: str, dtype: str) -> list[str]:
-    """Lines for people; errors as `predict`."""
-    before, after = predict(model_path, "none", dtype), predict(model_path, to, dtype)
+def report(model_path: Path, to: str | None, kv_cache_dtype: str, dtype: str) -> list[str]:
+    """Lines for people; errors as `predict`. Weights are not quantised if `to` is None."""
+    before = predict(model_path, "none", "auto", dtype)
+    after = predict(model_path, to or "none", kv_cache_dtype, dtype)
     change = after.perplexity / before.perplexity - 1
+    what = [to] if to is not None else []
+    what += [f"{kv_cache_dtype} KV cache"] if kv_cache_dtype != "auto" else []
     return [
         f"perplexity on {len(before.logprobs)} tokens of plain English: {before.perplexity:.3f} unquantised, "
-        f"{after.perplexity:.3f} {to} ({change:+.2%})",
+        f"{after.perplexity:.3f} {', '.join(what)} ({change:+.2%})",
         f"the same likeliest token: {after.agreement(before):.1%} of positions",
     ]

@@ -15,6 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 NUMERICS = ("auto", "exact", "fast")
 KERNELS = ("auto", "native", "native-avx512", "native-avx2", "native-generic", "torch")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
+KV_CACHE_DTYPES = ("auto", "int8")
 ROLES = ("aggregated", "prefill", "decode")
 
 
@@ -35,6 +36,8 @@ class EmbeddedConfig:
         quantization: What the weights of linear layers are held in: ``int8`` or ``int4`` (rounded
             when they are loaded), ``none`` (in `dtype`, dequantised if need be), or ``auto``: as
             the checkpoint has them.
+        kv_cache_dtype: What keys and values are held in: ``int8``, with one scale for each token
+            and head, or ``auto``: in `dtype`.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Token budget of a step; longer prompts are prefilled in chunks.
         max_mixed_chunk: Prompt tokens per prompt in a mixed batch, one that decodes too: with n
@@ -62,6 +65,7 @@ class EmbeddedConfig:
     numerics: str = "auto"
     kernels: str = "auto"
     quantization: str = "auto"
+    kv_cache_dtype: str = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     max_mixed_chunk: int | None = None
@@ -111,6 +115,9 @@ class EmbeddedConfig:
             raise StartupError(f"--kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
         if self.quantization not in QUANTIZATIONS:
             raise StartupError(f"--quantization must be one of {', '.join(QUANTIZATIONS)}, got {self.quantization!r}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            choices = ", ".join(KV_CACHE_DTYPES)
+            raise StartupError(f"--kv-cache-dtype must be one of {choices}, got {self.kv_cache_dtype!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise StartupError(f"--dtype must be auto, {', '.join(DTYPES)}, got {self.dtype!r}")
 

@@ -13,7 +13,7 @@ from worker.engines.embedded.attention.backend import (
     AttentionStep,
     RopeTables,
 )
-from worker.engines.embedded.attention.native_backend import NativeAttention
+from worker.engines.embedded.attention.native_backend import NativeAttention, NativeStep
 from worker.engines.embedded.attention.torch_backend import TorchAttention
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "AttentionSizes",
     "AttentionStep",
     "NativeAttention",
+    "NativeStep",
     "RopeTables",
     "TorchAttention",
 ]

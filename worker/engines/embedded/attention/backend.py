@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from worker.engines.embedded.kv_cache import KvStore, SequenceSlice
+from worker.engines.embedded.kv_cache import Int8Rows, KvStore, SequenceSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class AttentionSizes:
         page_size: Tokens per page of the KV cache.
         dtype: Of queries, keys and values.
         device: Where they are.
+        int8_rows: What a row of the KV store is made of; None if it is elements of `dtype`.
     """
 
     heads: int
@@ -39,6 +40,7 @@ class AttentionSizes:
     page_size: int
     dtype: torch.dtype
     device: torch.device
+    int8_rows: Int8Rows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,9 @@ class AttentionBackend(Protocol):
 
     @classmethod
     def supports(cls, sizes: AttentionSizes) -> bool:
-        """Whether it computes attention of these sizes, on this device, in this dtype."""
+        """Whether it computes attention of these sizes, on this device, in this dtype and over such
+        a KV store.
+        """
 
     def candidates(self, sizes: AttentionSizes, may_cost: bool) -> Iterator[AttentionBackend]:
         """Its configurations to try for batch invariance, cheapest first.

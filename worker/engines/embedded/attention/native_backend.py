@@ -10,6 +10,7 @@ import torch
 from worker.engines.embedded import native
 from worker.engines.embedded.attention.backend import AttentionLayer, AttentionSizes, RopeTables, pad_rows
 from worker.engines.embedded.kv_cache import KvStore, SequenceSlice
+from worker.engines.embedded.native.layers import DecoderLayers, StepTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,17 @@ class NativeAttention:
 
 
 class NativeStep:
-    """Implements `AttentionStep`; arguments as `AttentionBackend.plan`."""
+    """Implements `AttentionStep`; arguments as `AttentionBackend.plan`.
+
+    Attributes:
+        tokens: Of the step, T.
+    """
 
     def __init__(self, store: KvStore, sequences: Sequence[SequenceSlice], slot_mapping: torch.Tensor) -> None:
         self._store = store
         self._sequences = sequences
         self._slot_mapping = (slot_mapping[0], slot_mapping[1])
-        self._tokens = slot_mapping.shape[1]
+        self.tokens = slot_mapping.shape[1]
         self._tiles: native.Tiles | None = None
 
     def attend(
@@ -61,7 +66,7 @@ class NativeStep:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `AttentionStep.attend`."""
-        rows, count = len(query), self._tokens
+        rows, count = len(query), self.tokens
         if rows > count:
             query, key, value = query[:count], key[:count], value[:count]
         self._store.write(layer, self._slot_mapping, key, value)
@@ -70,7 +75,7 @@ class NativeStep:
 
     def attend_qkv(self, layer: AttentionLayer, qkv: torch.Tensor, rope: RopeTables) -> torch.Tensor:
         """See `AttentionStep.attend_qkv`."""
-        rows, count = len(qkv), self._tokens
+        rows, count = len(qkv), self.tokens
         if rows > count:
             qkv = qkv[:count]
         projections = native.Projections(qkv, layer.heads, rope.cosine, rope.sine, layer.head_norms)
@@ -79,10 +84,23 @@ class NativeStep:
         attended = self._attend(layer.index, query, layer.scale, layer.window, None)
         return attended if rows == count else pad_rows(attended, rows)
 
+    def compute_layers(self, layers: DecoderLayers, hidden: torch.Tensor, rope: RopeTables) -> torch.Tensor:
+        """Hidden states ``[T, hidden]`` behind all layers, in place of those before the first."""
+        store = self._store
+        shared = StepTensors(
+            rope.cosine, rope.sine, self._slot_mapping, self._tiles_of(layers.group), store.keys, store.values
+        )
+        layers.compute(hidden, shared)
+        return hidden
+
+    def _tiles_of(self, group: int) -> native.Tiles:
+        if self._tiles is None:
+            self._tiles = native.Tiles(self._sequences, group)
+        return self._tiles
+
     def _attend(
         self, layer: int, query: torch.Tensor, scale: float, window: int, softcap: float | None
     ) -> torch.Tensor:
         keys, values = self._store.keys[layer], self._store.values[layer]
-        if self._tiles is None:
-            self._tiles = native.Tiles(self._sequences, query.shape[1] // keys.shape[1])
-        return native.attend(query, keys, values, self._tiles, scale, window, softcap)
+        tiles = self._tiles_of(query.shape[1] // keys.shape[1])
+        return native.attend(query, keys, values, tiles, scale, window, softcap)

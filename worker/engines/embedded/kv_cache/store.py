@@ -7,19 +7,33 @@ from dataclasses import dataclass, field
 
 import torch
 
+from worker.engines.embedded.kv_cache.int8_rows import Int8Rows
 from worker.engines.embedded.plan import PageCopy
+
+
+def row_shape(head_dim: int, dtype: torch.dtype, int8_rows: Int8Rows | None) -> tuple[int, torch.dtype]:
+    """The last dimension of a store's tensors, and their data type; for elements of `dtype`."""
+    return (head_dim, dtype) if int8_rows is None else (int8_rows.num_bytes, torch.int8)
 
 
 @dataclass(slots=True)
 class KvStore:
-    """Keys and values of each layer: ``[num_pages, num_kv_heads, page_size, head_dim]``.
+    """Keys and values of each layer: ``[num_pages, num_kv_heads, page_size, head_dim]``, or, in
+    int8, ``[num_pages, num_kv_heads, page_size, row bytes]``.
 
     They are finite everywhere: attention multiplies what its mask hides by 0, and a NaN there would
-    survive that.
+    survive that. What is in a row is known to `write`, and to the attention backends, which read
+    it; everything else moves rows.
+
+    Attributes:
+        keys: Of each layer.
+        values: Of each layer.
+        int8_rows: What a row is made of; None if it is its elements, in their own data type.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    int8_rows: Int8Rows | None = None
     _key_slots: list[torch.Tensor] = field(init=False)
     _value_slots: list[torch.Tensor] = field(init=False)
 
@@ -32,6 +46,13 @@ class KvStore:
         """Keys of each layer, then values of each layer."""
         return [*self.keys, *self.values]
 
+    @property
+    def dtype_name(self) -> str:
+        """What keys and values are held in, and what they were computed in, if that is not it."""
+        if self.int8_rows is not None:
+            return self.int8_rows.name
+        return str(self.keys[0].dtype).removeprefix("torch.")
+
     def write(
         self, layer: int, slot_mapping: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
     ) -> None:
@@ -43,6 +64,8 @@ class KvStore:
             key: ``[T, num_kv_heads, head_dim]``.
             value: ``[T, num_kv_heads, head_dim]``.
         """
+        if self.int8_rows is not None:
+            key, value = self.int8_rows.quantise(key), self.int8_rows.quantise(value)
         self._key_slots[layer].index_put_(slot_mapping, _wide(key))
         self._value_slots[layer].index_put_(slot_mapping, _wide(value))
 
@@ -65,7 +88,7 @@ class KvStore:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as 64-bit numbers, where a head's KV of a token is a multiple of 64 bits.
+    """The same bytes as 64-bit numbers, where a row is a multiple of 64 bits.
 
     ``index_put_`` moves elements one by one, and these are fewer.
     """

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from worker.engines.embedded import native
 from worker.engines.embedded.model.panels import Panels
+from worker.engines.embedded.native.layers import Gemm
 
 _PACKED_FOR_ROWS = 8
 """Rows that oneDNN is told to pack for; this layout serves all numbers at nearly equal speed."""
@@ -77,6 +78,11 @@ class NativeGemm:
 
     def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
         return native.linear(x, self._panels, self._columns, self._bias, epilogue, other, self._is_unrounded)
+
+    @property
+    def parts(self) -> tuple[Gemm, ...]:
+        """What `native.layers` computes with."""
+        return (Gemm(self._columns, self._inner, self._panels, self._bias),)
 
     def layouts(self) -> Iterator[Panels]:
         yield Panels(self._panels.view(torch.int32).squeeze(-1), self._inner, self._panels.dtype)

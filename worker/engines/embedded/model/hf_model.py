@@ -17,7 +17,7 @@ from worker.engines.embedded.attention import AttentionBackend, AttentionSizes
 from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
-from worker.engines.embedded.kv_cache import KvStore
+from worker.engines.embedded.kv_cache import Int8Rows, KvStore, row_shape
 from worker.engines.embedded.model import llama, transformers_network
 from worker.engines.embedded.model.batch_packing import pack
 from worker.engines.embedded.model.kernels import KernelBackend, choose_kernels
@@ -51,11 +51,13 @@ class HfModel:
         numerics: One of `config.NUMERICS`.
         kernels: What it computes with.
         weights: What its weights are held in, for people; None for its data type.
+        kv_cache_dtype: One of `config.KV_CACHE_DTYPES`.
 
     Attributes:
         kernels: See `KernelBackend.name`.
         numerics: ``exact`` or ``fast``; known once there is a KV store, as are the following ones.
-        made_by: See `Numerics.made_by`; and what quantised weights are held in.
+        made_by: See `Numerics.made_by`; and what quantised weights and a quantised KV cache are
+            held in.
         wants_dense_kv: See `AttentionBackend.wants_dense_pages`.
     """
 
@@ -67,6 +69,7 @@ class HfModel:
         numerics: str,
         kernels: KernelBackend,
         weights: str | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         config = network.config
         self.device: torch.device = network.device
@@ -80,7 +83,9 @@ class HfModel:
         self._kv_heads = int(config.num_key_value_heads)
         self._head_dim = int(network.model.layers[0].self_attn.head_dim)
         self._softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
-        self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._head_dim * self.dtype.itemsize
+        self._int8_rows = Int8Rows(self._head_dim, self.dtype) if kv_cache_dtype == "int8" else None
+        self._row_width, self._row_dtype = row_shape(self._head_dim, self.dtype, self._int8_rows)
+        self.kv_bytes_per_token = 2 * self._layers * self._kv_heads * self._row_width * self._row_dtype.itemsize
         self._kernels = kernels
         self._weights = weights
         self.kernels = self._kernels.name
@@ -99,14 +104,14 @@ class HfModel:
         in_own_thread(lambda: self._allocate_kv(num_pages, page_size))
 
     def _allocate_kv(self, num_pages: int, page_size: int) -> None:
-        shape = (num_pages, self._kv_heads, page_size, self._head_dim)
+        shape = (num_pages, self._kv_heads, page_size, self._row_width)
         try:
-            tensors = host_memory.zeros(2 * self._layers, shape, self.dtype, self.device)
+            tensors = host_memory.zeros(2 * self._layers, shape, self._row_dtype, self.device)
         except RuntimeError as error:  # out of memory, on either device
             raise StartupError(
                 f"--kv-blocks: no memory for the KV of {num_pages * page_size} tokens ({first_line(error)})"
             ) from error
-        self._store = KvStore(tensors[: self._layers], tensors[self._layers :])
+        self._store = KvStore(tensors[: self._layers], tensors[self._layers :], self._int8_rows)
         self._page_size = page_size
         self._choose_numerics()
         if self.device.type == "cpu" and sum(layer.num_bytes for layer in linears(self._network)) >= _LARGE_BYTES:
@@ -116,7 +121,8 @@ class HfModel:
     @torch.inference_mode()
     def _choose_numerics(self) -> None:
         sizes = AttentionSizes(
-            self._heads, self._kv_heads, self._head_dim, self._softcap, self._page_size, self.dtype, self.device
+            *(self._heads, self._kv_heads, self._head_dim, self._softcap, self._page_size),
+            *(self.dtype, self.device, self._int8_rows),
         )
         layers = list(linears(self._network))
         chosen = choose(self._wanted_numerics, layers, self._kernels.attention(sizes), sizes)
@@ -127,8 +133,12 @@ class HfModel:
         self._attention = chosen.attention
         self.numerics = chosen.name
         self.made_by = chosen.made_by + (f", {self._weights} weights" if self._weights else "")
+        self.made_by += ", int8 KV cache" if self._int8_rows else ""
         dtype = str(self.dtype).removeprefix("torch.")
-        logger.info("numerics: %s; kernels: %s; weights: %s", chosen.made_by, self.kernels, self._weights or dtype)
+        logger.info(
+            "numerics: %s; kernels: %s; weights: %s; KV cache: %s",
+            *(chosen.made_by, self.kernels, self._weights or dtype, str(self._row_dtype).removeprefix("torch.")),
+        )
         self.wants_dense_kv = chosen.attention.wants_dense_pages
 
     def _padding(self, count: int) -> int:
@@ -201,7 +211,7 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     vocab_size = int(network.config.vocab_size)
     eos_token_ids = tuple(token for token in _eos_token_ids(directory, settings) if token < vocab_size)
     undecodable_ids = _undecodable_ids(directory, vocab_size)
-    return HfModel(network, eos_token_ids, undecodable_ids, config.numerics, kernels, weights)
+    return HfModel(network, eos_token_ids, undecodable_ids, config.numerics, kernels, weights, config.kv_cache_dtype)
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from worker.engines.embedded.model.gemm import GemmBackend, TorchGemm
+from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, TorchGemm
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.panels import Lookup, Panels, lookup
 from worker.engines.embedded.model.quantisation import (
@@ -19,6 +19,7 @@ from worker.engines.embedded.model.quantisation import (
     QuantisedWeight,
     concatenated,
 )
+from worker.engines.embedded.native.layers import Gemm
 
 LayerShape = tuple[int, int, type[GemmBackend], bool]
 """Output and input features, the GEMM backend, and whether results are unrounded."""
@@ -162,6 +163,13 @@ class Linear(torch.nn.Module):
             for tile in self.tiling.split(len(x))
         ]
         return (torch.cat(results) if len(results) > 1 else results[0])[:rows]
+
+    @property
+    def native_parts(self) -> tuple[Gemm, ...]:
+        """What `native.layers` computes with; none if another GEMM backend does, or in tiles."""
+        if isinstance(self._gemm, (NativeGemm, QuantisedGemm)) and self.tiling == GemmTiling():
+            return self._gemm.parts
+        return ()
 
     def settle(self, tiling: GemmTiling) -> None:
         """Compute in `tiling` from now on; no other one will be tried."""

@@ -7,13 +7,15 @@ transformers' code up to rounding.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from worker.engines.embedded.attention import AttentionLayer, AttentionStep, RopeTables
+from worker.engines.embedded.attention import AttentionLayer, AttentionStep, NativeStep, RopeTables
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import Linear, embed_with, fuse, has_tied_embeddings, lm_head, pack_all
+from worker.engines.embedded.native.layers import DecoderLayer, DecoderLayers
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -43,11 +45,23 @@ class LlamaNetwork(torch.nn.Module):
         self._head.pack(kernels)
         self._embed = embed_with(embedding, self._head, is_tied, network.dtype)
 
+    @cached_property
+    def _native(self) -> DecoderLayers | None:
+        """The layers, where native kernels compute all of them; how they do is settled by now."""
+        layers = [layer for layer in self._layers if isinstance(layer, _Layer)]
+        found = [native for native in (layer.native() for layer in layers) if native is not None]
+        if len(found) < len(layers):
+            return None
+        attention = layers[0].attention
+        return DecoderLayers(found, attention.heads, attention.kv_heads)
+
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``."""
         hidden = self._embed(ids)
         cosine, sine = self._rotary(hidden, positions[None])
         rope = RopeTables(cosine[0], sine[0])
+        if isinstance(step, NativeStep) and step.tokens == len(hidden) and self._native is not None:
+            return step.compute_layers(self._native, hidden, rope)
         for layer in self._layers:
             hidden = layer(hidden, rope, step)
         return hidden
@@ -79,7 +93,7 @@ class _Layer(torch.nn.Module):
         if config.model_type == "qwen3":
             query_norm, key_norm = (_RmsNorm(norm, kernels) for norm in (attention.q_norm, attention.k_norm))
             head_norms = query_norm.weight, key_norm.weight, query_norm.epsilon
-        self._attention = AttentionLayer(
+        self.attention = AttentionLayer(
             index,
             int(config.num_attention_heads),
             int(config.num_key_value_heads),
@@ -95,9 +109,23 @@ class _Layer(torch.nn.Module):
         self._up: Linear = fuse(mlp.up_proj)
         self._down: Linear = fuse(mlp.down_proj)
 
+    def native(self) -> DecoderLayer | None:
+        """This layer for `native.layers`; None if other kernels compute a part of it."""
+        one_part = [layer.native_parts for layer in (self._output, self._gate, self._up, self._down)]
+        qkv = self._qkv.native_parts
+        if not qkv or any(len(parts) != 1 for parts in one_part):
+            return None
+        norms = [(norm.weight, norm.epsilon) for norm in (self._input_norm, self._mlp_norm)]
+        attention = self.attention
+        return DecoderLayer(
+            (norms[0], norms[1]),
+            *(attention.head_norms, attention.scale, attention.window, qkv),
+            *(parts[0] for parts in one_part),
+        )
+
     def forward(self, hidden: torch.Tensor, rope: RopeTables, step: AttentionStep) -> torch.Tensor:
         qkv = self._qkv(self._input_norm(hidden)).view(len(hidden), -1, self._head_dim)
-        attended = step.attend_qkv(self._attention, qkv, rope)
+        attended = step.attend_qkv(self.attention, qkv, rope)
         hidden = self._output.add(attended.reshape(len(hidden), -1), hidden)
         normed = self._mlp_norm(hidden)
         return self._down.add(self._up.mul(normed, self._gate.silu(normed)), hidden)

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes
-from worker.engines.embedded.kv_cache import KvStore, SequenceSlice
+from worker.engines.embedded.kv_cache import KvStore, SequenceSlice, row_shape
 from worker.engines.embedded.model.linear import GemmTiling, LayerShape, Linear
 from worker.engines.embedded.plan import TILE
 from worker.errors import StartupError
@@ -127,8 +127,10 @@ def _is_invariant(backend: AttentionBackend, sizes: AttentionSizes, num_threads:
         return torch.randn(count, heads, sizes.head_dim, generator=generator).to(sizes.dtype)
 
     query, key, value = randn(sizes.heads), randn(sizes.kv_heads), randn(sizes.kv_heads)
-    shape = (8, sizes.kv_heads, page_size, sizes.head_dim)
-    store = KvStore(*([torch.zeros(shape, dtype=sizes.dtype)] for _ in range(2)))
+    width, dtype = row_shape(sizes.head_dim, sizes.dtype, sizes.int8_rows)
+    shape = (8, sizes.kv_heads, page_size, width)
+    keys, values = ([torch.zeros(shape, dtype=dtype)] for _ in range(2))
+    store = KvStore(keys, values, sizes.int8_rows)
 
     def attend(sequences: list[SequenceSlice]) -> torch.Tensor:
         positions = torch.cat([torch.arange(sequence.start, sequence.stop) for sequence in sequences])

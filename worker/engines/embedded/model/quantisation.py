@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from worker.engines.embedded.model.panels import Panels
+from worker.engines.embedded.native.layers import Gemm
 from worker.engines.embedded.native.quantised import QuantisedPanels, panels_of, quantised_linear, rows_of
 
 FORMATS = ("int8", "int4")
@@ -172,6 +173,12 @@ class QuantisedGemm:
             for panels, bias, part in zip(self._panels, self._biases, others, strict=True)
         ]
         return torch.cat(results, 1) if len(results) > 1 else results[0]
+
+    @property
+    def parts(self) -> tuple[Gemm, ...]:
+        """What `native.layers` computes with; their results are to be put beside each other."""
+        pairs = zip(self._panels, self._biases, strict=True)
+        return tuple(Gemm(panels.columns, panels.inner, panels, bias) for panels, bias in pairs)
 
     def layouts(self) -> Iterator[Panels]:
         yield from ()

@@ -5,7 +5,7 @@ AVX-512, AVX2, and plain C. They are batch-invariant: every sum runs in an order
 token alone, and that is the same in all paths, so that processors that take different ones compute
 the same bits. And they compute few rows at the speed at which weights and keys are read. Tensors
 are passed by address: whatever is passed must be contiguous, but for the strides that are named.
-All tensors of a call are of one data type, bfloat16 or float32.
+All tensors of a call are of one data type, bfloat16 or float32, but for pages in int8.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from worker.engines.embedded.kv_cache import SequenceSlice
 
-_VERSION = 3
+_VERSION = 5
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 PATHS = ("avx512", "avx2", "generic")
@@ -64,7 +64,7 @@ _QUERIES = 64
 """Queries of a tile at most: ``TOGETHER`` in ``attention.c``."""
 
 _WIDEST = 256
-"""Largest head size: ``WIDEST`` in ``attention.c``."""
+"""Largest head size: ``WIDEST`` in ``kv_rows.h``."""
 
 EPILOGUES = {"none": 0, "silu": 1, "add": 2, "mul": 3}
 
@@ -166,13 +166,17 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.rms_norm.argtypes = [_POINTER, _INT64, _INT64, _POINTER, _FLOAT, _POINTER, _INT32]
     library.rotate_and_store.argtypes = [
         *(_POINTER, _INT64, _INT64, _INT64, _INT64, _POINTER, _POINTER, _POINTER, _POINTER, _FLOAT),
-        *(_POINTER, _POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT32),
+        *(_POINTER, _POINTER, _POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT32),
     ]
     library.attend.argtypes = [
-        *(_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _INT64),
+        *(_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _INT32, _INT64, _INT64, _INT64, _INT64),
         *(_POINTER, _POINTER, _INT64, _INT64, _FLOAT, _FLOAT, _INT32),
     ]
-    for answer in (library.linear, library.kernels_have_fma, library.kernels_sum_in_order):
+    library.decoder_layers.argtypes = [_POINTER, _POINTER, _INT64, _POINTER]
+    for answer in (
+        *(library.linear, library.decoder_layers),
+        *(library.kernels_have_fma, library.kernels_sum_in_order),
+    ):
         answer.restype = _INT32
     if hasattr(library, "quantised_linear"):  # in those of float32
         library.quantised_linear.argtypes = [
@@ -298,7 +302,8 @@ def rotate_and_store(
 
     Args:
         projections: Of T tokens.
-        keys: The layer's pages, ``[pages, Hkv, page size, D]``.
+        keys: The layer's pages, ``[pages, Hkv, page size, D]``; or in int8, of the rows of
+            `kv_cache.Int8Rows`.
         values: Likewise.
         slot_mapping: Page and slot to which each token's KV is written, int64 ``[T]``.
 
@@ -312,7 +317,7 @@ def rotate_and_store(
     library(query.dtype).rotate_and_store(
         *(projections.qkv.data_ptr(), tokens, projections.heads, kv_heads, width),
         *(projections.cosine.data_ptr(), projections.sine.data_ptr(), address(of_query), address(of_key), epsilon),
-        *(query.data_ptr(), keys.data_ptr(), values.data_ptr(), size),
+        *(query.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.dtype == torch.int8, size),
         *(slot_mapping[0].data_ptr(), slot_mapping[1].data_ptr(), torch.get_num_threads()),
     )
     return query
@@ -361,7 +366,8 @@ def attend(
 
     Args:
         query: After RoPE.
-        keys: The layer's pages, ``[pages, Hkv, page size, D]``.
+        keys: The layer's pages, ``[pages, Hkv, page size, D]``; or in int8, of the rows of
+            `kv_cache.Int8Rows`.
         values: Likewise.
         tiles: Of this step.
         scale: Factor of the scores.
@@ -375,7 +381,8 @@ def attend(
     output = query.new_empty(tokens, heads, width)
     library(query.dtype).attend(
         *(query.data_ptr(), query.stride(0), output.data_ptr(), keys.data_ptr(), values.data_ptr()),
-        *(kv_heads, heads // kv_heads, width, size, tiles.page_table.data_ptr(), tiles.tiles.data_ptr()),
+        *(keys.dtype == torch.int8, kv_heads, heads // kv_heads, width, size),
+        *(tiles.page_table.data_ptr(), tiles.tiles.data_ptr()),
         *(len(tiles.tiles), window, scale, softcap or 0.0, torch.get_num_threads()),
     )
     return output

@@ -4,27 +4,25 @@
  * online softmax: its maximum, sum and result are carried from block to block (Milakov and Gimelshein, "Online
  * normalizer calculation for softmax", 2018). A token's result depends on nothing else: not on the tokens computed
  * beside it, nor on the page layout. So it is batch-invariant.
+ *
+ * Keys and values in int8 are dequantised block by block: the result has the bits of attention over their elements.
  */
+#include "kernels.h"
+#include "kv_rows.h"
 #include "panels.h"
 
 enum {
     KEYS = 64,     /* of a block */
-    TOGETHER = 64, /* queries that share a block once it is packed into panels; the caller's tiles have no more */
-    WIDEST = 256,  /* head size at most */
+    TOGETHER = 64, /* queries of a tile at most, which share a block once it is packed into panels */
 };
-
-/* A query tile: consecutive tokens of one sequence; the heads that share keys make up to TOGETHER queries. */
-typedef struct {
-    int64_t first, count; /* tokens of the step */
-    int64_t position;     /* of the first one in its sequence */
-    int64_t pages;        /* where the sequence's pages begin in the page table */
-} tile_t;
 
 typedef struct {
     const element *query; /* [tokens] with this stride, [kv_heads * group, width] */
     int64_t query_stride;
-    element *output;              /* [tokens, kv_heads * group, width] */
-    const element *keys, *values; /* [pages, kv_heads, size, width] */
+    element *output;           /* [tokens, kv_heads * group, width] */
+    const char *keys, *values; /* [pages, kv_heads, size, row_bytes] */
+    int32_t is_int8;
+    int64_t row_bytes;
     int64_t kv_heads, group, width, size;
     const int64_t *pages;
     int64_t window; /* tokens that a token attends to, itself among them; 0: all before it */
@@ -47,19 +45,24 @@ typedef struct {
     float peak[TOGETHER], sum[TOGETHER];
 } queries_t;
 
-/* Prefetches a row of the next block, which lies behind this one unless its page ends. */
-static inline void
-prefetch_next(const element *row, int width)
+/* The elements of `count` rows: where they lie or, of rows in int8, in `elements`. As many rows of the next block are
+ * prefetched, which lies behind this one unless its page ends.
+ */
+static inline const element *
+read_rows(const attention_t *c, const char *rows, int count, element *elements)
 {
-    for (int at = 0; at < width; at += LANES * PER_WORD) /* a cache line */
-        __builtin_prefetch(row + KEYS * width + at, 0, 2);
+    for (int64_t at = 0; at < count * c->row_bytes; at += 64) /* a cache line */
+        __builtin_prefetch(rows + KEYS * c->row_bytes + at, 0, 2);
+    if (!c->is_int8)
+        return (const element *)rows;
+    for (int row = 0; row < count; row++)
+        dequantise_row(rows + row * c->row_bytes, c->width, elements + row * c->width);
+    return elements;
 }
 
 static void
 lay_out_keys(const element *keys, int width, block_t *block)
 {
-    for (int key = 0; key < block->count; key++)
-        prefetch_next(keys + key * width, width);
     for (int first = 0; first < (block->count + COLUMNS - 1) / COLUMNS * COLUMNS; first += LANES) {
         element *to = block->keys + first / COLUMNS * COLUMNS * width + first % COLUMNS * PER_WORD;
         const int rows = block->count > first ? (int)smaller(16, block->count - first) : 0;
@@ -85,8 +88,6 @@ lay_out_word(const element *from, const element *next, int64_t count, element *t
 static void
 lay_out_values(const element *values, int width, block_t *block)
 {
-    for (int key = 0; key < block->count; key++)
-        prefetch_next(values + key * width, width);
     element *to = block->values;
     for (int at = 0; at < width; at += COLUMNS, to += KEYS * COLUMNS)
         for (int key = 0; key < block->count; key += PER_WORD) {
@@ -178,6 +179,7 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
     const int width = (int)c->width, padded = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
     queries_t q;
     block_t block;
+    element elements[KEYS * WIDEST] ALIGNED;
     q.rows = (int)(tile->count * c->group);
     memset(q.result, 0, q.rows * padded * sizeof *q.result);
     for (int r = 0; r < q.rows; r++) {
@@ -195,8 +197,9 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
         for (; at < c->size && base + at < stop; at += KEYS) {
             block.begin = base + at;
             block.count = (int)smaller(KEYS, smaller(c->size - at, stop - block.begin));
-            lay_out_keys(c->keys + (from + at) * width, width, &block);
-            lay_out_values(c->values + (from + at) * width, width, &block);
+            const int64_t place = (from + at) * c->row_bytes;
+            lay_out_keys(read_rows(c, c->keys + place, block.count, elements), width, &block);
+            lay_out_values(read_rows(c, c->values + place, block.count, elements), width, &block);
             attend_to_block(c, tile, &block, &q);
         }
     }
@@ -211,12 +214,12 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
 }
 
 void
-attend(const element *query, int64_t query_stride, element *output, const element *keys, const element *values,
-       int64_t kv_heads, int64_t group, int64_t width, int64_t size, const int64_t *pages, const tile_t *tiles,
-       int64_t num_tiles, int64_t window, float scale, float softcap, int32_t threads)
+attend(const element *query, int64_t query_stride, element *output, const char *keys, const char *values,
+       int32_t is_int8, int64_t kv_heads, int64_t group, int64_t width, int64_t size, const int64_t *pages,
+       const tile_t *tiles, int64_t num_tiles, int64_t window, float scale, float softcap, int32_t threads)
 {
-    const attention_t c = {query, query_stride, output, keys,  values, kv_heads, group, width, size,
-                           pages, window,       scale,  softcap};
+    const attention_t c = {query, query_stride, output, keys, values, is_int8, kv_row_bytes(width, is_int8), kv_heads,
+                           group, width,        size,   pages, window, scale,  softcap};
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t i = 0; i < num_tiles * kv_heads; i++)
         attend_tile(&c, tiles + i / kv_heads, i % kv_heads);

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 
 #include "epilogue.h"
+#include "kernels.h"
 #include "panels.h"
 
 enum {

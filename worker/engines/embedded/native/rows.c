@@ -1,5 +1,6 @@
 /* Row-wise operations: RMSNorm, RoPE, and writing keys and values to the paged KV cache. */
-#include "vector.h"
+#include "kernels.h"
+#include "kv_rows.h"
 
 enum { FEW = 64 }; /* tokens up to which one thread is faster than several */
 
@@ -58,17 +59,28 @@ turn_head(const element *x, norm_t norm, const element *cosine, const element *s
     rotate(x, cosine, sine, width, y);
 }
 
+/* Writes `width` elements as a row of the cache. */
+static inline void
+store_row(const element *x, int64_t width, int32_t is_int8, char *row)
+{
+    if (is_int8)
+        quantise_row(x, width, row);
+    else
+        memcpy(row, x, width * sizeof *x);
+}
+
 /* Splits the fused projection `qkv` [tokens, heads + 2 * kv_heads, width]: rotated queries go to `query`
- * [tokens, heads, width], rotated keys and values into the cache, [pages, kv_heads, size, width], as the slot mapping
+ * [tokens, heads, width], rotated keys and values into the cache, [pages, kv_heads, size, row], as the slot mapping
  * says, `pages` and `slots` [tokens]. `cosine` and `sine` are [tokens, width].
  */
 void
 rotate_and_store(const element *qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width,
                  const element *cosine, const element *sine, const element *query_norm, const element *key_norm,
-                 float epsilon, element *query, element *keys, element *values, int64_t size, const int64_t *pages,
-                 const int64_t *slots, int32_t threads)
+                 float epsilon, element *query, char *keys, char *values, int32_t is_int8, int64_t size,
+                 const int64_t *pages, const int64_t *slots, int32_t threads)
 {
     const norm_t of_query = {query_norm, epsilon}, of_key = {key_norm, epsilon};
+    const int64_t row_bytes = kv_row_bytes(width, is_int8);
 #pragma omp parallel for num_threads(threads) if (tokens > FEW)
     for (int64_t token = 0; token < tokens; token++) {
         const element *c = cosine + token * width, *s = sine + token * width;
@@ -76,9 +88,11 @@ rotate_and_store(const element *qkv, int64_t tokens, int64_t heads, int64_t kv_h
         for (int64_t head = 0; head < heads; head++, from += width)
             turn_head(from, of_query, c, s, width, query + (token * heads + head) * width);
         for (int64_t head = 0; head < kv_heads; head++, from += width) {
-            const int64_t place = ((pages[token] * kv_heads + head) * size + slots[token]) * width;
-            turn_head(from, of_key, c, s, width, keys + place);
-            memcpy(values + place, from + kv_heads * width, width * sizeof *values);
+            const int64_t place = ((pages[token] * kv_heads + head) * size + slots[token]) * row_bytes;
+            element key[WIDEST];
+            turn_head(from, of_key, c, s, width, key);
+            store_row(key, width, is_int8, keys + place);
+            store_row(from + kv_heads * width, width, is_int8, values + place);
         }
     }
 }

@@ -139,10 +139,9 @@ def open_connector(
     Raises:
         StartupError: NIXL is not installed, or cannot be used here.
     """
-    keys = store.keys[0]
-    _, heads, size, width = keys.shape
-    dtype = str(keys.dtype).removeprefix("torch.")
-    layout = KvLayout(model_fingerprint, dtype, len(store.keys), heads, width, config.kv_block_size, size, numerics)
+    _, heads, size, width = store.keys[0].shape
+    names = model_fingerprint, store.dtype_name
+    layout = KvLayout(*names, len(store.keys), heads, width, config.kv_block_size, size, numerics)
     transport = KvTransport(store.tensors, layout, config.kv_devices)
     return KvConnector(transport, store, scheduler, config.kv_lease_s if config.role == "prefill" else None)
 

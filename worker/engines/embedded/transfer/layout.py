@@ -20,10 +20,10 @@ class KvLayout:
 
     Attributes:
         model: Fingerprint of configuration and weights.
-        dtype: Of keys and values.
+        dtype: Of keys and values; see `KvStore.dtype_name`.
         layers: Layers with a KV store.
         kv_heads: Heads of keys and values.
-        head_dim: Elements per head.
+        head_dim: Elements per head and token; in int8 bytes, with those of the scale.
         block_size: Tokens per block.
         page_size: Tokens per page.
         numerics: What it was computed with, as far as bits depend on it; see

@@ -1,0 +1,154 @@
+"""Quantised weights against llama.cpp: the default model, the same GGUF file for both.
+
+    benchmarks/peers.sh llama                 # once
+    .venv/bin/python benchmarks/quantised.py  # five minutes on a machine that does nothing else
+    .venv/bin/python benchmarks/quantised.py --formats Q8_0 --kernels native-avx2 --no-results
+
+Prints, and writes `results/quantised.md`. ``Q4_1`` is the file as the package index has it;
+llama.cpp makes the others of it. Both keep the blocks packed. Ours computes in `--dtype` with exact
+numerics, its sums in float32; llama.cpp rounds activations to 8 bits and multiplies integers.
+
+Cases: ``1``, ``8``, ``32`` are as many prompts of 64 tokens and 64 new tokens each, greedy; what
+counts is the time in which all of them decode. ``prompt`` is one prompt of 1,024 tokens and the
+time to its first token. Rounds are interleaved, in another order each time; the fastest one of each
+counts. ``--kernels native-avx2`` is to be compared with a llama.cpp that was built without AVX-512:
+``CMAKE_ARGS=-DGGML_AVX512=OFF benchmarks/peers.sh llama``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import decode_ours  # before torch, so that OpenMP's threads wait as they do in a worker
+
+# isort: split
+import torch
+from workload import HERE, LONGEST, MOST_ROWS, Reply, Task, peer
+
+from worker.engines.embedded import Engine
+from worker.models import model_cache
+from worker.models.checkpoint import convert_gguf
+from worker.models.default_model import DEFAULT_MODEL, fetch_default_gguf
+
+REPORT = HERE / "results" / "quantised.md"
+OWN = "Q4_1"
+"""The format of the file that the package index has."""
+FORMATS = (OWN, "Q4_0", "Q8_0")
+CASES = {
+    "1": Task(1, 64, 64, "greedy", 0),
+    "8": Task(8, 64, 64, "greedy", 0),
+    "32": Task(32, 64, 64, "greedy", 0),
+    "prompt": Task(1, 1024, 1, "greedy", 0),
+}
+PAUSE_S = 0.3
+"""Between two turns, so that threads that wait busily for more work have gone to sleep."""
+
+
+def say(text: str) -> None:
+    """What takes long, to standard error."""
+    print(text, file=sys.stderr)
+
+
+def write_formats(directory: Path, formats: list[str], python: Path) -> dict[str, Path]:
+    """GGUF files of the default model, by format."""
+    own = fetch_default_gguf(directory, say)
+    found = {}
+    for form in formats:
+        found[form] = own if form == OWN else directory / f"{DEFAULT_MODEL}.{form}.gguf"
+        if form != OWN:
+            command = [python, HERE / "quantise_llama.py", own, found[form], form]
+            subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    return found
+
+
+def speed(answer: Callable[[Task], Reply], case: str, number: int) -> float:
+    """Tokens per second of one turn."""
+    shape = CASES[case]
+    time.sleep(PAUSE_S)
+    started = time.perf_counter()
+    reply = answer(Task(shape.rows, shape.prompt, shape.new, shape.controls, number))
+    elapsed = time.perf_counter() - started
+    return shape.prompt / elapsed if case == "prompt" else reply.decode_tokens / reply.decode_s
+
+
+def render(rows: list[tuple[str, str, float, float]], made_by: str, load: float, arguments: argparse.Namespace) -> str:
+    """The document."""
+    lines = [
+        "# Quantised weights",
+        "",
+        f"Made by `benchmarks/quantised.py`, which says what the cases are, on {datetime.date.today()}:",
+        f"{DEFAULT_MODEL}, {arguments.dtype}, {made_by}, {platform.machine()}, {arguments.threads} threads,",
+        f"load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds, tokens per second.",
+        "",
+        "| format | case | ours | llama.cpp | ours / llama.cpp |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {form} | {case} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |" for form, case, ours, theirs in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    root = HERE.parent
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="as the launch scripts")
+    parser.add_argument("--kernels", default="auto", help="as of the worker")
+    parser.add_argument("--llama", type=Path, default=root / ".venv-llama/bin/python", help="Python of its environment")
+    parser.add_argument("--no-results", action="store_true", help="print, and leave the results as they are")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _parse()
+    if not arguments.llama.is_file():
+        raise SystemExit("llama.cpp is not installed; benchmarks/peers.sh llama installs it")
+    load = os.getloadavg()[0]
+    torch.set_num_threads(arguments.threads)
+    rows, made_by = [], ""
+    with tempfile.TemporaryDirectory() as directory:
+        for form, path in write_formats(Path(directory), arguments.formats, arguments.llama).items():
+            engine = Engine(
+                convert_gguf(path, model_cache(os.environ), say, keeps_blocks=True),
+                device="cpu",
+                dtype=arguments.dtype,
+                kernels=arguments.kernels,
+                max_num_seqs=MOST_ROWS,
+                context_length=LONGEST,
+            )
+            made_by = engine.session.stepper.model.made_by
+            with contextlib.ExitStack() as stack:
+                theirs = stack.enter_context(peer(arguments.llama, path, arguments.threads, "decode_llama.py"))
+                answers = {"ours": lambda task, engine=engine: decode_ours.answer(engine, task), "llama.cpp": theirs}
+                for case in arguments.cases:
+                    best = dict.fromkeys(answers, 0.0)
+                    for number in range(-1, arguments.rounds):  # one turn that does not count
+                        for name, answer in list(answers.items())[:: 1 if number % 2 else -1]:
+                            found = speed(answer, case, number)
+                            best[name] = max(best[name], found) if number >= 0 else 0.0
+                    rows.append((form, case, best["ours"], best["llama.cpp"]))
+                    print(f"{form} {case}: {best['ours']:.0f} against {best['llama.cpp']:.0f} tokens/s", flush=True)
+    text = render(rows, made_by, load, arguments)
+    print(text)
+    if not arguments.no_results:
+        REPORT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

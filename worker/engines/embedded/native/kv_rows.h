@@ -1,0 +1,76 @@
+/* Rows of the paged KV cache: a head's keys or values of one token.
+ *
+ * A row is its `width` elements; or, in int8, `width` codes, zeros, and in the last four bytes a float32 scale, a
+ * multiple of 8 bytes in all. Then an element is code * scale, rounded to an element; see `kv_cache/int8_rows.py`,
+ * which has the same bits.
+ */
+#ifndef KV_ROWS_H
+#define KV_ROWS_H
+
+#include <float.h>
+
+#include "vector.h"
+
+enum { WIDEST = 256 }; /* head size at most */
+
+static inline int64_t
+kv_row_bytes(int64_t width, int32_t is_int8)
+{
+    return is_int8 ? (width + (int64_t)sizeof(float) + 7) / 8 * 8 : width * (int64_t)sizeof(element);
+}
+
+/* The scale of numbers of which `highest` has the bits of the largest size: NaN if one is infinite or not a number, 0
+ * where it would be subnormal.
+ */
+static inline float
+kv_scale(uint32_t highest)
+{
+    float size;
+    memcpy(&size, &highest, sizeof size);
+    const float scale = size / 127.0f;
+    return highest >= 0x7f800000 ? NAN : scale < FLT_MIN ? 0.0f : scale;
+}
+
+/* The row of `width` elements in int8. */
+static inline void
+quantise_row(const element *x, int64_t width, char *row)
+{
+    float lanes[WIDEST + LANES] ALIGNED;
+    uint32_t bits[WIDEST], highest = 0;
+    for (int64_t at = 0; at < width; at += LANES)
+        vec_store(lanes + at, load_lanes(x + at, width - at));
+    memcpy(bits, lanes, width * sizeof *bits);
+    for (int64_t i = 0; i < width; i++) {
+        const uint32_t size = bits[i] & 0x7fffffff; /* ordered as the numbers are, and NaN is highest */
+        highest = highest > size ? highest : size;
+    }
+    const float scale = kv_scale(highest);
+    const int64_t bytes = kv_row_bytes(width, 1), end = bytes - (int64_t)sizeof scale;
+    memset(row, 0, end);
+    if (scale > 0) {
+        for (int64_t at = 0; at < width; at += LANES)
+            vec_store(lanes + at, vec_round(vec_div(vec_load(lanes + at), vec_all(scale))));
+        for (int64_t i = 0; i < width; i++)
+            ((int8_t *)row)[i] = (int8_t)lanes[i];
+    }
+    memcpy(row + end, &scale, sizeof scale);
+}
+
+/* The `width` elements of a row in int8. */
+static inline void
+dequantise_row(const char *row, int64_t width, element *x)
+{
+    float scale;
+    memcpy(&scale, row + kv_row_bytes(width, 1) - sizeof scale, sizeof scale);
+    for (int64_t at = 0; at < width; at += LANES) {
+        int8_t some[LANES] = {0};
+        const int8_t *codes = (const int8_t *)row + at;
+        if (width - at < LANES) {
+            memcpy(some, codes, width - at);
+            codes = some;
+        }
+        store_lanes(x + at, width - at, vec_mul(load_bytes(codes), vec_all(scale)));
+    }
+}
+
+#endif

@@ -1,0 +1,55 @@
+"""How long a connection waits for what comes next."""
+
+from __future__ import annotations
+
+import asyncio
+
+RESOLUTION_S = 0.001
+"""A timer may ring so much too early."""
+
+
+class WaitingProtocol(asyncio.Protocol):
+    """A connection that waits for one thing at a time, and not for ever.
+
+    What it waits for changes several times per request, and each wait is longer than a request
+    takes. The timer stays as it is where the deadline moves back, and is set again if it rings
+    before it: one timer per connection instead of four per request.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._deadline: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def _expect(self, seconds: float) -> None:
+        """Call `_late` unless the deadline is moved within so many seconds."""
+        self._deadline = deadline = self._loop.time() + seconds
+        if self._timer is not None and deadline < self._timer.when():
+            self._cancel_timer()
+        if self._timer is None:
+            self._timer = self._loop.call_at(deadline, self._ring)
+
+    def _expect_nothing(self) -> None:
+        """Wait for ever."""
+        self._deadline = None
+
+    def _late(self) -> None:
+        """What is awaited has not come in time."""
+        raise NotImplementedError
+
+    def _ring(self) -> None:
+        self._timer = None
+        if self._deadline is None:
+            return
+        left = self._deadline - self._loop.time()
+        if left > RESOLUTION_S:
+            self._expect(left)
+        else:
+            self._deadline = None
+            self._late()
+
+    def _cancel_timer(self) -> None:
+        """The connection has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
