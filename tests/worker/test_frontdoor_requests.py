@@ -353,6 +353,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "functions": (CHAT, {"functions": [{"name": "f"}]}, "functions"),
     "top_logprobs alone": (CHAT, {"top_logprobs": 2}, "top_logprobs"),
     "image": (CHAT, {"messages": IMAGE}, "messages[0].content[0]"),
+    "no parts": (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     "message key": (CHAT, {"messages": [{"role": "user", "content": "a", "zzz": 1}]}, "messages[0].zzz"),
     "part key": (
         CHAT,

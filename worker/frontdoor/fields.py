@@ -132,6 +132,8 @@ def _messages(value: Any, body: Body) -> None:
         path = f"messages[{i}]"
         _known_keys(path, message, _MESSAGE_KEYS)
         content = message.get("content") if isinstance(message, dict) else None
+        if content == []:
+            raise FieldRefused(f"{path}.content", "must have at least one part")
         for j, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
