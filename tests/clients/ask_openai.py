@@ -126,6 +126,23 @@ def check_tools(url: str, model: str) -> None:
         assert answer.choices[0].finish_reason == "tool_calls"
 
 
+def check_the_turn_after_a_call(url: str, model: str) -> None:
+    """The assistant's message goes back as it came: with calls, and without content."""
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    with connected(url) as client:
+
+        def ask(**fields: Any) -> Any:
+            return client.chat.completions.create(
+                model=model, messages=messages, tools=[WEATHER], temperature=0, max_tokens=80, **fields
+            )
+
+        message = ask(tool_choice=NAMED).choices[0].message
+        assert not message.content
+        messages.append(message)
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls]
+        assert ask(tool_choice="none").choices[0].message.content
+
+
 def check_stream_tools(url: str, model: str) -> None:
     messages: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
     with (
@@ -163,6 +180,15 @@ def check_seeds(url: str, model: str) -> None:
         assert text(7) == text(7) != text(8)
 
 
+def check_choices(url: str, model: str) -> None:
+    with connected(url) as client:
+        answer = client.chat.completions.create(
+            model=model, messages=FRANCE, n=3, seed=7, temperature=1.5, max_tokens=24
+        )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) == 3
+
+
 def check_controls(url: str, model: str) -> None:
     """Stop strings, penalties, logit_bias, and a processor by `extra_body`."""
     with connected(url) as client:
@@ -186,7 +212,7 @@ def check_controls(url: str, model: str) -> None:
 def check_errors(url: str, model: str) -> None:
     wrong: list[tuple[type[openai.APIStatusError], dict[str, Any]]] = [
         (openai.BadRequestError, {"model": model, "temperature": 9}),
-        (openai.BadRequestError, {"model": model, "n": 2}),
+        (openai.BadRequestError, {"model": model, "n": 129}),
         (openai.BadRequestError, {"model": model, "extra_body": {"no_such_field": 1}}),
         (openai.NotFoundError, {"model": "no-such-model"}),
     ]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from dynamo.frontend.main import parse_args as parse_frontend_arguments
+from image_files import PROJECT
 from kubernetes_fields import problems
 from manifest_files import FOLDER, GRAPHS, REPOSITORY, SECRETS, WORKERS, Component, components, load_graph
 
@@ -242,6 +243,7 @@ def test_the_dockerfile_copies_what_exists_and_what_is_sent() -> None:
     copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
     copied = {name for names in copies if not names[0].startswith("--from=") for name in names}
     assert copied == sent
+    assert {PROJECT["readme"], *PROJECT["license-files"]} <= copied  # the build of the wheel reads them
     assert [name for name in copied if not (REPOSITORY / name).exists()] == []
 
 

@@ -376,6 +376,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "functions": (CHAT, {"functions": [{"name": "f"}]}, "functions"),
     "top_logprobs alone": (CHAT, {"top_logprobs": 2}, "top_logprobs"),
     "image": (CHAT, {"messages": IMAGE}, "messages[0].content[0]"),
+    "no parts": (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     "message key": (CHAT, {"messages": [{"role": "user", "content": "a", "zzz": 1}]}, "messages[0].zzz"),
     "part key": (
         CHAT,
@@ -488,7 +489,7 @@ KEPT: dict[str, dict[str, Any]] = {
             {"role": "user", "name": "bob", "content": [{"type": "text", "text": "a"}]},
             {
                 "role": "assistant",
-                "content": None,
+                "content": "",
                 "refusal": None,
                 "annotations": [],
                 "audio": None,
@@ -511,6 +512,20 @@ KEPT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_as_it_is(name: str) -> None:
     assert sent(**KEPT[name]) == {**BASE[CHAT], **KEPT[name]}
+
+
+@pytest.mark.parametrize("without", [{}, {"content": None}], ids=["absent", "null"])
+def test_a_call_that_comes_back_without_content_has_an_empty_text(without: dict[str, None]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answered = {"role": "tool", "tool_call_id": "1", "content": "r"}
+    back = {"role": "assistant", "tool_calls": [call], **without}
+    found = sent(messages=[*MESSAGES, back, answered, {"role": "assistant", "content": "a"}])
+    assert found["messages"] == [*MESSAGES, {**back, "content": ""}, answered, {"role": "assistant", "content": "a"}]
+
+
+def test_other_messages_without_content_are_the_frontends_to_refuse() -> None:
+    messages = [{"role": "user", "content": None}, {"role": "system"}, {"role": "tool", "content": None}]
+    assert sent(messages=messages)["messages"] == messages
 
 
 MALFORMED = {

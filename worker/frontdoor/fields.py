@@ -132,6 +132,8 @@ def _messages(value: Any, body: Body) -> None:
         path = f"messages[{i}]"
         _known_keys(path, message, _MESSAGE_KEYS)
         content = message.get("content") if isinstance(message, dict) else None
+        if content == []:
+            raise FieldRefused(f"{path}.content", "must have at least one part")
         for j, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
@@ -253,7 +255,8 @@ FIELDS: tuple[Field, ...] = (
         "messages",
         (CHAT,),
         "honoured",
-        f"The prompt, by the chat template. Parts other than text: {_TEXT_ONLY}.",
+        "The prompt, by the chat template. An assistant's message without content, as calls come back, has an empty "
+        f"text. Parts other than text: {_TEXT_ONLY}.",
         _messages,
     ),
     _row("prompt", (COMPLETIONS,), "honoured", "The prompt: text, token ids, or a list of either, one choice each."),

@@ -85,8 +85,9 @@ def _rewrite(
     """Whether that changed ``fields``."""
     _check(path, fields)
     num_fields = len(fields)
+    given = _with_texts(fields)
     selected = _with_selection(fields, _made(fields, calls, carries_guides), headers, catalog)
-    return _without_idle_fields(path, fields) or selected or len(fields) != num_fields
+    return _without_idle_fields(path, fields) or given or selected or len(fields) != num_fields
 
 
 def _made(fields: Body, calls: CallFormat | None, carries_guides: bool) -> list[Made]:
@@ -136,6 +137,24 @@ def _check(path: str, fields: Body) -> None:
             raise FieldRefused(name, field.why, code="unsupported_parameter")
         if field.check is not None and value is not None:
             field.check(value, fields)
+
+
+def _with_texts(fields: Body) -> bool:
+    """Give an empty text to the assistant's messages that have none, which are those with calls in
+    them; whether that changed ``fields``.
+
+    Clients send such a message back without ``content``, or with null, and the frontend drops null:
+    a chat template that joins role and content then fails, and the answer would be a 500.
+    """
+    messages = fields.get("messages")
+    without = [
+        message
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict) and message.get("role") == "assistant" and message.get("content") is None
+    ]
+    for message in without:
+        message["content"] = ""
+    return bool(without)
 
 
 def _without_idle_fields(path: str, fields: Body) -> bool:
