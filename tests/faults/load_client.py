@@ -117,9 +117,14 @@ class LoadClient:
                 if answer.status_code != 200:
                     record.errors.append((await answer.aread()).decode(errors="replace"))
                 else:
+                    is_whole = False
                     async for line in answer.aiter_lines():
-                        if line.startswith("data: ") and line != "data: [DONE]":
+                        if line == "data: [DONE]":
+                            is_whole = True
+                        elif line.startswith("data: "):
                             record.take(json.loads(line[len("data: ") :]))
+                    if not is_whole and not record.errors:
+                        record.errors.append("the stream ended without [DONE]")
         except httpx.HTTPError as error:
             record.errors.append(f"{type(error).__name__}: {error}")
         record.ended_s = time.monotonic()

@@ -152,6 +152,27 @@ async def test_a_request_that_kills_workers_is_refused_by_the_rest(cluster: Clus
 
 
 @pytest.mark.campaign
+async def test_a_request_that_kills_workers_beside_others(cluster: Cluster, reference: Reference) -> None:
+    """Two workers are lost at most, and of the others only those that were in both of them."""
+    await cluster.start_one()
+    async with LoadClient(cluster.url) as client:
+        asked = await streams(client, 12, 400, first=6000)
+        numbers = sorted(worker.metric("dlw_in_flight_requests") for worker in cluster.living)
+        poison = await client.ask(prompt_of(5000), 8, **logits_processors(processor("faults/exits")))
+        await asyncio.gather(*asked)
+        calm = await client.ask(prompt_of(5000), 8)
+    assert poison.errors
+    (survivor,) = cluster.living
+    innocent = [task.result() for task in asked]
+    refused = [record for record in innocent if record.errors]
+    assert survivor.metric("dlw_requests_total", outcome="poison") == 1 + len(refused)
+    assert len(refused) <= numbers[-1]  # not those of the second worker, nor of the third
+    check_ended(client.records)
+    check_answers([*(record for record in innocent if not record.errors), calm], reference)
+    cluster.check_settled()
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_a_busy_worker_is_not_taken_for_a_hung_one(patient: Stack, path: str) -> None:
     """Its step takes longer than the frontend's stream time-out; empty chunks say that it lives."""
