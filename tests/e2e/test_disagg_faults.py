@@ -333,7 +333,7 @@ def test_a_prefill_worker_is_killed_and_nobody_who_asks_afterwards_fails(
         while unread(victim, frontend) == 0:
             in_flight.append((prompt := next(prompts), Asking(stack, prompt)))
             in_flight[-1][1].wait(0.5)  # until it is answered, or at the worker that does not
-        victim.end()
+        victim.end_unnoticed()
     failed = [asking.reply() for prompt, asking in in_flight if not is_right(asking.reply(), reference, prompt)]
     assert bool(failed) is not migrates, [reply.text for reply in failed]
     assert len(stack.registered()) == 3  # nobody knows yet
