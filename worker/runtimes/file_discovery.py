@@ -105,9 +105,14 @@ class Guard:
         self._known.update(new)
         logger.info("%d entries of discovery are removed when this process ends", len(self._known))
         if self._shell is None:
-            quiet = subprocess.DEVNULL
             self._shell = subprocess.Popen(
-                ["/bin/sh", "-c", _GUARD], stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+                ["/bin/sh", "-c", _GUARD],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={"PATH": os.defpath},
+                start_new_session=True,
             )
         assert self._shell.stdin is not None
         self._shell.stdin.write(b"".join(os.fsencode(path) + b"\n" for path in new))
