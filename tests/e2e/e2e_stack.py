@@ -131,11 +131,15 @@ class Worker(Process):
                 total += float(match[2])
         return total
 
+    def children(self, word: str) -> list[psutil.Process]:
+        """Processes that it has started with ``word`` in their commands."""
+        found = psutil.Process(self.child.pid).children()
+        return [child for child in found if word in " ".join(child.cmdline())]
+
     def end_unnoticed(self) -> None:
         """As if its machine died: nobody removes its entries from discovery but who misses it."""
-        guards = wait_for(psutil.Process(self.child.pid).children, "the guard of its entries")
-        for guard in guards:
-            guard.kill()
+        (guard,) = wait_for(lambda: self.children("/bin/sh"), "the guard of its entries")
+        guard.kill()
         self.end()
 
 
