@@ -27,6 +27,9 @@ NUM_STREAMS = 16
 NUM_TOKENS = 100
 LENGTH = 100
 LEASE_S = 10
+PACE_S = {"prefill": 0.25, "decode": 0.02}
+"""Of steps: a stage lasts long enough to be seen."""
+
 PATIENCE = 20
 """The frontend must not give up on those that are stopped here."""
 
@@ -63,7 +66,7 @@ class Pool:
         if role == "prefill":
             arguments += ["--kv-lease-s", str(LEASE_S)]
         stack = self.cluster.stack
-        worker = stack.start_worker(*arguments, script=PACED, wait=False, PACE_S=str(self.cluster.pace_s))
+        worker = stack.start_worker(*arguments, script=PACED, wait=False, PACE_S=str(PACE_S[role]))
         stack.wait_endpoint(worker)
         self._started[role].append(worker)
 
@@ -79,7 +82,7 @@ def reference(tiny_model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Pool]:
-    with running_cluster(tmp_path_factory.mktemp("pool"), tiny_model, pace_s=0.02, patience=PATIENCE) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("pool"), tiny_model, patience=PATIENCE) as cluster:
         yield Pool(cluster)
 
 
