@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 from ports import free_port
 from warm_start import WarmProcess
 
@@ -119,6 +120,17 @@ class Worker(Process):
             if match and all(f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()):
                 total += float(match[2])
         return total
+
+    def children(self, word: str) -> list[psutil.Process]:
+        """Processes that it has started with ``word`` in their commands."""
+        found = psutil.Process(self.child.pid).children()
+        return [child for child in found if word in " ".join(child.cmdline())]
+
+    def end_unnoticed(self) -> None:
+        """As if its machine died: nobody removes its entries from discovery but who misses it."""
+        (guard,) = wait_for(lambda: self.children("/bin/sh"), "the guard of its entries")
+        guard.kill()
+        self.end()
 
 
 class Stack:

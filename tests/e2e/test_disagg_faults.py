@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import signal
 import threading
@@ -17,8 +16,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from e2e_stack import MODEL, Process, Stack, Worker, running_stack, wait_for
+from e2e_stack import MODEL, Stack, Worker, running_stack, wait_for
 from processor_requests import Reply, send
+from stopped_processes import stopped, unread
 
 from worker.engines.embedded import Engine
 from worker.sampling import SamplingParams
@@ -130,16 +130,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
         yield stack
 
 
-@contextlib.contextmanager
-def stopped(worker: Worker) -> Iterator[None]:
-    worker.signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        if worker.running:
-            worker.signal(signal.SIGCONT)
-
-
 def test_a_hold_ends_in_time_and_decode_computes(pair: Stack, reference: Reference) -> None:
     prefill, decode = pair.workers
     prompt = prompt_of(1)
@@ -233,25 +223,6 @@ def mortals(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
 def answered(stack: Stack, prompt: list[int]) -> Reply | None:
     reply = ask(stack, prompt)
     return reply if reply.status == 200 else None
-
-
-def unread(receiver: Process, sender: Process) -> int:
-    """Bytes on TCP connections between two processes that the receiver has not read; it must be
-    stopped.
-    """
-    sent = {(local, remote) for local, remote, _ in connections(sender)}
-    return sum(waiting for local, remote, waiting in connections(receiver) if (remote, local) in sent)
-
-
-def connections(process: Process) -> list[tuple[str, str, int]]:
-    """Both addresses of each established connection, and the bytes received and not read."""
-    links = set()
-    for path in Path(f"/proc/{process.child.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            links.add(os.readlink(path))
-    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    established = [row for row in rows if row[3] == "01" and f"socket:[{row[9]}]" in links]
-    return [(row[1], row[2], int(row[4].partition(":")[2], 16)) for row in established]
 
 
 @contextlib.contextmanager
@@ -363,7 +334,7 @@ def test_a_prefill_worker_is_killed_and_nobody_who_asks_afterwards_fails(
         while unread(victim, frontend) == 0:
             in_flight.append((prompt := next(prompts), Asking(stack, prompt)))
             in_flight[-1][1].wait(0.5)  # until it is answered, or at the worker that does not
-        victim.end()
+        victim.end_unnoticed()
     failed = [asking.reply() for prompt, asking in in_flight if not is_right(asking.reply(), reference, prompt)]
     assert bool(failed) is not migrates, [reply.text for reply in failed]
     assert len(stack.registered()) == 3  # nobody knows yet

@@ -188,7 +188,7 @@ def test_a_client_that_leaves_takes_its_grammar_along(served: Shared) -> None:
 
 def test_a_sandbox_that_dies_is_replaced(served: Shared) -> None:
     stack, worker = served
-    (sandbox,) = psutil.Process(worker.child.pid).children()
+    (sandbox,) = worker.children("sandbox")
     sandbox.kill()
     assert chat(stack, processor("choice", choices=["alive"])).content == "alive"
     assert worker.metric("dlw_grammar_sandbox_restarts_total") == 1
@@ -198,7 +198,7 @@ def test_the_sandbox_ends_with_the_worker(stack: Stack) -> None:
     stack.start_frontend()
     for number, status in ((signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)):
         worker = stack.start_worker("--device", "cpu", "--dtype", "float32")
-        sandboxes = psutil.Process(worker.child.pid).children()
+        sandboxes = worker.children("sandbox")
         assert len(sandboxes) == 1
         worker.signal(number)
         assert worker.wait() == status

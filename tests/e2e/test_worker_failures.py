@@ -11,6 +11,7 @@ import openai
 import pytest
 from e2e_stack import DYNAMO, MODEL, Stack, http, wait_for
 from ports import free_port
+from stopped_processes import stopped
 
 from worker.runtimes.file_discovery import CHECK_S
 
@@ -73,6 +74,18 @@ def test_a_worker_whose_entries_expired_registers_again(stack: Stack) -> None:
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 0
     assert stack.registered() == []
+
+
+def test_a_killed_worker_is_listed_no_more(stack: Stack) -> None:
+    """At once: all who would notice after 10 s are stopped."""
+    frontend = stack.start_frontend()
+    worker, other = (stack.start_worker(scripted=True, wait=False) for _ in range(2))
+    for one in (worker, other):
+        stack.wait_registered(one)
+        wait_for(lambda one=one: "2 entries of discovery are removed when this process ends" in one.log, "the guard")
+    with stopped(frontend, other):
+        worker.end()
+        wait_for(lambda: len(list((stack.directory / "discovery").glob("v1/*/*"))) == 2, "that it is not listed")
 
 
 def test_unknown_errors_end_their_request_until_there_are_too_many(stack: Stack) -> None:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 MINUTES = float(os.environ.get("SOAK_MINUTES", "20"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
 NUM_WORKERS = 3
+NUM_CLIENTS = 6
 WARM_UP = 0.4
 """Part of the time after which memory must be flat: until then caches fill."""
 
@@ -86,7 +87,9 @@ def a_fault(chance: random.Random) -> Fault:
 
 async def under_fault(cluster: Cluster, client: LoadClient, fault: Fault, chance: random.Random, first: int) -> None:
     """One fault under load, and what must hold afterwards of all but the answers' tokens."""
-    async with under_load(client, 6, 60, first=first):
+    async with under_load(client, NUM_CLIENTS, 60, first=first):
+        while len(client.records) < NUM_CLIENTS or any(not record.token_ids for record in client.records[:NUM_CLIENTS]):
+            await asyncio.sleep(0.005)
         await fault.inject(cluster, client, chance)
         await asyncio.sleep(1)
     if isinstance(fault, NeverReads):

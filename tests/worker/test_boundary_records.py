@@ -168,6 +168,32 @@ async def test_what_another_worker_has_taken_over_is_left_alone() -> None:
     await fast.close()
 
 
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_worker_that_was_stopped_does_not_take_over_what_nobody_waits_for(closes: bool) -> None:
+    """The frontend gave the request to another worker; the first one takes it in later, and hears
+    that it was cancelled.
+    """
+    store = Memory()
+    stopped, serving, last = worker(store), worker(store), worker(store)
+    record = await serving.begin("r", request(1, 3))
+    record.write(5)
+    await record.written()
+    before = dict(store.values)
+    late = await stopped.begin("r", request(1, 3))
+    late.write(5)
+    await late.written()
+    assert store.values != before
+    late.linger()
+    if closes:
+        await stopped.close()
+    else:
+        await store.until(lambda: store.values == before)
+    assert store.values == before
+    again = await last.begin("r", request(1, 3, 4, 5, max_tokens=7))  # the one that served it has died
+    assert again.request.prompt_token_ids == [1, 3]
+    assert again.request.generated_token_ids == [4, 5]
+
+
 async def test_records_of_requests_in_flight_are_written_again() -> None:
     store = Memory()
     records = worker(store, ttl_s=0.03)

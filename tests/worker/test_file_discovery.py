@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from worker.runtimes import file_discovery
-from worker.runtimes.file_discovery import FileEntries, entries_of, keep_registered
+from worker.runtimes.file_discovery import FileEntries, Guard, entries_of, keep_registered
 
 INSTANCE = 0x6EFE02838F2B40F9
+KINDS = ("instances", "mdc")
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    for kind in ("instances", "mdc"):
-        directory = tmp_path / "v1" / kind
+    for kind in KINDS:
+        directory = tmp_path / "dynamo_store_kv" / "v1" / kind
         directory.mkdir(parents=True)
         for instance in (INSTANCE, INSTANCE + 1):
             (directory / f"dynamo%2Fbackend%2Fgenerate%2F{instance:x}").write_text(f"{kind} {instance:x}")
-    return tmp_path
+    return tmp_path / "dynamo_store_kv"
 
 
 def contents(store: Path) -> dict[str, str]:
-    return {str(path.relative_to(store)): path.read_text() for path in store.rglob("*") if path.is_file()}
+    found = {str(path.relative_to(store)): path.read_text() for path in store.rglob("*") if path.is_file()}
+    return dict(sorted(found.items()))
 
 
 def test_what_is_missing_twice_is_written_again(store: Path) -> None:
@@ -73,8 +78,8 @@ async def test_a_worker_that_leaves_stays_removed(store: Path, monkeypatch: pyte
         await asyncio.sleep(0.001)
     leaving = True
     await asyncio.wait_for(keeping, 10)
-    path.unlink()
     assert not path.exists()
+    assert list(contents(store)) == [f"v1/{kind}/dynamo%2Fbackend%2Fgenerate%2F{INSTANCE + 1:x}" for kind in KINDS]
 
 
 async def test_a_directory_that_is_gone_is_no_end(
@@ -89,9 +94,58 @@ async def test_a_directory_that_is_gone_is_no_end(
         await asyncio.sleep(0.001)
     assert not keeping.done()
     keeping.cancel()
+    await asyncio.wait([keeping])
 
 
-@pytest.mark.parametrize("environ", [{}, {"DYN_DISCOVERY_BACKEND": "etcd", "DYN_FILE_KV": "d"}])
-def test_only_discovery_by_files_has_them(environ: dict[str, str]) -> None:
-    assert entries_of(environ, INSTANCE) is None
-    assert entries_of({"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": "d"}, INSTANCE) is not None
+DIES = """
+import sys
+from pathlib import Path
+from worker.runtimes.file_discovery import Guard
+
+guard = Guard()
+guard.add([Path(name) for name in sys.argv[1:]])
+print("guarded", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_is_guarded_is_removed_when_its_process_is_killed(tmp_path: Path) -> None:
+    """And nothing else; nobody is left of the process."""
+    paths = [tmp_path / name for name in ("one", "a name with 'signs", "$(touch no)", "gone")]
+    for path in paths[:3]:
+        path.write_text("entry")
+    (tmp_path / "other").write_text("entry")
+    command = [sys.executable, "-c", DIES, *map(str, paths)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"guarded\n"
+        assert len(list(tmp_path.iterdir())) == 4
+        (shell,) = psutil.Process(process.pid).children()
+        process.kill()
+    shell.wait(60)
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_a_guard_that_was_killed_is_an_error(tmp_path: Path) -> None:
+    others, guard = psutil.Process().children(), Guard()
+    guard.add([tmp_path / "one"])
+    (shell,) = set(psutil.Process().children()) - set(others)
+    shell.kill()
+    shell.wait(60)
+    with pytest.raises(OSError):
+        guard.add([tmp_path / "two"])
+    guard.close()
+
+
+@pytest.mark.parametrize("backend", ["etcd", "kubernetes", "mem"])
+def test_only_discovery_by_files_has_them(backend: str) -> None:
+    assert entries_of(backend, {"DYN_FILE_KV": "d"}, INSTANCE) is None
+
+
+@pytest.mark.parametrize("variable", ["DYN_FILE_KV", "TMPDIR"])
+def test_the_directory_is_the_runtimes(store: Path, variable: str) -> None:
+    directory = store if variable == "DYN_FILE_KV" else store.parent
+    entries = entries_of("file", {variable: str(directory)}, INSTANCE)
+    assert entries is not None
+    entries.check()
+    assert len(entries.paths) == len(KINDS)

@@ -83,24 +83,26 @@ class BoundaryRecords:
             PoisonRequest: `MAX_CRASHES` workers have died with it.
         """
         key = self.key_of(request_id)
-        for found in await self._found(request_id):
+        for found_key, found in await self._found(request_id):
+            previous = found if found_key == key else None
             if found.is_continued_by(request):
                 _refuse_poison(found)
                 self.num_continued += 1
                 self.num_replayed_tokens += len(request.prompt_token_ids) - found.prompt_length
-                return BoundaryRecord(self, key, self._continuation(request, found), found.attempts)
+                return BoundaryRecord(self, key, self._continuation(request, found), found.attempts, previous)
             if found.is_repeated_by(request):
                 _refuse_poison(found)
                 if request.params.seed is None:
                     request = replace(request, params=replace(request.params, seed=found.seed))
-                return BoundaryRecord(self, key, request, found.attempts)
+                return BoundaryRecord(self, key, request, found.attempts, previous)
         return BoundaryRecord(self, key, request)
 
-    async def _found(self, request_id: str) -> list[Boundary]:
+    async def _found(self, request_id: str) -> list[tuple[str, Boundary]]:
         """The records of a request: its own pool's, and on a prefill worker that of its answer."""
         pools = [self._pool] if self._answering is None else [self._pool, self._answering]
-        found = [_decoded(await self._wanted(self._store.get(_key(pool, request_id)))) for pool in pools]
-        return [one for one in found if one is not None]
+        keys = [_key(pool, request_id) for pool in pools]
+        found = [(key, _decoded(await self._wanted(self._store.get(key)))) for key in keys]
+        return [(key, one) for key, one in found if one is not None]
 
     def _continuation(self, request: GenerationRequest, boundary: Boundary) -> GenerationRequest:
         """See `continuation`; a prefill worker is asked for one token more than there are."""
@@ -115,7 +117,7 @@ class BoundaryRecords:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        removals = [self._remove(record.key, record.owner) for record in self._live if record.has_ended]
+        removals = [record.go() for record in self._live if record.has_ended]
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.gather(*removals, return_exceptions=True), TIMEOUT_S)
         await self._store.close()
@@ -163,6 +165,11 @@ class BoundaryRecords:
             passed_on = replace(found, attempts=found.attempts - 1)
             await self._answered(self._store.put(key, passed_on.encode()))
 
+    async def _give_back(self, key: str, owner: str, previous: Boundary) -> None:
+        """Write the record as it was, unless another worker has taken the request over."""
+        if await self._still_owns(key, owner) is not None:
+            await self._answered(self._store.put(key, previous.encode()))
+
     async def _still_owns(self, key: str, owner: str) -> Boundary | None:
         found = _decoded(await self._answered(self._store.get(key)))
         return found if found is not None and found.owner == owner else None
@@ -193,13 +200,23 @@ class BoundaryRecord:
         has_ended: Whether the record is to go away.
     """
 
-    def __init__(self, records: BoundaryRecords, key: str, request: GenerationRequest, num_crashes: int = 0) -> None:
+    def __init__(
+        self,
+        records: BoundaryRecords,
+        key: str,
+        request: GenerationRequest,
+        num_crashes: int = 0,
+        previous: Boundary | None = None,
+    ) -> None:
+        """``previous`` is the record that this one replaces."""
         self.key = key
         self.owner = records._owner()
         self.request = request
         self.has_ended = False
         self._records = records
         self._num_crashes = num_crashes
+        self._previous = previous
+        self._is_cancelled = False
         self._boundary: Boundary | None = None
         self._put: asyncio.Task[None] | None = None
         self._renewal: asyncio.Task[None] | None = None
@@ -238,7 +255,12 @@ class BoundaryRecord:
         self._end(0.0)
 
     def linger(self) -> None:
-        """The request was cancelled: it has ended, or the frontend is about to migrate it."""
+        """The request was cancelled: it has ended, or the frontend is about to migrate it.
+
+        Or it is served elsewhere: a worker that was stopped takes a request in that the frontend
+        gave to another one long ago. So a record that this one replaced comes back.
+        """
+        self._is_cancelled = self._is_cancelled or not self.has_ended
         self._end(LINGER_S)
 
     async def pass_on(self) -> None:
@@ -263,11 +285,18 @@ class BoundaryRecord:
     async def _go_away(self, linger_s: float) -> None:
         with contextlib.suppress(StoreError):  # its time to live ends it, too
             await self._settled()
-            if linger_s:
+            if linger_s and self._previous is None:
                 await self._records._pass_on(self.key, self.owner)
                 await asyncio.sleep(linger_s)
-            await self._records._remove(self.key, self.owner)
+            await self.go()
         self._records._live.discard(self)
+
+    async def go(self) -> None:
+        """Remove the record, or make it what it was. Raises `StoreError`."""
+        if self._is_cancelled and self._previous is not None:
+            await self._records._give_back(self.key, self.owner, self._previous)
+        else:
+            await self._records._remove(self.key, self.owner)
 
     async def _settled(self) -> None:
         """Until nothing of the record is being written."""

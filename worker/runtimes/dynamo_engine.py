@@ -60,7 +60,7 @@ class WorkerEngine(RequestServer, LLMEngine):
 
     async def start(self, worker_id: int) -> EngineConfig:
         info = await self.load()
-        entries = entries_of(os.environ, worker_id)
+        entries = entries_of(self.arguments.discovery_backend, os.environ, worker_id)
         if entries is not None:
             self._registration = asyncio.create_task(keep_registered(entries, lambda: self.is_leaving))
         return runtime.engine_config(info, self.arguments)

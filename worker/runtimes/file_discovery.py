@@ -1,16 +1,20 @@
-"""Keeps a worker registered with Dynamo's discovery by files (``DYN_DISCOVERY_BACKEND=file``).
+"""Keeps a worker registered with Dynamo's discovery by files (``DYN_DISCOVERY_BACKEND=file``) as
+long as it lives, and no longer.
 
 Any process removes entries that nobody has renewed for 10 s. A worker that was stopped for longer
 (SIGSTOP, a machine that slept) goes on, but Dynamo renews entries and never writes one again: it
-would run and serve nobody.
+would run and serve nobody. A worker that was killed is listed for those 10 s, and ai-dynamo 1.4.2
+answers the requests that a frontend sends there with an error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -18,27 +22,50 @@ logger = logging.getLogger(__name__)
 CHECK_S = 1.0
 """Seconds between looks; an entry that is missing twice is written again."""
 
+CLOSE_S = 5.0
+"""Seconds that the shell of a `Guard` may take to end."""
 
-def entries_of(environ: Mapping[str, str], instance_id: int) -> FileEntries | None:
-    """The entries of an instance, None where discovery is not by files."""
-    if environ.get("DYN_DISCOVERY_BACKEND") != "file" or not environ.get("DYN_FILE_KV"):
+_GUARD = """
+while IFS= read -r path; do
+    set -- "$@" "$path"
+done
+rm -f -- "$@"
+"""
+"""Reads names of files until the pipe ends, and removes them then. Any POSIX shell runs it."""
+
+
+def entries_of(backend: str, environ: Mapping[str, str], instance_id: int) -> FileEntries | None:
+    """The entries of an instance, None where discovery is not by files.
+
+    Args:
+        backend: Dynamo's discovery backend.
+        environ: Where ``DYN_FILE_KV`` may be.
+        instance_id: The runtime's.
+    """
+    if backend != "file":
         return None
-    return FileEntries(Path(environ["DYN_FILE_KV"]), instance_id)
+    directory = environ.get("DYN_FILE_KV") or f"{environ.get('TMPDIR') or '/tmp'}/dynamo_store_kv"
+    return FileEntries(Path(directory), instance_id)
 
 
 class FileEntries:
     """The files of one instance: its endpoint's and its model's.
 
     Args:
-        directory: ``DYN_FILE_KV``.
+        directory: Of discovery.
         instance_id: Ends the names of the files, in hexadecimal digits.
     """
 
     def __init__(self, directory: Path, instance_id: int) -> None:
-        self._directory = directory
+        self._directory = directory.absolute()
         self._pattern = f"v1/*/*%2F{instance_id:x}"
         self._contents: dict[Path, bytes] = {}
         self._missing: set[Path] = set()
+
+    @property
+    def paths(self) -> list[Path]:
+        """Of all entries that it has seen."""
+        return sorted(self._contents)
 
     def check(self) -> list[Path]:
         """Write those again that are missing since the last call.
@@ -60,19 +87,63 @@ class FileEntries:
         return lost
 
 
+class Guard:
+    """Removes files when this process ends, however it ends: a shell at the other end of a pipe.
+
+    It has a session of its own, so that what is sent to this process's group does not end it first.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[Path] = set()
+        self._shell: subprocess.Popen[bytes] | None = None
+
+    def add(self, paths: Iterable[Path]) -> None:
+        """Remove these too. Raises `OSError` if there is no shell any more."""
+        new = [path for path in paths if path not in self._known]
+        if not new:
+            return
+        self._known.update(new)
+        logger.info("%d entries of discovery are removed when this process ends", len(self._known))
+        if self._shell is None:
+            self._shell = subprocess.Popen(
+                ["/bin/sh", "-c", _GUARD],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={"PATH": os.defpath},
+                start_new_session=True,
+            )
+        assert self._shell.stdin is not None
+        self._shell.stdin.write(b"".join(os.fsencode(path) + b"\n" for path in new))
+        self._shell.stdin.flush()
+
+    def close(self) -> None:
+        """Remove them now. Idempotent."""
+        if self._shell is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._shell.communicate(timeout=CLOSE_S)
+
+
 async def keep_registered(entries: FileEntries, is_leaving: Callable[[], bool]) -> None:
-    """Write an instance's entries again whenever they are lost, until it leaves.
+    """Write an instance's entries again whenever they are lost, until it leaves; remove them when
+    it leaves or dies.
 
     Args:
         entries: Of the instance.
         is_leaving: Whether it shuts down, so that its entries are removed for good.
     """
-    while not is_leaving():
-        try:
-            lost = await asyncio.to_thread(entries.check)
-        except OSError as error:
-            logger.warning("the registration cannot be checked: %s", error)
-        else:
-            if lost:
-                logger.warning("registered again: entries were removed as those of a dead worker")
-        await asyncio.sleep(CHECK_S)
+    guard = Guard()
+    try:
+        while not is_leaving():
+            try:
+                lost = await asyncio.to_thread(entries.check)
+                await asyncio.to_thread(guard.add, entries.paths)
+            except OSError as error:
+                logger.warning("the registration cannot be checked: %s", error)
+            else:
+                if lost:
+                    logger.warning("registered again: entries were removed as those of a dead worker")
+            await asyncio.sleep(CHECK_S)
+    finally:
+        guard.close()
