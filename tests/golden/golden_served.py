@@ -19,11 +19,12 @@ from typing import Any
 import httpx
 from golden_cases import Case
 from golden_matrix import say
-from golden_modes import NUM_CHOICES, Mode, Request
+from golden_modes import NUM_CHOICES, Choices, Mode, Request
 from golden_workers import EXACT, Bench, Failed, Refused, new_id
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "e2e")]
 from e2e_stack import MODEL, STAND_IN, Worker, running_stack, wait_for
+from front_door import Door
 
 PREFIX = "token_id:"
 READY = {"prompt": "ready?", "max_tokens": 1}
@@ -40,6 +41,9 @@ class Served:
         workers: Options of each worker.
         at_once: Requests in flight at a time.
         frontend: Options of the frontend.
+
+    Attributes:
+        client: Asks; while the mode is running.
     """
 
     def __init__(self, name: str, *workers: Sequence[str], at_once: int = 1, frontend: Sequence[str] = ()) -> None:
@@ -52,7 +56,7 @@ class Served:
     async def running(self, bench: Bench) -> AsyncIterator[None]:
         self._bench = bench
         directory = bench.directory / self.name.replace(" ", "-")
-        async with httpx.AsyncClient(timeout=120) as self._client:
+        async with httpx.AsyncClient(timeout=120) as self.client:
             with running_stack(directory, bench.model) as self._stack:
                 await asyncio.to_thread(self._start)
                 yield
@@ -78,11 +82,14 @@ class Served:
     def _start_worker(self, *argv: str) -> Worker:
         """Start a worker and wait until it is found; a pair must be found one after the other."""
         engine = [] if "trtllm" in argv else EXACT
-        environ = STAND_IN if "trtllm" in argv else {"PYTHONPATH": self._stack.environ["PYTHONPATH"]}
-        paths = {"PYTHONPATH": f"{environ['PYTHONPATH']}:{Path(__file__).parent}"}
-        worker = self._stack.start_worker(*self._bench.argv, *engine, *argv, wait=False, **paths)
+        environ = STAND_IN if "trtllm" in argv else self._stack.environ
+        worker = self._stack.start_worker(*self._bench.argv, *engine, *argv, wait=False, **_with_processors(environ))
         self._stack.wait_endpoint(worker)
         return worker
+
+    def start_front_door(self) -> str:
+        """Put a front door before the frontend; its URL."""
+        return Door(self._stack, "--", *self._bench.argv, **_with_processors(self._stack.environ)).url
 
     async def _stream(self, case: Case, **fields: Any) -> AsyncIterator[int]:
         """The token ids of an answer, as they come.
@@ -93,13 +100,13 @@ class Served:
         """
         started = False
         url = f"{self._stack.url}/v1/chat/completions"
-        async with self._client.stream("POST", url, json=body_of(case, stream=True, **fields)) as answer:
+        async with self.client.stream("POST", url, json=body_of(case, stream=True, **fields)) as answer:
             if answer.status_code != 200:
                 raise Refused(_message(json.loads(await answer.aread())))
             async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
+                event = _event(line)
+                if event is None:
                     continue
-                event = json.loads(line.removeprefix("data: "))
                 if not event.get("choices") and "usage" not in event:
                     raise (Failed if started else Refused)(_message(event))
                 for token_id in _token_ids(event):
@@ -117,16 +124,31 @@ class Crowded(Served):
         assert num_preemptions, "nothing was preempted"
 
 
-class ServedNthChoice(Served):
-    """A request with n > 1. Not streamed, since 1.4.2 hides why a stream is refused."""
+class ServedNthChoice(Choices):
+    """A request with n > 1 through the front door; a seeded one is streamed."""
 
-    async def tokens(self, request: Request) -> list[int]:
-        url = f"{self._stack.url}/v1/chat/completions"
-        body = body_of(request.case, n=NUM_CHOICES)
-        answer = await self._client.post(url, json=body)
+    at_once = 8 * NUM_CHOICES
+
+    @asynccontextmanager
+    async def running(self, bench: Bench) -> AsyncIterator[None]:
+        self._served = Served(self.name, ())
+        async with super().running(bench), self._served.running(bench):
+            self._url = await asyncio.to_thread(self._served.start_front_door)
+            yield
+
+    async def answers(self, case: Case) -> list[list[int]]:
+        body = body_of(case, n=NUM_CHOICES, stream=case.sampling == "seeded")
+        answer = await self._served.client.post(f"{self._url}/v1/chat/completions", json=body)
         if answer.status_code != 200:
             raise Refused(_message(answer.json()))
-        return _token_ids({"choices": answer.json()["choices"][:1]})
+        found: list[list[int]] = [[] for _ in range(NUM_CHOICES)]
+        events = map(_event, answer.text.splitlines()) if body["stream"] else [answer.json()]
+        for event in filter(None, events):
+            if not event.get("choices") and "usage" not in event:
+                raise Failed(_message(event))
+            for choice in event["choices"]:
+                found[choice["index"]] += _token_ids({"choices": [choice]})
+        return found
 
 
 class Killed(Served):
@@ -239,6 +261,11 @@ class Rounds:
         return min(self._most, self._num_expected)
 
 
+def _with_processors(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable with which a process finds this folder's processors too."""
+    return {"PYTHONPATH": f"{environ['PYTHONPATH']}:{Path(__file__).parent}"}
+
+
 def body_of(case: Case, **fields: Any) -> dict[str, Any]:
     """The case as an OpenAI request whose prompt is given as token ids."""
     raw = case.raw()
@@ -246,6 +273,11 @@ def body_of(case: Case, **fields: Any) -> dict[str, Any]:
     wanted = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
     prompt = {"model": MODEL, "messages": [{"role": "user", "content": "token_data takes the place of this"}]}
     return {**prompt, **raw["sampling_options"], **raw["stop_conditions"], **wanted, "nvext": nvext, **fields}
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    """What a line of a stream says, None if nothing."""
+    return json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else None
 
 
 def _token_ids(event: Mapping[str, Any]) -> list[int]:
@@ -268,6 +300,6 @@ SERVED_MODES: tuple[Mode, ...] = (
     Crowded("preempted", SMALL, at_once=8),
     Served("chunked prefill", ("--max-num-batched-tokens", "8", "--max-num-seqs", "4"), at_once=4),
     Served("batched", (), at_once=64),
-    ServedNthChoice("n-th choice", (), at_once=8),
+    ServedNthChoice(),
     Served("TensorRT-LLM stand-in", ("--engine", "trtllm", "--max-num-batched-tokens", "64"), at_once=16),
 )

@@ -14,7 +14,8 @@ DEFAULT, TINY = "default", "tiny"
 
 
 def model_path(name: str) -> str:
-    """The checkpoint or GGUF file of `name`; `DEFAULT` and `TINY` are made in the cache if needed.
+    """The checkpoint or GGUF file of `name`; `DEFAULT` and `TINY` are made in the cache if needed,
+    in the form that the launch scripts serve.
 
     Raises:
         StartupError: it cannot be made.
@@ -22,7 +23,7 @@ def model_path(name: str) -> str:
     cache = model_cache(os.environ)
     try:
         if name == DEFAULT:
-            return str(prepare_default_model(cache, _say))
+            return str(prepare_default_model(cache, _say, keeps_blocks=True))
         return str(write_tiny_model(_tiny(cache))) if name == TINY else name
     except TinyModelError as error:
         raise StartupError(str(error)) from None
