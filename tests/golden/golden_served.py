@@ -11,6 +11,7 @@ import json
 import random
 import re
 import sys
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,6 +32,9 @@ READY = {"prompt": "ready?", "max_tokens": 1}
 
 NUM_KILLS = 20
 """Workers that are killed at least."""
+
+CANNOT_GO_ON = "cannot go on after a migration"
+"""Why an answer ends that another worker of the stand-in would have to continue."""
 
 
 class Served:
@@ -91,16 +95,16 @@ class Served:
         """Put a front door before the frontend; its URL."""
         return Door(self._stack, "--", *self._bench.argv, **_with_processors(self._stack.environ)).url
 
-    async def _stream(self, case: Case, **fields: Any) -> AsyncIterator[int]:
+    async def _stream(self, case: Case) -> AsyncIterator[int]:
         """The token ids of an answer, as they come.
 
         Raises:
             Refused: before the first one.
             Failed: after it.
         """
-        started = False
-        url = f"{self._stack.url}/v1/chat/completions"
-        async with self.client.stream("POST", url, json=body_of(case, stream=True, **fields)) as answer:
+        started, request_id = False, str(uuid.uuid4())
+        url, body = f"{self._stack.url}/v1/chat/completions", body_of(case, stream=True)
+        async with self.client.stream("POST", url, json=body, headers={"x-request-id": request_id}) as answer:
             if answer.status_code != 200:
                 raise Refused(_message(json.loads(await answer.aread())))
             async for line in answer.aiter_lines():
@@ -108,10 +112,16 @@ class Served:
                 if event is None:
                     continue
                 if not event.get("choices") and "usage" not in event:
-                    raise (Failed if started else Refused)(_message(event))
+                    raise (Failed if started else Refused)(self._reason(request_id) or _message(event))
                 for token_id in _token_ids(event):
                     started = True
                     yield token_id
+
+    def _reason(self, request_id: str) -> str | None:
+        """Why a worker refused a request; 1.4.2's frontend keeps it from the client of a stream."""
+        logs = "\n".join(worker.log for worker in self._stack.workers)
+        found = re.search(rf"request {request_id} refused: (.+)", logs)
+        return found and found[1]
 
 
 class Crowded(Served):
@@ -122,6 +132,14 @@ class Crowded(Served):
         num_preemptions = sum(int(number) for number in re.findall(r'"preemptions": (\d+)', logs))
         say(f"{self.name}: {num_preemptions} preemptions")
         assert num_preemptions, "nothing was preempted"
+
+
+class ServedSpeculated(Served):
+    """Tokens are drafted by n-grams too."""
+
+    def _check(self) -> None:
+        (worker,) = self._stack.workers
+        assert worker.metric("dlw_speculation_accepted_tokens_total", proposer="ngram"), "no drafted token was accepted"
 
 
 class ServedNthChoice(Choices):
@@ -156,11 +174,22 @@ class Killed(Served):
 
     Requests come in rounds. In each, one worker dies when the longest answer has come to a random
     token, with everything that it serves; the next round has a new worker in its place.
+
+    Args:
+        name: Column of the matrix.
+        argv: Options of the workers that are killed.
+        num_workers: How many of them there are.
+        at_once: Requests of a round. With one, every answer migrates that does not end first.
+        beside: Options of a worker that is started before them, and stays.
     """
 
-    def __init__(self, name: str, argv: Sequence[str], *, num_workers: int, at_once: int) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], *, num_workers: int, at_once: int, beside: Sequence[str] | None = None
+    ) -> None:
+        others = [] if beside is None else [beside]
         migrating = ("--migration-limit", "3")
-        super().__init__(name, *[argv] * num_workers, at_once=at_once, frontend=migrating)
+        super().__init__(name, *others, *[argv] * num_workers, at_once=at_once, frontend=migrating)
+        self._num_workers = num_workers
         self._rounds = Rounds(at_once, self._replace)
         self._source = random.Random(20_261_122)
         self._alive: list[Worker] = []
@@ -172,7 +201,7 @@ class Killed(Served):
         store = f"file:{bench.directory / 'boundaries'}"
         self._workers = tuple((*argv, "--migration", "on", "--boundary-store", store) for argv in self._workers)
         async with super().running(bench):
-            self._alive = list(self._stack.workers)
+            self._alive = self._stack.workers[-self._num_workers :]
             yield
         say(f"{self.name}: {self.num_kills} workers killed, {self.num_moved} answers moved")
         assert self.num_kills >= NUM_KILLS, f"{self.num_kills} workers were killed, {NUM_KILLS} wanted"
@@ -186,10 +215,15 @@ class Killed(Served):
         tokens: list[int] = []
         async with self._rounds.member(len(request.expected)) as is_longest:
             cut = self._source.randrange(1, max(2, len(request.expected) * 3 // 4)) if await is_longest() else 0
-            async for token_id in self._stream(request.case):
-                tokens.append(token_id)
-                if len(tokens) == cut:
-                    await asyncio.to_thread(self._kill)
+            try:
+                async for token_id in self._stream(request.case):
+                    tokens.append(token_id)
+                    if len(tokens) == cut:
+                        await asyncio.to_thread(self._kill)
+            except Failed as failure:
+                if CANNOT_GO_ON in str(failure):
+                    raise Refused(str(failure)) from failure
+                raise
         return tokens
 
     def _kill(self) -> None:
@@ -204,9 +238,9 @@ class Killed(Served):
             self.num_moved += int(num_in_flight)
 
     async def _replace(self) -> None:
-        missing = len(self._workers) - len(self._alive)
+        missing = self._num_workers - len(self._alive)
         for _ in range(missing):
-            worker = await asyncio.to_thread(self._start_worker, *self._workers[0])
+            worker = await asyncio.to_thread(self._start_worker, *self._workers[-1])
             await asyncio.to_thread(self._stack.wait_registered, worker)
             self._alive.append(worker)
 
@@ -293,13 +327,20 @@ def _message(event: Mapping[str, Any]) -> str:
 SMALL = ("--context-length", "320", "--kv-blocks", "40", "--max-num-seqs", "8", "--log-requests")
 """Pages for two of eight requests once they have grown beyond one page."""
 
+PREFILL, DECODE = (("--disaggregation-mode", role) for role in ("prefill", "decode"))
+DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}')
+STAND_IN_WORKER = ("--engine", "trtllm", "--max-num-batched-tokens", "64")
+
 SERVED_MODES: tuple[Mode, ...] = (
     Served("aggregated", ()),
-    Served("disaggregated", ("--disaggregation-mode", "prefill"), ("--disaggregation-mode", "decode"), at_once=16),
+    Served("disaggregated", PREFILL, DECODE, at_once=16),
     Killed("migrated", (), num_workers=3, at_once=3),
+    Killed("migrated, disaggregated", DECODE, num_workers=3, at_once=3, beside=PREFILL),
     Crowded("preempted", SMALL, at_once=8),
     Served("chunked prefill", ("--max-num-batched-tokens", "8", "--max-num-seqs", "4"), at_once=4),
     Served("batched", (), at_once=64),
+    ServedSpeculated("speculated", DRAFTS, at_once=16),
     ServedNthChoice(),
-    Served("TensorRT-LLM stand-in", ("--engine", "trtllm", "--max-num-batched-tokens", "64"), at_once=16),
+    Served("TensorRT-LLM stand-in", STAND_IN_WORKER, at_once=16),
+    Killed("migrated, stand-in", STAND_IN_WORKER, num_workers=2, at_once=1),
 )
