@@ -11,11 +11,22 @@ from worker.models import model_cache, prepare_default_model
 from worker.tiny_model import TinyModelError, write_tiny_model
 
 DEFAULT, TINY = "default", "tiny"
+DEFAULT_DTYPE = "float32"
+
+
+def model_options(name: str) -> list[str]:
+    """The worker's options for the model `name`: `DEFAULT` is as the launch scripts serve it, in
+    their type unless WORKER_DTYPE names another.
+
+    Raises:
+        StartupError: see `model_path`.
+    """
+    given = name != DEFAULT or os.environ.get("WORKER_DTYPE")
+    return ["--model-path", model_path(name), *([] if given else ["--dtype", DEFAULT_DTYPE])]
 
 
 def model_path(name: str) -> str:
-    """The checkpoint or GGUF file of `name`; `DEFAULT` and `TINY` are made in the cache if needed,
-    in the form that the launch scripts serve.
+    """The checkpoint or GGUF file of `name`; `DEFAULT` and `TINY` are made in the cache if needed.
 
     Raises:
         StartupError: it cannot be made.
