@@ -80,24 +80,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_catalog_options(parser: argparse.ArgumentParser) -> None:
+    """The worker's own, which give several separated by commas or one by one."""
     parser.add_argument(
         "--logits-processor",
-        action="append",
+        action="extend",
+        type=_separated,
         default=[],
         metavar="NAME=module:Class",
-        help="add a third party's processor",
+        help="add third parties' processors, separated by commas",
     )
     parser.add_argument(
-        "--allow-logits-processor",
-        action="append",
+        "--allow-logits-processors",
+        action="extend",
+        type=_separated,
         default=[],
         metavar="NAME",
-        help="add one that an installed distribution offers",
+        help="add those that installed distributions offer, separated by commas",
     )
+
+
+def _separated(text: str) -> list[str]:
+    entries = [entry.strip() for entry in text.split(",")]
+    if not all(entries):
+        raise argparse.ArgumentTypeError("expected a list separated by commas")
+    return entries
 
 
 def _catalog(arguments: argparse.Namespace) -> Catalog:
-    return Catalog.load(allow=arguments.allow_logits_processor, options=arguments.logits_processor)
+    return Catalog.load(allow=arguments.allow_logits_processors, options=arguments.logits_processor)
 
 
 def _run_schema(arguments: argparse.Namespace) -> int:

@@ -20,6 +20,12 @@ def test_list_has_a_line_for_each_processor(capsys: pytest.CaptureFixture[str]):
     assert lines[-1].split(maxsplit=3) == ["acme/loud", "bias", "nothing", "Raises the logit of one token."]
 
 
+def test_a_name_of_no_letters_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["list", "--allow-logits-processors", "a,,b"])
+    assert "--allow-logits-processors: expected a list separated by commas" in capsys.readouterr().err
+
+
 def test_show_tells_arguments_with_their_ranges(capsys: pytest.CaptureFixture[str]):
     assert main(["show", "acme/loud", *LOUD]) == 0
     page = capsys.readouterr().out
@@ -47,7 +53,8 @@ def test_schema(capsys: pytest.CaptureFixture[str]):
     [
         (["show", "topk"], 'unknown logits processor "topk"; did you mean top_k'),
         (["list", "--logits-processor", "x"], "expected NAME=module:Class"),
-        (["list", "--allow-logits-processor", "missing"], "no installed distribution offers"),
+        (["list", "--logits-processor", "acme/loud=third_party:Loud, y"], "processor y: expected NAME=module:Class"),
+        (["list", "--allow-logits-processors", "missing, too"], "offers the logits processor missing, too"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]):

@@ -6,6 +6,7 @@ the model at hand, further ones made of its own plain answer.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -126,19 +127,26 @@ class Case:
         given = self.arguments if self.row in FIELDS else {}
         return {name: value for name, value in given.items() if is_wanted(name)}
 
-    def raw(self, cache_salt: str | None = None) -> dict[str, Any]:
+    def raw(self, cache_salt: str | None = None, choice: int = 0) -> dict[str, Any]:
         """The request as Dynamo's frontend delivers it.
 
         Args:
             cache_salt: Makes sure that no KV is shared with other requests.
+            choice: Which of several answers it is for, as the front door asks for each of them.
         """
         raw: dict[str, Any] = {
             "token_ids": list(self.prompt),
             "sampling_options": self.sampling_options,
             "stop_conditions": self.stop_conditions,
-            "annotations": [ANNOTATION + selection(*self.processors)] if self.processors else [],
+            "annotations": self._annotations(choice),
         }
         return raw if cache_salt is None else {**raw, "routing": {"cache_salt": cache_salt}}
+
+    def _annotations(self, choice: int) -> list[str]:
+        if not self.processors and not choice:
+            return []
+        chosen = json.loads(selection(*self.processors))
+        return [ANNOTATION + json.dumps({**chosen, "choice": choice} if choice else chosen)]
 
 
 class Cases:

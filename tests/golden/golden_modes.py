@@ -285,14 +285,64 @@ class Migrated:
         return sent + await self._to.answer(moved, request_id)
 
 
-class NthChoice:
-    """One request with n > 1, offline, since served requests have one choice.
+class Choices:
+    """Base of modes that answer a request with n > 1.
 
     Choice 0 must be the text of a request with one choice; another one draws its own random numbers
-    and must be what it is when none of the others is computed.
+    and must be what an aggregated worker answers that is asked for it alone.
     """
 
     name = "n-th choice"
+    at_once = 12
+
+    @asynccontextmanager
+    async def running(self, bench: Bench) -> AsyncIterator[None]:
+        self._asked: dict[Case, asyncio.Task[list[list[int]]]] = {}
+        self._others_differ = False
+        self._idle = aggregated()
+        async with self._idle.running(bench):
+            yield
+        assert self._others_differ, "every choice has the text of the first one"
+
+    async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
+        found = [Request(case, tuple(alone))]
+        for choice in range(1, NUM_CHOICES):
+            text = tuple(await self._idle.answer(case.raw(new_id(), choice)))
+            self._others_differ |= text != found[0].expected
+            found.append(Request(case, text, choice))
+        return found
+
+    async def tokens(self, request: Request) -> list[int]:
+        case = request.case
+        if case not in self._asked:
+            self._asked[case] = asyncio.create_task(self.answers(case))
+        return (await self._asked[case])[request.choice]
+
+    async def answers(self, case: Case) -> list[list[int]]:
+        """The token ids of all choices of one request. Raises `Refused`."""
+        raise NotImplementedError
+
+
+class NthChoice(Choices):
+    """What the front door makes of n > 1: a request per choice, at once; they share the prompt."""
+
+    @asynccontextmanager
+    async def running(self, bench: Bench) -> AsyncIterator[None]:
+        together = OneWorker("")
+        async with super().running(bench), together.running(bench):
+            self._together = together
+            yield
+
+    async def answers(self, case: Case) -> list[list[int]]:
+        salt = new_id()
+        asked = [self._together.answer(case.raw(salt, choice)) for choice in range(NUM_CHOICES)]
+        return await asyncio.gather(*asked)
+
+
+class OfflineChoices(Choices):
+    """n > 1 of the offline engine, which has neither a front door nor an operator."""
+
+    name = "n-th choice, offline"
     at_once = 1
 
     @asynccontextmanager
@@ -301,41 +351,25 @@ class NthChoice:
         settings = {"device": "cpu", "dtype": DTYPE, "numerics": "exact", "kv_cache_dtype": bench.kv_cache_dtype}
         self._engine = await asyncio.to_thread(Engine, bench.model, catalog=catalog, **settings)
         self._limits = bench.limits
-        self._together: tuple[Case, list[list[int]]] | None = None
-        yield
+        async with super().running(bench):
+            yield
 
-    async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
-        others = range(1, NUM_CHOICES)
-        texts = await self._answers(case, [[choice] for choice in others])
-        return [
-            Request(case, tuple(alone)),
-            *(Request(case, tuple(text), choice) for choice, text in zip(others, texts, strict=True)),
-        ]
-
-    async def tokens(self, request: Request) -> list[int]:
-        if self._together is None or self._together[0] is not request.case:
-            self._together = request.case, await self._answers(request.case, [range(NUM_CHOICES)])
-        return self._together[1][request.choice]
-
-    async def _answers(self, case: Case, choices: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The texts of some of the choices of a request, for several such requests."""
+    async def answers(self, case: Case) -> list[list[int]]:
         try:
-            return await asyncio.to_thread(self._generate, case, choices)
+            return await asyncio.to_thread(self._generate, case)
         except (InvalidRequest, ValueError) as error:
             raise Refused(str(error)) from error
 
-    def _generate(self, case: Case, choices: Sequence[Sequence[int]]) -> list[list[int]]:
-        session, number = self._engine.session, len(choices)
+    def _generate(self, case: Case) -> list[list[int]]:
+        session = self._engine.session
         params = replace(parse_request(case.raw(), self._limits).params, n=NUM_CHOICES, best_of=NUM_CHOICES)
-        groups = session.prepare([list(case.prompt)] * number, [params] * number, [case.processors] * number)
-        for group, wanted in zip(groups, choices, strict=True):
-            group.answers = [group.answers[choice] for choice in wanted]
-            session.add(group)
+        (group,) = session.prepare([list(case.prompt)], [params], [case.processors])
+        session.add(group)
         while not session.is_idle:
             session.step()
-        for answer in (answers := [answer for group in groups for answer in group.answers]):
+        for answer in group.answers:
             assert answer.error is None, f"{case}: {answer.error}"
-        return [answer.token_ids for answer in answers]
+        return [answer.token_ids for answer in group.answers]
 
 
 def aggregated() -> Answering:
@@ -357,6 +391,7 @@ MODES: tuple[Mode, ...] = (
     OneWorker("batched", at_once=64, is_warm=True),
     Speculated("speculated", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}', at_once=16),
     NthChoice(),
+    OfflineChoices(),
     stand_in_mode("TensorRT-LLM stand-in"),
     Migrated("migrated, stand-in", to=stand_in_mode("")),
 )

@@ -11,6 +11,7 @@ import json
 import random
 import re
 import sys
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,17 +20,21 @@ from typing import Any
 import httpx
 from golden_cases import Case
 from golden_matrix import say
-from golden_modes import NUM_CHOICES, Mode, Request
+from golden_modes import NUM_CHOICES, Choices, Mode, Request
 from golden_workers import EXACT, Bench, Failed, Refused, new_id
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "e2e")]
 from e2e_stack import MODEL, STAND_IN, Worker, running_stack, wait_for
+from front_door import Door
 
 PREFIX = "token_id:"
 READY = {"prompt": "ready?", "max_tokens": 1}
 
 NUM_KILLS = 20
 """Workers that are killed at least."""
+
+CANNOT_GO_ON = "cannot go on after a migration"
+"""Why an answer ends that another worker of the stand-in would have to continue."""
 
 
 class Served:
@@ -40,6 +45,9 @@ class Served:
         workers: Options of each worker.
         at_once: Requests in flight at a time.
         frontend: Options of the frontend.
+
+    Attributes:
+        client: Asks; while the mode is running.
     """
 
     def __init__(self, name: str, *workers: Sequence[str], at_once: int = 1, frontend: Sequence[str] = ()) -> None:
@@ -52,7 +60,7 @@ class Served:
     async def running(self, bench: Bench) -> AsyncIterator[None]:
         self._bench = bench
         directory = bench.directory / self.name.replace(" ", "-")
-        async with httpx.AsyncClient(timeout=120) as self._client:
+        async with httpx.AsyncClient(timeout=120) as self.client:
             with running_stack(directory, bench.model) as self._stack:
                 await asyncio.to_thread(self._start)
                 yield
@@ -78,33 +86,42 @@ class Served:
     def _start_worker(self, *argv: str) -> Worker:
         """Start a worker and wait until it is found; a pair must be found one after the other."""
         engine = [] if "trtllm" in argv else EXACT
-        environ = STAND_IN if "trtllm" in argv else {"PYTHONPATH": self._stack.environ["PYTHONPATH"]}
-        paths = {"PYTHONPATH": f"{environ['PYTHONPATH']}:{Path(__file__).parent}"}
-        worker = self._stack.start_worker(*self._bench.argv, *engine, *argv, wait=False, **paths)
+        environ = STAND_IN if "trtllm" in argv else self._stack.environ
+        worker = self._stack.start_worker(*self._bench.argv, *engine, *argv, wait=False, **_with_processors(environ))
         self._stack.wait_endpoint(worker)
         return worker
 
-    async def _stream(self, case: Case, **fields: Any) -> AsyncIterator[int]:
+    def start_front_door(self) -> str:
+        """Put a front door before the frontend; its URL."""
+        return Door(self._stack, "--", *self._bench.argv, **_with_processors(self._stack.environ)).url
+
+    async def _stream(self, case: Case) -> AsyncIterator[int]:
         """The token ids of an answer, as they come.
 
         Raises:
             Refused: before the first one.
             Failed: after it.
         """
-        started = False
-        url = f"{self._stack.url}/v1/chat/completions"
-        async with self._client.stream("POST", url, json=body_of(case, stream=True, **fields)) as answer:
+        started, request_id = False, str(uuid.uuid4())
+        url, body = f"{self._stack.url}/v1/chat/completions", body_of(case, stream=True)
+        async with self.client.stream("POST", url, json=body, headers={"x-request-id": request_id}) as answer:
             if answer.status_code != 200:
                 raise Refused(_message(json.loads(await answer.aread())))
             async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
+                event = _event(line)
+                if event is None:
                     continue
-                event = json.loads(line.removeprefix("data: "))
                 if not event.get("choices") and "usage" not in event:
-                    raise (Failed if started else Refused)(_message(event))
+                    raise (Failed if started else Refused)(self._reason(request_id) or _message(event))
                 for token_id in _token_ids(event):
                     started = True
                     yield token_id
+
+    def _reason(self, request_id: str) -> str | None:
+        """Why a worker refused a request; 1.4.2's frontend keeps it from the client of a stream."""
+        logs = "\n".join(worker.log for worker in self._stack.workers)
+        found = re.search(rf"request {request_id} refused: (.+)", logs)
+        return found and found[1]
 
 
 class Crowded(Served):
@@ -117,16 +134,39 @@ class Crowded(Served):
         assert num_preemptions, "nothing was preempted"
 
 
-class ServedNthChoice(Served):
-    """A request with n > 1. Not streamed, since 1.4.2 hides why a stream is refused."""
+class ServedSpeculated(Served):
+    """Tokens are drafted by n-grams too."""
 
-    async def tokens(self, request: Request) -> list[int]:
-        url = f"{self._stack.url}/v1/chat/completions"
-        body = body_of(request.case, n=NUM_CHOICES)
-        answer = await self._client.post(url, json=body)
+    def _check(self) -> None:
+        (worker,) = self._stack.workers
+        assert worker.metric("dlw_speculation_accepted_tokens_total", proposer="ngram"), "no drafted token was accepted"
+
+
+class ServedNthChoice(Choices):
+    """A request with n > 1 through the front door; a seeded one is streamed."""
+
+    at_once = 8 * NUM_CHOICES
+
+    @asynccontextmanager
+    async def running(self, bench: Bench) -> AsyncIterator[None]:
+        self._served = Served(self.name, ())
+        async with super().running(bench), self._served.running(bench):
+            self._url = await asyncio.to_thread(self._served.start_front_door)
+            yield
+
+    async def answers(self, case: Case) -> list[list[int]]:
+        body = body_of(case, n=NUM_CHOICES, stream=case.sampling == "seeded")
+        answer = await self._served.client.post(f"{self._url}/v1/chat/completions", json=body)
         if answer.status_code != 200:
             raise Refused(_message(answer.json()))
-        return _token_ids({"choices": answer.json()["choices"][:1]})
+        found: list[list[int]] = [[] for _ in range(NUM_CHOICES)]
+        events = map(_event, answer.text.splitlines()) if body["stream"] else [answer.json()]
+        for event in filter(None, events):
+            if not event.get("choices") and "usage" not in event:
+                raise Failed(_message(event))
+            for choice in event["choices"]:
+                found[choice["index"]] += _token_ids({"choices": [choice]})
+        return found
 
 
 class Killed(Served):
@@ -134,11 +174,22 @@ class Killed(Served):
 
     Requests come in rounds. In each, one worker dies when the longest answer has come to a random
     token, with everything that it serves; the next round has a new worker in its place.
+
+    Args:
+        name: Column of the matrix.
+        argv: Options of the workers that are killed.
+        num_workers: How many of them there are.
+        at_once: Requests of a round. With one, every answer migrates that does not end first.
+        beside: Options of a worker that is started before them, and stays.
     """
 
-    def __init__(self, name: str, argv: Sequence[str], *, num_workers: int, at_once: int) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], *, num_workers: int, at_once: int, beside: Sequence[str] | None = None
+    ) -> None:
+        others = [] if beside is None else [beside]
         migrating = ("--migration-limit", "3")
-        super().__init__(name, *[argv] * num_workers, at_once=at_once, frontend=migrating)
+        super().__init__(name, *others, *[argv] * num_workers, at_once=at_once, frontend=migrating)
+        self._num_workers = num_workers
         self._rounds = Rounds(at_once, self._replace)
         self._source = random.Random(20_261_122)
         self._alive: list[Worker] = []
@@ -150,7 +201,7 @@ class Killed(Served):
         store = f"file:{bench.directory / 'boundaries'}"
         self._workers = tuple((*argv, "--migration", "on", "--boundary-store", store) for argv in self._workers)
         async with super().running(bench):
-            self._alive = list(self._stack.workers)
+            self._alive = self._stack.workers[-self._num_workers :]
             yield
         say(f"{self.name}: {self.num_kills} workers killed, {self.num_moved} answers moved")
         assert self.num_kills >= NUM_KILLS, f"{self.num_kills} workers were killed, {NUM_KILLS} wanted"
@@ -164,10 +215,15 @@ class Killed(Served):
         tokens: list[int] = []
         async with self._rounds.member(len(request.expected)) as is_longest:
             cut = self._source.randrange(1, max(2, len(request.expected) * 3 // 4)) if await is_longest() else 0
-            async for token_id in self._stream(request.case):
-                tokens.append(token_id)
-                if len(tokens) == cut:
-                    await asyncio.to_thread(self._kill)
+            try:
+                async for token_id in self._stream(request.case):
+                    tokens.append(token_id)
+                    if len(tokens) == cut:
+                        await asyncio.to_thread(self._kill)
+            except Failed as failure:
+                if CANNOT_GO_ON in str(failure):
+                    raise Refused(str(failure)) from failure
+                raise
         return tokens
 
     def _kill(self) -> None:
@@ -182,9 +238,9 @@ class Killed(Served):
             self.num_moved += int(num_in_flight)
 
     async def _replace(self) -> None:
-        missing = len(self._workers) - len(self._alive)
+        missing = self._num_workers - len(self._alive)
         for _ in range(missing):
-            worker = await asyncio.to_thread(self._start_worker, *self._workers[0])
+            worker = await asyncio.to_thread(self._start_worker, *self._workers[-1])
             await asyncio.to_thread(self._stack.wait_registered, worker)
             self._alive.append(worker)
 
@@ -239,6 +295,11 @@ class Rounds:
         return min(self._most, self._num_expected)
 
 
+def _with_processors(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable with which a process finds this folder's processors too."""
+    return {"PYTHONPATH": f"{environ['PYTHONPATH']}:{Path(__file__).parent}"}
+
+
 def body_of(case: Case, **fields: Any) -> dict[str, Any]:
     """The case as an OpenAI request whose prompt is given as token ids."""
     raw = case.raw()
@@ -246,6 +307,11 @@ def body_of(case: Case, **fields: Any) -> dict[str, Any]:
     wanted = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
     prompt = {"model": MODEL, "messages": [{"role": "user", "content": "token_data takes the place of this"}]}
     return {**prompt, **raw["sampling_options"], **raw["stop_conditions"], **wanted, "nvext": nvext, **fields}
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    """What a line of a stream says, None if nothing."""
+    return json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else None
 
 
 def _token_ids(event: Mapping[str, Any]) -> list[int]:
@@ -261,13 +327,20 @@ def _message(event: Mapping[str, Any]) -> str:
 SMALL = ("--context-length", "320", "--kv-blocks", "40", "--max-num-seqs", "8", "--log-requests")
 """Pages for two of eight requests once they have grown beyond one page."""
 
+PREFILL, DECODE = (("--disaggregation-mode", role) for role in ("prefill", "decode"))
+DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}')
+STAND_IN_WORKER = ("--engine", "trtllm", "--max-num-batched-tokens", "64")
+
 SERVED_MODES: tuple[Mode, ...] = (
     Served("aggregated", ()),
-    Served("disaggregated", ("--disaggregation-mode", "prefill"), ("--disaggregation-mode", "decode"), at_once=16),
+    Served("disaggregated", PREFILL, DECODE, at_once=16),
     Killed("migrated", (), num_workers=3, at_once=3),
+    Killed("migrated, disaggregated", DECODE, num_workers=3, at_once=3, beside=PREFILL),
     Crowded("preempted", SMALL, at_once=8),
     Served("chunked prefill", ("--max-num-batched-tokens", "8", "--max-num-seqs", "4"), at_once=4),
     Served("batched", (), at_once=64),
-    ServedNthChoice("n-th choice", (), at_once=8),
-    Served("TensorRT-LLM stand-in", ("--engine", "trtllm", "--max-num-batched-tokens", "64"), at_once=16),
+    ServedSpeculated("speculated", DRAFTS, at_once=16),
+    ServedNthChoice(),
+    Served("TensorRT-LLM stand-in", STAND_IN_WORKER, at_once=16),
+    Killed("migrated, stand-in", STAND_IN_WORKER, num_workers=2, at_once=1),
 )

@@ -70,11 +70,11 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _model(given: str, directory: Path) -> tuple[str, Path]:
-    """Name and checkpoint of a model."""
+    """Name and checkpoint of a model; the default one in the form that the launch scripts serve."""
     if given == TINY:
         return TINY, write_tiny_model(directory / TINY)
     if given == "default":
-        return DEFAULT_MODEL, prepare_default_model(model_cache(os.environ), say)
+        return DEFAULT_MODEL, prepare_default_model(model_cache(os.environ), say, keeps_blocks=True)
     return Path(given).name, Path(given)
 
 

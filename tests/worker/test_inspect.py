@@ -22,10 +22,13 @@ from served_worker import Client, serving
 from adapters.client import processor
 from worker.__main__ import main
 from worker.arguments import parse_arguments
-from worker.inspect.named_model import model_path
+from worker.inspect.named_model import model_options, model_path
 from worker.inspect.page import page
 from worker.inspect.recording import Recording, asked_of, printable, record
 from worker.inspect.terminal import show
+from worker.models import DEFAULT_MODEL, model_cache
+from worker.models.checkpoint import FORMAT
+from worker.models.default_model import _GGUF_SHA256
 from worker.replay.position import Candidate, Position, Stage
 from worker.replay.run import LoadedModel, loaded
 from worker.tiny_model import write_tiny_model
@@ -373,6 +376,18 @@ def test_tiny_is_the_model_of_the_launch_scripts(tmp_path: Path, monkeypatch: py
     assert model_path("tiny") == str(tmp_path / "dynamo-logits-worker" / "tiny-model")
     assert (tmp_path / "dynamo-logits-worker" / "tiny-model" / "model.safetensors").is_file()
     assert model_path("/some/where") == "/some/where"
+
+
+def test_the_default_model_is_as_the_launch_scripts_serve_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the cache, its weights packed: nothing is fetched."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("WORKER_DTYPE", raising=False)
+    packed = model_cache() / f"{_GGUF_SHA256[:16]}-{FORMAT}-quantised" / DEFAULT_MODEL
+    packed.mkdir(parents=True)
+    assert model_options("default") == ["--model-path", str(packed), "--dtype", "float32"]
+    monkeypatch.setenv("WORKER_DTYPE", "bfloat16")
+    assert model_options("default") == ["--model-path", str(packed)]
+    assert model_options("/some/where") == ["--model-path", "/some/where"]
 
 
 CASES: list[tuple[list[str], str]] = [

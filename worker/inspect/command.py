@@ -22,7 +22,7 @@ from rich.console import Console
 from adapters.catalog import SelectionError, parse_selection
 from worker.arguments import Arguments, StrictParser, parse_arguments
 from worker.errors import ConfigurationError, ServingError
-from worker.inspect.named_model import DEFAULT, TINY, model_path
+from worker.inspect.named_model import DEFAULT, TINY, model_options
 from worker.inspect.page import page
 from worker.inspect.recording import Asked, Recording, asked_of, record
 from worker.inspect.terminal import as_svg, show
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     """The exit status; trouble is one line on stderr."""
     try:
         options, rest = _parse(argv)
-        arguments = parse_arguments(["--model-path", model_path(options.model), *rest])
+        arguments = parse_arguments([*model_options(options.model), *rest])
         recorded = None if options.receipt is None else read_receipt(options.receipt)
         if recorded is not None:
             arguments = as_recorded(arguments, recorded.receipt)

@@ -11,6 +11,18 @@ from worker.models import model_cache, prepare_default_model
 from worker.tiny_model import TinyModelError, write_tiny_model
 
 DEFAULT, TINY = "default", "tiny"
+DEFAULT_DTYPE = "float32"
+
+
+def model_options(name: str) -> list[str]:
+    """The worker's options for the model `name`: `DEFAULT` is as the launch scripts serve it, in
+    their type unless WORKER_DTYPE names another.
+
+    Raises:
+        StartupError: see `model_path`.
+    """
+    given = name != DEFAULT or os.environ.get("WORKER_DTYPE")
+    return ["--model-path", model_path(name), *([] if given else ["--dtype", DEFAULT_DTYPE])]
 
 
 def model_path(name: str) -> str:
@@ -22,7 +34,7 @@ def model_path(name: str) -> str:
     cache = model_cache(os.environ)
     try:
         if name == DEFAULT:
-            return str(prepare_default_model(cache, _say))
+            return str(prepare_default_model(cache, _say, keeps_blocks=True))
         return str(write_tiny_model(_tiny(cache))) if name == TINY else name
     except TinyModelError as error:
         raise StartupError(str(error)) from None
