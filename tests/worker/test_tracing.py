@@ -120,7 +120,7 @@ async def test_a_refused_request_has_no_phases(traced: Traced) -> None:
 
 async def test_a_dropped_request_is_a_cancelled_span(traced: Traced) -> None:
     stream = traced.client.worker.generate(
-        {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 400, "ignore_eos": True}}, traced.client
+        {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 1500, "ignore_eos": True}}, traced.client
     )
     await anext(stream)
     await stream.aclose()
