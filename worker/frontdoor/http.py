@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from http import HTTPStatus
+
+_STATUS, _LENGTH, _CHUNK_SIZE = re.compile(rb"[0-9]{3}"), re.compile(rb"[0-9]{1,15}"), re.compile(rb"[0-9A-Fa-f]{1,15}")
 
 HOP_BY_HOP = frozenset(
     (
@@ -125,7 +128,7 @@ class AnswerEnd:
             return b""
         status_line, *lines = head.split(b"\r\n")
         words = status_line.split(b" ", 2)
-        if not words[0].startswith(b"HTTP/1.") or len(words) < 2 or not words[1].isdigit():
+        if not words[0].startswith(b"HTTP/1.") or len(words) < 2 or not _STATUS.fullmatch(words[1]):
             raise BadAnswer("no status line")
         status = int(words[1])
         if 100 <= status < 200:
@@ -148,7 +151,7 @@ class AnswerEnd:
         elif b"chunked" in headers.get(b"transfer-encoding", b""):
             self._chunked = True
         elif b"content-length" in headers:
-            if not headers[b"content-length"].isdigit():
+            if not _LENGTH.fullmatch(headers[b"content-length"]):
                 raise BadAnswer("a length that is no number")
             self._remaining = int(headers[b"content-length"])
             self.complete = self._remaining == 0
@@ -176,10 +179,10 @@ class AnswerEnd:
                     if position < end:
                         raise BadAnswer("bytes after the end of the answer")
                 continue
-            try:
-                size = int(line.partition(b";")[0], 16)
-            except ValueError:
-                raise BadAnswer("a chunk without its size") from None
+            written = line.partition(b";")[0].strip()
+            if not _CHUNK_SIZE.fullmatch(written):  # int() takes more, such as a sign
+                raise BadAnswer("a chunk without its size")
+            size = int(written, 16)
             self._trailers = size == 0
             skip = size + 2 if size else 0
         self._remaining = skip
