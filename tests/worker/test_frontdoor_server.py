@@ -787,7 +787,7 @@ def test_the_end_of_an_answer_is_found_however_it_is_cut(name: str, step: int) -
 @pytest.mark.parametrize(
     "data",
     [
-        STREAM_HEAD + b"-5\r\nhello",
+        STREAM_HEAD + b"-6\r\nhello",
         STREAM_HEAD + b"0x5\r\nhello",
         STREAM_HEAD + b"1_0\r\nhello",
         STREAM_HEAD + b"f" * 16 + b"\r\n",
