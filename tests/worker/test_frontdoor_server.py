@@ -863,6 +863,25 @@ def test_a_chunk_without_a_size_is_no_answer(size: bytes) -> None:
         end.feed(STREAM_HEAD + chunked(b"abc") + size + b"\r\nabc\r\n")
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        STREAM_HEAD + b"-6\r\nhello",
+        STREAM_HEAD + b"0x5\r\nhello",
+        STREAM_HEAD + b"1_0\r\nhello",
+        STREAM_HEAD + b"f" * 16 + b"\r\n",
+        STREAM_HEAD + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 " + b"2" * 5000 + b" OK\r\n\r\n",
+    ],
+)
+def test_numbers_that_are_none_of_http(data: bytes) -> None:
+    """What int() makes of them would go on for ever, or end the connection without a word."""
+    with pytest.raises(BadAnswer):
+        AnswerEnd().feed(data)
+
+
 def test_an_answer_without_a_length_ends_with_its_connection() -> None:
     end = AnswerEnd()
     end.feed(b"HTTP/1.1 200 OK\r\n\r\nabc")

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from http import HTTPStatus
 
+_STATUS, _LENGTH, _CHUNK_SIZE = re.compile(rb"[0-9]{3}"), re.compile(rb"[0-9]{1,15}"), re.compile(rb"[0-9A-Fa-f]{1,15}")
+
 HOP_BY_HOP = frozenset(
     (
         b"connection",
@@ -128,7 +130,7 @@ class AnswerEnd:
             self._head = head
             return b""
         words = head.partition(b"\r\n")[0].split(b" ", 2)
-        if not words[0].startswith(b"HTTP/1.") or len(words) < 2 or not words[1].isdigit():
+        if not words[0].startswith(b"HTTP/1.") or len(words) < 2 or not _STATUS.fullmatch(words[1]):
             raise BadAnswer("no status line")
         status = int(words[1])
         if 100 <= status < 200:
@@ -149,7 +151,7 @@ class AnswerEnd:
             self._chunked, self._remaining = True, 0
         elif b"content-length" in headers:
             length = headers[b"content-length"].strip()
-            if not length.isdigit():
+            if not _LENGTH.fullmatch(length):
                 raise BadAnswer("a length that is no number")
             self._remaining = int(length)
             self.complete = self._remaining == 0
@@ -174,12 +176,10 @@ class AnswerEnd:
                     if position < end:
                         raise BadAnswer("bytes after the end of the answer")
                 continue
-            try:
-                size = int(line.partition(b";")[0], 16)
-            except ValueError:
-                raise BadAnswer("a chunk without its size") from None
-            if size < 0:
-                raise BadAnswer("a chunk of a negative size")
+            written = line.partition(b";")[0].strip()
+            if not _CHUNK_SIZE.fullmatch(written):  # int() takes more, such as a sign
+                raise BadAnswer("a chunk without its size")
+            size = int(written, 16)
             self._trailers = size == 0
             position += size + 2 if size else 0
         self._remaining = position - end
