@@ -31,8 +31,8 @@ TEXT = (
 )
 """Long enough for a prompt of several KV blocks and several chunks."""
 
-SHORT_TEXT = "The quick brown fox met the lazy dog near the river. What did the fox say, yes or no?"
-"""The same for a model whose prompts take long: more than one KV block."""
+SHORT_TEXT = "Once upon a time the quick brown fox met the lazy dog near the river. The fox asked:"
+"""The same for a model whose prompts take long: more than one KV block, and text that goes on."""
 
 THINKING = "<think>"
 """Opens a thinking section at the end of the prompt, for processors that act in one."""

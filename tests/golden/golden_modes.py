@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from golden_cases import Case
-from golden_workers import DTYPE, Bench, LocalWorker, PreemptedEngine, Refused, cold, new_id
+from golden_workers import DTYPE, Bench, DraftingEngine, LocalWorker, PreemptedEngine, Refused, cold, new_id
 
 from adapters.catalog import Catalog
 from worker.build import embedded_config
@@ -163,6 +163,9 @@ class Speculated(OneWorker):
     """Tokens are drafted by n-grams too, not by chains alone, as in every mode."""
 
     longest = 0
+
+    async def _start(self, bench: Bench, *argv: str) -> LocalWorker:
+        return await bench.worker(*argv, engine=DraftingEngine(embedded_config(bench.arguments(*argv))))
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
         self.longest = max(self.longest, len(alone))

@@ -20,6 +20,7 @@ from worker.disaggregation.seal import Seal
 from worker.engines import EngineInfo, ServingEngine
 from worker.engines.embedded import EmbeddedEngine
 from worker.engines.embedded.plan import Output
+from worker.engines.embedded.speculation.speculator import Speculator
 from worker.engines.embedded.step import Stepper
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.requests.request import RequestLimits
@@ -196,6 +197,15 @@ class PreemptedEngine(EmbeddedEngine):
             return outputs
 
         stepper.step = step_and_preempt  # type: ignore[method-assign]
+        return stepper, info
+
+
+class DraftingEngine(EmbeddedEngine):
+    """Drafts wherever there is something to look up, whatever steps take here."""
+
+    def _load(self) -> tuple[Stepper, EngineInfo]:
+        stepper, info = super()._load()
+        stepper.speculator = Speculator(stepper.speculator.config, clock=lambda: 0.0)
         return stepper, info
 
 
