@@ -176,6 +176,9 @@ class Cases:
             plain: The answer to `plain`, six tokens at least.
         """
         acting = _acting(list(plain), min(self._vocabulary.eos_token_ids))
+        phrase = self._vocabulary.tokenizer.decode(list(plain[1:4]))
+        if phrase.isascii():
+            acting["phrase_ban"] = [({"phrases": [phrase]}, ())]
         names = {**{name: [fields] for name, fields in FIELDS.items()}, **EXAMPLES, **_THIRD_PARTY_ARGUMENTS}
         return [case for name in names for case in self._of(name, names[name], acting.get(name, []))]
 
@@ -212,6 +215,7 @@ def _acting(plain: list[int], end_id: int) -> dict[str, list[Acting]]:
         "frequency_penalty": [({"penalty": 1.5}, ())],
         "dry": [({"multiplier": 60.0, "allowed_length": 1, "breakers": []}, again)],
         "banned_tokens": [({"token_ids": sorted({plain[1], plain[4]})}, ())],
+        "ban_scripts": [({"scripts": ["Latin"]}, ())],
         "bad_words": [({"token_ids": [plain[2:4], plain[5:6]]}, ())],
         "no_repeat_ngram": [({"n": 3, "over": "generated"}, again)],
         "loop_stop": [({"max_period": 1, "copies": 5}, again)],

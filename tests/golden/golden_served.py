@@ -34,7 +34,7 @@ READY = {"prompt": "ready?", "max_tokens": 1}
 NUM_KILLS = 20
 """Workers that are killed at least."""
 
-DEATHS_S = 4.0
+DEATHS_S = 2.0
 """Within this time of the first one further workers are killed before any is replaced."""
 
 
