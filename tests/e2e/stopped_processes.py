@@ -28,11 +28,11 @@ def unread(receiver: Process, sender: Process) -> int:
     """Bytes on TCP connections between two processes that the receiver has not read; it must be
     stopped.
     """
-    sent = {(local, remote) for local, remote, _ in _connections(sender)}
-    return sum(waiting for local, remote, waiting in _connections(receiver) if (remote, local) in sent)
+    sent = {(local, remote) for local, remote, _ in connections(sender)}
+    return sum(waiting for local, remote, waiting in connections(receiver) if (remote, local) in sent)
 
 
-def _connections(process: Process) -> list[tuple[str, str, int]]:
+def connections(process: Process) -> list[tuple[str, str, int]]:
     """Both addresses of each established connection, and the bytes received and not read."""
     links = set()
     for path in Path(f"/proc/{process.child.pid}/fd").iterdir():

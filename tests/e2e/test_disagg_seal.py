@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from e2e_stack import Stack, Worker, running_stack, wait_for
-from test_disagg_faults import connections
+from stopped_processes import connections
 
 from adapters.catalog import Selection
 from worker.disaggregation.seal import Seal

@@ -228,9 +228,10 @@ async def test_the_clients_id_is_that_of_the_first() -> None:
     frontends = Frontends(*([json_answer(answer_to(i))] for i in range(3)))
     async with house(frontends) as at:
         frontends.at = at
-        await at.ask(post(BODY, "X-Request-Id: mine", "X-Other: yes"))
+        await at.ask(post(BODY, "X-Request-Id: mine", "X-Dynamo-Request-Id: my own", "X-Other: yes"))
         requests = {choice_of(one): one.lower() for one in at.frontends[0].requests}
     assert [b"x-request-id: mine" in requests[i] for i in range(3)] == [True, False, False]
+    assert [b"x-dynamo-request-id: my own" in requests[i] for i in range(3)] == [True, False, False]
     assert all(b"x-other: yes" in one for one in requests.values())
 
 

@@ -22,6 +22,8 @@ _LENGTH = re.compile(rb"[0-9]{1,15}")
 _NOT_PLAIN = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 _ONCE = frozenset((b"host", b"content-length"))
 
+NO_HEADERS: frozenset[bytes] = frozenset()
+
 
 class Head(NamedTuple):
     """The head of a request.
@@ -40,18 +42,18 @@ class Head(NamedTuple):
     lines: list[tuple[bytes, bytes]]
     headers: dict[bytes, bytes]
 
-    def sent_on(self, num_bytes: int | None, close: bool, without: bytes = b"") -> bytes:
+    def sent_on(self, num_bytes: int | None, close: bool, without: frozenset[bytes] = NO_HEADERS) -> bytes:
         """The head to send to a frontend, with the client's headers but those of one connection.
 
         Args:
             num_bytes: Length of the body, None if it has none.
             close: Whether the frontend shall close the connection after its answer, and say so.
-            without: A header to leave out, in lower case.
+            without: Headers to leave out, in lower case.
         """
         named = self.headers.get(b"connection")
         dropped = HOP_BY_HOP if named is None else HOP_BY_HOP | {each.strip().lower() for each in named.split(b",")}
         if without:
-            dropped |= {without}
+            dropped |= without
         parts = [b"%b %b HTTP/%b" % (self.method, self.target, self.version)]
         parts += [b": ".join(line) for line in self.lines if line[0].lower() not in dropped]
         if num_bytes is not None:

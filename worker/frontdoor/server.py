@@ -23,14 +23,14 @@ from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import TABLES, UNCHECKED
 from worker.frontdoor.http import AnswerEnd, Document, answer
 from worker.frontdoor.options import Options
-from worker.frontdoor.request_reader import Head, RequestReader
+from worker.frontdoor.request_reader import NO_HEADERS, Head, RequestReader
 from worker.frontdoor.requests import METADATA_HEADER, rewritten
 from worker.frontdoor.upstreams import NoUpstream, Upstream, UpstreamConnection, Upstreams
 
 logger = logging.getLogger(__name__)
 
 CATALOGUE = "/v1/logits_processors"
-ID_HEADER = b"x-request-id"
+ID_HEADERS = frozenset((b"x-dynamo-request-id", b"x-request-id"))
 """Where a client may choose the id of its request."""
 
 OPEN_PATHS = frozenset(("/health", "/live"))
@@ -289,7 +289,7 @@ class ClientConnection(WaitingProtocol):
     def _ask_for_choices(self, request: Head, bodies: Sequence[bytes]) -> None:
         """Each choice is a request of its own; the client's id is that of the first."""
         self._free_body()
-        ids = (b"", *(ID_HEADER for _ in bodies[1:]))
+        ids = (NO_HEADERS, *(ID_HEADERS for _ in bodies[1:]))
         requests = [
             request.sent_on(len(body), close=True, without=without) + body
             for body, without in zip(bodies, ids, strict=True)
