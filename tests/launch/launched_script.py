@@ -122,6 +122,7 @@ def launched(
         "TMPDIR": str(directory / "tmp"),
         "XDG_CACHE_HOME": str(directory / "cache"),
     }
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and would be in the script
     process = subprocess.Popen(
         [str(REPOSITORY / "launch" / script), *arguments],
         cwd=directory,
