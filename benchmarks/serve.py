@@ -25,6 +25,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import signal
@@ -121,10 +122,38 @@ async def drive(port: int, model: str, num_streams: int, num_tokens: int) -> Sam
 
 @dataclass(frozen=True, slots=True)
 class Medians:
-    """Tokens per second over rounds, and seconds to first token over all requests."""
+    """Tokens per second over rounds, seconds to first token over all requests, and over those of each round."""
 
     tokens_per_s: float
     ttft_s: float
+    ttfts_of_rounds_s: list[float]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Medians:
+        return cls(
+            statistics.median(one.tokens_per_s for one in samples),
+            statistics.median(ttft for one in samples for ttft in one.ttfts_s),
+            [statistics.median(one.ttfts_s) for one in samples],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A median, and its confidence interval of 95 % by order statistics."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        ordered = sorted(values)
+        reach = 0.98 * len(ordered) ** 0.5  # 1.96 standard deviations of a binomial with p = 1/2
+        low, high = math.floor((len(ordered) - 1) / 2 - reach), math.ceil((len(ordered) - 1) / 2 + reach)
+        return cls(statistics.median(ordered), ordered[max(low, 0)], ordered[min(high, len(ordered) - 1)])
+
+    def scaled(self, factor: float) -> str:
+        return f"{self.median * factor:+.1f} ({self.low * factor:+.1f} to {self.high * factor:+.1f})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,23 +174,18 @@ async def measure(ports: Ports, num_streams: int, num_tokens: int, num_rounds: i
         for way in list(ways) if number % 2 == 0 else reversed(ways):
             port, model = ways[way]
             samples[way].append(await drive(port, model, num_streams, num_tokens))
-    return {
-        way: Medians(
-            statistics.median(one.tokens_per_s for one in taken),
-            statistics.median(ttft for one in taken for ttft in one.ttfts_s),
-        )
-        for way, taken in samples.items()
-    }
+    return {way: Medians.of(taken) for way, taken in samples.items()}
 
 
 def row(num_streams: int, medians: dict[str, Medians]) -> str:
     ours, constant, door = medians[OURS], medians[CONSTANT], medians[DOOR]
+    later = Estimate.of([b - a for a, b in zip(ours.ttfts_of_rounds_s, door.ttfts_of_rounds_s, strict=True)])
     return (
         f"| {num_streams} | {ours.tokens_per_s:,.0f} | {constant.tokens_per_s:,.0f} "
         f"| {ours.tokens_per_s / constant.tokens_per_s:.2f} "
         f"| {ours.ttft_s * 1e3:.1f} | {constant.ttft_s * 1e3:.1f} | {constant.ttft_s / ours.ttft_s:.2f} "
         f"| {door.tokens_per_s:,.0f} | {door.tokens_per_s / ours.tokens_per_s:.2f} "
-        f"| {(door.ttft_s - ours.ttft_s) * 1e3:+.1f} |"
+        f"| {later.scaled(1e3)} |"
     )
 
 
@@ -179,7 +203,8 @@ def report(rows: Sequence[str], num_tokens: int, num_rounds: int) -> str:
 Made by `.venv/bin/python benchmarks/serve.py`, which says what is compared. Medians of {num_rounds} interleaved rounds
 with {num_tokens} tokens per request, of the first token over all requests.
 A ratio above 1 is better for ours; the target is {TARGET}. The last three columns are ours through the front door;
-the target is {DOOR_TARGET} of the tokens per second without it, and the first token 1 ms later.
+the target is {DOOR_TARGET} of the tokens per second without it, and the first token 1 ms later: the median of each
+round's difference, with its confidence interval of 95 %.
 
 {HEAD}
 {chr(10).join(rows)}
