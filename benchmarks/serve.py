@@ -122,7 +122,7 @@ async def drive(port: int, model: str, num_streams: int, num_tokens: int) -> Sam
 
 @dataclass(frozen=True, slots=True)
 class Medians:
-    """Tokens per second over rounds, seconds to first token over all requests, and over those of each round."""
+    """Tokens per second over rounds, and seconds to first token over all requests and by round."""
 
     tokens_per_s: float
     ttft_s: float
