@@ -1,12 +1,13 @@
 """Quantised weights against llama.cpp: the default model, the same GGUF file for both.
 
     benchmarks/peers.sh llama                 # once
-    .venv/bin/python benchmarks/quantised.py  # five minutes on a machine that does nothing else
+    .venv/bin/python benchmarks/quantised.py  # ten minutes on a machine that does nothing else
     .venv/bin/python benchmarks/quantised.py --formats Q8_0 --kernels native-avx2 --no-results
 
 Prints, and writes `results/quantised.md`. ``Q4_1`` is the file as the package index has it;
 llama.cpp makes the others of it. Both keep the blocks packed. Ours computes in `--dtype` with exact
-numerics, its sums in float32; llama.cpp rounds activations to 8 bits and multiplies integers.
+numerics, once as it does by default, its sums in float32, and once with `--activation-dtype int8`:
+llama.cpp, too, rounds activations to 8 bits and multiplies integers.
 
 Cases: ``1``, ``8``, ``32`` are as many prompts of 64 tokens and 64 new tokens each, greedy; what
 counts is the time in which all of them decode. ``prompt`` is one prompt of 1,024 tokens and the
@@ -18,8 +19,8 @@ counts. ``--kernels native-avx2`` is to be compared with a llama.cpp that was bu
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
+import functools
 import os
 import platform
 import subprocess
@@ -81,7 +82,14 @@ def speed(answer: Callable[[Task], Reply], case: str, number: int) -> float:
     return shape.prompt / elapsed if case == "prompt" else reply.decode_tokens / reply.decode_s
 
 
-def render(rows: list[tuple[str, str, float, float]], made_by: str, load: float, arguments: argparse.Namespace) -> str:
+THEIRS = "llama.cpp"
+OURS = {"ours": "auto", "ours, int8 activations": "int8"}
+"""`EmbeddedConfig.activation_dtype`, by name."""
+
+
+def render(
+    rows: list[tuple[str, str, dict[str, float]]], made_by: str, load: float, arguments: argparse.Namespace
+) -> str:
     """The document."""
     lines = [
         "# Quantised weights",
@@ -90,13 +98,26 @@ def render(rows: list[tuple[str, str, float, float]], made_by: str, load: float,
         f"{DEFAULT_MODEL}, {arguments.dtype}, {made_by}, {platform.machine()}, {arguments.threads} threads,",
         f"load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds, tokens per second.",
         "",
-        "| format | case | ours | llama.cpp | ours / llama.cpp |",
-        "| --- | --- | --- | --- | --- |",
+        f"| format | case | {THEIRS} | {' | '.join(f'{name} | ratio' for name in OURS)} |",
+        f"| --- | --- | --- | {' | '.join('--- | ---' for _ in OURS)} |",
     ]
-    lines += [
-        f"| {form} | {case} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |" for form, case, ours, theirs in rows
-    ]
+    for form, case, best in rows:
+        ours = " | ".join(f"{best[name]:.0f} | {best[name] / best[THEIRS]:.2f}" for name in OURS)
+        lines.append(f"| {form} | {case} | {best[THEIRS]:.0f} | {ours} |")
     return "\n".join(lines) + "\n"
+
+
+def engine_of(checkpoint: Path, activation_dtype: str, arguments: argparse.Namespace) -> Engine:
+    """Ours."""
+    return Engine(
+        checkpoint,
+        device="cpu",
+        dtype=arguments.dtype,
+        kernels=arguments.kernels,
+        activation_dtype=activation_dtype,
+        max_num_seqs=MOST_ROWS,
+        context_length=LONGEST,
+    )
 
 
 def _parse() -> argparse.Namespace:
@@ -124,26 +145,22 @@ def main() -> None:
     rows, made_by = [], ""
     with tempfile.TemporaryDirectory() as directory:
         for form, path in write_formats(Path(directory), arguments.formats, arguments.llama).items():
-            engine = Engine(
-                convert_gguf(path, model_cache(os.environ), say, keeps_blocks=True),
-                device="cpu",
-                dtype=arguments.dtype,
-                kernels=arguments.kernels,
-                max_num_seqs=MOST_ROWS,
-                context_length=LONGEST,
-            )
-            made_by = engine.session.stepper.model.made_by
-            with contextlib.ExitStack() as stack:
-                theirs = stack.enter_context(peer(arguments.llama, path, arguments.threads, "decode_llama.py"))
-                answers = {"ours": lambda task, engine=engine: decode_ours.answer(engine, task), "llama.cpp": theirs}
+            checkpoint = convert_gguf(path, model_cache(os.environ), say, keeps_blocks=True)
+            engines = {
+                name: engine_of(checkpoint, activation_dtype, arguments) for name, activation_dtype in OURS.items()
+            }
+            made_by = next(iter(engines.values())).session.stepper.model.made_by
+            with peer(arguments.llama, path, arguments.threads, "decode_llama.py") as theirs:
+                answers = {name: functools.partial(decode_ours.answer, engine) for name, engine in engines.items()}
+                answers[THEIRS] = theirs
                 for case in arguments.cases:
                     best = dict.fromkeys(answers, 0.0)
                     for number in range(-1, arguments.rounds):  # one turn that does not count
                         for name, answer in list(answers.items())[:: 1 if number % 2 else -1]:
                             found = speed(answer, case, number)
                             best[name] = max(best[name], found) if number >= 0 else 0.0
-                    rows.append((form, case, best["ours"], best["llama.cpp"]))
-                    print(f"{form} {case}: {best['ours']:.0f} against {best['llama.cpp']:.0f} tokens/s", flush=True)
+                    rows.append((form, case, best))
+                    print(form, case, {name: round(found) for name, found in best.items()}, flush=True)
     text = render(rows, made_by, load, arguments)
     print(text)
     if not arguments.no_results:

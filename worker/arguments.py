@@ -203,6 +203,13 @@ class Arguments:
         choices=("auto", "none", "int8", "int4"),
         engine=True,
     )
+    activation_dtype: str = _option(
+        "auto",
+        "What rows are rounded to before they are multiplied by quantised weights: int8, as llama.cpp does it, which is "
+        "two to three times as fast (docs/models.md), or auto: nothing.",
+        choices=("auto", "int8"),
+        engine=True,
+    )
     kv_cache_dtype: str = _option(
         "auto",
         "What the embedded engine holds keys and values in: int8, with a scale for each token and head "
@@ -602,8 +609,8 @@ def _checked(given: dict[str, Any], environ: Mapping[str, str]) -> Arguments:
 _ONLY = {
     "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors"),
     "embedded": (
-        *("numerics", "kernels", "quantization", "kv_cache_dtype", "kv_cache_memory", "max_mixed_chunk"),
-        *("speculative_config", "step_timeout_s"),
+        *("numerics", "kernels", "quantization", "activation_dtype", "kv_cache_dtype", "kv_cache_memory"),
+        *("max_mixed_chunk", "speculative_config", "step_timeout_s"),
     ),
 }
 """Options that one engine alone honours."""

@@ -154,6 +154,7 @@ def embedded_config(arguments: Arguments) -> EmbeddedConfig:
         numerics=arguments.numerics,
         kernels=arguments.kernels,
         quantization=arguments.quantization,
+        activation_dtype=arguments.activation_dtype,
         kv_cache_dtype=arguments.kv_cache_dtype,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,

@@ -9,7 +9,7 @@
 #include "layers.h"
 
 #ifdef FLOAT32
-quantised_linear_t quantised_linear;
+quantised_linear_t quantised_linear, integer_linear;
 #endif
 
 static uint64_t state = 1;
@@ -91,16 +91,20 @@ some_numbers(int64_t count, int is_half, int is_bfloat16)
     return buffer;
 }
 
+/* Rows are rounded to 8 bits if it `is_integer`. */
 static void
-fuzz_quantised(void)
+fuzz_quantised(int is_integer)
 {
     const int32_t bits = below(2) ? 4 : 8, is_half = (int32_t)below(2), is_bfloat16 = (int32_t)below(2);
     const int32_t is_unrounded = (int32_t)below(2), has_offsets = (int32_t)below(2), has_bias = (int32_t)below(2);
-    const int64_t group = bits == 4 ? ONE_OF(8, 16, 32) : ONE_OF(1, 7, 16, 300), inner = group * ONE_OF(1, 3, 9);
-    const int64_t rows = below(15), columns = 1 + below(70);
+    const int64_t row = ONE_OF(1, 7, 20, 33, 300);
+    const int64_t group = bits == 4 ? ONE_OF(8, 16, 32) : is_integer ? ONE_OF(16, 32, row) : ONE_OF(1, 7, 16, 300);
+    const int64_t inner = group * (is_integer && group == row ? 1 : ONE_OF(1, 3, 9));
+    const int64_t rows = below(15), columns = 1 + below(70), words = (inner * bits + 31) / 32;
     const int64_t padded = (columns + COLUMNS - 1) / COLUMNS * COLUMNS, scales = padded * (inner / group);
-    unsigned char *codes = malloc(padded * inner * bits / 8);
-    for (int64_t i = 0; i < padded * inner * bits / 8; i++)
+    const int64_t size_of_codes = is_integer ? padded * words * 4 : padded * inner * bits / 8;
+    unsigned char *codes = malloc(size_of_codes);
+    for (int64_t i = 0; i < size_of_codes; i++)
         codes[i] = (unsigned char)below(256);
     void *scale = some_numbers(scales, is_half, 0), *offset = some_numbers(scales, is_half, 0);
     void *x = some_numbers(rows * inner, 0, is_bfloat16), *bias = some_numbers(columns, 0, is_bfloat16);
@@ -108,8 +112,9 @@ fuzz_quantised(void)
     const int64_t size = is_bfloat16 && !is_unrounded ? 2 : 4;
     void *y = malloc(rows * columns * size);
     const int32_t epilogue = (int32_t)below(4), threads = (int32_t)(1 + below(2));
-    quantised_linear(x, is_bfloat16, rows, inner, codes, bits, group, scale, has_offsets ? offset : NULL, is_half,
-                     -8.0f, columns, has_bias ? bias : NULL, epilogue, other, y, is_unrounded, threads);
+    (is_integer ? integer_linear : quantised_linear)(
+        x, is_bfloat16, rows, inner, codes, bits, group, scale, has_offsets ? offset : NULL, is_half, -8.0f, columns,
+        has_bias ? bias : NULL, epilogue, other, y, is_unrounded, threads);
     add_bytes_to_digest(y, rows * columns * size);
     void *const all[] = {codes, scale, offset, x, bias, other, y};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
@@ -237,7 +242,8 @@ main(int count, char **arguments)
         fuzz_attention(1);
         fuzz_layers();
 #ifdef FLOAT32
-        fuzz_quantised();
+        fuzz_quantised(0);
+        fuzz_quantised(1);
 #endif
     }
     printf("%016llx\n", (unsigned long long)digest);

@@ -62,6 +62,11 @@ def test_on_every_path(path: str, dtype: str, every_checkpoint: dict[str, Path])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_with_rounded_activations(dtype: str, every_checkpoint: dict[str, Path]) -> None:
+    check(load(every_checkpoint["qwen3"], dtype=dtype, quantization="int4", activation_dtype="int8"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_over_an_int8_kv_cache(dtype: str, every_checkpoint: dict[str, Path]) -> None:
     check(load(every_checkpoint["qwen3"], dtype=dtype, kv_cache_dtype="int8"))
 

@@ -1,8 +1,11 @@
-"""GEMMs on quantised weights: batch-invariant, and with the bits of float32 on what is unpacked."""
+"""GEMMs on quantised weights: batch-invariant, and with the bits of float32 on what is unpacked; or,
+where rows are rounded to 8 bits, with those of the definition in `integer.c`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.nn import functional
 
 from worker.engines.embedded import native
 from worker.engines.embedded.model.quantisation import (
+    BLOCK,
     GROUP,
     QuantisedGemm,
     QuantisedWeight,
@@ -19,6 +23,7 @@ from worker.engines.embedded.model.quantisation import (
     concatenated,
     quantise,
 )
+from worker.errors import StartupError
 
 PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -95,6 +100,7 @@ def test_bits_are_those_of_float32_on_the_unpacked_weight(
     assert torch.equal(bits(found), bits(expected))
 
 
+@pytest.mark.parametrize("rounds_rows", [False, True])
 @pytest.mark.parametrize("is_unrounded", [False, True])
 @settings(max_examples=25, deadline=None)
 @given(
@@ -105,17 +111,18 @@ def test_bits_are_those_of_float32_on_the_unpacked_weight(
     seed=st.integers(0, 2**32 - 1),
 )
 def test_bfloat16_rows_are_widened_and_results_rounded_once(
-    path: str, is_unrounded: bool, kind: str, rows: int, columns: int, then: str, seed: int
+    path: str, is_unrounded: bool, rounds_rows: bool, kind: str, rows: int, columns: int, then: str, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = weight_of(kind, columns, 3, generator)
     x, bias = randn(generator, rows, 96).bfloat16(), randn(generator, columns).bfloat16()
     other = randn(generator, rows, columns).bfloat16()
-    found = QuantisedGemm(weight, bias, is_unrounded)(x, then, other)
-    expected = QuantisedGemm(weight, bias.float())(x.float(), then, other.float())
+    found = QuantisedGemm(weight, bias, is_unrounded, rounds_rows)(x, then, other)
+    expected = QuantisedGemm(weight, bias.float(), False, rounds_rows)(x.float(), then, other.float())
     assert torch.equal(found, expected if is_unrounded else expected.bfloat16())
 
 
+@pytest.mark.parametrize("rounds_rows", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=10, deadline=None)
@@ -125,11 +132,11 @@ def test_bfloat16_rows_are_widened_and_results_rounded_once(
     threads=st.integers(1, 3),
 )
 def test_a_row_does_not_depend_on_the_others(
-    path: str, dtype: torch.dtype, kind: str, rows: list[int], columns: int, threads: int
+    path: str, dtype: torch.dtype, kind: str, rounds_rows: bool, rows: list[int], columns: int, threads: int
 ) -> None:
     generator = torch.Generator().manual_seed(columns)
     groups = 2 if path == "generic" else 10
-    layer = QuantisedGemm(weight_of(kind, columns, groups, generator), None)
+    layer = QuantisedGemm(weight_of(kind, columns, groups, generator), None, rounds_rows=rounds_rows)
     x = randn(generator, 220, 32 * groups).to(dtype)
     expected = layer(x)
     before = torch.get_num_threads()
@@ -202,8 +209,103 @@ def test_weights_of_two_layouts_are_stacked() -> None:
     assert torch.equal(same.dequantised(), torch.cat([parts[0].dequantised()] * 2))
 
 
+@pytest.mark.parametrize("rounds_rows", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_looked_up(kind: str) -> None:
+def test_rows_are_looked_up(kind: str, rounds_rows: bool) -> None:
     weight = weight_of(kind, 70, 3, torch.Generator().manual_seed(0))
     ids = torch.tensor([[0, 69], [33, 33]])
-    assert torch.equal(QuantisedGemm(weight, None).rows(ids), weight.dequantised()[ids])
+    assert torch.equal(QuantisedGemm(weight, None, rounds_rows=rounds_rows).rows(ids), weight.dequantised()[ids])
+
+
+def rounded(x: torch.Tensor, weight: QuantisedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``[n, K]`` in blocks: codes ``[n, blocks, size]``, scales ``[n, blocks, 1]``; as
+    `integer.c` defines them.
+    """
+    group = weight.shape[1] // weight.scales.shape[1]
+    size = group if group < min(BLOCK, weight.shape[1]) else BLOCK
+    blocks = functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+    scales = blocks.abs().amax(2, keepdim=True) / 127
+    scales = scales.where(scales >= torch.finfo(torch.float32).tiny, 0.0)
+    return (blocks / scales.where(scales != 0, torch.inf)).round(), scales
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 14),
+    columns=st.sampled_from([1, 15, 33, 70]),
+    groups=st.sampled_from([1, 3, 9]),
+    then=st.sampled_from(["none", "silu", "add", "mul"]),
+    has_bias=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_product_with_rounded_rows(
+    path: str, kind: str, rows: int, columns: int, groups: int, then: str, has_bias: bool, threads: int, seed: int
+) -> None:
+    """The bits are those of plain C, and the sums of the definition, in float64, are within its
+    roundings.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weight = weight_of(kind, columns, groups, generator)
+    x = randn(generator, rows, 32 * groups)
+    bias = randn(generator, columns) if has_bias else None
+    other = randn(generator, rows, columns) if then in ("add", "mul") else None
+    layer = QuantisedGemm(weight, bias, rounds_rows=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    found, sums = layer(x, then, other), QuantisedGemm(weight, None, rounds_rows=True)(x)
+    torch.set_num_threads(before)
+    native.choose_path(torch.float32, "generic")
+    expected = layer(x, then, other)
+    native.choose_path(torch.float32, path)
+    assert torch.equal(bits(found), bits(expected))
+    codes, scales = rounded(x, weight)
+    inputs = (codes.double() * scales).flatten(1)
+    unpacked = weight.dequantised().double()
+    terms = functional.linear(inputs.abs(), unpacked.abs())
+    assert ((sums.double() - functional.linear(inputs, unpacked)).abs() <= 4 * codes.shape[1] * 2.0**-24 * terms).all()
+
+
+@pytest.mark.parametrize("inner", [1, 3, 20, 30, 33, 67, 100])
+def test_rounded_rows_of_any_width(path: str, inner: int) -> None:
+    """int8 has them: one scale a row, and words of four codes that the last ones do not fill."""
+    generator = torch.Generator().manual_seed(inner)
+    weight, x = quantise(randn(generator, 40, inner), "int8"), randn(generator, 5, inner)
+    layer = QuantisedGemm(weight, None, rounds_rows=True)
+    codes, scales = rounded(x, weight)
+    inputs = (codes.double() * scales).flatten(1)[:, :inner]
+    unpacked = weight.dequantised().double()
+    bound = 2.0**-20 * functional.linear(inputs.abs(), unpacked.abs())
+    assert ((layer(x).double() - functional.linear(inputs, unpacked)).abs() <= bound).all()
+    assert torch.equal(layer.rows(torch.tensor([39])), weight.dequantised()[[39]])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
+def test_products_of_the_largest_codes_do_not_overflow(path: str, kind: str) -> None:
+    """Products of pairs are added in 16 bits where the processor has no other instruction."""
+    weight = weight_of(kind, 33, 3, torch.Generator().manual_seed(0))
+    for code in (-128, 127) if weight.bits == 8 else (255, 0):
+        largest = replace(weight, codes=torch.full_like(weight.codes, code))
+        for x in (torch.ones(2, 96), -torch.ones(2, 96)):
+            found = QuantisedGemm(largest, None, rounds_rows=True)(x).double()
+            expected = functional.linear(x.double(), largest.dequantised().double())
+            terms = functional.linear(x.double().abs(), largest.dequantised().double().abs())
+            assert ((found - expected).abs() <= 2.0**-19 * terms).all()
+
+
+def test_blocks_of_next_to_nothing_are_0_and_what_is_no_number_stays_none(path: str) -> None:
+    weight = weight_of("Q4_1", 40, 2, torch.Generator().manual_seed(0))
+    x = torch.full((4, 64), 1e-38)
+    x[1, 40], x[2, 3], x[3, :32] = torch.inf, torch.nan, 1.0
+    found = QuantisedGemm(weight, None, rounds_rows=True)(x)
+    assert torch.equal(found[0], torch.zeros(40))
+    assert found[1:3].isnan().all()
+    assert found[3].isfinite().all()
+    assert found[3].any()
+
+
+def test_groups_that_do_not_fit_the_blocks_of_rounded_rows_are_refused() -> None:
+    weight = QuantisedWeight(torch.zeros(3, 96, dtype=torch.int8), torch.ones(3, 2))
+    with pytest.raises(StartupError, match="groups of 48 weights do not fit blocks of 32"):
+        weight.packed(rounds_rows=True)

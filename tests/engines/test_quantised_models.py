@@ -56,16 +56,19 @@ def quantised(every_checkpoint: dict[str, Path], tmp_path_factory: pytest.TempPa
     return {path.name: path for path in root.iterdir()}
 
 
+@pytest.mark.parametrize("activation_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arch", EVERY_TYPE)
 def test_int8_has_one_answer_on_every_path_and_in_any_chunks(
-    arch: str, dtype: str, every_checkpoint: dict[str, Path]
+    arch: str, dtype: str, activation_dtype: str, every_checkpoint: dict[str, Path]
 ) -> None:
     expected = None
+    settings = {"dtype": dtype, "quantization": "int8", "activation_dtype": activation_dtype}
+    made_by = "exact, native kernels, int8 weights" + (", int8 activations" if activation_dtype == "int8" else "")
     for path in PATHS:
         if native.unavailable(getattr(torch, dtype), path) is None:
-            model = load(every_checkpoint[arch], kernels=f"native-{path}", dtype=dtype, quantization="int8")
-            assert model.made_by == "exact, native kernels, int8 weights"
+            model = load(every_checkpoint[arch], kernels=f"native-{path}", **settings)
+            assert model.made_by == made_by
             found = logits(model)
             expected = found if expected is None else expected
             assert torch.equal(found, expected)
@@ -78,6 +81,12 @@ def test_predictions_are_near_those_of_the_whole_weights(every_checkpoint: dict[
     in_8, in_4 = ((one - truth).norm() / truth.norm() for one in found)
     assert in_8 < 0.2
     assert 3 * in_8 < in_4 < 1.0
+
+
+def test_activations_are_rounded_where_it_is_asked_for(quantised: dict[str, Path]) -> None:
+    """Random weights, whose attention is all or nothing, make some ten times of each error."""
+    truth, found = (logits(load(quantised["llama"], activation_dtype=each)) for each in ("auto", "int8"))
+    assert 0 < (found - truth).norm() / truth.norm() < 0.2
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
@@ -114,11 +123,19 @@ def test_weights_take_less_memory(every_checkpoint: dict[str, Path]) -> None:
     assert sizes["int4"] < sizes["int8"]
 
 
-def test_answers_do_not_depend_on_the_batch(every_checkpoint: dict[str, Path]) -> None:
+@pytest.mark.parametrize("activation_dtype", ["auto", "int8"])
+def test_answers_do_not_depend_on_the_batch(activation_dtype: str, every_checkpoint: dict[str, Path]) -> None:
     def answers(max_num_seqs: int, budget: int) -> list[list[int]]:
         config = EmbeddedConfig(model_path="", max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
         model = load_model(
-            replace(config, model_path=every_checkpoint["qwen3"], device="cpu", kernels="native", quantization="int4")
+            replace(
+                config,
+                model_path=every_checkpoint["qwen3"],
+                device="cpu",
+                kernels="native",
+                quantization="int4",
+                activation_dtype=activation_dtype,
+            )
         )
         stepper = make_stepper(config, model, 160)
         tokens: dict[str, list[int]] = {}
@@ -162,6 +179,24 @@ class TestRefusals:
         monkeypatch.setattr(native, "unavailable", lambda dtype, path=None: "there is no compiler")
         with pytest.raises(StartupError, match="--quantization int4 needs the native kernels: there is no compiler"):
             load(every_checkpoint["llama"], quantization="int4", kernels="auto")
+
+    def test_activations_without_what_they_need(
+        self, every_checkpoint: dict[str, Path], quantised: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        needed = "--activation-dtype int8 needs quantised weights"
+        with pytest.raises(StartupError, match=needed):
+            load(every_checkpoint["llama"], activation_dtype="int8")
+        with pytest.raises(StartupError, match=needed):
+            load(quantised["llama"], activation_dtype="int8", quantization="none")
+        with pytest.raises(StartupError, match="int8 needs the native kernels, not --kernels torch"):
+            load(quantised["llama"], activation_dtype="int8", kernels="torch")
+        with pytest.raises(StartupError, match="--activation-dtype must be one of auto, int8, got 'int4'"):
+            EmbeddedConfig(model_path="", activation_dtype="int4").check()
+        monkeypatch.setattr(native, "unavailable", lambda dtype, path=None: "there is no compiler")
+        with pytest.raises(
+            StartupError, match="--activation-dtype int8 needs the native kernels: there is no compiler"
+        ):
+            load(quantised["llama"], activation_dtype="int8", kernels="auto")
 
     def test_a_format_that_is_unknown(self, every_checkpoint: dict[str, Path]) -> None:
         with pytest.raises(StartupError, match="--quantization must be one of auto, none, int8, int4, got 'int3'"):
@@ -258,6 +293,19 @@ class TestCommand:
         assert lines[1].startswith("the same likeliest token: ")
         assert float(lines[1].split()[4].rstrip("%")) > 90
         assert sorted(checkpoints["llama"].iterdir()) == before
+
+    def test_reports_on_rounded_activations(
+        self, checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source = str(checkpoints["llama"])
+        assert main(["quantize", source, "--to", "int8", "--activation-dtype", "int8", "--report"]) == 0
+        first, second = capsys.readouterr().out.splitlines()
+        assert "int8, int8 activations (" in first
+        assert float(second.split()[4].rstrip("%")) > 80
+        for wrong in (("--report", "--kv-cache-dtype", "int8"), ("--to", "int8", "--output", "none")):
+            with pytest.raises(SystemExit):
+                main(["quantize", source, "--activation-dtype", "int8", *wrong])
+            assert "--activation-dtype is of a report on quantised weights" in capsys.readouterr().err
 
     def test_writes(self, checkpoints: dict[str, Path], tmp_path: Path) -> None:
         target = tmp_path / "written"

@@ -108,15 +108,15 @@ async def test_the_tokens_are_those_that_were_recorded(
         assert await files.replay({**answer.receipt, "seed": answer.receipt["seed"] ^ 1}, PROMPT) == 1
 
 
-async def test_the_data_type_of_the_kv_cache_is_recorded(
-    model: Path, files: Files, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with serving(model, "--kv-cache-dtype", "int8") as client:
+async def test_what_is_quantised_is_recorded(model: Path, files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"quantization": "int8", "activation_dtype": "int8", "kv_cache_dtype": "int8"}
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    async with serving(model, *flags) as client:
         answer = await client.ask(PROMPT, sampling_options=DRAWN, stop_conditions={"max_tokens": 40})
-    assert answer.receipt["engine"]["options"]["kv_cache_dtype"] == "int8"
+    assert options.items() <= answer.receipt["engine"]["options"].items()
     assert await files.replay(answer.receipt, PROMPT) == 0, capsys.readouterr()
     said = capsys.readouterr().out
-    assert "int8 KV cache" in said
+    assert "int8 weights, int8 activations, int8 KV cache" in said
     assert "tokens may differ" not in said
 
 

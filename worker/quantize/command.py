@@ -1,7 +1,8 @@
 """The command line: ``python -m worker quantize MODEL --to int8 [--report] [--output DIR]``.
 
-With ``--kv-cache-dtype int8`` the report is of a quantised KV cache, too, or of it alone. Nothing
-is written without ``--output``. Exit 1 after an error, 2 for wrong arguments.
+With ``--kv-cache-dtype int8`` the report is of a quantised KV cache, too, or of it alone; with
+``--activation-dtype int8`` it is of activations that are rounded where they meet quantised weights.
+Nothing is written without ``--output``. Exit 1 after an error, 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from worker.engines.embedded.config import DTYPES, KV_CACHE_DTYPES
+from worker.engines.embedded.config import ACTIVATION_DTYPES, DTYPES, KV_CACHE_DTYPES
 from worker.engines.embedded.model.quantisation import FORMATS
 from worker.errors import StartupError
 from worker.models import convert_gguf, find_gguf, model_cache
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         source = _checkpoint(options.model)
         if options.report:
-            for line in report(source, options.to, options.kv_cache_dtype, options.dtype):
+            for line in report(source, options.to, options.activation_dtype, options.kv_cache_dtype, options.dtype):
                 print(line, flush=True)
         if options.output is not None:
             write_quantised(source, options.to, options.output)
@@ -43,6 +44,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("model", metavar="MODEL", type=Path, help="directory of a checkpoint, or a GGUF file")
     parser.add_argument("--to", choices=FORMATS, help="what weights are rounded to")
+    parser.add_argument("--activation-dtype", choices=ACTIVATION_DTYPES, default="auto", help="of the report")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of the report")
     parser.add_argument("--report", action="store_true", help="print perplexity and the agreement of greedy tokens")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of the report's forward passes")
@@ -52,6 +54,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("give --report, --output DIR, or both")
     if options.to is None and (options.output is not None or options.kv_cache_dtype == "auto"):
         parser.error("give --to; a report is also of --kv-cache-dtype int8 alone")
+    if options.activation_dtype != "auto" and not (options.report and options.to):
+        parser.error("--activation-dtype is of a report on quantised weights; give --report and --to, too")
     if options.kv_cache_dtype != "auto" and not options.report:
         parser.error("--kv-cache-dtype is of a report; a checkpoint says nothing about the KV cache")
     return options

@@ -36,8 +36,13 @@ class Predictions:
         return sum(one == another for one, another in pairs) / len(self.likeliest)
 
 
-def predict(model_path: Path, quantization: str, kv_cache_dtype: str, dtype: str) -> Predictions:
-    """The predictions of the model with weights in `quantization` and such a KV cache, on a CPU.
+def predict(model_path: Path, dtype: str, **settings: str) -> Predictions:
+    """The predictions of the model on a CPU.
+
+    Args:
+        model_path: Its directory.
+        dtype: See `EmbeddedConfig`.
+        settings: Others of `EmbeddedConfig`, of what is quantised.
 
     Raises:
         StartupError: the model cannot be served, or has no tokenizer.
@@ -46,8 +51,7 @@ def predict(model_path: Path, quantization: str, kv_cache_dtype: str, dtype: str
         model_path,
         device="cpu",
         dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
+        **settings,
         context_length=512,
         kv_blocks=128,
         max_num_seqs=4,
@@ -66,12 +70,19 @@ def predict(model_path: Path, quantization: str, kv_cache_dtype: str, dtype: str
     return found
 
 
-def report(model_path: Path, to: str | None, kv_cache_dtype: str, dtype: str) -> list[str]:
+def report(model_path: Path, to: str | None, activation_dtype: str, kv_cache_dtype: str, dtype: str) -> list[str]:
     """Lines for people; errors as `predict`. Weights are not quantised if `to` is None."""
-    before = predict(model_path, "none", "auto", dtype)
-    after = predict(model_path, to or "none", kv_cache_dtype, dtype)
+    before = predict(model_path, dtype, quantization="none")
+    after = predict(
+        model_path,
+        dtype,
+        quantization=to or "none",
+        activation_dtype=activation_dtype,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     change = after.perplexity / before.perplexity - 1
     what = [to] if to is not None else []
+    what += [f"{activation_dtype} activations"] if activation_dtype != "auto" else []
     what += [f"{kv_cache_dtype} KV cache"] if kv_cache_dtype != "auto" else []
     return [
         f"perplexity on {len(before.logprobs)} tokens of plain English: {before.perplexity:.3f} unquantised, "

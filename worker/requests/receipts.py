@@ -25,7 +25,10 @@ CHANNEL = "logits_processors"
 MAX_REPEATED = 2048
 """Characters of ``request`` that every chunk may carry; a longer one is in the last chunk alone."""
 
-OPTIONS_OF_BITS = ("dtype", "numerics", "kernels", "kv_cache_dtype", "kv_block_size", "context_length")
+OPTIONS_OF_BITS = (
+    *("dtype", "numerics", "kernels", "quantization", "activation_dtype", "kv_cache_dtype"),
+    *("kv_block_size", "context_length"),
+)
 """Options of the embedded engine that the bits of a logit depend on; the last two give the size of
 a KV page.
 """

@@ -15,6 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 NUMERICS = ("auto", "exact", "fast")
 KERNELS = ("auto", "native", "native-avx512", "native-avx2", "native-generic", "torch")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
+ACTIVATION_DTYPES = ("auto", "int8")
 KV_CACHE_DTYPES = ("auto", "int8")
 ROLES = ("aggregated", "prefill", "decode")
 
@@ -36,6 +37,8 @@ class EmbeddedConfig:
         quantization: What the weights of linear layers are held in: ``int8`` or ``int4`` (rounded
             when they are loaded), ``none`` (in `dtype`, dequantised if need be), or ``auto``: as
             the checkpoint has them.
+        activation_dtype: What rows are rounded to before they are multiplied by quantised weights:
+            ``int8``, with one scale for each block of 32 elements, or ``auto``: nothing.
         kv_cache_dtype: What keys and values are held in: ``int8``, with one scale for each token
             and head, or ``auto``: in `dtype`.
         max_num_seqs: Requests decoded in one step at most.
@@ -65,6 +68,7 @@ class EmbeddedConfig:
     numerics: str = "auto"
     kernels: str = "auto"
     quantization: str = "auto"
+    activation_dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
@@ -115,6 +119,9 @@ class EmbeddedConfig:
             raise StartupError(f"--kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
         if self.quantization not in QUANTIZATIONS:
             raise StartupError(f"--quantization must be one of {', '.join(QUANTIZATIONS)}, got {self.quantization!r}")
+        if self.activation_dtype not in ACTIVATION_DTYPES:
+            choices = ", ".join(ACTIVATION_DTYPES)
+            raise StartupError(f"--activation-dtype must be one of {choices}, got {self.activation_dtype!r}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             choices = ", ".join(KV_CACHE_DTYPES)
             raise StartupError(f"--kv-cache-dtype must be one of {choices}, got {self.kv_cache_dtype!r}")

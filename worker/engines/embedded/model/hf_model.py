@@ -56,7 +56,7 @@ class HfModel:
         kernels: See `KernelBackend.name`.
         numerics: ``exact`` or ``fast``; known once there is a KV store, as are the following ones.
         made_by: See `Numerics.made_by`; and what quantised weights and a quantised KV cache are
-            held in.
+            held in, and what activations are rounded to.
         wants_dense_kv: See `AttentionBackend.wants_dense_pages`.
     """
 
@@ -132,6 +132,7 @@ class HfModel:
         self._attention = chosen.attention
         self.numerics = chosen.name
         self.made_by = chosen.made_by + (f", {self._weights} weights" if self._weights else "")
+        self.made_by += ", int8 activations" if self._kernels.rounds_rows else ""
         self.made_by += ", int8 KV cache" if self._int8_rows else ""
         dtype = str(self.dtype).removeprefix("torch.")
         logger.info(
@@ -196,7 +197,10 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     if checkpoint is not None and quantisation is not None:
         reason = f"{directory} is quantised already ({checkpoint.format}); use auto or none"
         raise StartupError(f"--quantization {quantisation}: {reason}")
-    kernels = choose_kernels(config.kernels, device, dtype, quantisation)
+    rounds_rows = config.activation_dtype == "int8"
+    if rounds_rows and quantisation is None and (checkpoint is None or config.quantization == "none"):
+        raise StartupError("--activation-dtype int8 needs quantised weights: a quantised model, or --quantization int8")
+    kernels = choose_kernels(config.kernels, device, dtype, quantisation, rounds_rows)
     weights = quantisation
     if checkpoint is None:
         network = _load_network(directory, dtype)

@@ -27,6 +27,7 @@ class KernelBackend:
             an epsilon.
         reads_quantised: Whether they compute with quantised weights.
         quantisation: What weights are rounded to, one of `quantisation.FORMATS`; None for nothing.
+        rounds_rows: Whether rows that meet quantised weights are rounded to 8 bits.
     """
 
     name: str
@@ -36,6 +37,7 @@ class KernelBackend:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     reads_quantised: bool = False
     quantisation: str | None = None
+    rounds_rows: bool = False
 
     def quantised(self, weight: torch.Tensor, is_unrounded: bool = False) -> Quantised:
         """`weight` rounded to `quantisation`; that of the LM head, whose results are unrounded, to
@@ -49,7 +51,7 @@ class KernelBackend:
     ) -> GemmBackend:
         """The first GEMM backend that supports the weight, made of it; see `GemmBackend`."""
         if not isinstance(weight, torch.Tensor):
-            return QuantisedGemm(weight, bias, is_unrounded)
+            return QuantisedGemm(weight, bias, is_unrounded, self.rounds_rows)
         is_unrounded = is_unrounded and weight.dtype != torch.float32
         backends = self.unrounded_gemms if is_unrounded else self.gemms
         return next(backend for backend in backends if backend.supports(weight))(weight, bias, is_unrounded)
@@ -93,7 +95,11 @@ def native_kernels(path: str, sums_as_others: bool = True) -> KernelBackend:
 
 
 def choose_kernels(
-    kernels: str, device: torch.device, dtype: torch.dtype, quantisation: str | None = None
+    kernels: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantisation: str | None = None,
+    rounds_rows: bool = False,
 ) -> KernelBackend:
     """The kernel backend for `kernels`, one of `config.KERNELS`; nothing else asks which it is.
 
@@ -103,19 +109,21 @@ def choose_kernels(
         kernels: What was asked for.
         device: Where it computes.
         dtype: Of rows and results.
-        quantisation: What weights are rounded to, one of `quantisation.FORMATS`; None for nothing.
+        quantisation: See `KernelBackend`.
+        rounds_rows: Likewise.
 
     Raises:
         StartupError: the native kernels are asked for, or needed, and cannot compute here.
     """
-    if quantisation is not None and kernels == "torch":
-        raise StartupError(f"--quantization {quantisation} needs the native kernels, not --kernels torch")
+    needed_by = "--activation-dtype int8" if rounds_rows else f"--quantization {quantisation}" if quantisation else None
+    if needed_by is not None and kernels == "torch":
+        raise StartupError(f"{needed_by} needs the native kernels, not --kernels torch")
     if kernels == "torch":
         return TORCH
     path = kernels.partition("-")[2] or None
     reason = native.unavailable(dtype, path) if device.type == "cpu" else f"they compute on a CPU, not on {device}"
-    if reason is not None and quantisation is not None:
-        raise StartupError(f"--quantization {quantisation} needs the native kernels: {reason}")
+    if reason is not None and needed_by is not None:
+        raise StartupError(f"{needed_by} needs the native kernels: {reason}")
     if kernels != "auto" and reason is not None:
         raise StartupError(f"--kernels {kernels}: {reason}")
     if reason is not None:
@@ -123,7 +131,7 @@ def choose_kernels(
     native.choose_path(torch.float32, path)  # computes quantised weights, whatever the data type of the rows
     path = native.choose_path(dtype, path)
     chosen = native_kernels(path, native.sums_as_others(dtype, path))
-    if kernels == "auto" and quantisation is None and native.is_torch_faster(dtype, path):
+    if kernels == "auto" and needed_by is None and native.is_torch_faster(dtype, path):
         # torch's kernels need a float32 weight for unrounded logits; plain C is slower even so
         return TORCH if path == "generic" else replace(TORCH, unrounded_gemms=chosen.unrounded_gemms)
-    return replace(chosen, quantisation=quantisation)
+    return replace(chosen, quantisation=quantisation, rounds_rows=rounds_rows)

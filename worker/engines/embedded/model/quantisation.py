@@ -11,15 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from worker.engines.embedded.model.panels import Panels
 from worker.engines.embedded.native.layers import Gemm
 from worker.engines.embedded.native.quantised import QuantisedPanels, panels_of, quantised_linear, rows_of
+from worker.errors import StartupError
 
 FORMATS = ("int8", "int4")
 """What `quantise` makes: 8 bits with a scale for each row, or 4 bits in groups of `GROUP`."""
 
 GROUP = 32
+
+BLOCK = 32
+"""Elements of a row that are rounded with one scale: ``BLOCK`` in ``integer.c``."""
 
 _ZERO = {4: -8.0, 8: 0.0}
 """Offset in units of the scale, by bits, where a weight has no offsets: codes of 4 bits have no
@@ -72,11 +77,27 @@ class QuantisedWeight:
         """The weight in float32."""
         return _unpacked(self.codes, self.scales, self.offsets)
 
-    def packed(self) -> QuantisedPanels:
-        """The weight as the native kernels read it."""
-        codes = self.codes if self.bits == 8 else self.codes.contiguous().view(torch.int32)
+    def packed(self, rounds_rows: bool = False) -> QuantisedPanels:
+        """The weight as the native kernels read it.
+
+        Args:
+            rounds_rows: See `QuantisedPanels`.
+
+        Raises:
+            StartupError: its groups and the blocks of rounded rows do not fit.
+        """
+        codes = self.codes
+        if rounds_rows:
+            group = self.shape[1] // self.scales.shape[1]
+            if group < self.shape[1] and group % BLOCK and (BLOCK % group or group < 8):
+                raise StartupError(f"--activation-dtype int8: groups of {group} weights do not fit blocks of {BLOCK}")
+            codes = functional.pad(codes, (0, -codes.shape[1] % 4))
+        if self.bits == 4 or rounds_rows:
+            codes = codes.contiguous().view(torch.int32)
         offsets = panels_of(self.offsets) if self.offsets is not None else None
-        return QuantisedPanels(panels_of(codes), panels_of(self.scales), offsets, _ZERO[self.bits], len(self.codes))
+        return QuantisedPanels(
+            panels_of(codes), panels_of(self.scales), offsets, _ZERO[self.bits], self.bits, *self.shape, rounds_rows
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +177,10 @@ class QuantisedGemm:
     is_batch_invariant = True
     is_packed = True
 
-    def __init__(self, weight: Quantised, bias: torch.Tensor | None, is_unrounded: bool = False) -> None:
-        self._panels = [part.packed() for part in weight.parts]
+    def __init__(
+        self, weight: Quantised, bias: torch.Tensor | None, is_unrounded: bool = False, rounds_rows: bool = False
+    ) -> None:
+        self._panels = [part.packed(rounds_rows) for part in weight.parts]
         rows = [panels.columns for panels in self._panels]
         self._biases = torch.split(bias, rows) if bias is not None else [None] * len(rows)
         self._is_unrounded = is_unrounded
@@ -188,8 +211,9 @@ class QuantisedGemm:
         """Rows of a weight of one part in float32; see `panels.Lookup`."""
         [panels] = self._panels
         codes = rows_of(panels.codes, ids)
-        if panels.bits == 4:
-            codes = codes.contiguous().view(torch.uint8)
+        if codes.dtype == torch.int32:
+            codes = codes.contiguous().view(torch.uint8 if panels.bits == 4 else torch.int8)
+        codes = codes[..., : panels.inner * panels.bits // 8]
         offsets = rows_of(panels.offsets, ids) if panels.offsets is not None else None
         return _unpacked(codes, rows_of(panels.scales, ids), offsets)
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from worker.engines.embedded.kv_cache import SequenceSlice
 
-_VERSION = 5
+_VERSION = 6
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 PATHS = ("avx512", "avx2", "generic")
@@ -179,11 +179,12 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     ):
         answer.restype = _INT32
     if hasattr(library, "quantised_linear"):  # in those of float32
-        library.quantised_linear.argtypes = [
-            *(_POINTER, _INT32, _INT64, _INT64, _POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT32, _FLOAT, _INT64),
-            *(_POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32),
-        ]
-        library.quantised_linear.restype = _INT32
+        for function in (library.quantised_linear, library.integer_linear):
+            function.argtypes = [
+                *(_POINTER, _INT32, _INT64, _INT64, _POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT32, _FLOAT),
+                *(_INT64, _POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32),
+            ]
+            function.restype = _INT32
     for function in (library.rms_norm, library.rotate_and_store, library.attend):
         function.restype = None
     return library

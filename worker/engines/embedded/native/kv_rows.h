@@ -7,9 +7,7 @@
 #ifndef KV_ROWS_H
 #define KV_ROWS_H
 
-#include <float.h>
-
-#include "vector.h"
+#include "rounding.h"
 
 enum { WIDEST = 256 }; /* head size at most */
 
@@ -19,37 +17,19 @@ kv_row_bytes(int64_t width, int32_t is_int8)
     return is_int8 ? (width + (int64_t)sizeof(float) + 7) / 8 * 8 : width * (int64_t)sizeof(element);
 }
 
-/* The scale of numbers of which `highest` has the bits of the largest size: NaN if one is infinite or not a number, 0
- * where it would be subnormal.
- */
-static inline float
-kv_scale(uint32_t highest)
-{
-    float size;
-    memcpy(&size, &highest, sizeof size);
-    const float scale = size / 127.0f;
-    return highest >= 0x7f800000 ? NAN : scale < FLT_MIN ? 0.0f : scale;
-}
-
 /* The row of `width` elements in int8. */
 static inline void
 quantise_row(const element *x, int64_t width, char *row)
 {
     float lanes[WIDEST + LANES] ALIGNED;
-    uint32_t bits[WIDEST], highest = 0;
     for (int64_t at = 0; at < width; at += LANES)
         vec_store(lanes + at, load_lanes(x + at, width - at));
-    memcpy(bits, lanes, width * sizeof *bits);
-    for (int64_t i = 0; i < width; i++) {
-        const uint32_t size = bits[i] & 0x7fffffff; /* ordered as the numbers are, and NaN is highest */
-        highest = highest > size ? highest : size;
-    }
-    const float scale = kv_scale(highest);
+    const float scale = scale_of(lanes, width);
     const int64_t bytes = kv_row_bytes(width, 1), end = bytes - (int64_t)sizeof scale;
     memset(row, 0, end);
     if (scale > 0) {
         for (int64_t at = 0; at < width; at += LANES)
-            vec_store(lanes + at, vec_round(vec_div(vec_load(lanes + at), vec_all(scale))));
+            vec_store(lanes + at, codes_of(vec_load(lanes + at), scale));
         for (int64_t i = 0; i < width; i++)
             ((int8_t *)row)[i] = (int8_t)lanes[i];
     }

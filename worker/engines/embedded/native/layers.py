@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from worker.engines.embedded import native
-from worker.engines.embedded.native.quantised import QuantisedPanels
+from worker.engines.embedded.native.quantised import QuantisedPanels, kernel
 
 _MOST_PARTS = 3
 """Of a fused QKV projection: ``PARTS_OF_QKV`` in ``layers.c``."""
@@ -82,7 +82,7 @@ class Gemm:
         return _CGemm(
             *(self.columns, self.inner, panels.codes.data_ptr(), bias),
             *(panels.scales.data_ptr(), native.address(panels.offsets)),
-            *(self.inner // panels.scales.shape[1], panels.bits, panels.scales.dtype == torch.float16, panels.zero),
+            *(panels.group, panels.bits, panels.scales.dtype == torch.float16, panels.zero),
         )
 
 
@@ -123,10 +123,10 @@ class DecoderLayer:
         )
 
     @property
-    def is_quantised(self) -> bool:
-        """Whether a weight is."""
+    def quantised(self) -> list[QuantisedPanels]:
+        """Its quantised weights."""
         gemms = (*self.qkv, self.output, self.gate, self.up, self.down)
-        return any(isinstance(gemm.weight, QuantisedPanels) for gemm in gemms)
+        return [gemm.weight for gemm in gemms if isinstance(gemm.weight, QuantisedPanels)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +169,8 @@ class DecoderLayers:
         self._in_c = (_CLayer * len(layers))(*(layer.to_c() for layer in layers))
         self._keys: Sequence[torch.Tensor] | None = None  # whose addresses the layers have
         self._quantised = None
-        if any(layer.is_quantised for layer in layers):
-            self._quantised = ctypes.cast(native.library(torch.float32).quantised_linear, _POINTER)
+        if quantised := [weight for layer in layers for weight in layer.quantised]:
+            self._quantised = ctypes.cast(kernel(quantised[0].rounds_rows), _POINTER)  # as all of a model
 
     def compute(self, hidden: torch.Tensor, step: StepTensors) -> None:
         """Replace hidden states ``[T, hidden]`` by those behind the last layer.

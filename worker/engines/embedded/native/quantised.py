@@ -1,12 +1,14 @@
 """GEMMs on quantised weights, whose codes the native kernels unpack in registers.
 
-They belong to the kernels in float32, and their results have the bits of `native.linear` in float32
-on the weight that is unpacked; rows and results may be bfloat16 too.
+They belong to the kernels in float32; rows and results may be bfloat16 too. Results have the bits
+of `native.linear` in float32 on the weight that is unpacked; or, where rows are rounded to 8 bits,
+the bits that `integer.c` defines.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -23,28 +25,30 @@ class QuantisedPanels:
 
     Attributes:
         codes: ``[ceil(N / 32), K, 32]`` int8; or ``[ceil(N / 32), K / 8, 32]`` int32, each eight
-            codes of 4 bits without a sign, the first one lowest.
+            codes of 4 bits without a sign, the first one lowest; or, of 8 bits where `rounds_rows`,
+            ``[ceil(N / 32), ceil(K / 4), 32]`` int32, each four codes with a sign.
         scales: ``[ceil(N / 32), groups of a row, 32]``, float16 or float32, all finite.
         offsets: Likewise; None where each is `zero` times its scale.
-        zero: See `offsets`.
+        zero: See `offsets`; a whole number.
+        bits: Of a code.
         columns: N.
+        inner: K.
+        rounds_rows: Whether rows that meet the weight are rounded to 8 bits.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None
     zero: float
+    bits: int
     columns: int
+    inner: int
+    rounds_rows: bool
 
     @property
-    def bits(self) -> int:
-        """Of a code."""
-        return 8 if self.codes.dtype == torch.int8 else 4
-
-    @property
-    def inner(self) -> int:
-        """K."""
-        return self.codes.shape[1] * (8 if self.bits == 4 else 1)
+    def group(self) -> int:
+        """Weights of a row that share a scale."""
+        return self.inner // self.scales.shape[1]
 
 
 def panels_of(rows: torch.Tensor) -> torch.Tensor:
@@ -59,6 +63,12 @@ def rows_of(panels: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return panels[ids // native.COLUMNS, :, ids % native.COLUMNS]
 
 
+def kernel(rounds_rows: bool) -> Any:
+    """The C function that multiplies by weights of which that is true."""
+    library = native.library(torch.float32)
+    return library.integer_linear if rounds_rows else library.quantised_linear
+
+
 def quantised_linear(
     x: torch.Tensor,
     weight: QuantisedPanels,
@@ -70,19 +80,19 @@ def quantised_linear(
     """GEMM: ``x [n, K]`` times a quantised weight ``[N, K]``; arguments as of `native.linear`.
 
     Raises:
-        MemoryError: there is no memory for bfloat16 rows in float32.
+        MemoryError: there is no memory for bfloat16 rows in float32, or for rounded ones.
     """
     rows, inner = x.shape
     x = x.contiguous()
     other = other.contiguous() if other is not None else None
     output = x.new_empty(rows, weight.columns, dtype=torch.float32 if is_unrounded else x.dtype)
-    failed = native.library(torch.float32).quantised_linear(
+    failed = kernel(weight.rounds_rows)(
         *(x.data_ptr(), x.dtype == torch.bfloat16, rows, inner),
-        *(weight.codes.data_ptr(), weight.bits, inner // weight.scales.shape[1]),
+        *(weight.codes.data_ptr(), weight.bits, weight.group),
         *(weight.scales.data_ptr(), native.address(weight.offsets), weight.scales.dtype == torch.float16),
         *(weight.zero, weight.columns, native.address(bias), native.EPILOGUES[epilogue], native.address(other)),
         *(output.data_ptr(), is_unrounded, torch.get_num_threads()),
     )
     if failed:
-        raise MemoryError(f"no memory for {rows} rows of {inner} elements in float32")
+        raise MemoryError(f"no memory for {rows} rows of {inner} elements")
     return output

@@ -277,6 +277,109 @@ nibbles_of(words_t w, int index)
                   _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(w.high, 4 * index), lowest)));
 }
 
+/* GEMMs of integers, in exact sums of 32 bits. */
+typedef words_t ints; /* of 16 columns */
+
+enum {
+    INT_ROWS = 3,      /* of a tile at most: sums of integers and of float32 fill 12 of the 16 registers */
+    INT_WIDE_ROWS = 1, /* rows up to which a tile has both halves of a panel's columns */
+};
+
+INLINED int
+processor_has_dot(void)
+{
+    return 0;
+}
+
+INLINED ints
+ints_all(int32_t x)
+{
+    return (ints){_mm256_set1_epi32(x), _mm256_set1_epi32(x)};
+}
+
+INLINED ints
+ints_add(ints a, ints b)
+{
+    return (ints){_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+}
+
+INLINED vec
+vec_of_ints(ints x)
+{
+    return vec_of(_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high));
+}
+
+/* Bits 0 to 3 of each byte (part 0), or 4 to 7. */
+INLINED words_t
+split_nibbles(words_t w, int part)
+{
+    const __m256i lowest = _mm256_set1_epi8(15);
+    return (words_t){_mm256_and_si256(part ? _mm256_srli_epi32(w.low, 4) : w.low, lowest),
+                     _mm256_and_si256(part ? _mm256_srli_epi32(w.high, 4) : w.high, lowest)};
+}
+
+/* Products of what `split_nibbles` returned and of codes; `nibble_sums` of what up to 32 of them made. */
+INLINED ints
+add_nibbles(int has_dot, ints sum, words_t nibbles, int32_t codes)
+{
+    (void)has_dot;
+    const __m256i x = _mm256_set1_epi32(codes);
+    return (ints){_mm256_add_epi16(sum.low, _mm256_maddubs_epi16(nibbles.low, x)), /* within 16 bits */
+                  _mm256_add_epi16(sum.high, _mm256_maddubs_epi16(nibbles.high, x))};
+}
+
+INLINED ints
+nibble_sums(int has_dot, ints sum)
+{
+    (void)has_dot;
+    const __m256i one = _mm256_set1_epi16(1);
+    return (ints){_mm256_madd_epi16(sum.low, one), _mm256_madd_epi16(sum.high, one)};
+}
+
+/* What is added to a signed byte before it is multiplied. */
+INLINED int32_t
+byte_excess(int has_dot)
+{
+    (void)has_dot;
+    return 0;
+}
+
+/* Signed bytes, as `add_bytes` reads them. */
+INLINED words_t
+split_bytes(int has_dot, words_t w)
+{
+    (void)has_dot;
+    return w;
+}
+
+/* The sums of four products of 8 columns. */
+INLINED __m256i
+dot_half(__m256i bytes, __m256i codes)
+{
+    /* a size has no sign, and the code has that of the product: two of them are within 16 bits */
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), _mm256_sign_epi8(codes, bytes));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+INLINED ints
+add_bytes(int has_dot, ints sum, words_t bytes, int32_t codes)
+{
+    (void)has_dot;
+    const __m256i x = _mm256_set1_epi32(codes);
+    return ints_add(sum, (ints){dot_half(bytes.low, x), dot_half(bytes.high, x)});
+}
+
+/* 16 codes, from -127 to 127; if they `are_paired`, of each eight those with even indices first. */
+INLINED void
+store_codes(int8_t *to, vec codes, int are_paired)
+{
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    const __m256i both = _mm256_packs_epi32(_mm256_cvtps_epi32(codes.low), _mm256_cvtps_epi32(codes.high));
+    const __m256i sorted = _mm256_permute4x64_epi64(both, 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(sorted), _mm256_extracti128_si256(sorted, 1));
+    _mm_storeu_si128((__m128i *)to, are_paired ? _mm_shuffle_epi8(bytes, order) : bytes);
+}
+
 /* Transposes 8 rows of 8 words. */
 INLINED void
 transpose_eight(__m256i a[8])

@@ -153,6 +153,94 @@ nibbles_of(words_t w, int index)
     return _mm512_permutexvar_ps(_mm512_srli_epi32(w, 4 * index), values);
 }
 
+/* GEMMs of integers, in exact sums of 32 bits; with AVX512-VNNI, if the processor `has_dot`, in one instruction. */
+typedef __m512i ints; /* of 16 columns */
+
+enum {
+    INT_ROWS = 6,      /* of a tile at most: sums of integers and of float32 fill 24 of the 32 registers */
+    INT_WIDE_ROWS = 6, /* rows up to which a tile has both halves of a panel's columns */
+};
+
+INLINED int
+processor_has_dot(void)
+{
+#ifdef WITHOUT_VNNI /* in a test, which has no such processor */
+    return 0;
+#else
+    return __builtin_cpu_supports("avx512vnni") != 0;
+#endif
+}
+
+INLINED ints ints_all(int32_t x) { return _mm512_set1_epi32(x); }
+INLINED ints ints_add(ints a, ints b) { return _mm512_add_epi32(a, b); }
+INLINED vec vec_of_ints(ints x) { return _mm512_cvtepi32_ps(x); }
+
+/* The sums of four products of a column, added to `sum`: of bytes without a sign and of signed `codes`. */
+INLINED ints
+add_dots(ints sum, words_t bytes, int32_t codes)
+{
+    /* no intrinsic: the files are compiled for processors without it, too */
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(_mm512_set1_epi32(codes)));
+    return sum;
+}
+
+/* Bits 0 to 3 of each byte (part 0), or 4 to 7. */
+INLINED words_t
+split_nibbles(words_t w, int part)
+{
+    return _mm512_and_si512(part ? _mm512_srli_epi32(w, 4) : w, _mm512_set1_epi8(15));
+}
+
+/* Products of what `split_nibbles` returned and of codes; `nibble_sums` of what up to 32 of them made. */
+INLINED ints
+add_nibbles(int has_dot, ints sum, words_t nibbles, int32_t codes)
+{
+    if (has_dot)
+        return add_dots(sum, nibbles, codes);
+    return _mm512_add_epi16(sum, _mm512_maddubs_epi16(nibbles, _mm512_set1_epi32(codes))); /* within 16 bits */
+}
+
+INLINED ints
+nibble_sums(int has_dot, ints sum)
+{
+    return has_dot ? sum : _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
+}
+
+/* What is added to a signed byte before it is multiplied. */
+INLINED int32_t
+byte_excess(int has_dot)
+{
+    return has_dot ? 128 : 0;
+}
+
+/* Signed bytes, as `add_bytes` reads them. */
+INLINED words_t
+split_bytes(int has_dot, words_t w)
+{
+    return has_dot ? _mm512_xor_si512(w, _mm512_set1_epi8(-128)) : w;
+}
+
+INLINED ints
+add_bytes(int has_dot, ints sum, words_t bytes, int32_t codes)
+{
+    if (has_dot)
+        return add_dots(sum, bytes, codes);
+    const __m512i x = _mm512_set1_epi32(codes);
+    const __m512i even = _mm512_madd_epi16(_mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8),
+                                           _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+    const __m512i odd = _mm512_madd_epi16(_mm512_srai_epi16(bytes, 8), _mm512_srai_epi16(x, 8));
+    return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
+}
+
+/* 16 codes, from -127 to 127; if they `are_paired`, of each eight those with even indices first. */
+INLINED void
+store_codes(int8_t *to, vec codes, int are_paired)
+{
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(codes));
+    _mm_storeu_si128((__m128i *)to, are_paired ? _mm_shuffle_epi8(bytes, order) : bytes);
+}
+
 /* Transposes up to 16 rows of up to 16 words; missing ones become 0. */
 static inline void
 transpose_words(const element *from, int64_t stride, int rows, int words, element *to, int64_t to_stride)

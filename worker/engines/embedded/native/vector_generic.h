@@ -252,6 +252,73 @@ nibbles_of(words_t w, int index)
     return __builtin_convertvector(w >> 4 * index & 15, vec);
 }
 
+/* GEMMs of integers, in exact sums of 32 bits. */
+typedef lanes ints; /* of 16 columns */
+
+enum {
+    INT_ROWS = 2,      /* of a tile at most */
+    INT_WIDE_ROWS = 0, /* rows up to which a tile has both halves of a panel's columns */
+};
+
+INLINED int processor_has_dot(void) { return 0; }
+INLINED ints ints_all(int32_t x) { return (ints){0} + x; }
+INLINED ints ints_add(ints a, ints b) { return a + b; }
+INLINED vec vec_of_ints(ints x) { return __builtin_convertvector(x, vec); }
+
+/* Bits 0 to 3 of each byte (part 0), or 4 to 7. */
+INLINED words_t
+split_nibbles(words_t w, int part)
+{
+    return w >> 4 * part & 0x0f0f0f0f;
+}
+
+/* Signed bytes, as `add_bytes` reads them. */
+INLINED words_t
+split_bytes(int has_dot, words_t w)
+{
+    (void)has_dot;
+    return w;
+}
+
+/* What is added to a signed byte before it is multiplied. */
+INLINED int32_t
+byte_excess(int has_dot)
+{
+    (void)has_dot;
+    return 0;
+}
+
+INLINED ints
+add_bytes(int has_dot, ints sum, words_t bytes, int32_t codes)
+{
+    (void)has_dot;
+    for (int i = 0; i < 4; i++)
+        sum += ((ints)(bytes << (24 - 8 * i)) >> 24) * (int8_t)((uint32_t)codes >> 8 * i);
+    return sum;
+}
+
+/* Products of what `split_nibbles` returned and of codes; `nibble_sums` of what up to 32 of them made. */
+INLINED ints
+add_nibbles(int has_dot, ints sum, words_t nibbles, int32_t codes)
+{
+    return add_bytes(has_dot, sum, nibbles, codes);
+}
+
+INLINED ints
+nibble_sums(int has_dot, ints sum)
+{
+    (void)has_dot;
+    return sum;
+}
+
+/* 16 codes, from -127 to 127; if they `are_paired`, of each eight those with even indices first. */
+INLINED void
+store_codes(int8_t *to, vec codes, int are_paired)
+{
+    for (int i = 0; i < LANES; i++)
+        to[are_paired ? i / 8 * 8 + i % 2 * 4 + i % 8 / 2 : i] = (int8_t)codes[i];
+}
+
 /* Transposes up to 16 rows of up to 16 words; missing ones become 0. */
 static inline void
 transpose_words(const element *from, int64_t stride, int rows, int words, element *to, int64_t to_stride)

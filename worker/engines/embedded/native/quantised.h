@@ -1,0 +1,82 @@
+/* What the GEMMs on quantised weights share: their arguments, and what they do with a sum. */
+#ifndef QUANTISED_H
+#define QUANTISED_H
+
+#include "epilogue.h"
+#include "kernels.h"
+
+typedef struct {
+    const char *codes;
+    int32_t bits; /* of a code: 4 or 8 */
+    int64_t group;
+    const char *scales, *offsets; /* `offsets` may be NULL: each is `zero` times its scale */
+    int32_t is_half;              /* whether scales and offsets are float16, not float32 */
+    float zero;
+    const float *input; /* [rows, inner] */
+    int64_t rows, inner, columns;
+    int32_t is_bfloat16; /* of bias, other and output */
+    const void *bias;    /* [columns] or NULL */
+    then_t then;
+    const void *other;     /* [rows, columns], the epilogue's operand */
+    void *output;          /* [rows, columns] */
+    int32_t is_unrounded;  /* whether they are float32, even so */
+} quantised_t;
+
+/* Bfloat16, or float32, as float32. */
+INLINED vec
+read_lanes(const void *from, int64_t at, int64_t count, int is_bfloat16)
+{
+    if (!is_bfloat16)
+        return load_lanes((const float *)from + at, count);
+    uint16_t some[LANES] = {0};
+    uint32_t bits[LANES];
+    float lanes[LANES];
+    memcpy(some, (const uint16_t *)from + at, smaller(count, LANES) * sizeof *some);
+    for (int i = 0; i < LANES; i++)
+        bits[i] = (uint32_t)some[i] << 16;
+    memcpy(lanes, bits, sizeof lanes);
+    return vec_load(lanes);
+}
+
+/* Rounded to bfloat16, ties to even; subnormal numbers become 0. */
+INLINED void
+store_bfloat16(uint16_t *to, int64_t count, vec x)
+{
+    float lanes[LANES];
+    uint32_t bits[LANES];
+    uint16_t rounded[LANES];
+    vec_store(lanes, x);
+    memcpy(bits, lanes, sizeof bits);
+    for (int i = 0; i < LANES; i++) {
+        const uint32_t size = bits[i] & 0x7fffffff;
+        const uint32_t near = bits[i] + 0x7fff + ((bits[i] >> 16) & 1);
+        const uint32_t number = size < 0x00800000 ? bits[i] & 0x80000000 : near;
+        rounded[i] = (uint16_t)((size > 0x7f800000 ? bits[i] | 0x00400000 : number) >> 16);
+    }
+    memcpy(to, rounded, smaller(count, LANES) * sizeof *to);
+}
+
+/* The epilogue, and the only rounding of the sums. */
+static inline void
+finish(const quantised_t *q, int64_t row, int64_t column, const float *sums)
+{
+    for (int half = 0; half < 2 && column < q->columns; half++, column += LANES, sums += LANES) {
+        const int64_t count = q->columns - column, at = row * q->columns + column;
+        vec y = vec_load(sums);
+        if (q->bias)
+            y = vec_add(y, read_lanes(q->bias, column, count, q->is_bfloat16));
+        y = epilogue(q->then, y, takes_other(q->then) ? read_lanes(q->other, at, count, q->is_bfloat16) : y);
+        if (q->is_bfloat16 && !q->is_unrounded)
+            store_bfloat16((uint16_t *)q->output + at, count, y);
+        else
+            store_lanes((float *)q->output + at, count, y);
+    }
+}
+
+INLINED vec
+load_scales(const char *from, int64_t at, int is_half)
+{
+    return is_half ? load_halves((const uint16_t *)from + at) : vec_load((const float *)from + at);
+}
+
+#endif
