@@ -27,7 +27,7 @@ vllm() {
 llama() {
     environment .venv-llama
     CMAKE_ARGS="-DGGML_NATIVE=ON ${CMAKE_ARGS:-}" \
-        .venv-llama/bin/python -m pip install -q numpy gguf llama-cpp-python==0.3.36
+        .venv-llama/bin/python -m pip install -q --no-cache-dir numpy gguf llama-cpp-python==0.3.36
 }
 
 environment() {

@@ -13,7 +13,8 @@ Cases: ``1``, ``8``, ``32`` are as many prompts of 64 tokens and 64 new tokens e
 counts is the time in which all of them decode. ``prompt`` is one prompt of 1,024 tokens and the
 time to its first token. Rounds are interleaved, in another order each time; the fastest one of each
 counts. ``--kernels native-avx2`` is to be compared with a llama.cpp that was built without AVX-512:
-``CMAKE_ARGS=-DGGML_AVX512=OFF benchmarks/peers.sh llama``.
+``CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON" benchmarks/peers.sh
+llama``.
 """
 
 from __future__ import annotations

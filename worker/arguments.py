@@ -205,8 +205,8 @@ class Arguments:
     )
     activation_dtype: str = _option(
         "auto",
-        "What rows are rounded to before they are multiplied by quantised weights: int8, as llama.cpp does it, which is "
-        "two to three times as fast (docs/models.md), or auto: nothing.",
+        "What rows are rounded to before they are multiplied by quantised weights: int8, as llama.cpp does it, two to "
+        "three times as fast (docs/models.md), or auto: nothing.",
         choices=("auto", "int8"),
         engine=True,
     )

@@ -1,5 +1,5 @@
-"""GEMMs on quantised weights: batch-invariant, and with the bits of float32 on what is unpacked; or,
-where rows are rounded to 8 bits, with those of the definition in `integer.c`.
+"""GEMMs on quantised weights: batch-invariant, and with the bits of float32 on what is unpacked; or
+of integers, where rows are rounded to 8 bits.
 """
 
 from __future__ import annotations
