@@ -36,13 +36,14 @@ class Predictions:
         return sum(one == another for one, another in pairs) / len(self.likeliest)
 
 
-def predict(model_path: Path, dtype: str, **settings: str) -> Predictions:
-    """The predictions of the model on a CPU.
-
-    Args:
-        model_path: Its directory.
-        dtype: See `EmbeddedConfig`.
-        settings: Others of `EmbeddedConfig`, of what is quantised.
+def predict(
+    model_path: Path,
+    dtype: str,
+    quantization: str = "none",
+    activation_dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
+) -> Predictions:
+    """The predictions of the model on a CPU, in the settings of `EmbeddedConfig`.
 
     Raises:
         StartupError: the model cannot be served, or has no tokenizer.
@@ -51,7 +52,9 @@ def predict(model_path: Path, dtype: str, **settings: str) -> Predictions:
         model_path,
         device="cpu",
         dtype=dtype,
-        **settings,
+        quantization=quantization,
+        activation_dtype=activation_dtype,
+        kv_cache_dtype=kv_cache_dtype,
         context_length=512,
         kv_blocks=128,
         max_num_seqs=4,
@@ -72,14 +75,8 @@ def predict(model_path: Path, dtype: str, **settings: str) -> Predictions:
 
 def report(model_path: Path, to: str | None, activation_dtype: str, kv_cache_dtype: str, dtype: str) -> list[str]:
     """Lines for people; errors as `predict`. Weights are not quantised if `to` is None."""
-    before = predict(model_path, dtype, quantization="none")
-    after = predict(
-        model_path,
-        dtype,
-        quantization=to or "none",
-        activation_dtype=activation_dtype,
-        kv_cache_dtype=kv_cache_dtype,
-    )
+    before = predict(model_path, dtype)
+    after = predict(model_path, dtype, to or "none", activation_dtype, kv_cache_dtype)
     change = after.perplexity / before.perplexity - 1
     what = [to] if to is not None else []
     what += [f"{activation_dtype} activations"] if activation_dtype != "auto" else []

@@ -87,16 +87,18 @@ class QuantisedWeight:
             StartupError: its groups and the blocks of rounded rows do not fit.
         """
         codes = self.codes
+        columns, inner = self.shape
         if rounds_rows:
-            group = self.shape[1] // self.scales.shape[1]
-            if group < self.shape[1] and group % BLOCK and (BLOCK % group or group < 8):
+            group = inner // self.scales.shape[1]
+            if group < inner and group % BLOCK and (BLOCK % group or group < 8):
                 raise StartupError(f"--activation-dtype int8: groups of {group} weights do not fit blocks of {BLOCK}")
             codes = functional.pad(codes, (0, -codes.shape[1] % 4))
         if self.bits == 4 or rounds_rows:
             codes = codes.contiguous().view(torch.int32)
         offsets = panels_of(self.offsets) if self.offsets is not None else None
+        zero = _ZERO[self.bits]
         return QuantisedPanels(
-            panels_of(codes), panels_of(self.scales), offsets, _ZERO[self.bits], self.bits, *self.shape, rounds_rows
+            panels_of(codes), panels_of(self.scales), offsets, zero, self.bits, columns, inner, rounds_rows
         )
 
 
