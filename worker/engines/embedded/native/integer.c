@@ -21,7 +21,7 @@
 
 enum {
     BLOCK = 32, /* elements of a row with one scale, at most */
-    MANY = 64,  /* rows from which threads share in rounding them */
+    MANY = 256, /* blocks from which threads share in rounding them */
 };
 
 /* Rounded rows. Behind the codes of a row are at least 16 bytes. */
@@ -44,15 +44,15 @@ round_row(const quantised_t *q, const rounded_t *to, int64_t row)
         for (int64_t at = 0; at < count; at += LANES)
             vec_store(lanes + at, read_lanes(q->input, row * q->inner + first + at, count - at, q->is_bfloat16));
         const float scale = scale_of(lanes, count);
-        int32_t total = 0;
-        if (scale > 0) {
-            for (int64_t at = 0; at < count; at += LANES)
-                store_codes(codes + first + at, codes_of(vec_load(lanes + at), scale), q->bits == 4);
-            for (int64_t i = 0; i < to->size; i++)
-                total += codes[first + i];
-        }
+        vec total = vec_zero();
+        if (scale > 0)
+            for (int64_t at = 0; at < count; at += LANES) {
+                const vec rounded = codes_of(vec_load(lanes + at), scale);
+                store_codes(codes + first + at, rounded, q->bits == 4);
+                total = vec_add(total, rounded);
+            }
         to->scales[row * to->blocks + block] = scale;
-        to->totals[row * to->blocks + block] = total;
+        to->totals[row * to->blocks + block] = (int32_t)vec_sum(total);
     }
 }
 
@@ -205,7 +205,7 @@ integer_linear(const void *input, int32_t is_bfloat16, int64_t rows, int64_t inn
     float *row_scales = (float *)memory;
     int32_t *totals = (int32_t *)(row_scales + rows * blocks);
     const rounded_t r = {size, blocks, stride, (int8_t *)(totals + rows * blocks), row_scales, totals};
-#pragma omp parallel for num_threads(threads) if (rows >= MANY)
+#pragma omp parallel for num_threads(threads) if (rows * blocks >= MANY)
     for (int64_t row = 0; row < rows; row++)
         round_row(&q, &r, row);
     multiply_t *multiply = multiply_of(bits);

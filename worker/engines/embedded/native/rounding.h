@@ -6,23 +6,20 @@
 
 #include "vector.h"
 
-/* The scale of some numbers, of which the largest becomes 127 or -127: NaN if one is infinite or not a number, 0 where it
- * would be subnormal; then all codes are 0.
+/* The scale of `count` numbers, of which the largest becomes 127 or -127: NaN if one is infinite or not a number, 0 where
+ * it would be subnormal; then all codes are 0. Behind them are zeros up to a multiple of 16.
  */
 static inline float
 scale_of(const float *numbers, int64_t count)
 {
-    uint32_t highest = 0;
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits;
-        memcpy(&bits, numbers + i, sizeof bits);
-        bits &= 0x7fffffff; /* ordered as the sizes are, and NaN is highest */
-        highest = highest > bits ? highest : bits;
+    vec highest = vec_zero(), nothing = vec_zero();
+    for (int64_t at = 0; at < count; at += LANES) {
+        const vec x = vec_load(numbers + at);
+        highest = vec_max(highest, vec_max(x, vec_sub(vec_zero(), x)));
+        nothing = vec_fmadd(x, vec_zero(), nothing); /* NaN of what is not finite */
     }
-    float size;
-    memcpy(&size, &highest, sizeof size);
-    const float scale = size / 127.0f;
-    return highest >= 0x7f800000 ? NAN : scale < FLT_MIN ? 0.0f : scale;
+    const float scale = vec_highest(highest) / 127.0f;
+    return vec_sum(nothing) != 0.0f ? NAN : scale < FLT_MIN ? 0.0f : scale;
 }
 
 /* The codes of 16 numbers, for a scale above 0. */
