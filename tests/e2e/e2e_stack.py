@@ -207,11 +207,15 @@ class Stack:
         return worker
 
     def wait_registered(self, worker: Worker) -> None:
-        """Until the frontend lists the model and this worker serves its system port."""
+        """Until the frontend lists the model, answers at its routes, and this worker serves its
+        system port.
+        """
         self.wait_for_frontend()
         wait_for(lambda: http(f"http://127.0.0.1:{worker.port}/metrics")[0] == 200 or not worker.running, "worker")
         self.wait_endpoint(worker)
         wait_for(lambda: f'"{MODEL}"' in http(f"{self.url}/v1/models")[1], "model in the frontend")
+        for route in ("chat/completions", "completions"):  # which it opens a moment later
+            wait_for(lambda url=f"{self.url}/v1/{route}": http(url, {})[0] != 404, route)
 
     def wait_endpoint(self, worker: Worker) -> None:
         """Until this worker is to be found, which does not yet make a model of it.

@@ -158,7 +158,7 @@ def noise(source: random.Random) -> Made:
 
 
 def deep(source: random.Random) -> Made:
-    depth = source.choice([17, 40, 400, 5000, 15_000])
+    depth = source.choice([33, 40, 400, 5000, 15_000])
     opening, closing = source.choice([("[", "]"), ('{"a":', "}")])
     data = opening * depth + "1" + closing * depth
     where = source.choice(

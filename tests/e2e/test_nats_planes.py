@@ -75,7 +75,7 @@ def test_prefixes_stay_with_their_worker_and_answers_stream(planes: NatsStack) -
         wait_for(cached, "the prefix is known")
         assert cached()
     stream = planes.client().completions.create(
-        model="tiny", prompt=prompt_of(7, 20), max_tokens=24, stream=True, extra_body={"ignore_eos": True}
+        model="tiny", prompt=prompt_of(7, 20), max_tokens=240, stream=True, extra_body={"ignore_eos": True}
     )
     assert sum(bool(chunk.choices) for chunk in stream) > 4
     for worker in planes.workers:

@@ -103,7 +103,6 @@ class Guard:
         if not new:
             return
         self._known.update(new)
-        logger.info("%d entries of discovery are removed when this process ends", len(self._known))
         if self._shell is None:
             self._shell = subprocess.Popen(
                 ["/bin/sh", "-c", _GUARD],
@@ -117,6 +116,7 @@ class Guard:
         assert self._shell.stdin is not None
         self._shell.stdin.write(b"".join(os.fsencode(path) + b"\n" for path in new))
         self._shell.stdin.flush()
+        logger.info("%d entries of discovery are removed when this process ends", len(self._known))
 
     def close(self) -> None:
         """Remove them now. Idempotent."""
