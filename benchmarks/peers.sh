@@ -4,11 +4,12 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: benchmarks/peers.sh [vllm] [llama]
+usage: benchmarks/peers.sh [vllm] [llama] [openvino]
 
-Makes .venv-vllm and .venv-llama beside .venv: vLLM's CPU build, and llama.cpp's Python package, built here for this
-processor. Both by default. They need about 6 GB, a C and a C++ compiler, and ten to twenty minutes.
-transformers, the third peer, is in .venv.
+Makes .venv-vllm, .venv-llama and .venv-openvino beside .venv: vLLM's CPU build, llama.cpp's Python package, built here
+for this processor, and OpenVINO GenAI. All by default. They need about 6 GB, a C and a C++ compiler, and ten to twenty
+minutes.
+transformers, another peer, is in .venv.
 
 environment:
   PYTHON   the Python that makes the environments (default: python3)
@@ -30,15 +31,20 @@ llama() {
         .venv-llama/bin/python -m pip install -q --no-cache-dir numpy gguf llama-cpp-python==0.3.36
 }
 
+openvino() {
+    environment .venv-openvino
+    .venv-openvino/bin/python -m pip install -q openvino-genai==2026.4.1.0
+}
+
 environment() {
     [[ -x $1/bin/python ]] || "${PYTHON:-python3}" -m venv "$1"
 }
 
 cd "$(dirname "$0")/.."
-(($#)) || set -- vllm llama
+(($#)) || set -- vllm llama openvino
 for each in "$@"; do
     case $each in
-        vllm | llama) ;;
+        vllm | llama | openvino) ;;
         -h | --help) usage; exit 0 ;;
         *) echo "peers.sh: unknown argument $each (see --help)" >&2; exit 1 ;;
     esac

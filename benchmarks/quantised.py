@@ -1,13 +1,14 @@
-"""Quantised weights against llama.cpp: the default model, the same GGUF file for both.
+"""Quantised weights against llama.cpp and OpenVINO: the default model, the same GGUF file for all.
 
-    benchmarks/peers.sh llama                 # once
+    benchmarks/peers.sh llama openvino        # once
     .venv/bin/python benchmarks/quantised.py  # ten minutes on a machine that does nothing else
     .venv/bin/python benchmarks/quantised.py --formats Q8_0 --kernels native-avx2 --no-results
 
 Prints, and writes `results/quantised.md`. ``Q4_1`` is the file as the package index has it;
-llama.cpp makes the others of it. Both keep the blocks packed. Ours computes in `--dtype` with exact
+llama.cpp makes the others of it. All keep the blocks packed. Ours computes in `--dtype` with exact
 numerics, once as it does by default, its sums in float32, and once with `--activation-dtype int8`:
-llama.cpp, too, rounds activations to 8 bits and multiplies integers.
+llama.cpp, too, rounds activations to 8 bits and multiplies integers. A ratio is of ours to the
+faster peer.
 
 Cases: ``1``, ``8``, ``32`` are as many prompts of 64 tokens and 64 new tokens each, greedy; what
 counts is the time in which all of them decode. ``prompt`` is one prompt of 1,024 tokens and the
@@ -20,6 +21,7 @@ llama``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
 import os
@@ -83,7 +85,8 @@ def speed(answer: Callable[[Task], Reply], case: str, number: int) -> float:
     return shape.prompt / elapsed if case == "prompt" else reply.decode_tokens / reply.decode_s
 
 
-THEIRS = "llama.cpp"
+PEERS = {"llama.cpp": ("llama", "decode_llama.py"), "OpenVINO": ("openvino", "decode_openvino.py")}
+"""As `peers.sh` calls them, and what drives them there."""
 OURS = {"ours": "auto", "ours, int8 activations": "int8"}
 """`EmbeddedConfig.activation_dtype`, by name."""
 
@@ -99,12 +102,13 @@ def render(
         f"{DEFAULT_MODEL}, {arguments.dtype}, {made_by}, {platform.machine()}, {arguments.threads} threads,",
         f"load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds, tokens per second.",
         "",
-        f"| format | case | {THEIRS} | {' | '.join(f'{name} | ratio' for name in OURS)} |",
-        f"| --- | --- | --- | {' | '.join('--- | ---' for _ in OURS)} |",
+        f"| format | case | {' | '.join(arguments.peers)} | {' | '.join(f'{name} | ratio' for name in OURS)} |",
+        f"| --- | --- | {' | '.join('---' for _ in arguments.peers)} | {' | '.join('--- | ---' for _ in OURS)} |",
     ]
     for form, case, best in rows:
-        ours = " | ".join(f"{best[name]:.0f} | {best[name] / best[THEIRS]:.2f}" for name in OURS)
-        lines.append(f"| {form} | {case} | {best[THEIRS]:.0f} | {ours} |")
+        theirs = [best[name] for name in arguments.peers]
+        ours = " | ".join(f"{best[name]:.0f} | {best[name] / max(theirs):.2f}" for name in OURS)
+        lines.append(f"| {form} | {case} | {' | '.join(f'{speed:.0f}' for speed in theirs)} | {ours} |")
     return "\n".join(lines) + "\n"
 
 
@@ -132,28 +136,33 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="as the launch scripts")
     parser.add_argument("--kernels", default="auto", help="as of the worker")
-    parser.add_argument("--llama", type=Path, default=root / ".venv-llama/bin/python", help="Python of its environment")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER")
+    parser.add_argument("--environments", type=Path, default=root, help="where peers.sh made them")
     parser.add_argument("--no-results", action="store_true", help="print, and leave the results as they are")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = _parse()
-    if not arguments.llama.is_file():
-        raise SystemExit("llama.cpp is not installed; benchmarks/peers.sh llama installs it")
+    pythons = {name: arguments.environments / f".venv-{PEERS[name][0]}/bin/python" for name in PEERS}
+    for name in {"llama.cpp", *arguments.peers}:
+        if not pythons[name].is_file():
+            raise SystemExit(f"{name} is not installed; benchmarks/peers.sh {PEERS[name][0]} installs it")
     load = os.getloadavg()[0]
     torch.set_num_threads(arguments.threads)
     rows, made_by = [], ""
     with tempfile.TemporaryDirectory() as directory:
-        for form, path in write_formats(Path(directory), arguments.formats, arguments.llama).items():
+        for form, path in write_formats(Path(directory), arguments.formats, pythons["llama.cpp"]).items():
             checkpoint = convert_gguf(path, model_cache(os.environ), say, keeps_blocks=True)
             engines = {
                 name: engine_of(checkpoint, activation_dtype, arguments) for name, activation_dtype in OURS.items()
             }
             made_by = next(iter(engines.values())).session.stepper.model.made_by
-            with peer(arguments.llama, path, arguments.threads, "decode_llama.py") as theirs:
+            with contextlib.ExitStack() as stack:
                 answers = {name: functools.partial(decode_ours.answer, engine) for name, engine in engines.items()}
-                answers[THEIRS] = theirs
+                for name in arguments.peers:
+                    script = PEERS[name][1]
+                    answers[name] = stack.enter_context(peer(pythons[name], path, arguments.threads, script))
                 for case in arguments.cases:
                     best = dict.fromkeys(answers, 0.0)
                     for number in range(-1, arguments.rounds):  # one turn that does not count
