@@ -85,7 +85,7 @@ class Mirostat(ShapingProcessor):
     def __init__(self, args: Args, context: Context) -> None:
         self.tau, self.eta = args.tau, args.eta
         self._mus = [2.0 * args.tau]  # before generated token 0, 1, ...
-        self._index = -1  # generated token that `_surprisals` is about
+        self._observed = (-1, 0)  # `num_generated` and `num_outside` where `_surprisals` is about the next token
         self._surprisals: torch.Tensor | None = None
 
     @property
@@ -99,7 +99,7 @@ class Mirostat(ShapingProcessor):
 
     def advance(self, token_id: int, index: int) -> None:
         mu = self._mus[-1]
-        if self._surprisals is not None and self._index == index:
+        if self._surprisals is not None and self._observed == (index, self.num_outside):
             surprisal = float(self._surprisals[token_id])
             if math.isfinite(surprisal):
                 mu -= self.eta * (surprisal - self.tau)
@@ -107,7 +107,7 @@ class Mirostat(ShapingProcessor):
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         del self._mus[len(self._mus) - len(token_ids) :]
-        if self._index >= len(self._mus):  # it belonged to a discarded history
+        if self._observed[0] >= len(self._mus):  # it belonged to a discarded history
             self._surprisals = None
         return True
 
@@ -121,7 +121,7 @@ class Mirostat(ShapingProcessor):
         unlikely = (surprisals > mus.to(logits.device, non_blocking=True)) & (logits < logits.amax(-1, keepdim=True))
         logits.masked_fill_(unlikely, -torch.inf)
         for processor, row in zip(processors, _surprisals(logits), strict=True):
-            processor._index, processor._surprisals = processor.num_generated, row
+            processor._observed, processor._surprisals = (processor.num_generated, processor.num_outside), row
 
     def __getstate__(self) -> dict[str, Any]:
         """The state with a copy of the observed row instead of a view of its batch."""

@@ -48,7 +48,7 @@ def _check(seed: int) -> None:
             run_check(subject, check)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, 2, 291])  # 291: mirostat of an answer that begins with forced tokens
 def test_some_builtins_together(seed: int) -> None:
     _check(seed)
 
