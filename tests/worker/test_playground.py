@@ -94,7 +94,7 @@ def test_the_policy_lets_nothing_else_in() -> None:
         assert lines["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.filterwarnings("ignore:.*tool.setuptools.ext-modules")
+@pytest.mark.filterwarnings("ignore:.*tool.setuptools")
 def test_a_wheel_has_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     distribution = Distribution()
