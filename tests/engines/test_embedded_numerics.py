@@ -188,7 +188,7 @@ def bits_test(max_examples: int) -> Callable[..., None]:
 
 
 test_logits_are_the_same_bits = bits_test(6)
-test_logits_are_the_same_bits_in_many_runs = pytest.mark.campaign(bits_test(100))
+test_logits_are_the_same_bits_in_many_runs = pytest.mark.campaign(pytest.mark.timeout(1200)(bits_test(100)))
 
 
 def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(checkpoints: dict[str, Path]) -> None:
