@@ -395,6 +395,7 @@ class RequestServer:
             return task.result()
         finally:
             self._in_loop(self._end_admission, admitted, admission)
+            del task, admission  # they hold the exception, whose traceback has this frame: the request would stay
 
     def _end_admission(self, admitted: InFlightRequest, admission: _Admission) -> None:
         admission.task.cancel()  # nobody waits for it any more, and it may not be done

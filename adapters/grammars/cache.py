@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -144,7 +144,7 @@ class GrammarCache:
             self._compile(digest, grammar, None, wanted)
             return wanted
         trial = self.sandbox.submit(grammar, client, partial(self._known, digest))
-        wanted.add_done_callback(lambda done: trial.cancel() if done.cancelled() else None)
+        wanted.add_done_callback(partial(_cancel_too, ref(trial)))  # each would keep the other, and the grammar
         trial.add_done_callback(partial(self._tried, digest, grammar, wanted))
         return wanted
 
@@ -245,6 +245,12 @@ def _trim() -> None:
 
 def _digest(grammar: str) -> bytes:
     return hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+
+
+def _cancel_too(trial: ref[Future[Verdict]], done: Future[Compiled]) -> None:
+    other = trial()
+    if done.cancelled() and other is not None:
+        other.cancel()
 
 
 def _pass_on(wanted: Future[Compiled], done: Future[Compiled]) -> None:
