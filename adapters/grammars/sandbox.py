@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+from weakref import ref
 
 from adapters.grammars.feedback_queue import FeedbackQueue, QueueEntry, levels_up_to
 from adapters.grammars.sandbox_process import Frames, frame
@@ -87,7 +88,7 @@ class Verdict:
     cpu_s: float = 0.0
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class _Job(QueueEntry):
     id: int = 0
     grammar: str = ""
@@ -209,7 +210,7 @@ class GrammarSandbox:
         """
         deadline = time.monotonic() + self._max_wait_s
         job = _Job(object() if client is None else client, grammar=grammar, known=known, deadline=deadline)
-        job.future.add_done_callback(partial(self._done, job))
+        job.future.add_done_callback(partial(self._done, ref(job)))  # each would keep the other, and the grammar
         if not self._tell(partial(self._add, job)):
             job.future.set_exception(SandboxUnavailable("is closed"))
         return job.future
@@ -361,10 +362,11 @@ class GrammarSandbox:
         if gone is not None:
             self._fail(gone, "busy", SandboxBusy("too many grammars wait to be compiled"))
 
-    def _done(self, job: _Job, future: Future[Verdict]) -> None:
+    def _done(self, job: ref[_Job], future: Future[Verdict]) -> None:
         """A future is done, possibly cancelled; called in any thread."""
-        if future.cancelled():
-            self._tell(partial(self._cancel, job))
+        cancelled = job() if future.cancelled() else None
+        if cancelled is not None:
+            self._tell(partial(self._cancel, cancelled))
 
     def _cancel(self, job: _Job) -> None:
         self._stop(job)

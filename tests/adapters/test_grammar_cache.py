@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+from weakref import ref
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -65,6 +66,27 @@ def test_the_least_recently_used_goes_when_the_bytes_are_taken(
     assert cache.num_misses == misses
     cache.compiled(regex(WORDS[1]))
     assert cache.num_misses == misses + 1
+
+
+def test_what_was_asked_for_is_freed_without_the_garbage_collector(
+    tokenizer: LLTokenizer, sandbox: GrammarSandbox
+) -> None:
+    """A grammar may have a megabyte, and a collection may be far away."""
+    cache = cache_of(tokenizer, sandbox)
+    gc.collect()
+    gc.disable()
+    try:
+        for grammar, refusal in ((regex("a|b"), type(None)), (regex("("), GrammarRefused)):
+            wanted = cache.request(grammar)
+            assert isinstance(wanted.exception(FOREVER_S), refusal)
+            left = ref(wanted)
+            del wanted
+            number = 0
+            while left() is not None:  # until the threads that compiled it do something else
+                number += 1
+                cache.request(regex(f"other {number}")).result(FOREVER_S)
+    finally:
+        gc.enable()
 
 
 def test_free_memory_goes_back_to_the_system_now_and_then(
