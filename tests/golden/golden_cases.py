@@ -31,8 +31,10 @@ TEXT = (
 )
 """Long enough for a prompt of several KV blocks and several chunks."""
 
-SHORT_TEXT = "Once upon a time the quick brown fox met the lazy dog near the river. The fox asked:"
-"""The same for a model whose prompts take long: more than one KV block, and text that goes on."""
+SHORT_TEXT = "Some random words about the quick brown fox and the lazy dog: river, fox, lazy, quick, dog, moss,"
+"""The same for a model whose prompts take long: more than one KV block, and many tokens are likely
+to follow, so that truncation and penalties change texts of a few tokens.
+"""
 
 THINKING = "<think>"
 """Opens a thinking section at the end of the prompt, for processors that act in one."""
