@@ -178,11 +178,19 @@ class Cases:
             plain: The answer to `plain`, six tokens at least.
         """
         acting = _acting(list(plain), min(self._vocabulary.eos_token_ids))
-        phrase = self._vocabulary.tokenizer.decode(list(plain[1:4]))
-        if phrase.isascii():
+        phrase = self._phrase_in(plain)
+        if phrase is not None:
             acting["phrase_ban"] = [({"phrases": [phrase]}, ())]
         names = {**{name: [fields] for name, fields in FIELDS.items()}, **EXAMPLES, **_THIRD_PARTY_ARGUMENTS}
         return [case for name in names for case in self._of(name, names[name], acting.get(name, []))]
+
+    def _phrase_in(self, plain: Sequence[int]) -> str | None:
+        """The first three tokens that are whole characters: the last one takes the others back."""
+        for start in range(1, len(plain) - 2):
+            text = self._vocabulary.tokenizer.decode(list(plain[start : start + 3]))
+            if "\N{REPLACEMENT CHARACTER}" not in text:
+                return text
+        return None
 
     def _of(self, name: str, examples: Sequence[Arguments], acting: Sequence[Acting]) -> list[Case]:
         found = []
