@@ -141,14 +141,17 @@ def test_a_request_that_is_suspended_goes_on_where_its_client_has_stopped(engine
     assert (results[0].token_ids, results[0].logprobs) == (plain.token_ids, plain.logprobs)
 
 
-def test_an_answer_that_goes_on_after_sent_tokens_holds_back_what_it_may_take_back(engine: Engine) -> None:
-    (free,) = engine.generate(PROMPTS[0], params())
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.8, "seed": 4}])
+def test_an_answer_that_goes_on_after_sent_tokens_holds_back_what_it_may_take_back(
+    engine: Engine, changes: dict[str, Any]
+) -> None:
+    (free,) = engine.generate(PROMPTS[0], params(**changes))
     named = ban(phrase_in(free.text, 10, 5))
-    plain = engine.generate(PROMPTS[0], params(), processors=named)[0].token_ids
+    plain = engine.generate(PROMPTS[0], params(**changes), processors=named)[0].token_ids
     num_common = next(i for i, (a, b) in enumerate(zip(free.token_ids, plain, strict=True)) if a != b)
     assert num_common > 1, "nothing was sent before the phrase began"
     for num_sent in range(1, num_common + 1):
-        engine.add(PROMPTS[0], params(), named)
+        engine.add(PROMPTS[0], params(**changes), named)
         (group,) = engine.session._groups.values()
         request = group.answers[0].request
         assert request.chain is not None
