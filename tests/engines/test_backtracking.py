@@ -149,7 +149,7 @@ def test_an_answer_that_goes_on_after_sent_tokens_holds_back_what_it_may_take_ba
     named = ban(phrase_in(free.text, 10, 5))
     plain = engine.generate(PROMPTS[0], params(**changes), processors=named)[0].token_ids
     num_common = next(i for i, (a, b) in enumerate(zip(free.token_ids, plain, strict=True)) if a != b)
-    assert num_common > 1, "nothing was sent before the phrase began"
+    assert num_common, "nothing was sent before the phrase began"
     for num_sent in range(1, num_common + 1):
         engine.add(PROMPTS[0], params(**changes), named)
         (group,) = engine.session._groups.values()
