@@ -378,8 +378,8 @@ DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens":
 SERVED_MODES: tuple[Mode, ...] = (
     Served("aggregated", ()),
     Served("disaggregated", PREFILL, DECODE, at_once=16),
-    Killed("migrated", (), num_workers=3, at_once=4),
-    Killed("migrated, disaggregated", DECODE, num_workers=3, at_once=4, beside=PREFILL),
+    Killed("migrated", (), num_workers=3, at_once=3),
+    Killed("migrated, disaggregated", DECODE, num_workers=3, at_once=3, beside=PREFILL),
     Crowded("preempted", SMALL, at_once=8),
     Served("chunked prefill", ("--max-num-batched-tokens", "8", "--max-num-seqs", "4"), at_once=4),
     Served("batched", (), at_once=64),
