@@ -141,6 +141,47 @@ def test_a_request_that_is_suspended_goes_on_where_its_client_has_stopped(engine
     assert (results[0].token_ids, results[0].logprobs) == (plain.token_ids, plain.logprobs)
 
 
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.8, "seed": 4}])
+def test_an_answer_that_goes_on_after_sent_tokens_holds_back_what_it_may_take_back(
+    engine: Engine, changes: dict[str, Any]
+) -> None:
+    (free,) = engine.generate(PROMPTS[0], params(**changes))
+    named = ban(phrase_in(free.text, 10, 5))
+    plain = engine.generate(PROMPTS[0], params(**changes), processors=named)[0].token_ids
+    num_common = next(i for i, (a, b) in enumerate(zip(free.token_ids, plain, strict=True)) if a != b)
+    assert num_common, "nothing was sent before the phrase began"
+    for num_sent in range(1, num_common + 1):
+        engine.add(PROMPTS[0], params(**changes), named)
+        (group,) = engine.session._groups.values()
+        request = group.answers[0].request
+        assert request.chain is not None
+        for token_id in plain[:num_sent]:  # as admission does
+            request.tokens.append(token_id)
+            request.chain.accept(token_id, len(request.tokens) - 1)
+        while not group.is_done:
+            engine.step()
+        assert group.answers[0].error is None
+        assert group.answers[0].token_ids == plain[num_sent:], num_sent
+
+
+def test_a_phrase_that_begins_in_a_token_that_was_sent_fails_the_request(engine: Engine) -> None:
+    (free,) = engine.generate(PROMPTS[0], params())
+    named = ban(phrase_in(free.text, 10, 5))
+    plain = engine.generate(PROMPTS[0], params(), processors=named)[0].token_ids
+    num_common = next(i for i, (a, b) in enumerate(zip(free.token_ids, plain, strict=True)) if a != b)
+    engine.add(PROMPTS[0], params(), named)
+    (group,) = engine.session._groups.values()
+    request = group.answers[0].request
+    assert request.chain is not None
+    for token_id in free.token_ids[: num_common + 1]:  # by an engine that does not hold it back
+        request.tokens.append(token_id)
+        request.chain.accept(token_id, len(request.tokens) - 1)
+    while not group.is_done:
+        engine.step()
+    position = request.prompt_length + num_common
+    assert f"begins at position {position}, which has been sent already" in (group.answers[0].error or "")
+
+
 def check_held(text: str, sent: str, phrase: str) -> None:
     """Nothing of what may become the phrase has been sent."""
     assert phrase not in sent

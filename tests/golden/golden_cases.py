@@ -31,8 +31,10 @@ TEXT = (
 )
 """Long enough for a prompt of several KV blocks and several chunks."""
 
-SHORT_TEXT = "Once upon a time the quick brown fox met the lazy dog near the river. The fox asked:"
-"""The same for a model whose prompts take long: more than one KV block, and text that goes on."""
+SHORT_TEXT = "Some random words about the quick brown fox and the lazy dog: river, fox, lazy, quick, dog, moss,"
+"""The same for a model whose prompts take long: more than one KV block, and many tokens are likely
+to follow, so that truncation and penalties change texts of a few tokens.
+"""
 
 THINKING = "<think>"
 """Opens a thinking section at the end of the prompt, for processors that act in one."""
@@ -176,11 +178,19 @@ class Cases:
             plain: The answer to `plain`, six tokens at least.
         """
         acting = _acting(list(plain), min(self._vocabulary.eos_token_ids))
-        phrase = self._vocabulary.tokenizer.decode(list(plain[1:4]))
-        if phrase.isascii():
+        phrase = self._phrase_in(plain)
+        if phrase is not None:
             acting["phrase_ban"] = [({"phrases": [phrase]}, ())]
         names = {**{name: [fields] for name, fields in FIELDS.items()}, **EXAMPLES, **_THIRD_PARTY_ARGUMENTS}
         return [case for name in names for case in self._of(name, names[name], acting.get(name, []))]
+
+    def _phrase_in(self, plain: Sequence[int]) -> str | None:
+        """The first three tokens that are whole characters: the last one takes the others back."""
+        for start in range(1, len(plain) - 2):
+            text = self._vocabulary.tokenizer.decode(list(plain[start : start + 3]))
+            if "\N{REPLACEMENT CHARACTER}" not in text:
+                return text
+        return None
 
     def _of(self, name: str, examples: Sequence[Arguments], acting: Sequence[Acting]) -> list[Case]:
         found = []

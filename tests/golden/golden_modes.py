@@ -163,8 +163,10 @@ class Speculated(OneWorker):
     """Tokens are drafted by n-grams too, not by chains alone, as in every mode."""
 
     longest = 0
+    is_large = False
 
     async def _start(self, bench: Bench, *argv: str) -> LocalWorker:
+        self.is_large = bench.is_large
         return await bench.worker(*argv, engine=DraftingEngine(embedded_config(bench.arguments(*argv))))
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
@@ -172,8 +174,8 @@ class Speculated(OneWorker):
         return await super().requests(case, alone)
 
     def _check(self, worker: LocalWorker) -> None:
-        if self.longest < 16:
-            return  # there may be nothing to look up in texts so short
+        if self.longest < 16 and not self.is_large:
+            return  # there may be nothing to look up in texts so short; those of a large model repeat its prompt
         proposed, accepted = worker.engine.speculation()["ngram"]
         assert accepted, f"none of {proposed} drafted tokens were accepted"
 

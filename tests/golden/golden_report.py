@@ -52,7 +52,7 @@ def overview(runs: Mapping[str, Run]) -> str:
         f"| {name} | {run['computed_by']} | {sum(run['texts'].values())} | {run['texts'].get('migrated', 0)} |"
         for name, run in runs.items()
     ]
-    head = "| run | computed by | equal texts | of these migrated |"
+    head = "| run | computed by | equal texts | of these in column *migrated* |"
     return "\n".join([head, "| --- | --- | --- | --- |", *rows])
 
 

@@ -96,29 +96,32 @@ class Served:
         """The token ids of an answer, as they come.
 
         Raises:
-            Refused: before the first one.
-            Failed: after it.
+            Refused: a worker refuses the request before the first one.
+            Failed: anything else, an error of the frontend's own before the first one too.
         """
         started, request_id = False, str(uuid.uuid4())
         url, body = f"{self._stack.url}/v1/chat/completions", body_of(case, stream=True)
         async with self.client.stream("POST", url, json=body, headers={"x-dynamo-request-id": request_id}) as answer:
             if answer.status_code != 200:
-                raise Refused(_message(json.loads(await answer.aread())))
+                raise self._error(request_id, answer.status_code, json.loads(await answer.aread()))
             async for line in answer.aiter_lines():
                 event = _event(line)
                 if event is None:
                     continue
                 if not event.get("choices") and "usage" not in event:
-                    raise (Failed if started else Refused)(self._reason(request_id) or _message(event))
+                    error = self._error(request_id, 0, event)
+                    raise Failed(f"{error} (after its first token)") if started else error
                 for token_id in _token_ids(event):
                     started = True
                     yield token_id
 
-    def _reason(self, request_id: str) -> str | None:
-        """Why a worker refused a request; 1.4.2's frontend keeps it from the client of a stream."""
+    def _error(self, request_id: str, status: int, event: Mapping[str, Any]) -> Refused | Failed:
+        """What became of a request without an answer; ``status`` is 0 in a stream, whose client
+        1.4.2's frontend does not tell why a worker refused it.
+        """
         logs = "\n".join(worker.log for worker in self._stack.workers)
-        found = re.search(rf"request {request_id} refused: (.+)", logs)
-        return found and found[1]
+        found = re.search(rf"request {request_id} refused: (?!prefill_result)(.+)", logs)
+        return Refused(found[1]) if found else error_of(status, event)
 
 
 class Crowded(Served):
@@ -155,7 +158,7 @@ class ServedNthChoice(Choices):
         body = body_of(case, n=NUM_CHOICES, stream=case.sampling == "seeded")
         answer = await self._served.client.post(f"{self._url}/v1/chat/completions", json=body)
         if answer.status_code != 200:
-            raise Refused(_message(answer.json()))
+            raise error_of(answer.status_code, answer.json())
         found: list[list[int]] = [[] for _ in range(NUM_CHOICES)]
         events = map(_event, answer.text.splitlines()) if body["stream"] else [answer.json()]
         for event in filter(None, events):
@@ -170,7 +173,9 @@ class Killed(Served):
     """Workers are killed (-9) while they answer, and the frontend migrates what they served.
 
     Requests come in rounds. In each, one worker dies when the longest answer has come to a random
-    token, with everything that it serves; the next round has a new worker in its place.
+    token and every other one has begun, with everything that it serves; the next round has a new
+    worker in its place. A frontend of 1.4.2 answers a request with a 500 that it sends to a worker
+    in the milliseconds after its death (docs/reliability.md): so none is sent then.
 
     Args:
         name: Column of the matrix.
@@ -191,7 +196,7 @@ class Killed(Served):
         self._source = random.Random(20_261_122)
         self._alive: list[Worker] = []
         self.num_kills = 0
-        self.num_moved = 0
+        self.num_continued = 0
 
     @asynccontextmanager
     async def running(self, bench: Bench) -> AsyncIterator[None]:
@@ -200,9 +205,10 @@ class Killed(Served):
         async with super().running(bench):
             self._alive = self._stack.workers[-self._num_workers :]
             yield
-        say(f"{self.name}: {self.num_kills} workers killed, {self.num_moved} answers moved")
+            self.num_continued += sum(_num_continued(worker) for worker in self._alive)
+        say(f"{self.name}: {self.num_kills} workers killed, {self.num_continued} answers went on in another one")
         assert self.num_kills >= NUM_KILLS, f"{self.num_kills} workers were killed, {NUM_KILLS} wanted"
-        assert self.num_moved >= NUM_KILLS, f"{self.num_moved} answers moved"
+        assert self.num_continued >= NUM_KILLS, f"{self.num_continued} answers went on in another worker"
 
     async def requests(self, case: Case, alone: Sequence[int]) -> Sequence[Request]:
         self._rounds.expect()
@@ -210,27 +216,29 @@ class Killed(Served):
 
     async def tokens(self, request: Request) -> list[int]:
         tokens: list[int] = []
-        async with self._rounds.member(len(request.expected)) as is_longest:
-            cut = self._source.randrange(1, max(2, len(request.expected) * 3 // 4)) if await is_longest() else 0
+        async with self._rounds.member(len(request.expected)) as member:
+            longest = await member.is_longest()
+            cut = self._source.randrange(1, max(2, len(request.expected) * 3 // 4)) if longest else 0
             async for token_id in self._stream(request.case):
                 tokens.append(token_id)
+                await member.begin()
                 if len(tokens) == cut:
+                    await member.all_have_begun()
                     await asyncio.to_thread(self._kill)
         return tokens
 
     def _kill(self) -> None:
         """Kill a worker that answers; nothing if none does any more."""
-        busy = [(worker, worker.metric("dlw_in_flight_requests")) for worker in self._alive]
-        busy = [one for one in busy if one[1]]
+        busy = [worker for worker in self._alive if worker.metric("dlw_in_flight_requests")]
         if busy:
-            worker, num_in_flight = self._source.choice(busy)
+            worker = self._source.choice(busy)
+            self.num_continued += _num_continued(worker)
             worker.end()
             self._alive.remove(worker)
             self.num_kills += 1
-            self.num_moved += int(num_in_flight)
 
     async def _replace(self) -> None:
-        """Start a worker in the place of one that died, once discovery has forgotten that (10 s).
+        """Start a worker in the place of one that died, once discovery has forgotten that.
 
         Until then a frontend of 1.4.2 may send requests to the dead one: when instances change, and
         where it died without an answer under way (docs/reliability.md).
@@ -258,9 +266,9 @@ class Rounds:
     def __init__(self, size: int, between: Callable[[], Awaitable[None]]) -> None:
         self._most = size
         self._between = between
-        self._changed = asyncio.Condition()
+        self.changed = asyncio.Condition()
+        self.members: list[Member] = []
         self._num_expected = 0
-        self._lengths: list[int] = []
         self._num_left = 0
 
     def expect(self) -> None:
@@ -268,33 +276,58 @@ class Rounds:
         self._num_expected += 1
 
     @asynccontextmanager
-    async def member(self, length: int) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
-        """One member; yields a call that tells whether it is the longest of the full round."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self._lengths) < self._size)
-            place = len(self._lengths)
-            self._lengths.append(length)
-            self._changed.notify_all()
-
-        async def is_longest() -> bool:
-            async with self._changed:
-                await self._changed.wait_for(lambda: len(self._lengths) == self._size)
-                return self._lengths.index(max(self._lengths)) == place
-
+    async def member(self, length: int) -> AsyncIterator[Member]:
+        """One member; it has ``length`` to be compared with that of others."""
+        member = Member(self, length)
+        async with self.changed:
+            await self.changed.wait_for(lambda: not self.is_full)
+            self.members.append(member)
+            self.changed.notify_all()
         try:
-            yield is_longest
+            yield member
         finally:
-            async with self._changed:
+            await member.begin()
+            async with self.changed:
                 self._num_left += 1
-                if self._num_left == self._size:
+                if self.is_full and self._num_left == len(self.members):
                     await self._between()
-                    self._num_expected -= self._size
-                    self._lengths, self._num_left = [], 0
-                self._changed.notify_all()
+                    self._num_expected -= self._num_left
+                    self.members, self._num_left = [], 0
+                self.changed.notify_all()
 
     @property
-    def _size(self) -> int:
-        return min(self._most, self._num_expected)
+    def is_full(self) -> bool:
+        """Whether all members of the round have come."""
+        return len(self.members) == min(self._most, self._num_expected)
+
+
+class Member:
+    """One member of a round."""
+
+    def __init__(self, rounds: Rounds, length: int) -> None:
+        self._rounds = rounds
+        self._length = length
+        self._has_begun = False
+
+    async def is_longest(self) -> bool:
+        """Whether no earlier member of the full round is as long, and no later one longer."""
+        async with self._rounds.changed:
+            await self._rounds.changed.wait_for(lambda: self._rounds.is_full)
+            return max(self._rounds.members, key=lambda member: member._length) is self
+
+    async def begin(self) -> None:
+        """Tell the others; one that leaves has begun too."""
+        if not self._has_begun:
+            async with self._rounds.changed:
+                self._has_begun = True
+                self._rounds.changed.notify_all()
+
+    async def all_have_begun(self) -> None:
+        """Wait for every member of the full round."""
+        async with self._rounds.changed:
+            await self._rounds.changed.wait_for(
+                lambda: self._rounds.is_full and all(member._has_begun for member in self._rounds.members)
+            )
 
 
 def _with_processors(environ: Mapping[str, str]) -> dict[str, str]:
@@ -321,6 +354,16 @@ def _token_ids(event: Mapping[str, Any]) -> list[int]:
     return [int(entry["token"].removeprefix(PREFIX)) for entry in entries]
 
 
+def _num_continued(worker: Worker) -> int:
+    """Answers that went on in it after another worker."""
+    return int(worker.metric("dlw_continued_requests_total"))
+
+
+def error_of(status: int, event: Mapping[str, Any]) -> Refused | Failed:
+    """The client's fault is a refusal; everything else is a failure, though no token had come."""
+    return (Refused if 400 <= status < 500 else Failed)(_message(event))
+
+
 def _message(event: Mapping[str, Any]) -> str:
     error = event.get("error", event)
     return str(error.get("message", error) if isinstance(error, dict) else error)
@@ -335,8 +378,8 @@ DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens":
 SERVED_MODES: tuple[Mode, ...] = (
     Served("aggregated", ()),
     Served("disaggregated", PREFILL, DECODE, at_once=16),
-    Killed("migrated", (), num_workers=3, at_once=4),
-    Killed("migrated, disaggregated", DECODE, num_workers=3, at_once=4, beside=PREFILL),
+    Killed("migrated", (), num_workers=3, at_once=3),
+    Killed("migrated, disaggregated", DECODE, num_workers=3, at_once=3, beside=PREFILL),
     Crowded("preempted", SMALL, at_once=8),
     Served("chunked prefill", ("--max-num-batched-tokens", "8", "--max-num-seqs", "4"), at_once=4),
     Served("batched", (), at_once=64),

@@ -14,8 +14,8 @@ from golden_cases import FIELDS, SAMPLINGS, THIRD_PARTIES, Case
 from golden_matrix import CellFailed, Matrix, compare_all, run
 from golden_modes import MODES, Request
 from golden_report import RECORD, markdown, overview, read, terminal, write
-from golden_served import SERVED_MODES, Rounds
-from golden_workers import Bench, Refused
+from golden_served import SERVED_MODES, Rounds, error_of
+from golden_workers import Bench, Failed, Refused
 
 from adapters.processors import BUILTINS
 from worker.tiny_model import write_tiny_model
@@ -203,8 +203,8 @@ async def test_a_round_begins_when_the_last_one_has_ended() -> None:
     rounds = Rounds(2, between)
 
     async def take_part(number: int) -> None:
-        async with rounds.member(number) as is_longest:
-            events.append(f"{number} {await is_longest()}")
+        async with rounds.member(number) as member:
+            events.append(f"{number} {await member.is_longest()}")
 
     for _ in range(5):
         rounds.expect()
@@ -215,3 +215,48 @@ async def test_a_round_begins_when_the_last_one_has_ended() -> None:
         "4 True",
     ]
     assert [event for event in events if event == "between"] == ["between"] * 3
+
+
+async def test_a_member_can_wait_until_the_others_of_its_round_have_begun_or_left() -> None:
+    events: list[str] = []
+
+    async def between() -> None:
+        events.append("between")
+
+    rounds = Rounds(3, between)
+
+    async def waits() -> None:
+        async with rounds.member(9) as member:
+            await member.begin()
+            await member.all_have_begun()
+            events.append("all have begun")
+
+    async def begins() -> None:
+        async with rounds.member(1) as member:
+            assert not await member.is_longest()
+            events.append("one begins")
+            await member.begin()
+            await member.all_have_begun()
+
+    async def leaves() -> None:
+        async with rounds.member(2) as member:
+            assert not await member.is_longest()
+            events.append("one leaves")
+
+    for _ in range(3):
+        rounds.expect()
+    await asyncio.gather(waits(), begins(), leaves())
+    assert sorted(events[:2]) == ["one begins", "one leaves"]
+    assert events[2:] == ["all have begun", "between"]
+
+
+# What a client sees over real processes
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, Refused), (422, Refused), (500, Failed), (503, Failed), (0, Failed)]
+)
+def test_an_error_that_is_not_the_clients_fault_is_no_refusal(status: int, kind: type[Exception]) -> None:
+    error = error_of(status, {"error": {"message": "Failed to generate completions", "code": status}})
+    assert type(error) is kind
+    assert str(error) == "Failed to generate completions"

@@ -83,6 +83,8 @@ class Request:
         keeps_kv: Whether its pages are pinned for transfer when it ends; see `KvConnector.lease`.
         cache_salt: It shares KV only with requests of the same salt.
         speculates: Whether tokens may be drafted for it.
+        first_new: Position of the first token that is sampled since it was added last: those before
+            are the prompt and what has been sent already, here or by another worker.
         arrival: Number in the order of arrival, given by the scheduler.
         pages: Its page table, while it runs: position p is in ``pages[p // page_size]`` at slot
             ``p % page_size``.
@@ -109,6 +111,7 @@ class Request:
     keeps_kv: bool = False
     cache_salt: str | None = None
     speculates: bool = True
+    first_new: int = 0
     arrival: int = -1
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0

@@ -446,7 +446,7 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
 
 
 def _rolled_back(request: Request, chain: ProcessorChain, position: int) -> Output:
-    if position >= request.prompt_length:
+    if position >= request.first_new:
         return Output(request.id, rolled_back_to=position)
     # only where another engine sent what this one would have held back
     problem = f"a phrase that must not be written begins at position {position}, which has been sent already"

@@ -61,6 +61,7 @@ class Stepper:
 
     def add(self, request: Request, kv: KvHandle | None = None) -> None:
         """Queue a request; one with a handle joins once the KV that it describes has arrived."""
+        request.first_new = len(request.tokens)
         if request.tap is not None:
             self._tapped.add(request.id)
         if kv is None:

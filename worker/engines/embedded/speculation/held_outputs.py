@@ -60,7 +60,7 @@ class HeldOutputs:
             if request is None:
                 passed.append(output)
                 continue
-            held = self._held.setdefault(request.id, _Held(request, request.prompt_length))
+            held = self._held.setdefault(request.id, _Held(request, request.first_new))
             held.take(output)
             if output.finish_reason is not None:
                 passed += held.pass_on(held.position)
