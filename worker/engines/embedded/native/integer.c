@@ -155,7 +155,7 @@ multiply_panel(int rows, int bits, int has_dot, const quantised_t *q, const roun
         break;
 EACH_NUMBER(multiply_nibbles, 4, 0)
 EACH_NUMBER(multiply_bytes, 8, 0)
-#ifdef __AVX512F__
+#ifdef CAN_HAVE_DOT
 EACH_NUMBER(multiply_nibbles_dot, 4, 1)
 EACH_NUMBER(multiply_bytes_dot, 8, 1)
 #endif
@@ -167,7 +167,7 @@ typedef void multiply_t(int, const quantised_t *, const rounded_t *, int64_t, in
 static multiply_t *
 multiply_of(int32_t bits)
 {
-#ifdef __AVX512F__
+#ifdef CAN_HAVE_DOT
     if (processor_has_dot())
         return bits == 4 ? multiply_nibbles_dot : multiply_bytes_dot;
 #endif

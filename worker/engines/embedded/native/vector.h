@@ -44,6 +44,13 @@ smaller(int64_t a, int64_t b)
 #include "vector_generic.h"
 #endif
 
+#ifndef CAN_HAVE_DOT
+/* Paths without an instruction for sums of four products of bytes; `vector_avx512.h` says what these are. */
+INLINED int processor_has_dot(void) { return 0; }
+INLINED int32_t byte_excess(int has_dot) { (void)has_dot; return 0; }
+INLINED words_t split_bytes(int has_dot, words_t w) { (void)has_dot; return w; }
+#endif
+
 /* `count` elements as operands of a GEMM. */
 INLINED void
 copy_operands(const element *from, int64_t count, operand *to)

@@ -285,12 +285,6 @@ enum {
     INT_WIDE_ROWS = 1, /* rows up to which a tile has both halves of a panel's columns */
 };
 
-INLINED int
-processor_has_dot(void)
-{
-    return 0;
-}
-
 INLINED ints
 ints_all(int32_t x)
 {
@@ -334,22 +328,6 @@ nibble_sums(int has_dot, ints sum)
     (void)has_dot;
     const __m256i one = _mm256_set1_epi16(1);
     return (ints){_mm256_madd_epi16(sum.low, one), _mm256_madd_epi16(sum.high, one)};
-}
-
-/* What is added to a signed byte before it is multiplied. */
-INLINED int32_t
-byte_excess(int has_dot)
-{
-    (void)has_dot;
-    return 0;
-}
-
-/* Signed bytes, as `add_bytes` reads them. */
-INLINED words_t
-split_bytes(int has_dot, words_t w)
-{
-    (void)has_dot;
-    return w;
 }
 
 /* The sums of four products of 8 columns. */

@@ -161,6 +161,8 @@ enum {
     INT_WIDE_ROWS = 6, /* rows up to which a tile has both halves of a panel's columns */
 };
 
+#define CAN_HAVE_DOT
+
 INLINED int
 processor_has_dot(void)
 {

@@ -260,7 +260,6 @@ enum {
     INT_WIDE_ROWS = 0, /* rows up to which a tile has both halves of a panel's columns */
 };
 
-INLINED int processor_has_dot(void) { return 0; }
 INLINED ints ints_all(int32_t x) { return (ints){0} + x; }
 INLINED ints ints_add(ints a, ints b) { return a + b; }
 INLINED vec vec_of_ints(ints x) { return __builtin_convertvector(x, vec); }
@@ -270,22 +269,6 @@ INLINED words_t
 split_nibbles(words_t w, int part)
 {
     return w >> 4 * part & 0x0f0f0f0f;
-}
-
-/* Signed bytes, as `add_bytes` reads them. */
-INLINED words_t
-split_bytes(int has_dot, words_t w)
-{
-    (void)has_dot;
-    return w;
-}
-
-/* What is added to a signed byte before it is multiplied. */
-INLINED int32_t
-byte_excess(int has_dot)
-{
-    (void)has_dot;
-    return 0;
 }
 
 INLINED ints
