@@ -5,6 +5,7 @@ of integers, where rows are rounded to 8 bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -64,6 +65,26 @@ def weight_of(kind: str, columns: int, groups: int, generator: torch.Generator) 
 KINDS = ("int8", "int4", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
 
+def operands(
+    generator: torch.Generator, weight: QuantisedWeight, rows: int, then: str, has_bias: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Random rows, bias and operand of the epilogue `then`."""
+    columns, inner = weight.shape
+    x = randn(generator, rows, inner)
+    bias = randn(generator, columns) if has_bias else None
+    return x, bias, randn(generator, rows, columns) if then in ("add", "mul") else None
+
+
+@contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
 
@@ -87,13 +108,9 @@ def test_bits_are_those_of_float32_on_the_unpacked_weight(
         rows, groups = rows % 20, min(groups, 3)
     generator = torch.Generator().manual_seed(seed)
     weight = weight_of(kind, columns, groups, generator)
-    x = randn(generator, rows, 32 * groups)
-    bias = randn(generator, columns) if has_bias else None
-    other = randn(generator, rows, columns) if then in ("add", "mul") else None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    found = QuantisedGemm(weight, bias)(x, then, other)
-    torch.set_num_threads(before)
+    x, bias, other = operands(generator, weight, rows, then, has_bias)
+    with num_threads(threads):
+        found = QuantisedGemm(weight, bias)(x, then, other)
     native.choose_path(torch.float32, "generic")
     expected = native.linear(x, native.pack(weight.dequantised()), columns, bias, then, other)
     native.choose_path(torch.float32, path)
@@ -139,10 +156,8 @@ def test_a_row_does_not_depend_on_the_others(
     layer = QuantisedGemm(weight_of(kind, columns, groups, generator), None, rounds_rows=rounds_rows)
     x = randn(generator, 220, 32 * groups).to(dtype)
     expected = layer(x)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    assert torch.equal(layer(x[rows]), expected[rows])
-    torch.set_num_threads(before)
+    with num_threads(threads):
+        assert torch.equal(layer(x[rows]), expected[rows])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,14 +263,10 @@ def test_a_product_with_rounded_rows(
     """
     generator = torch.Generator().manual_seed(seed)
     weight = weight_of(kind, columns, groups, generator)
-    x = randn(generator, rows, 32 * groups)
-    bias = randn(generator, columns) if has_bias else None
-    other = randn(generator, rows, columns) if then in ("add", "mul") else None
+    x, bias, other = operands(generator, weight, rows, then, has_bias)
     layer = QuantisedGemm(weight, bias, rounds_rows=True)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    found, sums = layer(x, then, other), QuantisedGemm(weight, None, rounds_rows=True)(x)
-    torch.set_num_threads(before)
+    with num_threads(threads):
+        found, sums = layer(x, then, other), QuantisedGemm(weight, None, rounds_rows=True)(x)
     native.choose_path(torch.float32, "generic")
     expected = layer(x, then, other)
     native.choose_path(torch.float32, path)
