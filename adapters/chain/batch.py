@@ -59,7 +59,7 @@ def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planne
         try:
             plan = chain.plan()
         except ProcessorFailed as failure:
-            failures[row] = failure
+            failures[row] = failure.without_frames()
             continue
         if not plan.is_empty:
             planned.append((row, chain, plan))
@@ -257,7 +257,7 @@ def _shape_group(
         try:
             chain.charge(member, seconds)
         except ProcessorFailed as failure:
-            failures[row] = failure
+            failures[row] = failure.without_frames()
 
 
 def _check_shaped(before: torch.Tensor, after: torch.Tensor, chain: ProcessorChain, member: Member) -> None:

@@ -578,8 +578,8 @@ class ProcessorChain:
     def fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
         """Record that processor ``name`` failed; returns the failure to raise or report."""
         self._pending = []
-        self.failure = ProcessorFailed(name, reason, message)
-        return self.failure
+        self.failure = ProcessorFailed(name, reason, message)  # never raised: it holds no stack frame
+        return ProcessorFailed(name, reason, message)
 
     # Two copies of one chain: one edits in the engine's process, the other keeps the receipt in the
     # worker's process

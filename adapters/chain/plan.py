@@ -26,6 +26,17 @@ class ProcessorFailed(Exception):
         self.reason = reason
         self.message = message
 
+    def without_frames(self) -> ProcessorFailed:
+        """This failure, to be kept: without the stack frames of it and of its causes.
+
+        Those hold the request, its chain and its grammars, which would outlive it.
+        """
+        error: BaseException | None = self
+        while error is not None:
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__
+        return self
+
 
 @dataclass(slots=True)
 class RowPlan:

@@ -241,7 +241,7 @@ def test_what_cannot_be_satisfied_is_said_and_never_sampled(processors, names):
     assert caught.value.reason == "unsatisfiable"
     assert caught.value.processor == names
     assert "position 3" in str(caught.value)
-    assert made.failure is caught.value
+    assert str(made.failure) == str(caught.value)
 
 
 def test_two_processors_may_force_the_same_token():
@@ -687,7 +687,7 @@ def test_a_row_in_which_nothing_is_left_is_shown_to_nobody(kind, stage):
     with pytest.raises(ProcessorFailed, match=r"no token is left at position 3") as caught:
         run(made, logits)
     assert (caught.value.reason, caught.value.processor) == ("unsatisfiable", "bans" if before else "model")
-    assert made.failure is caught.value
+    assert str(made.failure) == str(caught.value)
     assert watch.shown == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,18 @@ from typing import Any
 import pytest
 import random_checkpoints
 import torch
-from engine_doubles import PADDING, WIDTH, Draft, Drafting, ScriptedModel, StartEngine, collect, config, request
+from engine_doubles import (
+    PADDING,
+    WIDTH,
+    Draft,
+    Drafting,
+    ScriptedModel,
+    StartEngine,
+    collect,
+    config,
+    request,
+    stepper,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_doubles import END as END_OF_RECALL
@@ -23,7 +35,11 @@ from random_checkpoints import EVERY_TYPE
 from speculation_runs import EXAMPLES, NEW_TOKENS, PLAIN, TEXTS, Repeating, outcome, params_of
 
 from adapters.catalog import Catalog, parse_selection
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, Reads, Stage, SteeringProcessor, Unsatisfiable
+from adapters.processors.forcing import ForcedSequence
 from adapters.testing.kit_model import KEY_ID, kit_context
+from adapters.vocabulary import Vocabulary
 from worker.engines import TokenDelta
 from worker.engines.embedded import Engine, Plan, Request
 from worker.engines.embedded.kv_cache import KvCache
@@ -217,6 +233,48 @@ def test_a_draft_that_overflows_leaves_nothing_behind() -> None:
             found[output.request_id] += [] if output.token_id is None else [output.token_id]
     assert found == {name: one.token_ids for name, one in plain.items()}
     assert driver.scheduler.num_preemptions == 1
+
+
+# -- what ends is freed
+
+
+class Fails(SteeringProcessor):
+    """Cannot be satisfied after 20 tokens."""
+
+    name, stage, reads = "fails", Stage.MASK, Reads.GENERATED
+
+    def edit(self) -> None:
+        if self.num_generated == 20:
+            raise Unsatisfiable("no more")
+
+
+def test_a_request_whose_chain_fails_is_freed_without_the_garbage_collector() -> None:
+    """A grammar is megabytes of the compiler's, of which the collector knows nothing."""
+    model = ScriptedModel()
+    driver = stepper(model)
+    one = request(model, "a", [5], SamplingParams(max_tokens=30))
+    context = Context(Vocabulary(WIDTH), frozenset({0}))
+    forces = ForcedSequence(ForcedSequence.Args(token_ids=[7] * 25), context)
+    one.chain = ProcessorChain([forces, Fails(None, context)], context)
+    one.chain.start(one.tokens)
+    left = weakref.ref(one)
+    driver.add(one)
+    del one, forces
+    gc.collect()
+    gc.disable()
+    try:
+        outputs = []
+        while not driver.scheduler.is_idle:
+            outputs += driver.step()
+        assert "no more" in outputs[-1].error
+        del outputs
+        model.plans.clear()
+        driver.add(request(model, "b", [5], SamplingParams(max_tokens=1)))
+        driver.step()  # until then the sampler may keep the rows of the last one
+        assert left() is None
+        assert driver.speculator.counts["chain"].accepted > 0
+    finally:
+        gc.enable()
 
 
 # -- a draft model

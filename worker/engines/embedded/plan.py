@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
@@ -94,6 +94,7 @@ class Request:
         queue_times: When it left the waiting queue for the first time.
         block_hashes: Of its full blocks, as far as they have been needed; see `blocks.hash_block`.
         cached_blocks: Its prefix hit, as `KvCache.match_prefix` found it last.
+        draft_sources: What drafts for it, and how that does; the `Speculator`'s own.
     """
 
     id: str
@@ -120,6 +121,7 @@ class Request:
     queue_times: QueueTimes | None = None
     block_hashes: list[int] = field(default_factory=list)
     cached_blocks: list[Block] = field(default_factory=list)
+    draft_sources: Sequence[Any] | None = None
 
     @property
     def num_reusable(self) -> int:

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from weakref import WeakKeyDictionary
 
 from worker.engines.embedded.plan import Output, Plan, Request
 from worker.engines.embedded.speculation.acceptance import Acceptance, ProposerAcceptance
@@ -104,7 +103,6 @@ class Speculator:
         self._make = self._method(draft_model)
         self._clock = clock
         self._costs = StepCosts()
-        self._sources: WeakKeyDictionary[Request, list[_Source]] = WeakKeyDictionary()
         self._corpora: OrderedDict[str | None, Corpus] = OrderedDict()
         self._acceptance = {name: ProposerAcceptance(rate) for name, rate in EXPECTED.items()}
         self._drafting: dict[int, _Candidate] = {}  # by decode row of the step
@@ -150,10 +148,9 @@ class Speculator:
             return None
         if self._make is None and request.chain is None:
             return None
-        sources = self._sources.get(request)
-        if sources is None:
-            sources = self._sources[request] = list(self._sources_of(request))
-        for source in sources:
+        if request.draft_sources is None:
+            request.draft_sources = tuple(self._sources_of(request))
+        for source in request.draft_sources:
             if source.proposer.is_model:
                 return _Candidate(row, source)
             draft = source.proposer.propose(request.tokens, source.limit)
