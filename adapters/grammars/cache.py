@@ -51,11 +51,11 @@ More than JSON Schemas take, which take most: with other threads in the process 
 counters do not say.
 """
 
-TRIM_BYTES = 64 * 1024 * 1024
-"""Bytes of compiled grammars after which freed memory is returned to the system.
+TRIM_S = 10.0
+"""Seconds of compiling and refusing after which freed memory is returned to the system.
 
 Grammars are freed in pieces of every size: without trimming, resident memory grows although the
-allocated bytes do not.
+allocated bytes do not. It takes some 10 ms.
 """
 
 NUM_THREADS = 2
@@ -103,7 +103,7 @@ class GrammarCache:
         self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
         self._in_use: WeakValueDictionary[bytes, Compiled] = WeakValueDictionary()
         self._bad: OrderedDict[bytes, tuple[Verdict, float]] = OrderedDict()
-        self._untrimmed = 0
+        self._trimmed_at = clock()
         self._compiling: dict[bytes, Future[Compiled]] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar-compiler")
@@ -180,6 +180,7 @@ class GrammarCache:
         else:
             self._remember(digest, verdict)
             _settle(wanted, verdict)
+            self._trim_now_and_then()
 
     def _remember(self, digest: bytes, verdict: Verdict) -> None:
         lasts_s = SLOW_FOR_S if verdict.outcome == "time" else float("inf")
@@ -230,10 +231,13 @@ class GrammarCache:
                 self.num_bytes += compiled.num_bytes
                 while self.num_bytes > self.max_bytes:
                     self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
-            self._untrimmed += compiled.num_bytes
-            if self._untrimmed < TRIM_BYTES:
+        self._trim_now_and_then()
+
+    def _trim_now_and_then(self) -> None:
+        with self._lock:
+            if self._clock() < self._trimmed_at + TRIM_S:
                 return
-            self._untrimmed = 0
+            self._trimmed_at = self._clock()
         _trim()
 
 

@@ -90,17 +90,23 @@ def test_what_was_asked_for_is_freed_without_the_garbage_collector(
 
 
 def test_free_memory_goes_back_to_the_system_now_and_then(
-    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: LLTokenizer, sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = cache_of(tokenizer, None)
-    trims: SimpleQueue[None] = SimpleQueue()
-    monkeypatch.setattr(caches, "_trim", lambda: trims.put(None))
-    monkeypatch.setattr(caches, "TRIM_BYTES", 3 * cache.compiled(regex(WORDS[0])).num_bytes)
-    cache.max_bytes = 0  # what is not kept counts as well
-    for words in WORDS[1:]:
-        cache.compiled(regex(words))
-    for _ in range(2):
-        trims.get(timeout=60)
+    cache = cache_of(tokenizer, sandbox)
+    clock = cache._clock
+    assert isinstance(clock, Clock)
+    trims: SimpleQueue[float] = SimpleQueue()
+    monkeypatch.setattr(caches, "_trim", lambda: trims.put(clock.now))
+    cache.compiled(regex(WORDS[0]))
+    clock.now = caches.TRIM_S
+    cache.compiled(regex(WORDS[1]))
+    assert trims.get(timeout=60) == clock.now
+    cache.compiled(regex(WORDS[2]))
+    clock.now *= 2
+    with pytest.raises(GrammarRefused):  # as with memory that was needed to read what is refused
+        cache.compiled(regex("("))
+    assert trims.get(timeout=60) == clock.now
+    assert trims.empty()
 
 
 def test_what_is_in_use_is_found_however_little_is_kept(tokenizer: LLTokenizer) -> None:

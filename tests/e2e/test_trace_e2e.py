@@ -113,9 +113,9 @@ def test_a_processor_that_fails_is_a_span_of_the_trace(traced: tuple[Door, Colle
     failing = [processor("forced_prefix", token_ids=[60, 61, 60, 61]), processor("no_repeat_ngram", n=2)]
     assert "choices" not in json.loads(ask(door, trace, max_tokens=9, logits_processors=failing))
     name = "logits_processor forced_prefix"
-    spans = awaited(collector, trace, {name, "decode"})
-    (failed,) = (span for span in spans if span.name == name)
+    (failed,) = (span for span in awaited(collector, trace, {name}) if span.name == name)
     assert attributes_of(failed) == {"dlw.processor.name": "forced_prefix", "dlw.processor.reason": "unsatisfiable"}
-    (whole,) = (span for span in spans if span.span_id == failed.parent_span_id)
+    of_whole = failed.parent_span_id
+    (whole,) = wait_for(lambda: [span for span in collector.spans(OURS) if span.span_id == of_whole], "its parent", 20)
     assert whole.status.code == failed.status.code == Status.STATUS_CODE_ERROR
     assert attributes_of(whole)["error.type"] == "RequestFailed"
