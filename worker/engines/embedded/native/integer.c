@@ -20,107 +20,140 @@
 #include "rounding.h"
 
 enum {
-    BLOCK = 32, /* elements of a row with one scale, at most */
-    MANY = 256, /* blocks from which threads share in rounding them */
+    BLOCK = 32,     /* elements of a row with one scale, at most */
+    MANY = 256,     /* blocks from which threads share in rounding them */
+    CACHED = 16384, /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
 };
 
-/* Rounded rows. Behind the codes of a row are at least 16 bytes. */
+/* Rounded rows, in tiles of up to INT_ROWS. A tile of n rows has its codes as [words][n], four of a row to a word, and all else as
+ * [blocks][n], so that a GEMM reads it from front to back.
+ */
 typedef struct {
     int64_t size, blocks; /* elements of a block, and blocks of a row */
-    int64_t stride;       /* of a row's codes */
-    int8_t *codes;        /* of 4 bits' words: of each eight those with even indices first */
-    float *scales;        /* [rows, blocks] */
-    int32_t *totals;      /* [rows, blocks]: sums of codes */
+    int64_t words;        /* of a row's codes; of 4 bits' words, each two have of eight codes those with even indices first */
+    int8_t *codes;
+    float *scales, *totals; /* of a block; totals are sums of codes */
+    int32_t *starts;        /* what sums of products begin with, for codes that count from a zero of their own */
 } rounded_t;
 
-static void
-round_row(const quantised_t *q, const rounded_t *to, int64_t row)
+enum { WORD_BYTES = 4 };
+
+static inline int64_t
+tiles_of(int64_t rows)
 {
-    int8_t *codes = to->codes + row * to->stride;
-    memset(codes, 0, to->stride);
+    return (rows + INT_ROWS - 1) / INT_ROWS;
+}
+
+/* The first row of a tile: they have equally many, as far as possible. */
+static inline int64_t
+first_row(int64_t rows, int64_t tile)
+{
+    return rows * tile / tiles_of(rows);
+}
+
+/* `zero`: the number that codes of a weight count from. */
+static void
+round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
+{
+    const int64_t tile = ((row + 1) * tiles_of(q->rows) - 1) / q->rows, first = first_row(q->rows, tile);
+    const int64_t together = first_row(q->rows, tile + 1) - first;
+    int8_t *codes = to->codes + (first * to->words + row - first) * WORD_BYTES;
     for (int64_t block = 0; block < to->blocks; block++) {
+        int8_t some[BLOCK + LANES] = {0};
         float lanes[BLOCK] ALIGNED;
-        const int64_t first = block * to->size, count = smaller(to->size, q->inner - first);
+        const int64_t begin = block * to->size, count = smaller(to->size, q->inner - begin);
         for (int64_t at = 0; at < count; at += LANES)
-            vec_store(lanes + at, read_lanes(q->input, row * q->inner + first + at, count - at, q->is_bfloat16));
+            vec_store(lanes + at, read_lanes(q->input, row * q->inner + begin + at, count - at, q->is_bfloat16));
         const float scale = scale_of(lanes, count);
         vec total = vec_zero();
         if (scale > 0)
             for (int64_t at = 0; at < count; at += LANES) {
                 const vec rounded = codes_of(vec_load(lanes + at), scale);
-                store_codes(codes + first + at, rounded, q->bits == 4);
+                store_codes(some + at, rounded, q->bits == 4);
                 total = vec_add(total, rounded);
             }
-        to->scales[row * to->blocks + block] = scale;
-        to->totals[row * to->blocks + block] = (int32_t)vec_sum(total);
+        for (int64_t at = 0; at < count; at += WORD_BYTES, codes += together * WORD_BYTES)
+            memcpy(codes, some + at, WORD_BYTES);
+        const int64_t place = first * to->blocks + block * together + row - first;
+        const float sum = vec_sum(total);
+        to->scales[place] = scale;
+        to->totals[place] = sum;
+        to->starts[place] = -zero * (int32_t)sum;
     }
 }
 
-INLINED int32_t
-word_at(const int8_t *codes)
+/* `count` elements of a panel's columns times those of `rows` rows: products are added to `part`. */
+INLINED void
+add_block(int rows, int halves, int bits, int has_dot, const char *codes, const int8_t *x, int64_t count, ints part[][2])
 {
-    int32_t word;
-    memcpy(&word, codes, sizeof word);
-    return word;
+#pragma GCC unroll 8
+    for (int64_t at = 0; at < count; at += 32 / bits, codes += COLUMNS * WORD_BYTES, x += 32 / bits * rows)
+#pragma GCC unroll 2
+        for (int half = 0; half < halves; half++) {
+            const words_t w = load_words((const element *)(codes + half * LANES * WORD_BYTES));
+            const words_t left = bits == 4 ? split_nibbles(w, 0) : split_bytes(has_dot, w);
+            const words_t right = bits == 4 ? split_nibbles(w, 1) : left;
+#pragma GCC unroll 12
+            for (int i = 0; i < rows; i++) {
+                ints *to = &part[i][half];
+                if (bits == 4) {
+                    *to = add_nibbles(has_dot, *to, left, x + i * WORD_BYTES);
+                    *to = add_nibbles(has_dot, *to, right, x + (rows + i) * WORD_BYTES);
+                } else
+                    *to = add_bytes(has_dot, *to, left, x + i * WORD_BYTES);
+            }
+        }
 }
 
-/* `rows` rows from `row` on, times one or both halves of a panel's columns, from `first` on: sums [rows, 32]. */
+/* A tile of `rows` rows, of which `row` is the first, times one or both halves of a panel's columns, from `first` on: sums
+ * [rows, 32].
+ */
 INLINED void
 multiply_codes(int rows, int halves, int bits, int has_dot, const quantised_t *q, const rounded_t *r, int64_t panel,
                int first, int64_t row, float *sums)
 {
-    enum { WORD_BYTES = 4 };
-    const int64_t words = (q->inner * bits + 31) / 32;
-    const char *codes = q->codes + ((panel * words) * COLUMNS + first * LANES) * WORD_BYTES;
-    const int8_t *x = r->codes + row * r->stride;
-    const float *scales = r->scales + row * r->blocks;
-    const int32_t *totals = r->totals + row * r->blocks;
-    const int32_t zero = (bits == 4 ? 0 : -byte_excess(has_dot)) + (q->offsets ? 0 : (int32_t)q->zero);
+    const int is_short = bits == 4 && !has_dot; /* the sums of products, which have 16 bits */
+    const int64_t words = (q->inner * bits + 31) / 32, groups = q->inner / q->group;
+    const char *codes = q->codes + (panel * words * COLUMNS + first * LANES) * WORD_BYTES;
+    const int8_t *x = r->codes + row * r->words * WORD_BYTES;
+    const float *scales = r->scales + row * r->blocks, *totals = r->totals + row * r->blocks;
+    const int32_t *starts = r->starts + row * r->blocks;
     vec sum[INT_ROWS][2];
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
-        sum[i][0] = sum[i][1] = vec_zero();
-    for (int64_t block = 0; block < r->blocks; block++) {
-        const int64_t start = block * r->size, stop = smaller(start + r->size, q->inner);
+        for (int half = 0; half < halves; half++)
+            sum[i][half] = vec_zero();
+    for (int64_t block = 0; block < r->blocks; block++, scales += rows, totals += rows, starts += rows) {
+        const int64_t start = block * r->size, count = smaller(r->size, q->inner - start);
         ints part[INT_ROWS][2];
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int i = 0; i < rows; i++)
-            part[i][0] = part[i][1] = ints_all(0);
-#pragma GCC unroll 4
-        for (int64_t at = start; at < stop; at += 32 / bits, codes += COLUMNS * WORD_BYTES)
-#pragma GCC unroll 2
-            for (int half = 0; half < halves; half++) {
-                const words_t w = load_words((const element *)(codes + half * LANES * WORD_BYTES));
-                const words_t left = bits == 4 ? split_nibbles(w, 0) : split_bytes(has_dot, w);
-                const words_t right = bits == 4 ? split_nibbles(w, 1) : left;
-#pragma GCC unroll 6
-                for (int i = 0; i < rows; i++) {
-                    const int8_t *of_row = x + i * r->stride + at;
-                    ints *to = &part[i][half];
-                    if (bits == 4) {
-                        *to = add_nibbles(has_dot, *to, left, word_at(of_row));
-                        *to = add_nibbles(has_dot, *to, right, word_at(of_row + 4));
-                    } else
-                        *to = add_bytes(has_dot, *to, left, word_at(of_row));
-                }
-            }
-        const int64_t group = (panel * (q->inner / q->group) + start / q->group) * COLUMNS + first * LANES;
+            for (int half = 0; half < halves; half++)
+                part[i][half] = ints_all(is_short ? 0 : starts[i]);
+        if (count == BLOCK)
+            add_block(rows, halves, bits, has_dot, codes, x, BLOCK, part);
+        else
+            add_block(rows, halves, bits, has_dot, codes, x, count, part);
+        codes += (count * bits + 31) / 32 * COLUMNS * WORD_BYTES;
+        x += (count + 3) / WORD_BYTES * rows * WORD_BYTES;
+        const int64_t group = (panel * groups + start / q->group) * COLUMNS + first * LANES;
 #pragma GCC unroll 2
         for (int half = 0; half < halves; half++) {
             const vec scale = load_scales(q->scales, group + half * LANES, q->is_half);
             const vec offset = q->offsets ? load_scales(q->offsets, group + half * LANES, q->is_half) : scale;
-#pragma GCC unroll 6
+#pragma GCC unroll 12
             for (int i = 0; i < rows; i++) {
-                const int32_t total = totals[i * r->blocks + block];
-                const ints all = bits == 4 ? nibble_sums(has_dot, part[i][half]) : part[i][half];
-                vec term = vec_mul(scale, vec_of_ints(ints_add(all, ints_all(zero * total))));
+                ints all = part[i][half];
+                if (is_short)
+                    all = ints_add(nibble_sums(has_dot, all), ints_all(starts[i]));
+                vec term = vec_mul(scale, vec_of_ints(all));
                 if (q->offsets)
-                    term = vec_fmadd(offset, vec_all((float)total), term);
-                sum[i][half] = vec_fmadd(vec_all(scales[i * r->blocks + block]), term, sum[i][half]);
+                    term = vec_fmadd(offset, vec_all(totals[i]), term);
+                sum[i][half] = vec_fmadd(vec_all(scales[i]), term, sum[i][half]);
             }
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 2
         for (int half = 0; half < halves; half++)
@@ -146,6 +179,8 @@ multiply_panel(int rows, int bits, int has_dot, const quantised_t *q, const roun
         switch (rows) {                                                                                                \
             NUMBER(1, bits, has_dot) NUMBER(2, bits, has_dot) NUMBER(3, bits, has_dot)                                 \
             NUMBER(4, bits, has_dot) NUMBER(5, bits, has_dot) NUMBER(6, bits, has_dot)                                 \
+            NUMBER(7, bits, has_dot) NUMBER(8, bits, has_dot) NUMBER(9, bits, has_dot)                                 \
+            NUMBER(10, bits, has_dot) NUMBER(11, bits, has_dot) NUMBER(12, bits, has_dot)                              \
         }                                                                                                              \
     }
 #define NUMBER(n, bits, has_dot)                                                                                       \
@@ -174,17 +209,22 @@ multiply_of(int32_t bits)
     return bits == 4 ? multiply_nibbles : multiply_bytes;
 }
 
+/* Panels from `first` on, before `stop`, times as many tiles of rows at a time as the L1 cache holds. */
 static void
-compute_panel(const quantised_t *q, const rounded_t *r, multiply_t *multiply, int64_t panel)
+compute_panels(const quantised_t *q, const rounded_t *r, multiply_t *multiply, int64_t first, int64_t stop)
 {
     float sums[INT_ROWS * COLUMNS] ALIGNED;
-    const int64_t tiles = (q->rows + INT_ROWS - 1) / INT_ROWS;
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        const int64_t start = q->rows * tile / tiles, stop = q->rows * (tile + 1) / tiles;
-        multiply((int)(stop - start), q, r, panel, start, sums);
-        for (int64_t row = start; row < stop; row++)
-            finish(q, row, panel * COLUMNS, sums + (row - start) * COLUMNS);
-    }
+    const int64_t tiles = tiles_of(q->rows), together = CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1;
+    for (int64_t begin = 0; begin < tiles; begin += together)
+        for (int64_t panel = first; panel < stop; panel++)
+            for (int64_t tile = begin; tile < smaller(begin + together, tiles); tile++) {
+                const int64_t from = first_row(q->rows, tile), to = first_row(q->rows, tile + 1);
+                for (int64_t row = from; row < to; row++)
+                    prefetch_row(q, row, panel * COLUMNS);
+                multiply((int)(to - from), q, r, panel, from, sums);
+                for (int64_t row = from; row < to; row++)
+                    finish(q, row, panel * COLUMNS, sums + (row - from) * COLUMNS);
+            }
 }
 
 /* As `quantised_linear`. A group has a multiple of 8 elements that 32 is a multiple of, or a multiple of 32, or is a whole row;
@@ -198,22 +238,24 @@ integer_linear(const void *input, int32_t is_bfloat16, int64_t rows, int64_t inn
     const quantised_t q = {codes, bits,    group,       scales, offsets,      is_half, zero,   input,       rows,
                            inner, columns, is_bfloat16, bias,   (then_t)then, other,   output, is_unrounded};
     const int64_t size = group < BLOCK && group < inner ? group : BLOCK, blocks = (inner + size - 1) / size;
-    const int64_t stride = (blocks * size + 2 * LANES - 1) / LANES * LANES;
-    char *memory = malloc(rows * (blocks * (sizeof(float) + sizeof(int32_t)) + stride) + 1);
+    const int64_t words = (inner + WORD_BYTES - 1) / WORD_BYTES;
+    char *memory = malloc(rows * (blocks * (2 * sizeof(float) + sizeof(int32_t)) + words * WORD_BYTES) + 1);
     if (!memory)
         return -1;
-    float *row_scales = (float *)memory;
-    int32_t *totals = (int32_t *)(row_scales + rows * blocks);
-    const rounded_t r = {size, blocks, stride, (int8_t *)(totals + rows * blocks), row_scales, totals};
+    float *row_scales = (float *)memory, *totals = row_scales + rows * blocks;
+    int32_t *starts = (int32_t *)(totals + rows * blocks);
+    const rounded_t r = {size, blocks, words, (int8_t *)(starts + rows * blocks), row_scales, totals, starts};
+    const int32_t excess = bits == 4 ? 0 : byte_excess(processor_has_dot());
+    const int32_t begin = excess - (offsets ? 0 : (int32_t)zero);
 #pragma omp parallel for num_threads(threads) if (rows * blocks >= MANY)
     for (int64_t row = 0; row < rows; row++)
-        round_row(&q, &r, row);
+        round_row(&q, &r, begin, row);
     multiply_t *multiply = multiply_of(bits);
     const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
     const int64_t share = number / (8 * threads) + 1; /* panels at a time: few, since threads differ in speed */
-#pragma omp parallel for schedule(dynamic, share) num_threads(threads)
-    for (int64_t panel = 0; panel < number; panel++)
-        compute_panel(&q, &r, multiply, panel);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t first = 0; first < number; first += share)
+        compute_panels(&q, &r, multiply, first, smaller(first + share, number));
     free(memory);
     return 0;
 }

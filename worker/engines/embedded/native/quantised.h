@@ -26,34 +26,20 @@ typedef struct {
 INLINED vec
 read_lanes(const void *from, int64_t at, int64_t count, int is_bfloat16)
 {
-    if (!is_bfloat16)
-        return load_lanes((const float *)from + at, count);
-    uint16_t some[LANES] = {0};
-    uint32_t bits[LANES];
-    float lanes[LANES];
-    memcpy(some, (const uint16_t *)from + at, smaller(count, LANES) * sizeof *some);
-    for (int i = 0; i < LANES; i++)
-        bits[i] = (uint32_t)some[i] << 16;
-    memcpy(lanes, bits, sizeof lanes);
-    return vec_load(lanes);
+    return is_bfloat16 ? load_bfloat16((const uint16_t *)from + at, count) : load_lanes((const float *)from + at, count);
 }
 
-/* Rounded to bfloat16, ties to even; subnormal numbers become 0. */
-INLINED void
-store_bfloat16(uint16_t *to, int64_t count, vec x)
+/* Fetches what `finish` reads and writes of a row, before the sums are computed. */
+static inline void
+prefetch_row(const quantised_t *q, int64_t row, int64_t column)
 {
-    float lanes[LANES];
-    uint32_t bits[LANES];
-    uint16_t rounded[LANES];
-    vec_store(lanes, x);
-    memcpy(bits, lanes, sizeof bits);
-    for (int i = 0; i < LANES; i++) {
-        const uint32_t size = bits[i] & 0x7fffffff;
-        const uint32_t near = bits[i] + 0x7fff + ((bits[i] >> 16) & 1);
-        const uint32_t number = size < 0x00800000 ? bits[i] & 0x80000000 : near;
-        rounded[i] = (uint16_t)((size > 0x7f800000 ? bits[i] | 0x00400000 : number) >> 16);
-    }
-    memcpy(to, rounded, smaller(count, LANES) * sizeof *to);
+    enum { LINE = 64 };
+    const int64_t size = q->is_bfloat16 ? sizeof(uint16_t) : sizeof(float), at = row * q->columns + column;
+    const int64_t output_size = q->is_unrounded ? (int64_t)sizeof(float) : size;
+    for (int64_t byte = 0; byte < COLUMNS * output_size; byte += LINE)
+        __builtin_prefetch((char *)q->output + at * output_size + byte, 1);
+    for (int64_t byte = 0; takes_other(q->then) && byte < COLUMNS * size; byte += LINE)
+        __builtin_prefetch((const char *)q->other + at * size + byte);
 }
 
 /* The epilogue, and the only rounding of the sums. */

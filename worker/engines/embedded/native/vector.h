@@ -36,6 +36,15 @@ smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
+/* Four signed bytes, the first one lowest. */
+INLINED int32_t
+word_at(const int8_t *codes)
+{
+    int32_t word;
+    memcpy(&word, codes, sizeof word);
+    return word;
+}
+
 #if defined(__AVX512F__)
 #include "vector_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__)

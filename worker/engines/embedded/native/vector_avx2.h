@@ -129,6 +129,49 @@ vec_highest(vec x)
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
+INLINED vec
+load_bfloat16(const uint16_t *from, int64_t count)
+{
+    uint16_t some[LANES] = {0};
+    if (count < LANES) {
+        memcpy(some, from, count * sizeof *from);
+        from = some;
+    }
+    const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from + 8)));
+    return vec_of(_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16)));
+}
+
+/* 8 float32 rounded to bfloat16, ties to even, in the upper half of each; subnormal numbers become 0. */
+INLINED __m256i
+round_half(__m256 x)
+{
+    const __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    const __m256 smallest = _mm256_castsi256_ps(_mm256_set1_epi32(0x00800000));
+    const __m256i is_small = _mm256_castps_si256(_mm256_cmp_ps(_mm256_andnot_ps(sign, x), smallest, _CMP_LT_OQ));
+    rounded = _mm256_andnot_si256(_mm256_andnot_si256(_mm256_castps_si256(sign), is_small), rounded);
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+    rounded = _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+    return _mm256_and_si256(rounded, _mm256_set1_epi32((int32_t)0xffff0000));
+}
+
+INLINED void
+store_bfloat16(uint16_t *to, int64_t count, vec x)
+{
+    const __m256i low = _mm256_srli_epi32(round_half(x.low), 16), high = _mm256_srli_epi32(round_half(x.high), 16);
+    const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+    if (count >= LANES) {
+        _mm256_storeu_si256((__m256i *)to, both);
+        return;
+    }
+    uint16_t some[LANES];
+    _mm256_storeu_si256((__m256i *)some, both);
+    memcpy(to, some, count * sizeof *to);
+}
+
 #ifdef FLOAT32
 
 INLINED vec
@@ -177,44 +220,13 @@ weights_of(words_t w, int part)
 INLINED vec
 load_lanes(const element *from, int64_t count)
 {
-    element some[LANES] = {0};
-    if (count < LANES) {
-        memcpy(some, from, count * sizeof *from);
-        from = some;
-    }
-    const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
-    const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from + 8)));
-    return vec_of(_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16)));
-}
-
-/* 8 float32 rounded to bfloat16, ties to even, in the upper half of each; subnormal numbers become 0. */
-INLINED __m256i
-round_half(__m256 x)
-{
-    const __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
-    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    const __m256 sign = _mm256_set1_ps(-0.0f);
-    const __m256 smallest = _mm256_castsi256_ps(_mm256_set1_epi32(0x00800000));
-    const __m256i is_small = _mm256_castps_si256(_mm256_cmp_ps(_mm256_andnot_ps(sign, x), smallest, _CMP_LT_OQ));
-    rounded = _mm256_andnot_si256(_mm256_andnot_si256(_mm256_castps_si256(sign), is_small), rounded);
-    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
-    rounded = _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
-    return _mm256_and_si256(rounded, _mm256_set1_epi32((int32_t)0xffff0000));
+    return load_bfloat16(from, count);
 }
 
 INLINED void
 store_lanes(element *to, int64_t count, vec x)
 {
-    const __m256i low = _mm256_srli_epi32(round_half(x.low), 16), high = _mm256_srli_epi32(round_half(x.high), 16);
-    const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
-    if (count >= LANES) {
-        _mm256_storeu_si256((__m256i *)to, both);
-        return;
-    }
-    element some[LANES];
-    _mm256_storeu_si256((__m256i *)some, both);
-    memcpy(to, some, count * sizeof *to);
+    store_bfloat16(to, count, x);
 }
 
 /* x, rounded to an element, as operands of a GEMM. */
@@ -314,10 +326,10 @@ split_nibbles(words_t w, int part)
 
 /* Products of what `split_nibbles` returned and of codes; `nibble_sums` of what up to 32 of them made. */
 INLINED ints
-add_nibbles(int has_dot, ints sum, words_t nibbles, int32_t codes)
+add_nibbles(int has_dot, ints sum, words_t nibbles, const int8_t *codes)
 {
     (void)has_dot;
-    const __m256i x = _mm256_set1_epi32(codes);
+    const __m256i x = _mm256_set1_epi32(word_at(codes));
     return (ints){_mm256_add_epi16(sum.low, _mm256_maddubs_epi16(nibbles.low, x)), /* within 16 bits */
                   _mm256_add_epi16(sum.high, _mm256_maddubs_epi16(nibbles.high, x))};
 }
@@ -340,10 +352,10 @@ dot_half(__m256i bytes, __m256i codes)
 }
 
 INLINED ints
-add_bytes(int has_dot, ints sum, words_t bytes, int32_t codes)
+add_bytes(int has_dot, ints sum, words_t bytes, const int8_t *codes)
 {
     (void)has_dot;
-    const __m256i x = _mm256_set1_epi32(codes);
+    const __m256i x = _mm256_set1_epi32(word_at(codes));
     return ints_add(sum, (ints){dot_half(bytes.low, x), dot_half(bytes.high, x)});
 }
 

@@ -76,12 +76,37 @@ vec_highest(vec x)
 }
 
 INLINED vec
+load_bfloat16(const uint16_t *from, int64_t count)
+{
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(count), from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+}
+
+/* x, rounded to bfloat16, ties to even; subnormal numbers become 0. */
+INLINED void
+store_bfloat16(uint16_t *to, int64_t count, vec x)
+{
+#ifdef __AVX512BF16__
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(x);
+#else
+    const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    const __mmask16 is_small = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));
+    __m512i words = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    words = _mm512_mask_and_epi32(words, is_small, bits, _mm512_set1_epi32(INT32_MIN));
+    words = _mm512_mask_or_epi32(words, is_nan, bits, _mm512_set1_epi32(0x00400000));
+    const __m256i rounded = _mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16));
+#endif
+    _mm256_mask_storeu_epi16(to, first_lanes(count), rounded);
+}
+
+INLINED vec
 load_lanes(const element *from, int64_t count)
 {
 #ifdef FLOAT32
     return _mm512_maskz_loadu_ps(first_lanes(count), from);
 #else
-    return _mm512_cvtpbh_ps((__m256bh)_mm256_maskz_loadu_epi16(first_lanes(count), from));
+    return load_bfloat16(from, count);
 #endif
 }
 
@@ -91,7 +116,7 @@ store_lanes(element *to, int64_t count, vec x)
 #ifdef FLOAT32
     _mm512_mask_storeu_ps(to, first_lanes(count), x);
 #else
-    _mm256_mask_storeu_epi16(to, first_lanes(count), (__m256i)_mm512_cvtneps_pbh(x));
+    store_bfloat16(to, count, x);
 #endif
 }
 
@@ -157,7 +182,7 @@ nibbles_of(words_t w, int index)
 typedef __m512i ints; /* of 16 columns */
 
 enum {
-    INT_ROWS = 6,      /* of a tile at most: sums of integers and of float32 fill 24 of the 32 registers */
+    INT_ROWS = 12,     /* of a tile at most: sums of integers and of float32 fill 24 of the 32 registers */
     INT_WIDE_ROWS = 6, /* rows up to which a tile has both halves of a panel's columns */
 };
 
@@ -179,10 +204,10 @@ INLINED vec vec_of_ints(ints x) { return _mm512_cvtepi32_ps(x); }
 
 /* The sums of four products of a column, added to `sum`: of bytes without a sign and of signed `codes`. */
 INLINED ints
-add_dots(ints sum, words_t bytes, int32_t codes)
+add_dots(ints sum, words_t bytes, const int8_t *codes)
 {
     /* no intrinsic: the files are compiled for processors without it, too */
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(_mm512_set1_epi32(codes)));
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(bytes), "m"(*(const int8_t(*)[4])codes));
     return sum;
 }
 
@@ -195,11 +220,11 @@ split_nibbles(words_t w, int part)
 
 /* Products of what `split_nibbles` returned and of codes; `nibble_sums` of what up to 32 of them made. */
 INLINED ints
-add_nibbles(int has_dot, ints sum, words_t nibbles, int32_t codes)
+add_nibbles(int has_dot, ints sum, words_t nibbles, const int8_t *codes)
 {
     if (has_dot)
         return add_dots(sum, nibbles, codes);
-    return _mm512_add_epi16(sum, _mm512_maddubs_epi16(nibbles, _mm512_set1_epi32(codes))); /* within 16 bits */
+    return _mm512_add_epi16(sum, _mm512_maddubs_epi16(nibbles, _mm512_set1_epi32(word_at(codes)))); /* within 16 bits */
 }
 
 INLINED ints
@@ -223,11 +248,11 @@ split_bytes(int has_dot, words_t w)
 }
 
 INLINED ints
-add_bytes(int has_dot, ints sum, words_t bytes, int32_t codes)
+add_bytes(int has_dot, ints sum, words_t bytes, const int8_t *codes)
 {
     if (has_dot)
         return add_dots(sum, bytes, codes);
-    const __m512i x = _mm512_set1_epi32(codes);
+    const __m512i x = _mm512_set1_epi32(word_at(codes));
     const __m512i even = _mm512_madd_epi16(_mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8),
                                            _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
     const __m512i odd = _mm512_madd_epi16(_mm512_srai_epi16(bytes, 8), _mm512_srai_epi16(x, 8));

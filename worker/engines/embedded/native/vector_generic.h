@@ -134,6 +134,34 @@ vec_highest(vec x)
     return highest;
 }
 
+typedef uint16_t halves __attribute__((vector_size(32)));
+
+INLINED vec
+load_bfloat16(const uint16_t *from, int64_t count)
+{
+    halves x = {0};
+    memcpy(&x, from, smaller(count, LANES) * sizeof *from);
+    return (vec)(__builtin_convertvector(x, words_t) << 16);
+}
+
+/* Rounded to bfloat16, ties to even; subnormal numbers become 0. */
+INLINED words_t
+round_lanes(vec x)
+{
+    const words_t bits = (words_t)x;
+    words_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    rounded &= ~((words_t)((bits & 0x7f800000) == 0) & 0x7fffffff);
+    const words_t is_nan = (words_t)(x != x);
+    return ((rounded & ~is_nan) | ((bits | 0x00400000) & is_nan)) & 0xffff0000;
+}
+
+INLINED void
+store_bfloat16(uint16_t *to, int64_t count, vec x)
+{
+    const halves rounded = __builtin_convertvector(round_lanes(x) >> 16, halves);
+    memcpy(to, &rounded, smaller(count, LANES) * sizeof *to);
+}
+
 #ifdef FLOAT32
 
 INLINED vec
@@ -166,32 +194,16 @@ weights_of(words_t w, int part)
 
 #else
 
-typedef uint16_t halves __attribute__((vector_size(32)));
-
 INLINED vec
 load_lanes(const element *from, int64_t count)
 {
-    halves x = {0};
-    memcpy(&x, from, smaller(count, LANES) * sizeof *from);
-    return (vec)(__builtin_convertvector(x, words_t) << 16);
-}
-
-/* Rounded to bfloat16, ties to even; subnormal numbers become 0. */
-INLINED words_t
-round_lanes(vec x)
-{
-    const words_t bits = (words_t)x;
-    words_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    rounded &= ~((words_t)((bits & 0x7f800000) == 0) & 0x7fffffff);
-    const words_t is_nan = (words_t)(x != x);
-    return ((rounded & ~is_nan) | ((bits | 0x00400000) & is_nan)) & 0xffff0000;
+    return load_bfloat16(from, count);
 }
 
 INLINED void
 store_lanes(element *to, int64_t count, vec x)
 {
-    const halves rounded = __builtin_convertvector(round_lanes(x) >> 16, halves);
-    memcpy(to, &rounded, smaller(count, LANES) * sizeof *to);
+    store_bfloat16(to, count, x);
 }
 
 /* x, rounded to an element, as operands of a GEMM. */
@@ -272,17 +284,17 @@ split_nibbles(words_t w, int part)
 }
 
 INLINED ints
-add_bytes(int has_dot, ints sum, words_t bytes, int32_t codes)
+add_bytes(int has_dot, ints sum, words_t bytes, const int8_t *codes)
 {
     (void)has_dot;
     for (int i = 0; i < 4; i++)
-        sum += ((ints)(bytes << (24 - 8 * i)) >> 24) * (int8_t)((uint32_t)codes >> 8 * i);
+        sum += ((ints)(bytes << (24 - 8 * i)) >> 24) * codes[i];
     return sum;
 }
 
 /* Products of what `split_nibbles` returned and of codes; `nibble_sums` of what up to 32 of them made. */
 INLINED ints
-add_nibbles(int has_dot, ints sum, words_t nibbles, int32_t codes)
+add_nibbles(int has_dot, ints sum, words_t nibbles, const int8_t *codes)
 {
     return add_bytes(has_dot, sum, nibbles, codes);
 }
