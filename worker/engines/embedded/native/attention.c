@@ -45,14 +45,33 @@ typedef struct {
     float peak[TOGETHER], sum[TOGETHER];
 } queries_t;
 
-/* The elements of `count` rows: where they lie or, of rows in int8, in `elements`. As many rows of the next block are
- * prefetched, which lies behind this one unless its page ends.
- */
+/* The index of a row of a head in the KV cache, by its position in the sequence. */
+static inline int64_t
+find_row(const attention_t *c, const tile_t *tile, int64_t head, int64_t position)
+{
+    return (c->pages[tile->pages + position / c->size] * c->kv_heads + head) * c->size + position % c->size;
+}
+
+/* Rows that follow each other in a block from `position` on, in a page. */
+static inline int64_t
+count_rows(const attention_t *c, int64_t position, int64_t stop)
+{
+    return smaller(KEYS, smaller(c->size - position % c->size, stop - position));
+}
+
+/* Fetches `count` rows: with few queries, a block is computed in less time than it takes to be read. */
+static inline void
+prefetch_rows(const attention_t *c, const char *rows, int64_t count)
+{
+    enum { LINE = 64 };
+    for (int64_t at = 0; at < count * c->row_bytes; at += LINE)
+        __builtin_prefetch(rows + at);
+}
+
+/* The elements of `count` rows: where they lie or, of rows in int8, in `elements`. */
 static inline const element *
 read_rows(const attention_t *c, const char *rows, int count, element *elements)
 {
-    for (int64_t at = 0; at < count * c->row_bytes; at += 64) /* a cache line */
-        __builtin_prefetch(rows + KEYS * c->row_bytes + at, 0, 2);
     if (!c->is_int8)
         return (const element *)rows;
     for (int row = 0; row < count; row++)
@@ -66,9 +85,14 @@ lay_out_keys(const element *keys, int width, block_t *block)
     for (int first = 0; first < (block->count + COLUMNS - 1) / COLUMNS * COLUMNS; first += LANES) {
         element *to = block->keys + first / COLUMNS * COLUMNS * width + first % COLUMNS * PER_WORD;
         const int rows = block->count > first ? (int)smaller(16, block->count - first) : 0;
-        for (int at = 0; at < width; at += 16 * PER_WORD)
-            transpose_words(keys + first * width + at, width, rows, (int)smaller(16, (width - at) / PER_WORD),
-                            to + at * COLUMNS, COLUMNS * PER_WORD);
+        for (int at = 0; at < width; at += 16 * PER_WORD) {
+            const element *from = keys + first * width + at;
+            const int words = (int)smaller(16, (width - at) / PER_WORD);
+            if (rows == 16 && words == 16) /* numbers that the compiler knows */
+                transpose_words(from, width, 16, 16, to + at * COLUMNS, COLUMNS * PER_WORD);
+            else
+                transpose_words(from, width, rows, words, to + at * COLUMNS, COLUMNS * PER_WORD);
+        }
     }
 }
 
@@ -189,19 +213,23 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
         q.sum[r] = 0;
     }
     const int64_t stop = tile->position + tile->count;
-    const int64_t start = c->window && tile->position >= c->window ? tile->position + 1 - c->window : 0;
-    for (int64_t place = start / c->size; place * c->size < stop; place++) {
-        const int64_t base = place * c->size;
-        const int64_t from = (c->pages[tile->pages + place] * c->kv_heads + head) * c->size;
-        int64_t at = start > base ? (start - base) / KEYS * KEYS : 0;
-        for (; at < c->size && base + at < stop; at += KEYS) {
-            block.begin = base + at;
-            block.count = (int)smaller(KEYS, smaller(c->size - at, stop - block.begin));
-            const int64_t place = (from + at) * c->row_bytes;
-            lay_out_keys(read_rows(c, c->keys + place, block.count, elements), width, &block);
-            lay_out_values(read_rows(c, c->values + place, block.count, elements), width, &block);
-            attend_to_block(c, tile, &block, &q);
+    const int64_t seen = c->window && tile->position >= c->window ? tile->position + 1 - c->window : 0;
+    const int64_t start = seen - seen % c->size % KEYS; /* a block's */
+    int64_t row = find_row(c, tile, head, start);
+    prefetch_rows(c, c->keys + row * c->row_bytes, count_rows(c, start, stop));
+    for (int64_t begin = start; begin < stop; begin += block.count) {
+        const char *keys = c->keys + row * c->row_bytes, *values = c->values + row * c->row_bytes;
+        block.begin = begin;
+        block.count = (int)count_rows(c, begin, stop);
+        prefetch_rows(c, values, block.count);
+        lay_out_keys(read_rows(c, keys, block.count, elements), width, &block);
+        const int64_t next = begin + block.count;
+        if (next < stop) {
+            row = find_row(c, tile, head, next);
+            prefetch_rows(c, c->keys + row * c->row_bytes, count_rows(c, next, stop));
         }
+        lay_out_values(read_rows(c, values, block.count, elements), width, &block);
+        attend_to_block(c, tile, &block, &q);
     }
     for (int r = 0; r < q.rows; r++) {
         const int64_t token = tile->first + r / c->group, of = head * c->group + r % c->group;

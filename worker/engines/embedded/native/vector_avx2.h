@@ -398,7 +398,7 @@ transpose_eight(__m256i a[8])
 }
 
 /* Transposes up to 16 rows of up to 16 words; missing ones become 0. */
-static inline void
+INLINED void
 transpose_words(const element *from, int64_t stride, int rows, int words, element *to, int64_t to_stride)
 {
     for (int word = 0; word < words; word += 8) {

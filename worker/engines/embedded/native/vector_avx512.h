@@ -269,7 +269,7 @@ store_codes(int8_t *to, vec codes, int are_paired)
 }
 
 /* Transposes up to 16 rows of up to 16 words; missing ones become 0. */
-static inline void
+INLINED void
 transpose_words(const element *from, int64_t stride, int rows, int words, element *to, int64_t to_stride)
 {
     const __mmask16 mask = first_lanes(words);
