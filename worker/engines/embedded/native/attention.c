@@ -33,8 +33,10 @@ typedef struct {
 typedef struct {
     int64_t begin; /* position of the first key */
     int count;
-    element keys[KEYS * WIDEST] ALIGNED;   /* two panels of 32 keys, [words of the width][32 keys] */
-    element values[KEYS * WIDEST] ALIGNED; /* panels of 32 elements, [words of 64 keys][32] */
+    element keys[KEYS * WIDEST] ALIGNED; /* two panels of 32 keys, [words of the width][32 keys] */
+    const element *values;               /* panels of 32 elements, [words of 64 keys][32]: in `copied`, or where they lie */
+    int64_t value_step, value_stride;    /* from a panel to the next, and from a word of its columns to the next */
+    element copied[KEYS * WIDEST] ALIGNED;
 } block_t;
 
 /* The queries of a tile, and their online softmax. */
@@ -109,10 +111,20 @@ lay_out_word(const element *from, const element *next, int64_t count, element *t
 #endif
 }
 
+/* Rows of whole panels in float32 are panels already. */
 static void
 lay_out_values(const element *values, int width, block_t *block)
 {
-    element *to = block->values;
+    if (PER_WORD == 1 && width % COLUMNS == 0) {
+        block->values = values;
+        block->value_step = COLUMNS;
+        block->value_stride = width;
+        return;
+    }
+    block->values = block->copied;
+    block->value_step = KEYS * COLUMNS;
+    block->value_stride = PANEL_STRIDE;
+    element *to = block->copied;
     for (int at = 0; at < width; at += COLUMNS, to += KEYS * COLUMNS)
         for (int key = 0; key < block->count; key += PER_WORD) {
             const element *from = values + key * width + at;
@@ -177,8 +189,8 @@ attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, 
             continue;
         for (int key = 0; key < KEYS; key += COLUMNS)
             if (key < block->count)
-                multiply(rows, q->query + first * width, width, block->keys + key * width, width / PER_WORD,
-                         scores + key, KEYS, 0);
+                multiply(rows, q->query + first * width, width, block->keys + key * width, PANEL_STRIDE,
+                         width / PER_WORD, scores + key, KEYS, 0);
         for (int r = 0; r < rows; r++)
             if (seen[r])
                 fades[r] = weigh(c, scores + r * KEYS, seen[r], weights + r * KEYS, q->peak + first + r,
@@ -186,8 +198,8 @@ attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, 
             else
                 memset(weights + r * KEYS, 0, KEYS * sizeof *weights);
         for (int at = 0; at < width; at += COLUMNS)
-            multiply(rows, weights, KEYS, block->values + at * KEYS, (block->count + PER_WORD - 1) / PER_WORD,
-                     gains + at, padded, 0);
+            multiply(rows, weights, KEYS, block->values + at / COLUMNS * block->value_step, block->value_stride,
+                     (block->count + PER_WORD - 1) / PER_WORD, gains + at, padded, 0);
         for (int r = 0; r < rows; r++) {
             float *result = q->result + (first + r) * padded;
             for (int at = 0; seen[r] && at < padded; at += LANES)

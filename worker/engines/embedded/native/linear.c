@@ -52,8 +52,8 @@ compute_panel(const linear_t *l, int64_t number)
             for (int64_t block = 0; block < blocks; block++) {
                 const int64_t start = count * block / blocks, stop = count * (block + 1) / blocks;
                 multiply((int)(stop - start), l->input + (first + start) * l->inner + word * PER_WORD, l->inner,
-                         panel + word * COLUMNS * PER_WORD, smaller(WORDS, words - word), sums[start], COLUMNS,
-                         word > 0);
+                         panel + word * PANEL_STRIDE, PANEL_STRIDE, smaller(WORDS, words - word), sums[start],
+                         COLUMNS, word > 0);
             }
         }
         for (int64_t row = 0; row < count; row++)
@@ -115,7 +115,7 @@ kernels_sum_in_order(void)
     for (int i = 0; i < LENGTH * COLUMNS; i++)
         panel[i] = some_element(i + 1000);
     copy_operands(row, LENGTH, operands);
-    multiply(1, operands, LENGTH, panel, WORDS, found, COLUMNS, 0);
+    multiply(1, operands, LENGTH, panel, PANEL_STRIDE, WORDS, found, COLUMNS, 0);
     for (int column = 0; column < COLUMNS; column++) {
         float sum = 0;
         for (int word = 0; word < WORDS; word++)

@@ -12,10 +12,12 @@
 
 enum { CACHED_WORDS = 128 }; /* of a panel, 16 KiB, of which the second half is read after the first one */
 
+enum { PANEL_STRIDE = COLUMNS * PER_WORD }; /* elements from one word of a panel's columns to the next */
+
 /* sums [rows, 16 * halves] = rows of `words` words times halves of a panel; added to `sums` if it `continues`. */
 INLINED void
-multiply_rows(int rows, int halves, const operand *row, int64_t row_stride, const element *panel, int64_t words,
-              float *sums, int64_t sums_stride, int continues)
+multiply_rows(int rows, int halves, const operand *row, int64_t row_stride, const element *panel, int64_t panel_stride,
+              int64_t words, float *sums, int64_t sums_stride, int continues)
 {
     vec sum[ROWS][2];
 #pragma GCC unroll 12
@@ -23,7 +25,7 @@ multiply_rows(int rows, int halves, const operand *row, int64_t row_stride, cons
 #pragma GCC unroll 2
         for (int half = 0; half < halves; half++)
             sum[r][half] = continues ? vec_load(sums + r * sums_stride + half * LANES) : vec_zero();
-    for (int64_t word = 0; word < words; word++, panel += COLUMNS * PER_WORD) {
+    for (int64_t word = 0; word < words; word++, panel += panel_stride) {
         if (halves == 1)
             __builtin_prefetch(panel + LANES * PER_WORD);
         const words_t left = load_words(panel), right = load_words(halves > 1 ? panel + LANES * PER_WORD : panel);
@@ -46,31 +48,32 @@ multiply_rows(int rows, int halves, const operand *row, int64_t row_stride, cons
 
 /* `multiply_rows` of a whole panel; the halves of its columns one after the other if there are many rows. */
 INLINED void
-multiply_panel(int rows, const operand *row, int64_t row_stride, const element *panel, int64_t words, float *sums,
-               int64_t sums_stride, int continues)
+multiply_panel(int rows, const operand *row, int64_t row_stride, const element *panel, int64_t panel_stride,
+               int64_t words, float *sums, int64_t sums_stride, int continues)
 {
     if (rows <= WIDE_ROWS) {
-        multiply_rows(rows, 2, row, row_stride, panel, words, sums, sums_stride, continues);
+        multiply_rows(rows, 2, row, row_stride, panel, panel_stride, words, sums, sums_stride, continues);
         return;
     }
     for (int64_t word = 0; word < words; word += CACHED_WORDS) {
         const int64_t count = smaller(CACHED_WORDS, words - word);
         for (int half = 0; half < 2; half++)
             multiply_rows(rows, 1, row + word * PER_WORD, row_stride,
-                          panel + (word * 2 + half) * LANES * PER_WORD, count, sums + half * LANES, sums_stride,
-                          continues || word);
+                          panel + word * panel_stride + half * LANES * PER_WORD, panel_stride, count,
+                          sums + half * LANES, sums_stride, continues || word);
     }
 }
 
 /* `multiply_panel` for 1 to ROWS rows, unrolled for each number, so that the accumulators stay in registers. */
 static inline void
-multiply(int rows, const operand *row, int64_t row_stride, const element *panel, int64_t words, float *sums,
-         int64_t sums_stride, int continues)
+multiply(int rows, const operand *row, int64_t row_stride, const element *panel, int64_t panel_stride, int64_t words,
+         float *sums, int64_t sums_stride, int continues)
 {
 #define NUMBER(n)                                                                                                      \
     case n:                                                                                                            \
         if (n <= ROWS)                                                                                                 \
-            multiply_panel(n <= ROWS ? n : 1, row, row_stride, panel, words, sums, sums_stride, continues);            \
+            multiply_panel(n <= ROWS ? n : 1, row, row_stride, panel, panel_stride, words, sums, sums_stride,          \
+                           continues);                                                                                 \
         break;
     switch (rows) {
         NUMBER(1) NUMBER(2) NUMBER(3) NUMBER(4) NUMBER(5) NUMBER(6)

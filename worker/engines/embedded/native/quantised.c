@@ -133,8 +133,8 @@ multiply_many(const quantised_t *q, int64_t panel, int64_t rows, const float *ro
             unpack(0, 4, q, panel, part, part + words, &use);
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t start = rows * block / blocks, stop = rows * (block + 1) / blocks;
-            multiply((int)(stop - start), row + start * q->inner + part, q->inner, unpacked, words,
-                     sums + start * COLUMNS, COLUMNS, part > 0);
+            multiply((int)(stop - start), row + start * q->inner + part, q->inner, unpacked, PANEL_STRIDE,
+                     words, sums + start * COLUMNS, COLUMNS, part > 0);
         }
     }
 }
