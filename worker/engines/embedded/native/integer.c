@@ -86,7 +86,7 @@ round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
 INLINED void
 add_block(int rows, int halves, int bits, int has_dot, const char *codes, const int8_t *x, int64_t count, ints part[][2])
 {
-#pragma GCC unroll 8
+#pragma GCC unroll 2
     for (int64_t at = 0; at < count; at += 32 / bits, codes += COLUMNS * WORD_BYTES, x += 32 / bits * rows)
 #pragma GCC unroll 2
         for (int half = 0; half < halves; half++) {

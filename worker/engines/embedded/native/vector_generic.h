@@ -287,8 +287,9 @@ INLINED ints
 add_bytes(int has_dot, ints sum, words_t bytes, const int8_t *codes)
 {
     (void)has_dot;
+    const int32_t word = word_at(codes);
     for (int i = 0; i < 4; i++)
-        sum += ((ints)(bytes << (24 - 8 * i)) >> 24) * codes[i];
+        sum += ((ints)(bytes << (24 - 8 * i)) >> 24) * (int8_t)((uint32_t)word >> 8 * i);
     return sum;
 }
 
