@@ -2,7 +2,7 @@
 
     benchmarks/peers.sh llama openvino        # once
     .venv/bin/python benchmarks/quantised.py  # ten minutes on a machine that does nothing else
-    .venv/bin/python benchmarks/quantised.py --formats Q8_0 --kernels native-avx2 --no-results
+    .venv/bin/python benchmarks/quantised.py --formats Q8_0 --cases 1 8 --no-results
 
 Prints, and writes `results/quantised.md`. ``Q4_1`` is the file as the package index has it;
 llama.cpp makes the others of it. All keep the blocks packed. A ratio is of ours to the faster peer.
@@ -16,9 +16,13 @@ is float16.
 Cases: ``1``, ``8``, ``32`` are as many prompts of 64 tokens and 64 new tokens each, greedy; what
 counts is the time in which all of them decode. ``prompt`` is one prompt of 1,024 tokens and the
 time to its first token. Rounds are interleaved, in another order each time; the fastest one of each
-counts. ``--kernels native-avx2`` is to be compared with a llama.cpp that was built without AVX-512:
+counts.
+
+`results/quantised_avx2.md` compares with a llama.cpp that was built without AVX-512, in another
+copy of this repository, by
 ``CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON" benchmarks/peers.sh
-llama``.
+llama``: ``--kernels native-avx2 --peers llama.cpp --environments COPY --report
+benchmarks/results/quantised_avx2.md``.
 """
 
 from __future__ import annotations
@@ -110,8 +114,9 @@ def render(
         "# Quantised weights",
         "",
         f"Made by `benchmarks/quantised.py`, which says what the cases are, on {datetime.date.today()}:",
-        f"{DEFAULT_MODEL}, {made_by}, {platform.machine()}, {arguments.threads} threads,",
-        f"load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds, tokens per second.",
+        f"{DEFAULT_MODEL}, {made_by}, --kernels {arguments.kernels}, {platform.machine()},",
+        f"{arguments.threads} threads, load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds,",
+        "tokens per second.",
         "",
         f"| format | case | {' | '.join(arguments.peers)} | {' | '.join(f'{name} | ratio' for name in OURS)} |",
         f"| --- | --- | {' | '.join('---' for _ in arguments.peers)} | {' | '.join('--- | ---' for _ in OURS)} |",
@@ -150,6 +155,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--kernels", default="auto", help="as of the worker")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER")
     parser.add_argument("--environments", type=Path, default=root, help="where peers.sh made them")
+    parser.add_argument("--report", type=Path, default=REPORT, help="the file to write")
     parser.add_argument("--no-results", action="store_true", help="print, and leave the results as they are")
     return parser.parse_args()
 
@@ -184,7 +190,7 @@ def main() -> None:
     text = render(rows, made_by, load, arguments)
     print(text)
     if not arguments.no_results:
-        REPORT.write_text(text, encoding="utf-8")
+        arguments.report.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
