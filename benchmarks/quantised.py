@@ -100,8 +100,8 @@ OURS = {
     "bfloat16, int8 activations": ("bfloat16", "int8"),
 }
 """`EmbeddedConfig.dtype` and `activation_dtype`, by the name of a column."""
-KV_BLOCKS = 300
-"""Little more than the largest case fills: a server that has run for a while has written to all of
+KV_BLOCKS = 600
+"""About twice what the largest case fills: a server that has run for a while has written to all of
 its pages, which the system clears the first time.
 """
 

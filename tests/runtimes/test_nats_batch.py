@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from nats.aio.client import Client
+from nats.js.kv import KeyValue
 from nats_workers import connected, running
 from servers import NatsServer
 from test_nats_faults import until_served, worker_process
@@ -92,6 +93,30 @@ async def test_a_batch_and_its_re_run_give_the_same_bytes(nats_server: NatsServe
     assert chat["choices"][0]["finish_reason"] == "length"
     assert chat["usage"]["completion_tokens"] == 5
     assert len(results[7]["response"]["body"]["choices"]) == 2
+
+
+async def test_results_are_whole_where_the_mark_of_their_end_comes_first(
+    nats_server: NatsServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client library puts it there if the server has sent all and the client has read none."""
+    watch_all = KeyValue.watchall
+
+    async def hurried(bucket: KeyValue, **options: Any) -> KeyValue.KeyWatcher:
+        watcher = await watch_all(bucket, **options)
+        late, watcher._updates = watcher._updates, asyncio.Queue()
+        watcher._updates.put_nowait(None)
+        while not late.empty():
+            watcher._updates.put_nowait(late.get_nowait())
+        return watcher
+
+    lines = mixed_lines(8)
+    async with connection(nats_server) as client, running(tiny_model, nats_server.url, "hurried", *QUICK):
+        store = BatchStore(client)
+        batch = await store.submit(lines, "hurried")
+        expected = await completed(store, batch.id)
+        monkeypatch.setattr(KeyValue, "watchall", hurried)
+        assert [each async for each in store.results(batch.id)] == expected
+    assert len(expected) == len(lines)
 
 
 async def test_submitting_again_under_the_same_id_adds_nothing(nats_server: NatsServer, tiny_model: Path) -> None:

@@ -24,6 +24,9 @@ from worker.runtimes.nats.protocol import Subjects
 
 PUBLISHED_AT_ONCE = 64
 
+READ_TIMEOUT_S = 10.0
+"""For one answer of the server."""
+
 Line = dict[str, Any]
 
 
@@ -143,7 +146,7 @@ class BatchStore:
 
     def __init__(self, connection: Client) -> None:
         self._connection = connection
-        self._js = connection.jetstream(timeout=10)
+        self._js = connection.jetstream(timeout=READ_TIMEOUT_S)
 
     async def submit(
         self,
@@ -220,14 +223,16 @@ class BatchStore:
     async def results(self, batch: str) -> AsyncIterator[Line]:
         """The results so far, in the order of the file."""
         await self.record(batch)
-        found: list[tuple[int, Line]] = []
-        watcher = await (await self._js.key_value(layout.results_bucket(batch))).watchall()
-        async for entry in watcher:
-            if entry is None:
-                break
-            found.append(await self._result(json.loads(entry.value)))
+        bucket = await self._js.key_value(layout.results_bucket(batch))
+        number = (await bucket.status()).values
+        found: dict[str, tuple[int, Line]] = {}
+        watcher = await bucket.watchall()
+        while len(found) < number:  # its own mark of the end may come before entries that are on their way
+            entry = await watcher.updates(READ_TIMEOUT_S)
+            if entry is not None:
+                found[entry.key] = await self._result(json.loads(entry.value))
         await watcher.stop()  # type: ignore[no-untyped-call]
-        for _, line in sorted(found, key=lambda each: each[0]):
+        for _, line in sorted(found.values(), key=lambda each: each[0]):
             yield line
 
     async def _result(self, value: Line) -> tuple[int, Line]:
