@@ -106,17 +106,14 @@ its pages, which the system clears the first time.
 """
 
 
-def render(
-    rows: list[tuple[str, str, dict[str, float]]], made_by: str, load: float, arguments: argparse.Namespace
-) -> str:
+def render(rows: list[tuple[str, str, dict[str, float]]], load: float, arguments: argparse.Namespace) -> str:
     """The document."""
     lines = [
         "# Quantised weights",
         "",
         f"Made by `benchmarks/quantised.py`, which says what the cases are, on {datetime.date.today()}:",
-        f"{DEFAULT_MODEL}, {made_by}, --kernels {arguments.kernels}, {platform.machine()},",
-        f"{arguments.threads} threads, load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds,",
-        "tokens per second.",
+        f"{DEFAULT_MODEL}, --kernels {arguments.kernels}, {platform.machine()}, {arguments.threads} threads,",
+        f"load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds, tokens per second.",
         "",
         f"| format | case | {' | '.join(arguments.peers)} | {' | '.join(f'{name} | ratio' for name in OURS)} |",
         f"| --- | --- | {' | '.join('---' for _ in arguments.peers)} | {' | '.join('--- | ---' for _ in OURS)} |",
@@ -168,12 +165,11 @@ def main() -> None:
             raise SystemExit(f"{name} is not installed; benchmarks/peers.sh {PEERS[name][0]} installs it")
     load = os.getloadavg()[0]
     torch.set_num_threads(arguments.threads)
-    rows, made_by = [], ""
+    rows = []
     with tempfile.TemporaryDirectory() as directory:
         for form, path in write_formats(Path(directory), arguments.formats, pythons["llama.cpp"]).items():
             checkpoint = convert_gguf(path, model_cache(os.environ), say, keeps_blocks=True)
             engines = {name: engine_of(checkpoint, name, arguments) for name in OURS}
-            made_by = next(iter(engines.values())).session.stepper.model.made_by
             with contextlib.ExitStack() as stack:
                 answers = {name: functools.partial(decode_ours.answer, engine) for name, engine in engines.items()}
                 for name in arguments.peers:
@@ -187,7 +183,7 @@ def main() -> None:
                             best[name] = max(best[name], found) if number >= 0 else 0.0
                     rows.append((form, case, best))
                     print(form, case, {name: round(found) for name, found in best.items()}, flush=True)
-    text = render(rows, made_by, load, arguments)
+    text = render(rows, load, arguments)
     print(text)
     if not arguments.no_results:
         arguments.report.write_text(text, encoding="utf-8")
