@@ -228,7 +228,7 @@ class BatchStore:
         found: dict[str, tuple[int, Line]] = {}
         watcher = await bucket.watchall()
         while len(found) < number:  # its own mark of the end may come before entries that are on their way
-            entry = await watcher.updates(READ_TIMEOUT_S)
+            entry = await watcher.updates(READ_TIMEOUT_S)  # type: ignore[no-untyped-call]
             if entry is not None:
                 found[entry.key] = await self._result(json.loads(entry.value))
         await watcher.stop()  # type: ignore[no-untyped-call]
