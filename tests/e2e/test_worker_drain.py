@@ -80,7 +80,8 @@ async def test_new_requests_are_refused_while_draining(stack: Stack) -> None:
         await asyncio.to_thread(wait_for, lambda: worker.metric("dlw_draining") == 1, "drain")
         with pytest.raises(openai.APIStatusError) as refused:
             await client.completions.create(model=MODEL, prompt="z", max_tokens=4)
-        assert refused.value.status_code >= 500
+        status = refused.value.status_code
+        assert status == 404 or status >= 500  # no longer listed, or refused by the worker
         assert await stream == "x" * 300
     assert worker.wait() == 0
 
