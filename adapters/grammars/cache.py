@@ -234,10 +234,11 @@ class GrammarCache:
         self._trim_now_and_then()
 
     def _trim_now_and_then(self) -> None:
+        now = self._clock()
         with self._lock:
-            if self._clock() < self._trimmed_at + TRIM_S:
+            if now < self._trimmed_at + TRIM_S:
                 return
-            self._trimmed_at = self._clock()
+            self._trimmed_at = now
         _trim()
 
 

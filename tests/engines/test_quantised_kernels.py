@@ -64,6 +64,17 @@ def weight_of(kind: str, columns: int, groups: int, generator: torch.Generator) 
 
 KINDS = ("int8", "int4", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
+GEMMS = {
+    "rows": st.one_of(st.integers(0, 14), st.integers(190, 200)),
+    "columns": st.sampled_from([1, 15, 33, 70]),
+    "groups": st.sampled_from([1, 3, 9]),
+    "then": st.sampled_from(["none", "silu", "add", "mul"]),
+    "has_bias": st.booleans(),
+    "threads": st.integers(1, 3),
+    "seed": st.integers(0, 2**32 - 1),
+}
+"""Of few rows, and of more than the caches are filled with at a time."""
+
 
 def operands(
     generator: torch.Generator, weight: QuantisedWeight, rows: int, then: str, has_bias: bool
@@ -91,15 +102,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
-@given(
-    rows=st.one_of(st.integers(0, 14), st.integers(190, 200)),
-    columns=st.sampled_from([1, 15, 33, 70]),
-    groups=st.sampled_from([1, 3, 9]),
-    then=st.sampled_from(["none", "silu", "add", "mul"]),
-    has_bias=st.booleans(),
-    threads=st.integers(1, 3),
-    seed=st.integers(0, 2**32 - 1),
-)
+@given(**GEMMS)
 def test_bits_are_those_of_float32_on_the_unpacked_weight(
     path: str, kind: str, rows: int, columns: int, groups: int, then: str, has_bias: bool, threads: int, seed: int
 ) -> None:
@@ -246,15 +249,7 @@ def rounded(x: torch.Tensor, weight: QuantisedWeight) -> tuple[torch.Tensor, tor
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
-@given(
-    rows=st.integers(1, 14),
-    columns=st.sampled_from([1, 15, 33, 70]),
-    groups=st.sampled_from([1, 3, 9]),
-    then=st.sampled_from(["none", "silu", "add", "mul"]),
-    has_bias=st.booleans(),
-    threads=st.integers(1, 3),
-    seed=st.integers(0, 2**32 - 1),
-)
+@given(**GEMMS)
 def test_a_product_with_rounded_rows(
     path: str, kind: str, rows: int, columns: int, groups: int, then: str, has_bias: bool, threads: int, seed: int
 ) -> None:

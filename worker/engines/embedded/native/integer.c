@@ -130,7 +130,7 @@ multiply_codes(int rows, int halves, int bits, int has_dot, const quantised_t *q
         for (int i = 0; i < rows; i++)
             for (int half = 0; half < halves; half++)
                 part[i][half] = ints_all(is_short ? 0 : starts[i]);
-        if (count == BLOCK)
+        if (count == BLOCK) /* a number that the compiler knows */
             add_block(rows, halves, bits, has_dot, codes, x, BLOCK, part);
         else
             add_block(rows, halves, bits, has_dot, codes, x, count, part);

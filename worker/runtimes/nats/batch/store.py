@@ -227,11 +227,13 @@ class BatchStore:
         number = (await bucket.status()).values
         found: dict[str, tuple[int, Line]] = {}
         watcher = await bucket.watchall()
-        while len(found) < number:  # its own mark of the end may come before entries that are on their way
-            entry = await watcher.updates(READ_TIMEOUT_S)  # type: ignore[no-untyped-call]
-            if entry is not None:
-                found[entry.key] = await self._result(json.loads(entry.value))
-        await watcher.stop()  # type: ignore[no-untyped-call]
+        try:
+            while len(found) < number:  # its own mark of the end may come before entries that are on their way
+                entry = await watcher.updates(READ_TIMEOUT_S)  # type: ignore[no-untyped-call]
+                if entry is not None:
+                    found[entry.key] = await self._result(json.loads(entry.value))
+        finally:
+            await watcher.stop()  # type: ignore[no-untyped-call]
         for _, line in sorted(found.values(), key=lambda each: each[0]):
             yield line
 
