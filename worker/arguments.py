@@ -190,10 +190,10 @@ class Arguments:
     )
     kernels: str = _option(
         "auto",
-        "What computes on a CPU: native kernels, with the fastest of AVX-512, AVX2 and plain C (generic) that the "
-        "processor has or with the one named, torch's, or auto: native where they were built and the processor has FMA "
-        "but, for bfloat16, no AMX.",
-        choices=("auto", "native", "native-avx512", "native-avx2", "native-generic", "torch"),
+        "What computes on a CPU: native kernels, with the fastest of AMX, AVX-512, AVX2 and plain C (generic) that the "
+        "processor has or with the one named, torch's, or auto: native where they were built and the processor has "
+        "FMA.",
+        choices=("auto", "native", "native-amx", "native-avx512", "native-avx2", "native-generic", "torch"),
         engine=True,
     )
     quantization: str = _option(

@@ -9,7 +9,10 @@
 #include "layers.h"
 
 #ifdef FLOAT32
-quantised_linear_t quantised_linear, integer_linear;
+quantised_linear_t quantised_linear, integer_linear, integer_linear_amx;
+#ifdef INTEGERS_WITH_AMX
+#define integer_linear integer_linear_amx
+#endif
 #endif
 
 static uint64_t state = 1;
@@ -60,7 +63,7 @@ add_to_digest(const element *results, int64_t count)
 static void
 fuzz_linear(void)
 {
-    const int64_t rows = below(15), inner = PER_WORD * ONE_OF(1, 3, 16, 40, 1100), columns = 1 + below(70);
+    const int64_t rows = below(40), inner = PER_WORD * ONE_OF(1, 3, 16, 40, 1100), columns = 1 + below(70);
     const int64_t padded = (columns + COLUMNS - 1) / COLUMNS * COLUMNS;
     element *x = some(rows * inner), *panels = some(padded * inner), *bias = some(columns);
     element *other = some(rows * columns), *y = some(rows * columns), *norm = some(inner);
@@ -99,8 +102,8 @@ fuzz_quantised(int is_integer)
     const int32_t is_unrounded = (int32_t)below(2), has_offsets = (int32_t)below(2), has_bias = (int32_t)below(2);
     const int64_t row = ONE_OF(1, 7, 20, 33, 300);
     const int64_t group = bits == 4 ? ONE_OF(8, 16, 32) : is_integer ? ONE_OF(16, 32, row) : ONE_OF(1, 7, 16, 300);
-    const int64_t inner = group * (is_integer && group == row ? 1 : ONE_OF(1, 3, 9));
-    const int64_t rows = below(15), columns = 1 + below(70), words = (inner * bits + 31) / 32;
+    const int64_t inner = group * (is_integer && group == row ? 1 : ONE_OF(1, 3, 9, 35));
+    const int64_t rows = below(40), columns = 1 + below(70), words = (inner * bits + 31) / 32;
     const int64_t padded = (columns + COLUMNS - 1) / COLUMNS * COLUMNS, scales = padded * (inner / group);
     const int64_t size_of_codes = is_integer ? padded * words * 4 : padded * inner * bits / 8;
     unsigned char *codes = malloc(size_of_codes);

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import pairwise
 from pathlib import Path
 
+import amx_emulation
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,16 +35,24 @@ COMPUTED = [
     (path, dtype) for dtype in native._KINDS for path in native.PATHS if native.unavailable(dtype, path) is None
 ]
 """Paths that this processor has, and their data types; plain C is always among them."""
+EMULATED = [
+    ("amx", dtype)
+    for dtype in native._KINDS
+    if not amx_emulation.IS_REAL and amx_emulation.reason_against(dtype) is None
+]
+SLOW = {"generic", *(path for path, _ in EMULATED)}
+"""Paths that tests spare: plain C may emulate FMA."""
 
 
-@pytest.fixture(scope="module", params=COMPUTED, ids=lambda each: f"{each[0]}-{each[1]}")
+@pytest.fixture(scope="module", params=COMPUTED + EMULATED, ids=lambda each: f"{each[0]}-{each[1]}")
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """A path, which computes in the data type of `dtype`."""
     name, dtype = request.param
     before = native._chosen.copy()
     native._chosen.clear()
-    native.choose_path(dtype, name)
-    yield name
+    with amx_emulation.amx() if request.param in EMULATED else nullcontext():
+        native.choose_path(dtype, name)
+        yield name
     native._chosen.clear()
     native._chosen.update(before)
 
@@ -74,6 +83,11 @@ def plain_c(dtype: torch.dtype) -> Iterator[None]:
     native.choose_path(dtype, before)
 
 
+def skip_own_order(path: str, dtype: torch.dtype) -> None:
+    if path in native._KINDS[dtype].own_order:
+        pytest.skip("it sums in an order of its own: the bits are others")
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32) if x.is_floating_point() else x
 
@@ -90,6 +104,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_bits_are_those_of_plain_c(
+    path: str,
     dtype: torch.dtype,
     rows: int,
     columns: int,
@@ -101,6 +116,7 @@ def test_bits_are_those_of_plain_c(
     seed: int,
 ) -> None:
     """So a prefill and a decode worker may have different processors."""
+    skip_own_order(path, dtype)
     generator = torch.Generator().manual_seed(seed)
     kv_heads, group = heads
     x, weight = randn(dtype, generator, rows, 2 * inner), randn(dtype, generator, columns, 2 * inner)
@@ -141,8 +157,9 @@ def test_bits_are_those_of_plain_c(
 
 
 @pytest.mark.parametrize("scale", [2.0**-135, 2.0**-60, 1.0, 2.0**60, 2.0**120])
-def test_weights_of_any_size_have_the_bits_of_plain_c(dtype: torch.dtype, scale: float) -> None:
+def test_weights_of_any_size_have_the_bits_of_plain_c(path: str, dtype: torch.dtype, scale: float) -> None:
     """Exponentials that are 0, subnormal and infinite, and what rounds to a subnormal bfloat16."""
+    skip_own_order(path, dtype)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 300, generator=generator)
     weight = torch.eye(300) * scale
@@ -158,6 +175,7 @@ def test_weights_of_any_size_have_the_bits_of_plain_c(dtype: torch.dtype, scale:
 
 def test_each_path_sums_in_the_same_order(path: str, dtype: torch.dtype) -> None:
     """What a processor's instructions do is asked at start, since a KV transfer depends on it."""
+    skip_own_order(path, dtype)
     assert native.sums_as_others(dtype, path) or (path, dtype) == ("avx512", torch.bfloat16)
 
 
@@ -182,7 +200,7 @@ def test_a_product_is_the_product(
     threads: int,
     seed: int,
 ) -> None:
-    if path == "generic":  # which is slow where FMA is emulated
+    if path == "generic":
         rows, inner = rows % 20, inner % 80 + 1
     generator = torch.Generator().manual_seed(seed)
     x, weight = randn(dtype, generator, rows, 2 * inner), randn(dtype, generator, columns, 2 * inner)
@@ -213,8 +231,8 @@ def test_a_product_is_the_product(
 def test_a_row_of_a_product_does_not_depend_on_the_others(
     path: str, dtype: torch.dtype, rows: list[int], columns: int, inner: int, threads: int
 ) -> None:
-    if path == "generic":
-        inner = min(inner, 48)
+    if path in SLOW:
+        inner = min(inner, 48 if path == "generic" else 2050)
     generator = torch.Generator().manual_seed(columns)
     x, weight = randn(dtype, generator, 300, inner), randn(dtype, generator, columns, inner)
     panels = native.pack(weight)
@@ -243,11 +261,13 @@ def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
     source: random.Random,
 ) -> None:
     """And in int8 it is attention over the elements that the rows stand for, bit by bit."""
+    if path in SLOW:
+        heads = min(heads, (2, 3))
     if path == "generic":
-        heads, width, size = min(heads, (2, 3)), min(width, 30), min(size, 48)
+        width, size = min(width, 30), min(size, 48)
     kv_heads, group = heads
     generator = torch.Generator().manual_seed(source.randrange(2**32))
-    length = source.randrange(1, 100 if path == "generic" else 300)
+    length = source.randrange(1, 100 if path in SLOW else 300)
     places = -(-length // size)
     keys, values = (randn(dtype, generator, places, kv_heads, size, width) for _ in range(2))
     query = randn(dtype, generator, length, kv_heads * group, width)
@@ -444,6 +464,8 @@ def test_asked_for_in_vain(checkpoints: dict[str, Path], monkeypatch: pytest.Mon
 
 
 AVX2 = ("avx2", "fma", "f16c")
+AMX = tuple(amx_emulation.FLAGS)
+ask_for_tiles = native._ask_for_tiles  # before a fixture emulates it
 
 
 @pytest.fixture
@@ -465,7 +487,7 @@ class OneLibrary:
     ("flags", "auto", "fastest", "in_float32"),
     [
         ((*native._AVX512, "avx512_bf16", *AVX2), "native-avx512", "native-avx512", "native-avx512"),
-        ((*native._AVX512, "avx512_bf16", "amx_bf16", *AVX2), "torch", "native-avx512", "native-avx512"),
+        ((*native._AVX512, "avx512_bf16", *AMX, *AVX2), "native-amx", "native-amx", "native-amx"),
         ((*native._AVX512, *AVX2), "native-avx2", "native-avx2", "native-avx512"),
         (AVX2, "native-avx2", "native-avx2", "native-avx2"),
         (("avx2",), "torch", "native-generic", "torch"),
@@ -480,9 +502,10 @@ def test_which_path_a_processor_takes(
     fresh: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The choice by CPU flags, whatever this processor has; oneDNN with AMX is faster."""
+    """The choice by CPU flags, whatever this processor has."""
     monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset(flags))
     monkeypatch.setattr(native, "_load", OneLibrary)
+    monkeypatch.setattr(native, "_ask_for_tiles", lambda: None)
 
     def chosen(kernels: str, dtype: torch.dtype = torch.bfloat16) -> str:
         return choose_kernels(kernels, torch.device("cpu"), dtype).name
@@ -497,13 +520,43 @@ def test_which_path_a_processor_takes(
             chosen("native-avx512")
 
 
-def test_kernels_whose_bits_differ_have_another_name(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("more", "in_bfloat16"), [((), "native-avx512"), (AMX, "native-amx")], ids=["avx512", "amx"])
+def test_kernels_whose_bits_differ_have_another_name(
+    more: tuple[str, ...], in_bfloat16: str, fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A decode worker refuses KV that was computed with kernels of another name."""
-    monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset((*native._AVX512, "avx512_bf16")))
+    monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset((*native._AVX512, "avx512_bf16", *more)))
     monkeypatch.setattr(native, "_load", OneLibrary)
-    for dtype, name in ((torch.bfloat16, "native-avx512"), (torch.float32, "native")):
+    monkeypatch.setattr(native, "_ask_for_tiles", lambda: None)
+    for dtype, name in ((torch.bfloat16, in_bfloat16), (torch.float32, "native")):
         found = choose_kernels("native", torch.device("cpu"), dtype)
         assert {found.gemms[0].kernels, found.attentions[0].kernels} == {name}
+
+
+@pytest.mark.usefixtures("fresh")
+class TestWithoutTheUseOfAmx:
+    """AVX-512 computes instead, and the reason is there for who asked for AMX."""
+
+    @pytest.fixture(autouse=True)
+    def processor(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset((*native._AVX512, "avx512_bf16", *AMX)))
+        monkeypatch.setattr(native, "_load", OneLibrary)
+        monkeypatch.setattr(native, "_ask_for_tiles", ask_for_tiles)
+
+    def check(self, reason: str) -> None:
+        assert choose_kernels("auto", torch.device("cpu"), torch.bfloat16).name == "native-avx512"
+        with pytest.raises(StartupError, match=f"--kernels native-amx: {reason}"):
+            choose_kernels("native-amx", torch.device("cpu"), torch.bfloat16)
+
+    @pytest.mark.skipif(amx_emulation.IS_REAL, reason="this system does")
+    def test_the_system_keeps_no_tiles(self) -> None:
+        """As Linux before 5.16, and as that of a processor without."""
+        self.check("the system does not let this process use AMX: ")
+
+    def test_it_sums_in_another_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "_ask_for_tiles", lambda: None)
+        monkeypatch.setattr(native, "_load", lambda stem: OneLibrary("kernels_avx512_bfloat16"))
+        self.check("this processor's amx sums in another order than its maker documents")
 
 
 @pytest.mark.usefixtures("fresh")

@@ -5,9 +5,10 @@ of integers, where rows are rounded to 8 bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
+import amx_emulation
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,14 +28,16 @@ from worker.engines.embedded.model.quantisation import (
 from worker.errors import StartupError
 
 PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
+IS_EMULATED = not amx_emulation.IS_REAL and amx_emulation.reason_against(torch.float32) is None
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(params=PATHS, scope="module")
+@pytest.fixture(params=[*PATHS, *(["amx"] if IS_EMULATED else [])], scope="module")
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     before = native._chosen.copy()
-    native.choose_path(torch.float32, request.param)
-    yield request.param
+    with amx_emulation.amx() if request.param == "amx" else nullcontext():
+        native.choose_path(torch.float32, request.param)
+        yield request.param
     native._chosen.clear()
     native._chosen.update(before)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -21,7 +22,6 @@ class KernelBackend:
     Attributes:
         name: As ``--kernels`` names it: ``torch``, or ``native-`` and a path of `native.PATHS`.
         gemms: GEMM backends; the last one supports every weight.
-        unrounded_gemms: Those of layers whose results are unrounded; likewise.
         attentions: Attention backends; the last one supports all sizes.
         rms_norm: ``x / sqrt(mean(x * x) + epsilon) * weight`` of ``x [..., K]``, ``weight [K]`` and
             an epsilon.
@@ -32,7 +32,6 @@ class KernelBackend:
 
     name: str
     gemms: tuple[type[GemmBackend], ...]
-    unrounded_gemms: tuple[type[GemmBackend], ...]
     attentions: tuple[type[AttentionBackend], ...]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     reads_quantised: bool = False
@@ -53,8 +52,7 @@ class KernelBackend:
         if not isinstance(weight, torch.Tensor):
             return QuantisedGemm(weight, bias, is_unrounded, self.rounds_rows)
         is_unrounded = is_unrounded and weight.dtype != torch.float32
-        backends = self.unrounded_gemms if is_unrounded else self.gemms
-        return next(backend for backend in backends if backend.supports(weight))(weight, bias, is_unrounded)
+        return next(backend for backend in self.gemms if backend.supports(weight))(weight, bias, is_unrounded)
 
     def attention(self, sizes: AttentionSizes) -> AttentionBackend:
         """The first attention backend that supports `sizes`."""
@@ -65,20 +63,14 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Te
     return torch.rms_norm(x, weight.shape, weight, epsilon)
 
 
-_TORCH_GEMMS = (OneDnnGemm, TorchGemm)
-TORCH = KernelBackend("torch", _TORCH_GEMMS, _TORCH_GEMMS, (TorchAttention,), _rms_norm)
+TORCH = KernelBackend("torch", (OneDnnGemm, TorchGemm), (TorchAttention,), _rms_norm)
 
 
-class OwnOrderGemm(NativeGemm):
-    """`NativeGemm` on a processor whose bfloat16 instructions do not sum in the others' order."""
-
-    kernels = "native-avx512"
-
-
-class OwnOrderAttention(NativeAttention):
-    """`NativeAttention` on such a processor."""
-
-    kernels = "native-avx512"
+@cache
+def _in_own_order(path: str) -> tuple[type[NativeGemm], type[NativeAttention]]:
+    """`NativeGemm` and `NativeAttention` in a path that does not sum in the others' order."""
+    named = {"kernels": f"native-{path}"}
+    return type("OwnOrderGemm", (NativeGemm,), named), type("OwnOrderAttention", (NativeAttention,), named)
 
 
 def native_kernels(path: str, sums_as_others: bool = True) -> KernelBackend:
@@ -88,10 +80,10 @@ def native_kernels(path: str, sums_as_others: bool = True) -> KernelBackend:
         path: Instructions that they use.
         sums_as_others: `native.sums_as_others`.
     """
-    gemm: type[GemmBackend] = NativeGemm if sums_as_others else OwnOrderGemm
-    attention: type[AttentionBackend] = NativeAttention if sums_as_others else OwnOrderAttention
-    gemms = (gemm, *TORCH.gemms)
-    return KernelBackend(f"native-{path}", gemms, gemms, (attention, *TORCH.attentions), native.rms_norm, True)
+    gemm, attention = (NativeGemm, NativeAttention) if sums_as_others else _in_own_order(path)
+    return KernelBackend(
+        f"native-{path}", (gemm, *TORCH.gemms), (attention, *TORCH.attentions), native.rms_norm, reads_quantised=True
+    )
 
 
 def choose_kernels(
@@ -132,6 +124,5 @@ def choose_kernels(
     path = native.choose_path(dtype, path)
     chosen = native_kernels(path, native.sums_as_others(dtype, path))
     if kernels == "auto" and needed_by is None and native.is_torch_faster(dtype, path):
-        # torch's kernels need a float32 weight for unrounded logits; plain C is slower even so
-        return TORCH if path == "generic" else replace(TORCH, unrounded_gemms=chosen.unrounded_gemms)
+        return TORCH
     return replace(chosen, quantisation=quantisation, rounds_rows=rounds_rows)

@@ -1,9 +1,9 @@
 """Native kernels for CPUs: GEMM, RMSNorm, RoPE, and attention over the paged KV cache.
 
 They are built with the package where there is a C compiler, once for each path of instructions:
-AVX-512, AVX2, and plain C. They are batch-invariant: every sum runs in an order that depends on the
-token alone, and that is the same in all paths, so that processors that take different ones compute
-the same bits. And they compute few rows at the speed at which weights and keys are read. Tensors
+AMX, AVX-512, AVX2, and plain C. They are batch-invariant: every sum runs in an order that depends
+on the token alone, and that is the same in all paths but AMX in bfloat16, so that processors that
+take different ones compute the same bits. And they compute few rows at the speed at which weights and keys are read. Tensors
 are passed by address: whatever is passed must be contiguous, but for the strides that are named.
 All tensors of a call are of one data type, bfloat16 or float32, but for pages in int8.
 """
@@ -11,6 +11,7 @@ All tensors of a call are of one data type, bfloat16 or float32, but for pages i
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +27,10 @@ from worker.engines.embedded.kv_cache import SequenceSlice
 _VERSION = 6
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
-PATHS = ("avx512", "avx2", "generic")
-"""Instructions that the kernels are built for, fastest first; ``generic`` is plain C."""
+PATHS = ("amx", "avx512", "avx2", "generic")
+"""Instructions that the kernels are built for, fastest first; ``generic`` is plain C. ``amx`` is AMX
+in bfloat16; in float32 AMX for rows in 8 bits, and AVX-512 for all else.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +40,31 @@ class _Kind:
     Attributes:
         name: In the names of its libraries.
         needs: CPU flags that the instructions of each path need.
-        torch_faster_with: A CPU flag with which torch's kernels compute prompts several times as
-            fast.
         per_word: Elements in 32 bits.
+        libraries: Whose library a path has, if not its own.
+        own_order: Paths that sum in an order of their own.
     """
 
     name: str
     needs: dict[str, tuple[str, ...]]
-    torch_faster_with: str | None
     per_word: int
+    libraries: dict[str, str]
+    own_order: tuple[str, ...]
 
 
 def _needs(*more: str) -> dict[str, tuple[str, ...]]:
-    return {"avx512": (*_AVX512, *more), "avx2": ("avx2", "fma", "f16c"), "generic": ()}
+    avx512 = (*_AVX512, *more)
+    return {
+        "amx": (*avx512, "amx_tile", "amx_int8", "amx_bf16"),
+        "avx512": avx512,
+        "avx2": ("avx2", "fma", "f16c"),
+        "generic": (),
+    }
 
 
 _KINDS = {
-    torch.bfloat16: _Kind("bfloat16", _needs("avx512_bf16"), "amx_bf16", 2),
-    torch.float32: _Kind("float32", _needs(), None, 1),
+    torch.bfloat16: _Kind("bfloat16", _needs("avx512_bf16"), 2, {}, ("amx",)),
+    torch.float32: _Kind("float32", _needs(), 1, {"amx": "avx512"}, ()),
 }
 
 COLUMNS = 32
@@ -97,7 +107,7 @@ def unavailable(dtype: torch.dtype, path: str | None = None) -> str | None:
 def choose_path(dtype: torch.dtype, path: str | None = None) -> str:
     """Compute in `dtype` with the instructions of `path`, or of the fastest that runs here.
 
-    It holds for the process: bits and packed weights are the same in all of them. Returns the path.
+    It holds for the process: packed weights are the same in all of them. Returns the path.
     """
     path = path or next((each for each in PATHS if unavailable(dtype, each) is None), PATHS[-1])
     _chosen[dtype] = path
@@ -107,22 +117,27 @@ def choose_path(dtype: torch.dtype, path: str | None = None) -> str:
 def is_torch_faster(dtype: torch.dtype, path: str) -> bool:
     """Whether torch's kernels are much faster on this CPU than those of `path`.
 
-    oneDNN is with AMX. And plain C is slow where the processor has no FMA, which it then emulates.
+    Plain C is slow where the processor has no FMA, which it then emulates.
     """
-    return _KINDS[dtype].torch_faster_with in _cpu_flags() or not _open(dtype, path).kernels_have_fma()
+    return not _open(dtype, path).kernels_have_fma()
 
 
 def sums_as_others(dtype: torch.dtype, path: str) -> bool:
     """Whether `path` sums in the order of plain C on this processor, so that their bits are equal.
 
-    AVX512-BF16 might do otherwise on some processor.
+    AMX in bfloat16 does not, and AVX512-BF16 might do otherwise on some processor.
     """
-    return bool(_open(dtype, path).kernels_sum_in_order())
+    return path not in _KINDS[dtype].own_order and bool(_open(dtype, path).kernels_sum_in_order())
+
+
+def chosen_path(dtype: torch.dtype) -> str:
+    """The path that computes in `dtype`."""
+    return _chosen.get(dtype) or choose_path(dtype)
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL:
     """The C library of `dtype` in the chosen path; raises as `_open` does."""
-    return _open(dtype, _chosen.get(dtype) or choose_path(dtype))
+    return _open(dtype, chosen_path(dtype))
 
 
 @cache
@@ -141,7 +156,20 @@ def _open(dtype: torch.dtype, path: str) -> ctypes.CDLL:
     missing = [flag for flag in kind.needs[path] if flag not in flags]
     if missing:
         raise RuntimeError(f"this processor has no {', '.join(missing)}")
-    return _load(f"kernels_{path}_{kind.name}")
+    if path == "amx":
+        _ask_for_tiles()
+    library = _load(f"kernels_{kind.libraries.get(path, path)}_{kind.name}")
+    if path in kind.own_order and not library.kernels_sum_in_order():
+        raise RuntimeError(f"this processor's {path} sums in another order than its maker documents")
+    return library
+
+
+def _ask_for_tiles() -> None:
+    """Asks the system to keep the state of AMX's tiles, for all threads; RuntimeError if it does not."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.syscall(_INT64(arch_prctl), _INT64(request_permission), _INT64(tile_data)):
+        raise RuntimeError(f"the system does not let this process use AMX: {os.strerror(ctypes.get_errno())}")
 
 
 def _load(stem: str) -> ctypes.CDLL:
@@ -179,7 +207,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     ):
         answer.restype = _INT32
     if hasattr(library, "quantised_linear"):  # in those of float32
-        for function in (library.quantised_linear, library.integer_linear):
+        for function in (library.quantised_linear, library.integer_linear, library.integer_linear_amx):
             function.argtypes = [
                 *(_POINTER, _INT32, _INT64, _INT64, _POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT32, _FLOAT),
                 *(_INT64, _POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32),

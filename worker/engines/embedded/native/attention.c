@@ -243,6 +243,7 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
         lay_out_values(read_rows(c, values, block.count, elements), width, &block);
         attend_to_block(c, tile, &block, &q);
     }
+    end_multiplying();
     for (int r = 0; r < q.rows; r++) {
         const int64_t token = tile->first + r / c->group, of = head * c->group + r % c->group;
         element *to = c->output + (token * c->kv_heads * c->group + of) * width;

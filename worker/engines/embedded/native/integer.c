@@ -16,71 +16,13 @@
 #ifdef FLOAT32
 #include <stdlib.h>
 
-#include "quantised.h"
-#include "rounding.h"
+#include "integer_tiles.h"
+#include "rounded_rows.h"
 
 enum {
-    BLOCK = 32,     /* elements of a row with one scale, at most */
     MANY = 256,     /* blocks from which threads share in rounding them */
     CACHED = 16384, /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
 };
-
-/* Rounded rows, in tiles of up to INT_ROWS. A tile of n rows has its codes as [words][n], four of a row to a word, and all else as
- * [blocks][n], so that a GEMM reads it from front to back.
- */
-typedef struct {
-    int64_t size, blocks; /* elements of a block, and blocks of a row */
-    int64_t words;        /* of a row's codes; of 4 bits' words, each two have of eight codes those with even indices first */
-    int8_t *codes;
-    float *scales, *totals; /* of a block; totals are sums of codes */
-    int32_t *starts;        /* what sums of products begin with, for codes that count from a zero of their own */
-} rounded_t;
-
-enum { WORD_BYTES = 4 };
-
-static inline int64_t
-tiles_of(int64_t rows)
-{
-    return (rows + INT_ROWS - 1) / INT_ROWS;
-}
-
-/* The first row of a tile: they have equally many, as far as possible. */
-static inline int64_t
-first_row(int64_t rows, int64_t tile)
-{
-    return rows * tile / tiles_of(rows);
-}
-
-/* `zero`: the number that codes of a weight count from. */
-static void
-round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
-{
-    const int64_t tile = ((row + 1) * tiles_of(q->rows) - 1) / q->rows, first = first_row(q->rows, tile);
-    const int64_t together = first_row(q->rows, tile + 1) - first;
-    int8_t *codes = to->codes + (first * to->words + row - first) * WORD_BYTES;
-    for (int64_t block = 0; block < to->blocks; block++) {
-        int8_t some[BLOCK + LANES] = {0};
-        float lanes[BLOCK] ALIGNED;
-        const int64_t begin = block * to->size, count = smaller(to->size, q->inner - begin);
-        for (int64_t at = 0; at < count; at += LANES)
-            vec_store(lanes + at, read_lanes(q->input, row * q->inner + begin + at, count - at, q->is_bfloat16));
-        const float scale = scale_of(lanes, count);
-        vec total = vec_zero();
-        if (scale > 0)
-            for (int64_t at = 0; at < count; at += LANES) {
-                const vec rounded = codes_of(vec_load(lanes + at), scale);
-                store_codes(some + at, rounded, q->bits == 4);
-                total = vec_add(total, rounded);
-            }
-        for (int64_t at = 0; at < count; at += WORD_BYTES, codes += together * WORD_BYTES)
-            memcpy(codes, some + at, WORD_BYTES);
-        const int64_t place = first * to->blocks + block * together + row - first;
-        const float sum = vec_sum(total);
-        to->scales[place] = scale;
-        to->totals[place] = sum;
-        to->starts[place] = -zero * (int32_t)sum;
-    }
-}
 
 /* `count` elements of a panel's columns times those of `rows` rows: products are added to `part`. */
 INLINED void
@@ -214,11 +156,11 @@ static void
 compute_panels(const quantised_t *q, const rounded_t *r, multiply_t *multiply, int64_t first, int64_t stop)
 {
     float sums[INT_ROWS * COLUMNS] ALIGNED;
-    const int64_t tiles = tiles_of(q->rows), together = CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1;
+    const int64_t tiles = tiles_of(r, q->rows), together = CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1;
     for (int64_t begin = 0; begin < tiles; begin += together)
         for (int64_t panel = first; panel < stop; panel++)
             for (int64_t tile = begin; tile < smaller(begin + together, tiles); tile++) {
-                const int64_t from = first_row(q->rows, tile), to = first_row(q->rows, tile + 1);
+                const int64_t from = first_row(r, q->rows, tile), to = first_row(r, q->rows, tile + 1);
                 for (int64_t row = from; row < to; row++)
                     prefetch_row(q, row, panel * COLUMNS);
                 multiply((int)(to - from), q, r, panel, from, sums);
@@ -227,36 +169,55 @@ compute_panels(const quantised_t *q, const rounded_t *r, multiply_t *multiply, i
             }
 }
 
-/* As `quantised_linear`. A group has a multiple of 8 elements that 32 is a multiple of, or a multiple of 32, or is a whole row;
- * a row is a multiple of 8 elements if codes have 4 bits. Returns 0, or -1 if there is no memory for the rounded rows.
+/* A group has a multiple of 8 elements that 32 is a multiple of, or a multiple of 32, or is a whole row; a row is a
+ * multiple of 8 elements if codes have 4 bits. Returns 0, or -1 if there is no memory for the rounded rows.
  */
-int32_t
-integer_linear(const void *input, int32_t is_bfloat16, int64_t rows, int64_t inner, const void *codes, int32_t bits,
-               int64_t group, const void *scales, const void *offsets, int32_t is_half, float zero, int64_t columns,
-               const void *bias, int32_t then, const void *other, void *output, int32_t is_unrounded, int32_t threads)
+static int32_t
+compute(const quantised_t *q, int has_tiles, int32_t threads)
 {
-    const quantised_t q = {codes, bits,    group,       scales, offsets,      is_half, zero,   input,       rows,
-                           inner, columns, is_bfloat16, bias,   (then_t)then, other,   output, is_unrounded};
-    const int64_t size = group < BLOCK && group < inner ? group : BLOCK, blocks = (inner + size - 1) / size;
-    const int64_t words = (inner + WORD_BYTES - 1) / WORD_BYTES;
-    char *memory = malloc(rows * (blocks * (2 * sizeof(float) + sizeof(int32_t)) + words * WORD_BYTES) + 1);
+    const int is_for_amx = has_tiles && q->rows > INT_ROWS && fits_tiles(q); /* few rows do not fill tiles */
+    const int64_t most = is_for_amx ? TILE_ROWS : INT_ROWS, space = is_for_amx ? (q->rows + most - 1) / most * most : q->rows;
+    const int64_t size = q->group < BLOCK && q->group < q->inner ? q->group : BLOCK;
+    const int64_t blocks = (q->inner + size - 1) / size, words = (q->inner + WORD_BYTES - 1) / WORD_BYTES;
+    const int64_t row_bytes = blocks * (int64_t)(2 * sizeof(float) + sizeof(int32_t)) + words * WORD_BYTES;
+    char *memory = malloc(space * row_bytes + 1);
     if (!memory)
         return -1;
-    float *row_scales = (float *)memory, *totals = row_scales + rows * blocks;
-    int32_t *starts = (int32_t *)(totals + rows * blocks);
-    const rounded_t r = {size, blocks, words, (int8_t *)(starts + rows * blocks), row_scales, totals, starts};
-    const int32_t excess = bits == 4 ? 0 : byte_excess(processor_has_dot());
-    const int32_t begin = excess - (offsets ? 0 : (int32_t)zero);
-#pragma omp parallel for num_threads(threads) if (rows * blocks >= MANY)
-    for (int64_t row = 0; row < rows; row++)
-        round_row(&q, &r, begin, row);
-    multiply_t *multiply = multiply_of(bits);
-    const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
+    if (space > q->rows) /* missing rows */
+        memset(memory, 0, space * row_bytes);
+    float *row_scales = (float *)memory, *totals = row_scales + space * blocks;
+    int32_t *starts = (int32_t *)(totals + space * blocks);
+    int8_t *row_codes = (int8_t *)(starts + space * blocks);
+    const rounded_t r = {size, blocks, words, most, is_for_amx, row_codes, row_scales, totals, starts};
+    const int32_t excess = q->bits == 4 ? 0 : byte_excess(processor_has_dot());
+    const int32_t begin = excess - (q->offsets ? 0 : (int32_t)q->zero);
+#pragma omp parallel for num_threads(threads) if (q->rows * blocks >= MANY)
+    for (int64_t row = 0; row < q->rows; row++)
+        round_row(q, &r, begin, row);
+    multiply_t *multiply = multiply_of(q->bits);
+    const int64_t number = (q->columns + COLUMNS - 1) / COLUMNS;
     const int64_t share = number / (8 * threads) + 1; /* panels at a time: few, since threads differ in speed */
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t first = 0; first < number; first += share)
-        compute_panels(&q, &r, multiply, first, smaller(first + share, number));
+        if (is_for_amx)
+            compute_panels_in_tiles(q, &r, first, smaller(first + share, number));
+        else
+            compute_panels(q, &r, multiply, first, smaller(first + share, number));
     free(memory);
     return 0;
 }
+
+/* As `quantised_linear`; see `compute`. */
+#define INTEGER_LINEAR(name, has_tiles)                                                                                \
+    int32_t name(const void *input, int32_t is_bfloat16, int64_t rows, int64_t inner, const void *codes, int32_t bits, \
+                 int64_t group, const void *scales, const void *offsets, int32_t is_half, float zero, int64_t columns, \
+                 const void *bias, int32_t then, const void *other, void *output, int32_t is_unrounded,                \
+                 int32_t threads)                                                                                      \
+    {                                                                                                                  \
+        const quantised_t q = {codes, bits,    group,       scales, offsets,      is_half, zero,   input,       rows,  \
+                               inner, columns, is_bfloat16, bias,   (then_t)then, other,   output, is_unrounded};      \
+        return compute(&q, has_tiles, threads);                                                                        \
+    }
+INTEGER_LINEAR(integer_linear, 0)
+INTEGER_LINEAR(integer_linear_amx, 1) /* on a processor with AMX, once the system keeps the state of tiles */
 #endif

@@ -59,6 +59,7 @@ compute_panel(const linear_t *l, int64_t number)
         for (int64_t row = 0; row < count; row++)
             finish(l, first + row, number * COLUMNS, sums[row]);
     }
+    end_multiplying();
 }
 
 int32_t
@@ -102,26 +103,25 @@ widened_element(element x)
     return wide;
 }
 
-/* Whether the micro-kernel has the bits of its definition, one fused multiplication and addition after another. */
+/* Whether the micro-kernel has the bits of its definition: whether this processor's instructions sum in its order. */
 int32_t
 kernels_sum_in_order(void)
 {
-    enum { WORDS = 64, LENGTH = WORDS * PER_WORD };
+    enum { WORDS = 72, LENGTH = WORDS * PER_WORD };
     element row[LENGTH], panel[LENGTH * COLUMNS];
     operand operands[LENGTH];
-    float found[COLUMNS];
+    float found[COLUMNS], wide_row[LENGTH], wide_column[LENGTH];
     for (int i = 0; i < LENGTH; i++)
-        row[i] = some_element(i + 1);
+        wide_row[i] = widened_element(row[i] = some_element(i + 1));
     for (int i = 0; i < LENGTH * COLUMNS; i++)
         panel[i] = some_element(i + 1000);
     copy_operands(row, LENGTH, operands);
     multiply(1, operands, LENGTH, panel, PANEL_STRIDE, WORDS, found, COLUMNS, 0);
+    end_multiplying();
     for (int column = 0; column < COLUMNS; column++) {
-        float sum = 0;
-        for (int word = 0; word < WORDS; word++)
-            for (int i = PER_WORD - 1; i >= 0; i--)
-                sum = fmaf(widened_element(row[word * PER_WORD + i]),
-                           widened_element(panel[(word * COLUMNS + column) * PER_WORD + i]), sum);
+        for (int i = 0; i < LENGTH; i++)
+            wide_column[i] = widened_element(panel[(i / PER_WORD * COLUMNS + column) * PER_WORD + i % PER_WORD]);
+        const float sum = sum_by_definition(wide_row, wide_column, WORDS);
         if (memcmp(&sum, found + column, sizeof sum))
             return 0;
     }

@@ -10,9 +10,13 @@
 
 #include "vector.h"
 
-enum { CACHED_WORDS = 128 }; /* of a panel, 16 KiB, of which the second half is read after the first one */
-
 enum { PANEL_STRIDE = COLUMNS * PER_WORD }; /* elements from one word of a panel's columns to the next */
+
+#ifdef WITH_AMX
+#include "panels_amx.h"
+#else
+
+enum { CACHED_WORDS = 128 }; /* of a panel, 16 KiB, of which the second half is read after the first one */
 
 /* sums [rows, 16 * halves] = rows of `words` words times halves of a panel; added to `sums` if it `continues`. */
 INLINED void
@@ -81,5 +85,23 @@ multiply(int rows, const operand *row, int64_t row_stride, const element *panel,
     }
 #undef NUMBER
 }
+
+/* What a thread does when it has multiplied. */
+static inline void
+end_multiplying(void)
+{
+}
+
+/* One sum of `multiply`, by its definition. */
+static inline float
+sum_by_definition(const float *row, const float *column, int64_t words)
+{
+    float sum = 0;
+    for (int64_t word = 0; word < words; word++)
+        for (int i = PER_WORD - 1; i >= 0; i--)
+            sum = fmaf(row[word * PER_WORD + i], column[word * PER_WORD + i], sum);
+    return sum;
+}
+#endif
 
 #endif

@@ -66,7 +66,9 @@ def rows_of(panels: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def kernel(rounds_rows: bool) -> Any:
     """The C function that multiplies by weights of which that is true."""
     library = native.library(torch.float32)
-    return library.integer_linear if rounds_rows else library.quantised_linear
+    if not rounds_rows:
+        return library.quantised_linear
+    return library.integer_linear_amx if native.chosen_path(torch.float32) == "amx" else library.integer_linear
 
 
 def quantised_linear(

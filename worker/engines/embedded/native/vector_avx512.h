@@ -7,7 +7,11 @@ typedef __m512i weights; /* a word of each of 16 columns */
 typedef __m512i words_t;
 
 enum {
+#ifdef WITH_AMX
+    ROWS = 32, /* two of AMX's tiles */
+#else
     ROWS = 12,      /* of a tile at most: their accumulators fill 24 of the 32 registers */
+#endif
     WIDE_ROWS = 12, /* rows up to which a tile has both halves of a panel's columns */
     PARTS = 1,      /* of a word, each multiplied by one instruction */
 };

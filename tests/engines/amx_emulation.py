@@ -1,0 +1,65 @@
+"""The native kernels' AMX path on every processor that has AVX-512: its instructions are emulated.
+
+`amx_emulator.c` takes the signal that they raise there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from worker.engines.embedded import native
+
+FLAGS = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
+IS_REAL = native._cpu_flags() >= FLAGS
+"""Whether this processor has AMX."""
+
+
+def reason_against(dtype: torch.dtype) -> str | None:
+    """Why the path cannot be tested here; None if it can."""
+    if IS_REAL:
+        return native.unavailable(dtype, "amx")
+    if shutil.which("cc") is None:
+        return "nothing to build the emulator with"
+    return native.unavailable(dtype, "avx512")
+
+
+@cache
+def build_emulator() -> Path:
+    """The shared library."""
+    library = Path(tempfile.mkdtemp(prefix="amx-")) / "emulator.so"
+    source = Path(__file__).with_name("amx_emulator.c")
+    command = ["cc", "-O3", "-mavx2", "-mfma", "-shared", "-fPIC", source, "-o", library, "-lm"]
+    subprocess.run(command, check=True, timeout=300)
+    return library
+
+
+def emulated_instructions() -> int:
+    """How many there have been in this process."""
+    count = ctypes.CDLL(str(build_emulator())).amx_emulated
+    count.restype = ctypes.c_long
+    return int(count())
+
+
+@contextmanager
+def amx() -> Iterator[None]:
+    """The path is there for as long as this lasts."""
+    if IS_REAL:
+        yield
+        return
+    ctypes.CDLL(str(build_emulator()))
+    flags = native._cpu_flags() | FLAGS
+    try:
+        with mock.patch.object(native, "_cpu_flags", lambda: flags), mock.patch.object(native, "_ask_for_tiles"):
+            yield
+    finally:
+        native._open.cache_clear()

@@ -1,0 +1,150 @@
+"""The native kernels with AMX, emulated where the processor has none: that it computes, and in its
+order of summation.
+
+What holds for all paths is tested in `test_native_kernels` and `test_quantised_kernels`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import amx_emulation
+import pytest
+import torch
+
+from worker.engines.embedded import native
+from worker.engines.embedded.kv_cache import SequenceSlice
+from worker.engines.embedded.model.quantisation import QuantisedGemm, QuantisedWeight
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    found: torch.dtype = request.param
+    if reason := amx_emulation.reason_against(found):
+        pytest.skip(reason)
+    before = native._chosen.copy()
+    with amx_emulation.amx():
+        native.choose_path(found, "amx")
+        yield found
+    native._chosen.clear()
+    native._chosen.update(before)
+
+
+def tile_order(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x [n, K]`` times ``weight [N, K]`` in the order of TDPBF16PS, float32 ``[n, N]``.
+
+    A product of bfloat16 and its sum with a float32 of about its size are exact in float64.
+    """
+    total = torch.zeros(len(x), len(weight))
+    for begin in range(0, x.shape[1], 32):
+        parts = [torch.zeros_like(total), torch.zeros_like(total)]
+        for k in range(begin, min(begin + 32, x.shape[1])):
+            product = x[:, k, None].double() * weight[None, :, k].double()
+            parts[k % 2] = (parts[k % 2].double() + product).float()
+        total = total + (parts[0] + parts[1])
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16], indirect=True)
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 193])
+def test_sums_are_in_the_documented_order(dtype: torch.dtype, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    for columns, inner in itertools.product([5, 64], [2, 30, 32, 34, 2112]):
+        if rows * inner > 50_000 and columns > 5:
+            continue
+        x, weight = (torch.randn(n, inner, generator=generator).to(dtype) for n in (rows, columns))
+        found = native.linear(x, native.pack(weight), columns, is_unrounded=True)
+        assert torch.equal(found, tile_order(x, weight))
+
+
+def test_it_computes(dtype: torch.dtype) -> None:
+    """In bfloat16 GEMMs of any rows, and attention; in float32 those on many rounded rows."""
+    if amx_emulation.IS_REAL:
+        pytest.skip("what computes is not counted")
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    def count(of: Callable[[], torch.Tensor]) -> int:
+        before = amx_emulation.emulated_instructions()
+        of()
+        return amx_emulation.emulated_instructions() - before
+
+    panels, rows = native.pack(randn(64, 64)), randn(1, 64)
+    pages = randn(2, 1, 64, 64)
+    tiles = native.Tiles([SequenceSlice([0, 1], 0, 70)], 1)
+    codes = torch.randint(-128, 128, (40, 2112), dtype=torch.int8, generator=generator)
+    gemm = QuantisedGemm(QuantisedWeight(codes, torch.ones(40, 66).half(), None), None, rounds_rows=True)
+    is_bfloat16 = dtype == torch.bfloat16
+    assert bool(count(lambda: native.linear(rows, panels, 64))) == is_bfloat16
+    assert bool(count(lambda: native.attend(randn(70, 1, 64), pages, pages, tiles, 1.0, 0, None))) == is_bfloat16
+    if not is_bfloat16:
+        assert not count(lambda: gemm(randn(12, 2112)))
+        assert count(lambda: gemm(randn(13, 2112))) > 2 * 2 * 66 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32], indirect=True)
+@pytest.mark.parametrize(("rows", "blocks"), [(13, 1), (16, 5), (33, 33), (145, 68)])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_many_rows_and_wide_ones_have_the_bits_of_few(
+    dtype: torch.dtype, rows: int, blocks: int, bits: int, has_offsets: bool
+) -> None:
+    """Which AMX does not compute: sums of integers are exact. Rows are wider than a part of a panel."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(-128, 128, (70, 4 * bits * blocks), dtype=torch.int8, generator=generator)
+    scales, offsets = torch.randn(2, 70, blocks, generator=generator).half()
+    weight = QuantisedWeight(codes if bits == 8 else codes.view(torch.uint8), scales, offsets if has_offsets else None)
+    layer = QuantisedGemm(weight, None, rounds_rows=True)
+    x = torch.randn(rows, 32 * blocks, generator=generator)
+    assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x]))
+
+
+PROGRAM = """
+#include "amx.h"
+int main(void)
+{
+    tile_config_t config = {.palette = 1};
+    for (int tile = 0; tile < 3; tile++)
+        config.rows[tile] = 4, config.row_bytes[tile] = 16;
+    %s
+    configure_tiles(&config);
+    ADD_BFLOAT16(0, 1, 2);
+    %s
+    release_tiles();
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(amx_emulation.IS_REAL, reason="a processor's exception has no message")
+@pytest.mark.parametrize(
+    ("configuration", "more", "why"),
+    [
+        ("", "", None),
+        ("config.rows[1] = 3;", "", "the sizes of a product's tiles do not fit"),
+        ("config.row_bytes[2] = 60;", "", "the sizes of a product's tiles do not fit"),
+        ("config.rows[1] = 17;", "", "a tile has up to 16 rows of up to 64 bytes, or neither"),
+        ("config.palette = 0;", "", "palette is not 1"),
+        ("", "ADD_BFLOAT16(0, 1, 3);", "a tile that is not configured"),
+        ("", "release_tiles(); ZERO_TILE(0);", "no configuration"),
+    ],
+)
+def test_the_emulator_is_as_strict_as_a_processor(
+    configuration: str, more: str, why: str | None, tmp_path: Path
+) -> None:
+    if reason := amx_emulation.reason_against(torch.float32):
+        pytest.skip(reason)
+    source, program = tmp_path / "program.c", tmp_path / "program"
+    source.write_text(PROGRAM % (configuration, more))
+    folder = Path(native.__file__).parent
+    emulator = amx_emulation.build_emulator()
+    command = ["cc", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", f"-I{folder}", source, "-o", program]
+    subprocess.run([*command, f"-Wl,-rpath,{emulator.parent},--no-as-needed", emulator, "-lm"], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode == 0) == (why is None), done.stderr
+    assert why is None or why in done.stderr

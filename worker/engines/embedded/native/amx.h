@@ -1,0 +1,48 @@
+/* AMX: products of tiles, which are up to 16 rows of 64 bytes in registers of their own, tmm0 to tmm7.
+ *
+ * A product adds to each word of tile `to` the products of a row of tile `a` and of 16 words, one below the other, of tile
+ * `b`: words of four bytes, or of two bfloat16. The instructions are written as assembly, since the files are compiled
+ * for processors without them, too. Whoever calls them has asked the system for the state of tiles
+ * (`native/__init__.py`), and releases them when done: a thread whose tiles are in use takes longer to be switched.
+ */
+#ifndef AMX_H
+#define AMX_H
+
+#include "vector.h"
+
+enum {
+    TILE_ROWS = 16,
+    TILE_BYTES = 64, /* of a row */
+};
+
+#if defined(__x86_64__) && defined(__AVX512F__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+#define CAN_HAVE_TILES
+
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16]; /* of each tile */
+    uint8_t rows[16];
+} tile_config_t;
+
+INLINED void
+configure_tiles(const tile_config_t *config)
+{
+    __asm__ volatile("ldtilecfg %0" : : "m"(*config));
+}
+
+INLINED void
+release_tiles(void)
+{
+    __asm__ volatile("tilerelease");
+}
+
+#define ZERO_TILE(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
+#define LOAD_TILE(tile, from, stride)                                                                                  \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((int64_t)(stride)) : "memory")
+#define STORE_TILE(tile, to, stride)                                                                                   \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((int64_t)(stride)) : "memory")
+#define ADD_SIGNED_BYTES(to, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #to : :)
+#define ADD_BFLOAT16(to, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #to : :)
+
+#endif
+#endif
