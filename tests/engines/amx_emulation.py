@@ -19,6 +19,7 @@ import torch
 
 from worker.engines.embedded import native
 
+SOURCE = Path(__file__).with_name("amx_emulator.c")
 FLAGS = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
 IS_REAL = native._cpu_flags() >= FLAGS
 """Whether this processor has AMX."""
@@ -37,8 +38,7 @@ def reason_against(dtype: torch.dtype) -> str | None:
 def build_emulator() -> Path:
     """The shared library."""
     library = Path(tempfile.mkdtemp(prefix="amx-")) / "emulator.so"
-    source = Path(__file__).with_name("amx_emulator.c")
-    command = ["cc", "-O3", "-mavx2", "-mfma", "-shared", "-fPIC", source, "-o", library, "-lm"]
+    command = ["cc", "-O3", "-mavx2", "-mfma", "-shared", "-fPIC", SOURCE, "-o", library, "-lm"]
     subprocess.run(command, check=True, timeout=300)
     return library
 
@@ -59,7 +59,7 @@ def amx() -> Iterator[None]:
     ctypes.CDLL(str(build_emulator()))
     flags = native._cpu_flags() | FLAGS
     try:
-        with mock.patch.object(native, "_cpu_flags", lambda: flags), mock.patch.object(native, "_ask_for_tiles"):
+        with mock.patch.object(native, "_cpu_flags", return_value=flags), mock.patch.object(native, "_ask_for_tiles"):
             yield
     finally:
         native._open.cache_clear()

@@ -94,7 +94,7 @@ def test_it_computes(dtype: torch.dtype) -> None:
 def test_many_rows_and_wide_ones_have_the_bits_of_few(
     dtype: torch.dtype, rows: int, blocks: int, bits: int, has_offsets: bool
 ) -> None:
-    """Which AMX does not compute: sums of integers are exact. Rows are wider than a part of a panel."""
+    """Few are computed without AMX. Rows are wider than a part of a panel."""
     generator = torch.Generator().manual_seed(rows)
     codes = torch.randint(-128, 128, (70, 4 * bits * blocks), dtype=torch.int8, generator=generator)
     scales, offsets = torch.randn(2, 70, blocks, generator=generator).half()

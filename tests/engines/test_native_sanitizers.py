@@ -6,23 +6,17 @@ The bits of their results are asked for, too: they are the same on every process
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
+import amx_emulation
 import pytest
 import torch
+from native_builds import DOT_IN_EVEX, compile_kernels, needs_compiler, needs_dot_in_evex
 
 from worker.engines.embedded import native
 
-HERE = Path(__file__).parent
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
-FLAGS = {
-    "amx": AVX512,
-    "avx512": AVX512,
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "generic": [],
-}
+FUZZ = Path(__file__).with_name("native_fuzz.c")
 ROUNDS = 60
 DIGESTS = {torch.bfloat16: "4eb89287ead57127", torch.float32: "bb0636a6faf137d7"}
 """Of all results, as AVX-512 in float32, AVX2 and plain C on x86-64 have them."""
@@ -31,7 +25,7 @@ OWN_DIGESTS = {("amx", torch.bfloat16): "45516fb514cd800a"}
 """Of paths that sum in an order of their own."""
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="nothing to compile them with")
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_nothing_beside_a_buffer_is_touched(dtype: torch.dtype, tmp_path: Path) -> None:
     """Of the fastest path that this processor has: the others differ in `vector_*.h` alone."""
@@ -39,18 +33,18 @@ def test_nothing_beside_a_buffer_is_touched(dtype: torch.dtype, tmp_path: Path) 
     check(path, dtype, tmp_path)
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="nothing to compile them with")
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_of_amx(dtype: torch.dtype, tmp_path: Path) -> None:
     """Emulated, whatever the processor: so that a tile's rows, too, are seen to be in a buffer."""
     if native.unavailable(dtype, "avx512"):
         pytest.skip("it needs AVX-512")
     options = ["-DWITH_AMX=1"] if dtype == torch.bfloat16 else ["-DINTEGERS_WITH_AMX=1"]
-    check("amx", dtype, tmp_path, *options, str(HERE / "amx_emulator.c"))
+    check("amx", dtype, tmp_path, *options, str(amx_emulation.SOURCE))
 
 
 @pytest.mark.campaign
-@pytest.mark.skipif(shutil.which("cc") is None, reason="nothing to compile them with")
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("path", [path for path in native.PATHS if path != "amx"])
 def test_of_every_path(path: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -59,23 +53,25 @@ def test_of_every_path(path: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.skipif(shutil.which("cc") is None, reason="nothing to compile them with")
-def test_of_avx512_without_vnni(tmp_path: Path) -> None:
-    if native.unavailable(torch.float32, "avx512") is None:
-        check("avx512", torch.float32, tmp_path, "-DWITHOUT_VNNI=1")
+@needs_compiler
+@pytest.mark.parametrize("path", ["avx512", "avx2"])
+def test_without_vnni(path: str, tmp_path: Path) -> None:
+    if native.unavailable(torch.float32, path) is None:
+        check(path, torch.float32, tmp_path, "-DWITHOUT_VNNI=1")
+
+
+@pytest.mark.campaign
+@needs_dot_in_evex
+def test_of_avx2_with_vnni(tmp_path: Path) -> None:
+    check("avx2", torch.float32, tmp_path, DOT_IN_EVEX)
 
 
 def check(path: str, dtype: torch.dtype, directory: Path, *options: str) -> None:
-    folder = Path(native.__file__).parent
-    kind = ["-DFLOAT32=1"] if dtype == torch.float32 else ["-mavx512bf16"] if FLAGS[path] is AVX512 else []
+    has_avx512 = path in ("amx", "avx512")
+    kind = ["-DFLOAT32=1"] if dtype == torch.float32 else ["-mavx512bf16"] if has_avx512 else []
     program = directory / "fuzz"
-    command = [
-        *("cc", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wno-psabi", "-fopenmp"),
-        *("-ffp-contract=off", "-fno-math-errno", *FLAGS[path], *kind, *options, f"-I{folder}"),
-        *(str(source) for source in sorted(folder.glob("*.c"))),
-        *(str(HERE / "native_fuzz.c"), "-lm", "-o", str(program)),
-    ]
-    subprocess.run(command, check=True, timeout=300)
+    sanitizers = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    compile_kernels(path, program, "-O1", *sanitizers, *kind, *options, str(FUZZ))
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run([program, str(ROUNDS)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,6 +4,7 @@ of integers, where rows are rounded to 8 bits.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_builds import DOT_IN_EVEX, compile_kernels, needs_dot_in_evex
 from torch.nn import functional
 
 from worker.engines.embedded import native
@@ -28,41 +30,75 @@ from worker.engines.embedded.model.quantisation import (
 from worker.errors import StartupError
 
 PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
-IS_EMULATED = not amx_emulation.IS_REAL and amx_emulation.reason_against(torch.float32) is None
+if not amx_emulation.IS_REAL and amx_emulation.reason_against(torch.float32) is None:
+    PATHS.insert(0, "amx")
 DTYPES = [torch.float32, torch.bfloat16]
 
+AVX2_WITH_VNNI = "avx2 with VNNI"
 
-@pytest.fixture(params=[*PATHS, *(["amx"] if IS_EMULATED else [])], scope="module")
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
+of_integers = pytest.mark.parametrize(
+    "path", [*PATHS, pytest.param(AVX2_WITH_VNNI, marks=needs_dot_in_evex)], indirect=True
+)
+"""Of tests that run with each instruction for integers that this processor has."""
+
+
+@pytest.fixture(params=PATHS, scope="module")
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     before = native._chosen.copy()
-    with amx_emulation.amx() if request.param == "amx" else nullcontext():
-        native.choose_path(torch.float32, request.param)
-        yield request.param
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == AVX2_WITH_VNNI:
+            file = tmp_path_factory.mktemp("kernels") / "kernels.so"
+            compile_kernels("avx2", file, "-O2", "-shared", "-fPIC", "-DFLOAT32=1", DOT_IN_EVEX)
+            library, others = native._declare(ctypes.CDLL(str(file))), native._open
+            patch.setattr(native, "_open", lambda *which: library if which[1] == AVX2_WITH_VNNI else others(*which))
+        with amx_emulation.amx() if request.param == "amx" else nullcontext():
+            native.choose_path(torch.float32, request.param)
+            yield request.param
     native._chosen.clear()
     native._chosen.update(before)
+
+
+@contextmanager
+def plain_c() -> Iterator[None]:
+    """The oracle of all paths."""
+    before = native._chosen[torch.float32]
+    native.choose_path(torch.float32, "generic")
+    try:
+        yield
+    finally:
+        native.choose_path(torch.float32, before)
 
 
 def randn(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator)
 
 
-def weight_of(kind: str, columns: int, groups: int, generator: torch.Generator) -> QuantisedWeight:
-    """A weight ``[columns, 32 * groups]`` of random codes, as a format holds it."""
-    inner = 32 * groups
-    if kind in ("int8", "int4"):
-        return quantise(randn(generator, columns, inner), kind)
-    bits = 8 if kind in ("Q8_0", "Q6_K") else 4
-    size = 16 if kind == "Q6_K" else 32
-    scales = (randn(generator, columns, inner // size) / 16).half()
-    offsets = randn(generator, columns, inner // size).half() if kind in ("Q4_1", "Q4_K") else None
-    if kind.endswith("K"):  # scales are a float16 times an integer of 6 or 8 bits
-        scales = scales.float() * torch.randint(0, 64, scales.shape, generator=generator)
-        offsets = offsets.float() if offsets is not None else None
+def random_weight(
+    bits: int, group: int, shape: tuple[int, int], has_offsets: bool, generator: torch.Generator
+) -> QuantisedWeight:
+    """A weight of random codes, its scales and offsets in float16."""
+    columns, inner = shape
+    scales = (randn(generator, columns, inner // group) / 16).half()
+    offsets = randn(generator, columns, inner // group).half() if has_offsets else None
     if bits == 8:
-        codes = torch.randint(-128, 128, (columns, inner), dtype=torch.int8, generator=generator)
+        codes = torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator)
     else:
         codes = torch.randint(0, 256, (columns, inner // 2), dtype=torch.uint8, generator=generator)
     return QuantisedWeight(codes, scales, offsets)
+
+
+def weight_of(kind: str, columns: int, groups: int, generator: torch.Generator) -> QuantisedWeight:
+    """A weight ``[columns, 32 * groups]`` of random codes, as a format holds it."""
+    shape = columns, 32 * groups
+    if kind in ("int8", "int4"):
+        return quantise(randn(generator, *shape), kind)
+    bits, group = 8 if kind in ("Q8_0", "Q6_K") else 4, 16 if kind == "Q6_K" else 32
+    weight = random_weight(bits, group, shape, kind in ("Q4_1", "Q4_K"), generator)
+    if not kind.endswith("K"):
+        return weight
+    # scales are a float16 times an integer of 6 or 8 bits
+    scales = weight.scales.float() * torch.randint(0, 64, weight.scales.shape, generator=generator)
+    return replace(weight, scales=scales, offsets=weight.offsets.float() if weight.offsets is not None else None)
 
 
 KINDS = ("int8", "int4", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
@@ -109,7 +145,6 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def test_bits_are_those_of_float32_on_the_unpacked_weight(
     path: str, kind: str, rows: int, columns: int, groups: int, then: str, has_bias: bool, threads: int, seed: int
 ) -> None:
-    """Plain C, which is the oracle of all paths."""
     if path == "generic":  # which is slow where FMA is emulated
         rows, groups = rows % 20, min(groups, 3)
     generator = torch.Generator().manual_seed(seed)
@@ -117,9 +152,8 @@ def test_bits_are_those_of_float32_on_the_unpacked_weight(
     x, bias, other = operands(generator, weight, rows, then, has_bias)
     with num_threads(threads):
         found = QuantisedGemm(weight, bias)(x, then, other)
-    native.choose_path(torch.float32, "generic")
-    expected = native.linear(x, native.pack(weight.dequantised()), columns, bias, then, other)
-    native.choose_path(torch.float32, path)
+    with plain_c():
+        expected = native.linear(x, native.pack(weight.dequantised()), columns, bias, then, other)
     assert torch.equal(bits(found), bits(expected))
 
 
@@ -250,6 +284,7 @@ def rounded(x: torch.Tensor, weight: QuantisedWeight) -> tuple[torch.Tensor, tor
     return (blocks / scales.where(scales != 0, torch.inf)).round(), scales
 
 
+@of_integers
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(**GEMMS)
@@ -265,9 +300,8 @@ def test_a_product_with_rounded_rows(
     layer = QuantisedGemm(weight, bias, rounds_rows=True)
     with num_threads(threads):
         found, sums = layer(x, then, other), QuantisedGemm(weight, None, rounds_rows=True)(x)
-    native.choose_path(torch.float32, "generic")
-    expected = layer(x, then, other)
-    native.choose_path(torch.float32, path)
+    with plain_c():
+        expected = layer(x, then, other)
     assert torch.equal(bits(found), bits(expected))
     codes, scales = rounded(x, weight)
     inputs = (codes.double() * scales).flatten(1)
@@ -276,6 +310,37 @@ def test_a_product_with_rounded_rows(
     assert ((sums.double() - functional.linear(inputs, unpacked)).abs() <= 4 * codes.shape[1] * 2.0**-24 * terms).all()
 
 
+@of_integers
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *((bits, group, groups * group) for bits in (4, 8) for group in (8, 16, 32, 64) for groups in (1, 3)),
+        *((4, row, row) for row in (24, 40, 104)),
+        *((8, row, row) for row in (1, 7, 33, 100)),
+    ],
+    ids=str,
+)
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.integers(1, 30),
+    columns=st.integers(1, 70),
+    has_offsets=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_rounded_rows_and_groups_of_any_size(
+    path: str, layout: tuple[int, int, int], rows: int, columns: int, has_offsets: bool, seed: int
+) -> None:
+    """Bits of a code, weights of a group, and of a row."""
+    generator = torch.Generator().manual_seed(seed)
+    bits_of_code, group, inner = layout
+    weight = random_weight(bits_of_code, group, (columns, inner), has_offsets, generator)
+    layer, x = QuantisedGemm(weight, None, rounds_rows=True), randn(generator, rows, inner)
+    found = layer(x)
+    with plain_c():
+        assert torch.equal(bits(found), bits(layer(x)))
+
+
+@of_integers
 @pytest.mark.parametrize("inner", [1, 3, 20, 30, 33, 67, 100])
 def test_rounded_rows_of_any_width(path: str, inner: int) -> None:
     """int8 has them: one scale a row, and words of four codes that the last ones do not fill."""
@@ -290,6 +355,7 @@ def test_rounded_rows_of_any_width(path: str, inner: int) -> None:
     assert torch.equal(layer.rows(torch.tensor([39])), weight.dequantised()[[39]])
 
 
+@of_integers
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
 def test_products_of_the_largest_codes_do_not_overflow(path: str, kind: str) -> None:
     """Products of pairs are added in 16 bits where the processor has no other instruction."""
@@ -303,6 +369,7 @@ def test_products_of_the_largest_codes_do_not_overflow(path: str, kind: str) -> 
             assert ((found - expected).abs() <= 2.0**-19 * terms).all()
 
 
+@of_integers
 def test_blocks_of_next_to_nothing_are_0_and_what_is_no_number_stays_none(path: str) -> None:
     weight = weight_of("Q4_1", 40, 2, torch.Generator().manual_seed(0))
     x = torch.full((4, 64), 1e-38)

@@ -3,9 +3,10 @@
 They are built with the package where there is a C compiler, once for each path of instructions:
 AMX, AVX-512, AVX2, and plain C. They are batch-invariant: every sum runs in an order that depends
 on the token alone, and that is the same in all paths but AMX in bfloat16, so that processors that
-take different ones compute the same bits. And they compute few rows at the speed at which weights and keys are read. Tensors
-are passed by address: whatever is passed must be contiguous, but for the strides that are named.
-All tensors of a call are of one data type, bfloat16 or float32, but for pages in int8.
+take different ones compute the same bits. And they compute few rows at the speed at which weights
+and keys are read. Tensors are passed by address: whatever is passed must be contiguous, but for the
+strides that are named. All tensors of a call are of one data type, bfloat16 or float32, but for
+pages in int8.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _VERSION = 6
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 PATHS = ("amx", "avx512", "avx2", "generic")
-"""Instructions that the kernels are built for, fastest first; ``generic`` is plain C. ``amx`` is AMX
-in bfloat16; in float32 AMX for rows in 8 bits, and AVX-512 for all else.
+"""Instructions that the kernels are built for, fastest first; ``generic`` is plain C. ``amx`` is
+AMX in bfloat16; in float32 AMX for rows in 8 bits, and AVX-512 for all else.
 """
 
 
@@ -165,7 +166,7 @@ def _open(dtype: torch.dtype, path: str) -> ctypes.CDLL:
 
 
 def _ask_for_tiles() -> None:
-    """Asks the system to keep the state of AMX's tiles, for all threads; RuntimeError if it does not."""
+    """Asks the system to keep AMX's tiles, for all threads; raises RuntimeError if it does not."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     library = ctypes.CDLL(None, use_errno=True)
     if library.syscall(_INT64(arch_prctl), _INT64(request_permission), _INT64(tile_data)):

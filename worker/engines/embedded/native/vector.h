@@ -53,12 +53,12 @@ word_at(const int8_t *codes)
 #include "vector_generic.h"
 #endif
 
-#ifndef CAN_HAVE_DOT
-/* Paths without an instruction for sums of four products of bytes; `vector_avx512.h` says what these are. */
+#ifndef CAN_HAVE_DOT /* an instruction for sums of four products of bytes, the first ones without a sign */
 INLINED int processor_has_dot(void) { return 0; }
-INLINED int32_t byte_excess(int has_dot) { (void)has_dot; return 0; }
-INLINED words_t split_bytes(int has_dot, words_t w) { (void)has_dot; return w; }
 #endif
+
+/* What is added to a signed byte of a weight before it is multiplied. */
+INLINED int32_t byte_excess(int has_dot) { return has_dot ? 128 : 0; }
 
 /* `count` elements as operands of a GEMM. */
 INLINED void

@@ -237,13 +237,6 @@ nibble_sums(int has_dot, ints sum)
     return has_dot ? sum : _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
 }
 
-/* What is added to a signed byte before it is multiplied. */
-INLINED int32_t
-byte_excess(int has_dot)
-{
-    return has_dot ? 128 : 0;
-}
-
 /* Signed bytes, as `add_bytes` reads them. */
 INLINED words_t
 split_bytes(int has_dot, words_t w)

@@ -283,6 +283,14 @@ split_nibbles(words_t w, int part)
     return w >> 4 * part & 0x0f0f0f0f;
 }
 
+/* Signed bytes, as `add_bytes` reads them. */
+INLINED words_t
+split_bytes(int has_dot, words_t w)
+{
+    (void)has_dot;
+    return w;
+}
+
 INLINED ints
 add_bytes(int has_dot, ints sum, words_t bytes, const int8_t *codes)
 {

@@ -1,0 +1,39 @@
+"""The native kernels compiled by a test, with options of its own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from worker.engines.embedded import native
+
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
+FLAGS = {
+    "amx": _AVX512,
+    "avx512": _AVX512,
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "generic": [],
+}
+
+DOT_IN_EVEX = "-DDOT_IN_EVEX=1"
+"""AVX2 with the instruction of AVX-VNNI in the form that processors with AVX-512 have."""
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="nothing to compile them with")
+
+needs_dot_in_evex = pytest.mark.skipif(
+    shutil.which("cc") is None or not native._cpu_flags() >= {"avx512vl", "avx512_vnni"},
+    reason="no compiler, or a processor without AVX512VL and AVX512-VNNI",
+)
+
+
+def compile_kernels(path: str, to: Path, *options: str) -> None:
+    """The kernels in the instructions of `path`, with `options`: a program or a library."""
+    folder = Path(native.__file__).parent
+    command = [
+        *("cc", "-Wno-psabi", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", *FLAGS[path], *options),
+        *(f"-I{folder}", *map(str, sorted(folder.glob("*.c"))), "-lm", "-o", str(to)),
+    ]
+    subprocess.run(command, check=True, timeout=300)
