@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from worker.engines.embedded.kv_cache import SequenceSlice
 
-_VERSION = 6
+_VERSION = 7
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 PATHS = ("amx", "avx512", "avx2", "generic")

@@ -65,7 +65,7 @@ compute_panel(const linear_t *l, int64_t number)
 int32_t
 kernels_version(void)
 {
-    return 6; /* of the functions' arguments; native/__init__.py knows it, too */
+    return 7; /* of the functions' arguments; native/__init__.py knows it, too */
 }
 
 /* Whether the path has an instruction for a * b + c with one rounding; without, it is emulated, and slow. */
