@@ -1,14 +1,15 @@
-"""Decoding throughput of the embedded engine and its peers, on a random Llama of 125 M parameters.
+"""Decoding throughput of the embedded engine and its peers, on a random and on the default model.
 
     benchmarks/peers.sh                                  # once: environments for vLLM and llama.cpp
-    .venv/bin/python benchmarks/decode.py                # everything; half an hour
-    .venv/bin/python benchmarks/decode.py --cases 1 8 --peers vllm --rounds 2
+    .venv/bin/python benchmarks/decode.py                # everything; an hour
+    .venv/bin/python benchmarks/decode.py --models default --cases 1 8 --peers vllm --rounds 2
 
 Prints each round, and writes `results/decode.md` from what this and earlier runs kept in
-`results/decode.json`: a run replaces the cases that it measures. The weights are bfloat16. All
-peers generate the same number of tokens on 2 threads; rounds of a case are interleaved, in another
-order and with new prompts each time; the fastest round of each counts, since other work on the
-machine can only make a round slower. Read the ratios, not the figures.
+`results/decode.json`: a run replaces the cases that it measures. ``random`` is a Llama of 125 M
+random parameters, ``default`` the model that the launch scripts serve. The weights are bfloat16.
+All peers generate the same number of tokens on 2 threads; rounds of a case are interleaved, in
+another order and with new prompts each time; the fastest round of each counts, since other work on
+the machine can only make a round slower. Read the ratios, not the figures.
 
 Cases:
 
@@ -25,7 +26,7 @@ Peers:
   numerics, against which exact numerics must not cost more than a tenth.
 - transformers: `generate` on static batches; and its continuous batching.
 - vLLM: its CPU build, compiled.
-- llama.cpp: its Python package.
+- llama.cpp: its Python package, with flash attention.
 - floor: the time in which each step reads the weights once, as fast as this machine reads memory.
 """
 
@@ -52,6 +53,8 @@ from checkpoint import write_checkpoint
 from workload import HERE, LONGEST, MOST_ROWS, Reply, Task, peer
 
 from worker.engines.embedded import Engine
+from worker.models import model_cache
+from worker.models.default_model import DEFAULT_MODEL, prepare_default_model
 
 KEPT, REPORT = HERE / "results" / "decode.json", HERE / "results" / "decode.md"
 OURS = "ours"
@@ -69,8 +72,10 @@ TARGETS = {
     ("each8", "continuous"): 4.0,
     ("each32", "continuous"): 4.0,
 }
-"""Least ratio of ours to theirs that is aimed at."""
+"""Least ratio of ours to theirs that is aimed at, with random weights."""
 EXACT_TARGET = 0.9
+RANDOM = "random"
+MODELS = {RANDOM: "A random Llama of 125 M parameters", "default": DEFAULT_MODEL}
 PAUSE_S = 0.3
 """Between two turns, so that threads that wait busily for more work have gone to sleep."""
 
@@ -196,7 +201,7 @@ def read_speed() -> float:
     return best
 
 
-def render(kept: dict[str, Measured]) -> str:
+def render(kept: dict[str, dict[str, Measured]]) -> str:
     """`results/decode.md`."""
     lines = [
         "# Decoding speed",
@@ -204,20 +209,28 @@ def render(kept: dict[str, Measured]) -> str:
         "Made by `.venv/bin/python benchmarks/decode.py`, which says what the cases are and who answers. Tokens per",
         "second; the fastest of the interleaved rounds. Each line was measured in one run, with the peers in it. The",
         "floor is what steps that do nothing but read the weights once would give; the time of a prompt is not in it.",
-        "",
     ]
+    for model, title in MODELS.items():
+        if model in kept:
+            lines += ["", f"## {title}", "", *_tables(model, kept[model])]
+    return "\n".join(lines) + "\n"
+
+
+def _tables(model: str, kept: dict[str, Measured]) -> list[str]:
+    """Of one model."""
     measured = [(name, kept[name]) for name in CASES if name in kept]
+    targets = TARGETS if model == RANDOM else {}
     columns = [OURS, FAST, *PEERS]
     titles = [OURS, FAST, *PEERS.values(), "floor"]
-    lines += ["| case | " + " | ".join(titles) + " |", "| --- |" + " --- |" * len(titles)]
+    lines = ["| case | " + " | ".join(titles) + " |", "| --- |" + " --- |" * len(titles)]
     for name, one in measured:
         floor = 1e3 * CASES[name].rows / one.floor_ms
-        lines.append(f"| {name} | " + " | ".join(_speed(name, one, each) for each in columns) + f" | {floor:.0f} |")
+        lines.append(f"| {name} | " + " | ".join(_speed(one, each) for each in columns) + f" | {floor:.0f} |")
     lines += ["", "Ratios of ours to theirs, with what is aimed at:", ""]
     titles = ["ours / " + title for title in PEERS.values()] + [f"ours / {FAST}", "step / floor"]
     lines += ["| case | " + " | ".join(titles) + " |", "| --- |" + " --- |" * len(titles)]
     for name, one in measured:
-        ratios = [_ratio(name, one, each) for each in (*PEERS, FAST)]
+        ratios = [_ratio(one, each, targets.get((name, each))) for each in (*PEERS, FAST)]
         steps = CASES[name].rows / one.best(OURS) / one.floor_ms * 1e3
         lines.append(f"| {name} | " + " | ".join([*ratios, f"{steps:.2f}"]) + " |")
     lines += ["", "| case | on | rounds | load before | ours is | first tokens as ours |", "| --- |" + " --- |" * 5]
@@ -227,33 +240,44 @@ def render(kept: dict[str, Measured]) -> str:
         lines.append(
             f"| {name} | {one.date}, {one.machine} | {rounds} | {one.load:.1f} | {one.numerics} | {alike or '-'} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def _speed(case: str, one: Measured, who: str) -> str:
+def _speed(one: Measured, who: str) -> str:
     if who in one.absent:
         return "not installed"
     return f"{one.best(who):.0f}" if who in one.speeds else "-"
 
 
-def _ratio(case: str, one: Measured, who: str) -> str:
+def _ratio(one: Measured, who: str, target: float | None) -> str:
     if who not in one.speeds:
-        return _speed(case, one, who)
-    target = EXACT_TARGET if who == FAST and one.numerics != "fast" else TARGETS.get((case, who))
+        return _speed(one, who)
+    if who == FAST and one.numerics != "fast":
+        target = EXACT_TARGET
     return f"{one.best(OURS) / one.best(who):.2f}" + (f" (>= {target})" if target else "")
 
 
-def load_kept() -> dict[str, Measured]:
-    """What earlier runs found."""
+def load_kept() -> dict[str, dict[str, Measured]]:
+    """What earlier runs found, by model and case."""
     if not KEPT.is_file():
         return {}
-    return {name: Measured(**entry) for name, entry in json.loads(KEPT.read_text(encoding="utf-8")).items()}
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))
+    return {model: {case: Measured(**entry) for case, entry in found.items()} for model, found in kept.items()}
 
 
-def keep(kept: dict[str, Measured]) -> None:
+def keep(kept: dict[str, dict[str, Measured]]) -> None:
     """Write what is known, and the report of it."""
-    KEPT.write_text(json.dumps({name: asdict(one) for name, one in kept.items()}, indent=1) + "\n", encoding="utf-8")
+    entries = {model: {case: asdict(one) for case, one in found.items()} for model, found in kept.items()}
+    KEPT.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     REPORT.write_text(render(kept), encoding="utf-8")
+
+
+def obtain(model: str, directory: Path) -> tuple[Path, int]:
+    """The checkpoint, and the bytes of weights that a step reads."""
+    if model == RANDOM:
+        return directory, write_checkpoint(directory)
+    checkpoint = prepare_default_model(model_cache(os.environ), lambda line: print(line, file=sys.stderr))
+    return checkpoint, (checkpoint / "model.safetensors").stat().st_size  # the logits' matrix is the embeddings'
 
 
 def _parse() -> argparse.Namespace:
@@ -261,6 +285,7 @@ def _parse() -> argparse.Namespace:
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     root = HERE.parent
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
     parser.add_argument("--rounds", type=int, default=3)
@@ -271,36 +296,45 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    arguments = _parse()
-    load = os.getloadavg()[0]
-    torch.set_num_threads(arguments.threads)
-    pythons = find_pythons(arguments)
+def measure_model(
+    model: str, arguments: argparse.Namespace, pythons: dict[str, Path], load: float
+) -> Iterator[tuple[str, Measured]]:
+    """Its cases, one by one."""
+    machine = f"{platform.machine()}, {arguments.threads} threads, torch {torch.__version__}"
     asked = [name for name in arguments.peers if any(name in CASES[case].peers for case in arguments.cases)]
     absent = [name for name in asked if name not in pythons]
     for name in absent:
         print(f"{PEERS[name]}: not installed (benchmarks/peers.sh installs it)")
-    kept = load_kept()
-    machine = f"{platform.machine()}, {arguments.threads} threads, torch {torch.__version__}"
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint = Path(directory)
-        floor_ms = 1e3 * write_checkpoint(checkpoint) / read_speed()
+        checkpoint, step_bytes = obtain(model, Path(directory))
+        floor_ms = 1e3 * step_bytes / read_speed()
         with contenders(asked, pythons, checkpoint, arguments.threads) as theirs:
             mine: dict[str, Answer] = {}
             mine[OURS], numerics = ours(checkpoint)
             mine[FAST], _ = ours(checkpoint, kernels="torch", numerics="fast")
             for name in arguments.cases:
                 case = CASES[name]
-                print(f"{name}:", flush=True)
+                print(f"{model}, {name}:", flush=True)
                 today = str(datetime.datetime.now(tz=datetime.UTC).date())
                 gone = [each for each in absent if each in case.peers]
                 one = Measured(today, machine, floor_ms, load, numerics, absent=gone)
                 answers = mine | {each: theirs[each] for each in case.peers if each in theirs}
                 measure(case, answers, arguments.rounds, one)
-                kept[name] = one
-                if not arguments.no_results:
-                    keep(kept)
-    print(render({name: kept[name] for name in arguments.cases}))
+                yield name, one
+
+
+def main() -> None:
+    arguments = _parse()
+    load = os.getloadavg()[0]
+    torch.set_num_threads(arguments.threads)
+    pythons = find_pythons(arguments)
+    kept = load_kept()
+    for model in arguments.models:
+        for case, one in measure_model(model, arguments, pythons, load):
+            kept.setdefault(model, {})[case] = one
+            if not arguments.no_results:
+                keep(kept)
+    print(render({model: {case: kept[model][case] for case in arguments.cases} for model in arguments.models}))
 
 
 if __name__ == "__main__":

@@ -113,6 +113,7 @@ class Llama:
         params.n_batch = params.n_ubatch = _BATCH
         params.n_seq_max = MOST_ROWS
         params.n_threads = params.n_threads_batch = threads
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._context:
             raise SystemExit("llama.cpp could not make a context")

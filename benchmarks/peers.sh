@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Makes the environments of the peers that benchmarks/decode.py compares with. Quick when there is nothing to do.
+# Makes the environments of the peers in benchmarks/decode.py and quantised.py. Quick when there is nothing to do.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: benchmarks/peers.sh [vllm] [llama] [openvino]
+usage: benchmarks/peers.sh [vllm] [llama] [openvino] [onnxruntime] [ctranslate2]
 
-Makes .venv-vllm, .venv-llama and .venv-openvino beside .venv: vLLM's CPU build, llama.cpp's Python package, built here
-for this processor, and OpenVINO GenAI. All by default. They need about 6 GB, a C and a C++ compiler, and ten to twenty
-minutes.
+Makes .venv-vllm, .venv-llama, .venv-openvino, .venv-onnxruntime and .venv-ctranslate2 beside .venv: vLLM's CPU build,
+llama.cpp's Python package, built here for this processor, OpenVINO GenAI, ONNX Runtime GenAI and CTranslate2. All by
+default. They need about 9 GB, a C and a C++ compiler, and ten to twenty minutes.
 transformers, another peer, is in .venv.
 
 environment:
@@ -36,15 +36,30 @@ openvino() {
     .venv-openvino/bin/python -m pip install -q openvino-genai==2026.4.1.0
 }
 
+onnxruntime() {
+    environment .venv-onnxruntime
+    converter .venv-onnxruntime onnx==1.23.2 onnx-ir==1.1.0 onnxruntime==1.32.0 onnxruntime-genai==0.18.0
+}
+
+ctranslate2() {
+    environment .venv-ctranslate2
+    converter .venv-ctranslate2 ctranslate2==4.8.5
+}
+
+# What reads a transformers checkpoint, with the versions of .venv: converter ENVIRONMENT PACKAGE...
+converter() {
+    "$1/bin/python" -m pip install -q -c constraints.txt torch transformers "${@:2}"
+}
+
 environment() {
     [[ -x $1/bin/python ]] || "${PYTHON:-python3}" -m venv "$1"
 }
 
 cd "$(dirname "$0")/.."
-(($#)) || set -- vllm llama openvino
+(($#)) || set -- vllm llama openvino onnxruntime ctranslate2
 for each in "$@"; do
     case $each in
-        vllm | llama | openvino) ;;
+        vllm | llama | openvino | onnxruntime | ctranslate2) ;;
         -h | --help) usage; exit 0 ;;
         *) echo "peers.sh: unknown argument $each (see --help)" >&2; exit 1 ;;
     esac

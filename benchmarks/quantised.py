@@ -1,22 +1,30 @@
-"""Quantised weights against llama.cpp and OpenVINO: the default model, the same GGUF file for all.
+"""Quantised weights of the default model against llama.cpp, OpenVINO, ONNX Runtime and CTranslate2.
 
-    benchmarks/peers.sh llama openvino        # once
-    .venv/bin/python benchmarks/quantised.py  # ten minutes on a machine that does nothing else
+    benchmarks/peers.sh llama openvino onnxruntime ctranslate2  # once
+    .venv/bin/python benchmarks/quantised.py  # twenty minutes on a machine that does nothing else
     .venv/bin/python benchmarks/quantised.py --formats Q8_0 --cases 1 8 --no-results
 
 Prints, and writes `results/quantised.md`. ``Q4_1`` is the file as the package index has it;
-llama.cpp makes the others of it. All keep the blocks packed. A ratio is of ours to the faster peer.
+llama.cpp makes the others of it. Ours, llama.cpp and OpenVINO read that file and keep its blocks
+packed. ONNX Runtime GenAI and CTranslate2 quantise the file's values again, with their own tools,
+to as many bits: ONNX Runtime in groups of 32, with zero points for ``Q4_1``; CTranslate2 to 8 bits
+only, with one scale per row. A peer that has no such format is not in the row. A ratio is of ours
+to the fastest peer.
 
 Ours has exact numerics in all columns. ``float32`` is what the launch scripts serve, all sums in
 float32. ``int8 activations`` is `--activation-dtype int8`: the peers, too, round activations to 8
-bits in groups of 32 and multiply integers. ``bfloat16`` is beside that what OpenVINO computes all
-else in where the processor has it, as it does by default; its KV cache has 8 bits. llama.cpp's
-is float16.
+bits, in groups of 32 or, in CTranslate2, whole rows, and multiply integers. ``bfloat16`` is beside
+that what OpenVINO computes all else in where the processor has it, as it does by default; its KV
+cache has 8 bits. llama.cpp's is float16, with flash attention; ONNX Runtime's and CTranslate2's are
+float32.
 
 Cases: ``1``, ``8``, ``32`` are as many prompts of 64 tokens and 64 new tokens each, greedy; what
 counts is the time in which all of them decode. ``prompt`` is one prompt of 1,024 tokens and the
 time to its first token. Rounds are interleaved, in another order each time; the fastest one of each
-counts.
+counts. The first new tokens of a peer are compared with those of ``float32``, to see that it
+computes the same model; prompts are random tokens, after which no token is much likelier than the
+next, so that rounding alone changes some. In ``Q4_1``, ONNX Runtime's zero points are integers and
+the file's are not: its weights are rounded to 4 bits a second time, and many differ.
 
 `results/quantised_avx2.md` compares with a llama.cpp that was built without AVX-512, in another
 copy of this repository, by
@@ -37,7 +45,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import decode_ours  # before torch, so that OpenMP's threads wait as they do in a worker
@@ -82,20 +91,32 @@ def write_formats(directory: Path, formats: list[str], python: Path) -> dict[str
     return found
 
 
-def speed(answer: Callable[[Task], Reply], case: str, number: int) -> float:
-    """Tokens per second of one turn."""
-    shape = CASES[case]
-    time.sleep(PAUSE_S)
-    started = time.perf_counter()
-    reply = answer(Task(shape.rows, shape.prompt, shape.new, shape.controls, number))
-    elapsed = time.perf_counter() - started
-    return shape.prompt / elapsed if case == "prompt" else reply.decode_tokens / reply.decode_s
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is compared with.
+
+    Attributes:
+        environment: As `peers.sh` calls it.
+        script: What drives it there.
+        formats: What it answers in.
+        reads_gguf: It reads the file; otherwise it quantises the checkpoint of its values itself.
+    """
+
+    environment: str
+    script: str
+    formats: tuple[str, ...] = FORMATS
+    reads_gguf: bool = True
 
 
-PEERS = {"llama.cpp": ("llama", "decode_llama.py"), "OpenVINO": ("openvino", "decode_openvino.py")}
-"""As `peers.sh` calls them, and what drives them there."""
+PEERS = {
+    "llama.cpp": Peer("llama", "decode_llama.py"),
+    "OpenVINO": Peer("openvino", "decode_openvino.py"),
+    "ONNX Runtime": Peer("onnxruntime", "decode_onnxruntime.py", reads_gguf=False),
+    "CTranslate2": Peer("ctranslate2", "decode_ctranslate2.py", ("Q8_0",), reads_gguf=False),
+}
+EXACT = "float32"
 OURS = {
-    "float32": ("float32", "auto"),
+    EXACT: ("float32", "auto"),
     "float32, int8 activations": ("float32", "int8"),
     "bfloat16, int8 activations": ("bfloat16", "int8"),
 }
@@ -106,8 +127,47 @@ its pages, which the system clears the first time.
 """
 
 
-def render(rows: list[tuple[str, str, dict[str, float]]], load: float, arguments: argparse.Namespace) -> str:
+@dataclass(slots=True)
+class Row:
+    """A case in a format.
+
+    Attributes:
+        best: Tokens per second of the fastest round, by who answered.
+        alike: Of each answer whether its first token is that of `EXACT`, by who answered.
+    """
+
+    form: str
+    case: str
+    best: dict[str, float] = field(default_factory=dict)
+    alike: dict[str, list[bool]] = field(default_factory=dict)
+
+
+def measure(row: Row, answers: Mapping[str, Callable[[Task], Reply]], rounds: int) -> None:
+    """Fill in a row."""
+    for number in range(-1, rounds):  # one turn that does not count
+        first = {}
+        for name, answer in list(answers.items())[:: 1 if number % 2 else -1]:
+            found, first[name] = turn(answer, row.case, number)
+            row.best[name] = max(row.best.get(name, 0.0), found) if number >= 0 else 0.0
+        for name, tokens in first.items():
+            row.alike.setdefault(name, []).extend(map(int.__eq__, tokens, first[EXACT]))
+
+
+def turn(answer: Callable[[Task], Reply], case: str, number: int) -> tuple[float, list[int]]:
+    """Tokens per second of one turn, and the first token of each answer."""
+    shape = CASES[case]
+    time.sleep(PAUSE_S)
+    started = time.perf_counter()
+    reply = answer(Task(shape.rows, shape.prompt, shape.new, shape.controls, number))
+    elapsed = time.perf_counter() - started
+    if reply.num_tokens != shape.rows * shape.new:
+        raise SystemExit(f"{reply.num_tokens} tokens came, {shape.rows * shape.new} were asked for")
+    return shape.prompt / elapsed if case == "prompt" else reply.decode_tokens / reply.decode_s, reply.first
+
+
+def render(rows: list[Row], load: float, arguments: argparse.Namespace) -> str:
     """The document."""
+    peers = arguments.peers
     lines = [
         "# Quantised weights",
         "",
@@ -115,14 +175,28 @@ def render(rows: list[tuple[str, str, dict[str, float]]], load: float, arguments
         f"{DEFAULT_MODEL}, --kernels {arguments.kernels}, {platform.machine()}, {arguments.threads} threads,",
         f"load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds, tokens per second.",
         "",
-        f"| format | case | {' | '.join(arguments.peers)} | {' | '.join(f'{name} | ratio' for name in OURS)} |",
-        f"| --- | --- | {' | '.join('---' for _ in arguments.peers)} | {' | '.join('--- | ---' for _ in OURS)} |",
+        *table("format", "case", *peers, *(title for name in OURS for title in (name, "ratio"))),
     ]
-    for form, case, best in rows:
-        theirs = [best[name] for name in arguments.peers]
-        ours = " | ".join(f"{best[name]:.0f} | {best[name] / max(theirs):.2f}" for name in OURS)
-        lines.append(f"| {form} | {case} | {' | '.join(f'{speed:.0f}' for speed in theirs)} | {ours} |")
+    for row in rows:
+        fastest = max((row.best[name] for name in peers if name in row.best), default=None)
+        cells = [f"{row.best[name]:.0f}" if name in row.best else "-" for name in peers]
+        for name in OURS:
+            cells += [f"{row.best[name]:.0f}", f"{row.best[name] / fastest:.2f}" if fastest else "-"]
+        lines.append(f"| {row.form} | {row.case} | {' | '.join(cells)} |")
+    compared = [*peers, *(name for name in OURS if name != EXACT)]
+    lines += ["", f"Answers whose first token is that of {EXACT}, in per cent:", "", *table("format", *compared)]
+    for form in arguments.formats:
+        cells = []
+        for name in compared:
+            alike = [each for row in rows if row.form == form for each in row.alike.get(name, [])]
+            cells.append(f"{100 * sum(alike) / len(alike):.0f}" if alike else "-")
+        lines.append(f"| {form} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def table(*titles: str) -> list[str]:
+    """Its head."""
+    return [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
 
 
 def engine_of(checkpoint: Path, column: str, arguments: argparse.Namespace) -> Engine:
@@ -159,10 +233,10 @@ def _parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = _parse()
-    pythons = {name: arguments.environments / f".venv-{PEERS[name][0]}/bin/python" for name in PEERS}
+    pythons = {name: arguments.environments / f".venv-{each.environment}/bin/python" for name, each in PEERS.items()}
     for name in {"llama.cpp", *arguments.peers}:
         if not pythons[name].is_file():
-            raise SystemExit(f"{name} is not installed; benchmarks/peers.sh {PEERS[name][0]} installs it")
+            raise SystemExit(f"{name} is not installed; benchmarks/peers.sh {PEERS[name].environment} installs it")
     load = os.getloadavg()[0]
     torch.set_num_threads(arguments.threads)
     rows = []
@@ -173,16 +247,17 @@ def main() -> None:
             with contextlib.ExitStack() as stack:
                 answers = {name: functools.partial(decode_ours.answer, engine) for name, engine in engines.items()}
                 for name in arguments.peers:
-                    script = PEERS[name][1]
-                    answers[name] = stack.enter_context(peer(pythons[name], path, arguments.threads, script))
+                    theirs = PEERS[name]
+                    if form not in theirs.formats:
+                        continue
+                    source = path if theirs.reads_gguf else convert_gguf(path, Path(directory), say)
+                    process = peer(pythons[name], source, arguments.threads, theirs.script, form)
+                    answers[name] = stack.enter_context(process)
                 for case in arguments.cases:
-                    best = dict.fromkeys(answers, 0.0)
-                    for number in range(-1, arguments.rounds):  # one turn that does not count
-                        for name, answer in list(answers.items())[:: 1 if number % 2 else -1]:
-                            found = speed(answer, case, number)
-                            best[name] = max(best[name], found) if number >= 0 else 0.0
-                    rows.append((form, case, best))
-                    print(form, case, {name: round(found) for name, found in best.items()}, flush=True)
+                    row = Row(form, case)
+                    measure(row, answers, arguments.rounds)
+                    rows.append(row)
+                    print(form, case, {name: round(found) for name, found in row.best.items()}, flush=True)
     text = render(rows, load, arguments)
     print(text)
     if not arguments.no_results:
