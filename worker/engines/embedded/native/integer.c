@@ -20,74 +20,83 @@
 #include "rounded_rows.h"
 
 enum {
+    AHEAD = 32768,  /* bytes by which codes are fetched before they are read, at most */
     MANY = 256,     /* blocks from which threads share in rounding them */
     CACHED = 16384, /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
 };
 
-/* `count` elements of a panel's columns times those of `rows` rows: products are added to `part`. */
+/* What a micro-kernel is compiled for: numbers that the compiler knows. */
+typedef struct {
+    int rows, halves, bits, has_dot;
+    int fetches; /* whether it fetches codes that come AHEAD */
+} kind_t;
+
+/* `count` elements of a panel's columns times those of some rows: products are added to `part`. */
 INLINED void
-add_block(int rows, int halves, int bits, int has_dot, const char *codes, const int8_t *x, int64_t count, ints part[][2])
+add_block(kind_t k, const char *codes, int64_t ahead, const int8_t *x, int64_t count, ints part[][2])
 {
+#pragma GCC unroll 1 /* unrolled, its speed depends on where the code lies */
+    for (int64_t at = 0; at < count; at += 32 / k.bits, codes += COLUMNS * WORD_BYTES, x += 32 / k.bits * k.rows)
 #pragma GCC unroll 2
-    for (int64_t at = 0; at < count; at += 32 / bits, codes += COLUMNS * WORD_BYTES, x += 32 / bits * rows)
-#pragma GCC unroll 2
-        for (int half = 0; half < halves; half++) {
+        for (int half = 0; half < k.halves; half++) {
+            if (k.fetches)
+                fetch_to_l2(codes + half * LANES * WORD_BYTES + ahead);
             const words_t w = load_words((const element *)(codes + half * LANES * WORD_BYTES));
-            const words_t left = bits == 4 ? split_nibbles(w, 0) : split_bytes(has_dot, w);
-            const words_t right = bits == 4 ? split_nibbles(w, 1) : left;
+            const words_t left = k.bits == 4 ? split_nibbles(w, 0) : split_bytes(k.has_dot, w);
+            const words_t right = k.bits == 4 ? split_nibbles(w, 1) : left;
 #pragma GCC unroll 12
-            for (int i = 0; i < rows; i++) {
+            for (int i = 0; i < k.rows; i++) {
                 ints *to = &part[i][half];
-                if (bits == 4) {
-                    *to = add_nibbles(has_dot, *to, left, x + i * WORD_BYTES);
-                    *to = add_nibbles(has_dot, *to, right, x + (rows + i) * WORD_BYTES);
+                if (k.bits == 4) {
+                    *to = add_nibbles(k.has_dot, *to, left, x + i * WORD_BYTES);
+                    *to = add_nibbles(k.has_dot, *to, right, x + (k.rows + i) * WORD_BYTES);
                 } else
-                    *to = add_bytes(has_dot, *to, left, x + i * WORD_BYTES);
+                    *to = add_bytes(k.has_dot, *to, left, x + i * WORD_BYTES);
             }
         }
 }
 
-/* A tile of `rows` rows, of which `row` is the first, times one or both halves of a panel's columns, from `first` on: sums
+/* A tile of rows, of which `row` is the first, times one or both halves of a panel's columns, from `first` on: sums
  * [rows, 32].
  */
 INLINED void
-multiply_codes(int rows, int halves, int bits, int has_dot, const quantised_t *q, const rounded_t *r, int64_t panel,
-               int first, int64_t row, float *sums)
+multiply_codes(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel, int first, int64_t row, float *sums)
 {
-    const int is_short = bits == 4 && !has_dot; /* the sums of products, which have 16 bits */
-    const int64_t words = (q->inner * bits + 31) / 32, groups = q->inner / q->group;
+    const int is_short = k.bits == 4 && !k.has_dot; /* the sums of products, which have 16 bits */
+    const int64_t words = (q->inner * k.bits + 31) / 32, groups = q->inner / q->group;
+    const int64_t ahead = smaller(words * COLUMNS * WORD_BYTES, AHEAD);
     const char *codes = q->codes + (panel * words * COLUMNS + first * LANES) * WORD_BYTES;
     const int8_t *x = r->codes + row * r->words * WORD_BYTES;
     const float *scales = r->scales + row * r->blocks, *totals = r->totals + row * r->blocks;
     const int32_t *starts = r->starts + row * r->blocks;
     vec sum[INT_ROWS][2];
 #pragma GCC unroll 12
-    for (int i = 0; i < rows; i++)
-        for (int half = 0; half < halves; half++)
+    for (int i = 0; i < k.rows; i++)
+        for (int half = 0; half < k.halves; half++)
             sum[i][half] = vec_zero();
-    for (int64_t block = 0; block < r->blocks; block++, scales += rows, totals += rows, starts += rows) {
+    for (int64_t block = 0; block < r->blocks; block++, scales += k.rows, totals += k.rows, starts += k.rows) {
         const int64_t start = block * r->size, count = smaller(r->size, q->inner - start);
         ints part[INT_ROWS][2];
 #pragma GCC unroll 12
-        for (int i = 0; i < rows; i++)
-            for (int half = 0; half < halves; half++)
+        for (int i = 0; i < k.rows; i++)
+            for (int half = 0; half < k.halves; half++)
                 part[i][half] = ints_all(is_short ? 0 : starts[i]);
         if (count == BLOCK) /* a number that the compiler knows */
-            add_block(rows, halves, bits, has_dot, codes, x, BLOCK, part);
+            add_block(k, codes, ahead, x, BLOCK, part);
         else
-            add_block(rows, halves, bits, has_dot, codes, x, count, part);
-        codes += (count * bits + 31) / 32 * COLUMNS * WORD_BYTES;
-        x += (count + 3) / WORD_BYTES * rows * WORD_BYTES;
+            add_block(k, codes, ahead, x, count, part);
+        codes += (count * k.bits + 31) / 32 * COLUMNS * WORD_BYTES;
+        x += (count + 3) / WORD_BYTES * k.rows * WORD_BYTES;
         const int64_t group = (panel * groups + start / q->group) * COLUMNS + first * LANES;
 #pragma GCC unroll 2
-        for (int half = 0; half < halves; half++) {
+        for (int half = 0; half < k.halves; half++) {
             const vec scale = load_scales(q->scales, group + half * LANES, q->is_half);
             const vec offset = q->offsets ? load_scales(q->offsets, group + half * LANES, q->is_half) : scale;
 #pragma GCC unroll 12
-            for (int i = 0; i < rows; i++) {
+            for (int i = 0; i < k.rows; i++) {
                 ints all = part[i][half];
                 if (is_short)
-                    all = ints_add(nibble_sums(has_dot, all), ints_all(starts[i]));
+                    all = ints_add(nibble_sums(k.has_dot, all), ints_all(starts[i]));
                 vec term = vec_mul(scale, vec_of_ints(all));
                 if (q->offsets)
                     term = vec_fmadd(offset, vec_all(totals[i]), term);
@@ -96,45 +105,44 @@ multiply_codes(int rows, int halves, int bits, int has_dot, const quantised_t *q
         }
     }
 #pragma GCC unroll 12
-    for (int i = 0; i < rows; i++)
+    for (int i = 0; i < k.rows; i++)
 #pragma GCC unroll 2
-        for (int half = 0; half < halves; half++)
+        for (int half = 0; half < k.halves; half++)
             vec_store(sums + i * COLUMNS + (first + half) * LANES, sum[i][half]);
 }
 
 /* `multiply_codes` of a whole panel. */
 INLINED void
-multiply_panel(int rows, int bits, int has_dot, const quantised_t *q, const rounded_t *r, int64_t panel, int64_t row,
-               float *sums)
+multiply_panel(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel, int64_t row, float *sums)
 {
-    if (rows <= INT_WIDE_ROWS) {
-        multiply_codes(rows, 2, bits, has_dot, q, r, panel, 0, row, sums);
-        return;
-    }
-    for (int half = 0; half < 2; half++)
-        multiply_codes(rows, 1, bits, has_dot, q, r, panel, half, row, sums);
+    k.halves = k.rows <= INT_WIDE_ROWS ? 2 : 1;
+    for (int half = 0; half < 2; half += k.halves)
+        multiply_codes(k, q, r, panel, half, row, sums);
 }
 
-#define EACH_NUMBER(name, bits, has_dot)                                                                               \
+#define EACH_NUMBER(name, ...)                                                                                         \
     static void name(int rows, const quantised_t *q, const rounded_t *r, int64_t panel, int64_t row, float *sums)      \
     {                                                                                                                  \
         switch (rows) {                                                                                                \
-            NUMBER(1, bits, has_dot) NUMBER(2, bits, has_dot) NUMBER(3, bits, has_dot)                                 \
-            NUMBER(4, bits, has_dot) NUMBER(5, bits, has_dot) NUMBER(6, bits, has_dot)                                 \
-            NUMBER(7, bits, has_dot) NUMBER(8, bits, has_dot) NUMBER(9, bits, has_dot)                                 \
-            NUMBER(10, bits, has_dot) NUMBER(11, bits, has_dot) NUMBER(12, bits, has_dot)                              \
+            NUMBER(1, __VA_ARGS__) NUMBER(2, __VA_ARGS__) NUMBER(3, __VA_ARGS__) NUMBER(4, __VA_ARGS__)                \
+            NUMBER(5, __VA_ARGS__) NUMBER(6, __VA_ARGS__) NUMBER(7, __VA_ARGS__) NUMBER(8, __VA_ARGS__)                \
+            NUMBER(9, __VA_ARGS__) NUMBER(10, __VA_ARGS__) NUMBER(11, __VA_ARGS__) NUMBER(12, __VA_ARGS__)             \
         }                                                                                                              \
     }
-#define NUMBER(n, bits, has_dot)                                                                                       \
+#define NUMBER(n, ...)                                                                                                 \
     case n:                                                                                                            \
         if (n <= INT_ROWS)                                                                                             \
-            multiply_panel(n <= INT_ROWS ? n : 1, bits, has_dot, q, r, panel, row, sums);                              \
+            multiply_panel((kind_t){n <= INT_ROWS ? n : 1, 0, __VA_ARGS__}, q, r, panel, row, sums);                   \
         break;
-EACH_NUMBER(multiply_nibbles, 4, 0)
-EACH_NUMBER(multiply_bytes, 8, 0)
+EACH_NUMBER(multiply_nibbles, 4, 0, 0)
+EACH_NUMBER(multiply_bytes, 8, 0, 0)
+EACH_NUMBER(fetch_and_multiply_nibbles, 4, 0, 1)
+EACH_NUMBER(fetch_and_multiply_bytes, 8, 0, 1)
 #ifdef CAN_HAVE_DOT
-EACH_NUMBER(multiply_nibbles_dot, 4, 1)
-EACH_NUMBER(multiply_bytes_dot, 8, 1)
+EACH_NUMBER(multiply_nibbles_dot, 4, 1, 0)
+EACH_NUMBER(multiply_bytes_dot, 8, 1, 0)
+EACH_NUMBER(fetch_and_multiply_nibbles_dot, 4, 1, 1)
+EACH_NUMBER(fetch_and_multiply_bytes_dot, 8, 1, 1)
 #endif
 #undef NUMBER
 #undef EACH_NUMBER
@@ -142,19 +150,25 @@ EACH_NUMBER(multiply_bytes_dot, 8, 1)
 typedef void multiply_t(int, const quantised_t *, const rounded_t *, int64_t, int64_t, float *);
 
 static multiply_t *
-multiply_of(int32_t bits)
+multiply_of(int32_t bits, int fetches)
 {
 #ifdef CAN_HAVE_DOT
+    if (processor_has_dot() && fetches)
+        return bits == 4 ? fetch_and_multiply_nibbles_dot : fetch_and_multiply_bytes_dot;
     if (processor_has_dot())
         return bits == 4 ? multiply_nibbles_dot : multiply_bytes_dot;
 #endif
+    if (fetches)
+        return bits == 4 ? fetch_and_multiply_nibbles : fetch_and_multiply_bytes;
     return bits == 4 ? multiply_nibbles : multiply_bytes;
 }
 
 /* Panels from `first` on, before `stop`, times as many tiles of rows at a time as the L1 cache holds. */
 static void
-compute_panels(const quantised_t *q, const rounded_t *r, multiply_t *multiply, int64_t first, int64_t stop)
+compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
 {
+    multiply_t *multiply = multiply_of(q->bits, 0);
+    multiply_t *multiply_first = multiply_of(q->bits, q->rows > 1); /* of one row, as fast as it can be read */
     float sums[INT_ROWS * COLUMNS] ALIGNED;
     const int64_t tiles = tiles_of(r, q->rows), together = CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1;
     for (int64_t begin = 0; begin < tiles; begin += together)
@@ -163,7 +177,7 @@ compute_panels(const quantised_t *q, const rounded_t *r, multiply_t *multiply, i
                 const int64_t from = first_row(r, q->rows, tile), to = first_row(r, q->rows, tile + 1);
                 for (int64_t row = from; row < to; row++)
                     prefetch_row(q, row, panel * COLUMNS);
-                multiply((int)(to - from), q, r, panel, from, sums);
+                (tile == begin ? multiply_first : multiply)((int)(to - from), q, r, panel, from, sums);
                 for (int64_t row = from; row < to; row++)
                     finish(q, row, panel * COLUMNS, sums + (row - from) * COLUMNS);
             }
@@ -194,7 +208,6 @@ compute(const quantised_t *q, int has_tiles, int32_t threads)
 #pragma omp parallel for num_threads(threads) if (q->rows * blocks >= MANY)
     for (int64_t row = 0; row < q->rows; row++)
         round_row(q, &r, begin, row);
-    multiply_t *multiply = multiply_of(q->bits);
     const int64_t number = (q->columns + COLUMNS - 1) / COLUMNS;
     const int64_t share = number / (8 * threads) + 1; /* panels at a time: few, since threads differ in speed */
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
@@ -202,7 +215,7 @@ compute(const quantised_t *q, int has_tiles, int32_t threads)
         if (is_for_amx)
             compute_panels_in_tiles(q, &r, first, smaller(first + share, number));
         else
-            compute_panels(q, &r, multiply, first, smaller(first + share, number));
+            compute_panels(q, &r, first, smaller(first + share, number));
     free(memory);
     return 0;
 }

@@ -63,22 +63,30 @@ use_codes(int rows, vec left, vec right, const group_t *g, int64_t index, use_t 
     }
 }
 
-/* Unpacks the weights of a panel from `first` to `stop`, which for codes of 4 bits are multiples of 8. */
+/* Unpacks the weights of a panel from `first` to `stop`, which for codes of 4 bits are multiples of 8. What is written to
+ * memory is computed with before the next part is unpacked, which is fetched meanwhile.
+ */
 INLINED void
 unpack(int rows, int bits, const quantised_t *q, int64_t panel, int64_t first, int64_t stop, use_t *use)
 {
     const char *codes = q->codes + (panel * q->inner + first) * COLUMNS * bits / 8;
+    const int64_t next = PART * COLUMNS * bits / 8;
     for (int64_t at = first; at < stop;) {
         const group_t g = load_group(q, panel, at / q->group);
         const int64_t end = smaller(stop, at - at % q->group + q->group);
         if (bits == 8)
-            for (; at < end; at++, codes += COLUMNS)
+            for (; at < end; at++, codes += COLUMNS) {
+                if (!rows)
+                    fetch_to_l2(codes + next);
                 use_codes(rows, load_bytes((const int8_t *)codes), load_bytes((const int8_t *)codes + LANES), &g,
                           at - first, use);
+            }
         else
             for (; at < end; at += 8, codes += COLUMNS * sizeof(uint32_t)) {
                 const words_t left = load_words((const element *)codes);
                 const words_t right = load_words((const element *)codes + LANES);
+                for (int line = 0; !rows && line < 2; line++)
+                    fetch_to_l2(codes + next + line * LANES * (int)sizeof(uint32_t));
 #pragma GCC unroll 8
                 for (int i = 0; i < 8; i++)
                     use_codes(rows, nibbles_of(left, i), nibbles_of(right, i), &g, at - first + i, use);
