@@ -53,6 +53,7 @@ import decode_ours  # before torch, so that OpenMP's threads wait as they do in 
 
 # isort: split
 import torch
+from decode import read_speed
 from workload import HERE, LONGEST, MOST_ROWS, Reply, Task, peer
 
 from worker.engines.embedded import Engine
@@ -121,6 +122,10 @@ OURS = {
     "bfloat16, int8 activations": ("bfloat16", "int8"),
 }
 """`EmbeddedConfig.dtype` and `activation_dtype`, by the name of a column."""
+FLOOR = "floor"
+"""Tokens per second if each step did nothing but read the file once, as fast as torch reads memory;
+not for prompts.
+"""
 KV_BLOCKS = 600
 """About twice what the largest case fills: a server that has run for a while has written to all of
 its pages, which the system clears the first time.
@@ -132,7 +137,7 @@ class Row:
     """A case in a format.
 
     Attributes:
-        best: Tokens per second of the fastest round, by who answered.
+        best: Tokens per second of the fastest round, by who answered, and of `FLOOR`.
         alike: Of each answer whether its first token is that of `EXACT`, by who answered.
     """
 
@@ -142,10 +147,12 @@ class Row:
     alike: dict[str, list[bool]] = field(default_factory=dict)
 
 
-def measure(row: Row, answers: Mapping[str, Callable[[Task], Reply]], rounds: int) -> None:
-    """Fill in a row."""
+def measure(row: Row, answers: Mapping[str, Callable[[Task], Reply]], rounds: int, size: int) -> None:
+    """Fill in a row, of a model of `size` bytes."""
     for number in range(-1, rounds):  # one turn that does not count
         first = {}
+        if row.case != "prompt":
+            row.best[FLOOR] = max(row.best.get(FLOOR, 0.0), CASES[row.case].rows * read_speed() / size)
         for name, answer in list(answers.items())[:: 1 if number % 2 else -1]:
             found, first[name] = turn(answer, row.case, number)
             row.best[name] = max(row.best.get(name, 0.0), found) if number >= 0 else 0.0
@@ -175,11 +182,11 @@ def render(rows: list[Row], load: float, arguments: argparse.Namespace) -> str:
         f"{DEFAULT_MODEL}, --kernels {arguments.kernels}, {platform.machine()}, {arguments.threads} threads,",
         f"load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds, tokens per second.",
         "",
-        *table("format", "case", *peers, *(title for name in OURS for title in (name, "ratio"))),
+        *table("format", "case", FLOOR, *peers, *(title for name in OURS for title in (name, "ratio"))),
     ]
     for row in rows:
         fastest = max((row.best[name] for name in peers if name in row.best), default=None)
-        cells = [f"{row.best[name]:.0f}" if name in row.best else "-" for name in peers]
+        cells = [f"{row.best[name]:.0f}" if name in row.best else "-" for name in (FLOOR, *peers)]
         for name in OURS:
             cells += [f"{row.best[name]:.0f}", f"{row.best[name] / fastest:.2f}" if fastest else "-"]
         lines.append(f"| {row.form} | {row.case} | {' | '.join(cells)} |")
@@ -255,7 +262,7 @@ def main() -> None:
                     answers[name] = stack.enter_context(process)
                 for case in arguments.cases:
                     row = Row(form, case)
-                    measure(row, answers, arguments.rounds)
+                    measure(row, answers, arguments.rounds, path.stat().st_size)
                     rows.append(row)
                     print(form, case, {name: round(found) for name, found in row.best.items()}, flush=True)
     text = render(rows, load, arguments)
