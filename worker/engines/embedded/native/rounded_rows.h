@@ -37,6 +37,29 @@ first_row(const rounded_t *r, int64_t rows, int64_t tile)
     return r->is_for_amx ? smaller(rows, tile * r->most) : rows * tile / tiles_of(r, rows);
 }
 
+/* `count` elements from `at` on: codes, their scale and their sum. */
+INLINED float
+round_block(const quantised_t *q, int64_t at, int64_t count, int8_t *codes, float *total)
+{
+    float lanes[BLOCK] ALIGNED;
+    vec sum = vec_zero();
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < count; i += LANES)
+        vec_store(lanes + i, read_lanes(q->input, at + i, count - i, q->is_bfloat16));
+    const float scale = scale_of(lanes, count);
+    if (scale > 0) {
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < count; i += LANES) {
+            const vec rounded = codes_of(vec_load(lanes + i), scale);
+            store_codes(codes + i, rounded, q->bits == 4);
+            sum = vec_add(sum, rounded);
+        }
+    } else
+        memset(codes, 0, BLOCK);
+    *total = vec_sum(sum);
+    return scale;
+}
+
 /* `zero`: the number that codes of a weight count from. */
 static void
 round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
@@ -44,29 +67,24 @@ round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
     const int64_t tile = to->is_for_amx ? row / to->most : ((row + 1) * tiles_of(to, q->rows) - 1) / q->rows;
     const int64_t first = first_row(to, q->rows, tile);
     const int64_t together = to->is_for_amx ? to->most : first_row(to, q->rows, tile + 1) - first;
-    const int64_t piece = to->is_for_amx ? BLOCK : WORD_BYTES; /* bytes of a row that follow each other */
-    int8_t *codes = to->codes + first * to->words * WORD_BYTES + (row - first) * piece;
+    int8_t *codes = to->codes + first * to->words * WORD_BYTES + (row - first) * (to->is_for_amx ? BLOCK : WORD_BYTES);
     for (int64_t block = 0; block < to->blocks; block++) {
         int8_t some[BLOCK + LANES] = {0};
-        float lanes[BLOCK] ALIGNED;
-        const int64_t begin = block * to->size, count = smaller(to->size, q->inner - begin);
-        for (int64_t at = 0; at < count; at += LANES)
-            vec_store(lanes + at, read_lanes(q->input, row * q->inner + begin + at, count - at, q->is_bfloat16));
-        const float scale = scale_of(lanes, count);
-        vec total = vec_zero();
-        if (scale > 0)
-            for (int64_t at = 0; at < count; at += LANES) {
-                const vec rounded = codes_of(vec_load(lanes + at), scale);
-                store_codes(some + at, rounded, q->bits == 4);
-                total = vec_add(total, rounded);
-            }
-        for (int64_t at = 0; at < count; at += piece, codes += together * piece)
-            memcpy(codes, some + at, piece);
+        const int64_t begin = block * to->size, at = row * q->inner + begin, count = smaller(to->size, q->inner - begin);
         const int64_t place = first * to->blocks + block * together + row - first;
-        const float sum = vec_sum(total);
-        to->scales[place] = scale;
-        to->totals[place] = sum;
-        to->starts[place] = -zero * (int32_t)sum;
+        float total;
+        if (count == BLOCK) /* a number that the compiler knows */
+            to->scales[place] = round_block(q, at, BLOCK, some, &total);
+        else
+            to->scales[place] = round_block(q, at, count, some, &total);
+        if (to->is_for_amx) {
+            memcpy(codes, some, BLOCK);
+            codes += together * BLOCK;
+        } else
+            for (int64_t i = 0; i < count; i += WORD_BYTES, codes += together * WORD_BYTES)
+                memcpy(codes, some + i, WORD_BYTES);
+        to->totals[place] = total;
+        to->starts[place] = -zero * (int32_t)total;
     }
 }
 

@@ -12,14 +12,11 @@
 static inline float
 scale_of(const float *numbers, int64_t count)
 {
-    vec highest = vec_zero(), nothing = vec_zero();
-    for (int64_t at = 0; at < count; at += LANES) {
-        const vec x = vec_load(numbers + at);
-        highest = vec_max(highest, vec_max(x, vec_sub(vec_zero(), x)));
-        nothing = vec_fmadd(x, vec_zero(), nothing); /* NaN of what is not finite */
-    }
-    const float scale = vec_highest(highest) / 127.0f;
-    return vec_sum(nothing) != 0.0f ? NAN : scale < FLT_MIN ? 0.0f : scale;
+    vec highest = vec_zero();
+    for (int64_t at = 0; at < count; at += LANES)
+        highest = vec_max_magnitude(highest, vec_load(numbers + at));
+    const float magnitude = vec_highest_magnitude(highest), scale = magnitude / 127.0f;
+    return !(magnitude <= FLT_MAX) ? NAN : scale < FLT_MIN ? 0.0f : scale;
 }
 
 /* The codes of 16 numbers, for a scale above 0. */

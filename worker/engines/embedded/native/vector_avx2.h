@@ -129,6 +129,27 @@ vec_highest(vec x)
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
+/* The larger magnitude in each lane; what is not finite is larger than all numbers. */
+INLINED vec
+vec_max_magnitude(vec magnitude, vec x)
+{
+    const __m256i low = _mm256_castps_si256(x.low), high = _mm256_castps_si256(x.high);
+    const __m256i sign_off = _mm256_set1_epi32(INT32_MAX);
+    return vec_of(_mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(magnitude.low), _mm256_and_si256(low, sign_off))),
+                  _mm256_castsi256_ps(
+                      _mm256_max_epi32(_mm256_castps_si256(magnitude.high), _mm256_and_si256(high, sign_off))));
+}
+
+/* The largest lane of magnitudes. */
+INLINED float
+vec_highest_magnitude(vec x)
+{
+    const __m256i eight = _mm256_max_epi32(_mm256_castps_si256(x.high), _mm256_castps_si256(x.low));
+    const __m128i four = _mm_max_epi32(_mm256_extracti128_si256(eight, 1), _mm256_castsi256_si128(eight));
+    const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1))));
+}
+
 INLINED vec
 load_bfloat16(const uint16_t *from, int64_t count)
 {

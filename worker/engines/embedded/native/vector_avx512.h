@@ -79,6 +79,21 @@ vec_highest(vec x)
     return _mm512_reduce_max_ps(x);
 }
 
+/* The larger magnitude in each lane; what is not finite is larger than all numbers. */
+INLINED vec
+vec_max_magnitude(vec magnitude, vec x)
+{
+    const __m512i bits = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MAX));
+    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(magnitude), bits));
+}
+
+/* The largest lane of magnitudes. */
+INLINED float
+vec_highest_magnitude(vec x)
+{
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(_mm512_castps_si512(x)))));
+}
+
 INLINED vec
 load_bfloat16(const uint16_t *from, int64_t count)
 {

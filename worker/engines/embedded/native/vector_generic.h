@@ -134,6 +134,27 @@ vec_highest(vec x)
     return highest;
 }
 
+/* The larger magnitude in each lane; what is not finite is larger than all numbers. */
+INLINED vec
+vec_max_magnitude(vec magnitude, vec x)
+{
+    const lanes bits = (lanes)x & INT32_MAX;
+    return vec_choose((lanes)magnitude > bits, magnitude, (vec)bits);
+}
+
+/* The largest lane of magnitudes. */
+INLINED float
+vec_highest_magnitude(vec x)
+{
+    const lanes bits = (lanes)x;
+    int32_t highest = bits[0];
+    for (int i = 1; i < LANES; i++)
+        highest = highest > bits[i] ? highest : bits[i];
+    float magnitude;
+    memcpy(&magnitude, &highest, sizeof magnitude);
+    return magnitude;
+}
+
 typedef uint16_t halves __attribute__((vector_size(32)));
 
 INLINED vec
