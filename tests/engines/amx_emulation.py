@@ -31,7 +31,10 @@ def reason_against(dtype: torch.dtype) -> str | None:
         return native.unavailable(dtype, "amx")
     if shutil.which("cc") is None:
         return "nothing to build the emulator with"
-    return native.unavailable(dtype, "avx512")
+    if reason := native.unavailable(dtype, "avx512") or native.unavailable(torch.float32, "avx512"):
+        return reason
+    has_tiles = hasattr(native._open(torch.float32, "avx512"), "integer_linear_amx")
+    return None if has_tiles else "the C compiler does not know AMX"
 
 
 @cache

@@ -4,6 +4,10 @@
  */
 #include <stdio.h>
 #include <stdlib.h>
+#ifdef ASK_FOR_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "kv_rows.h"
 #include "layers.h"
@@ -239,6 +243,10 @@ int
 main(int count, char **arguments)
 {
     const int rounds = count > 1 ? atoi(arguments[1]) : 100;
+#ifdef ASK_FOR_TILES /* as native/__init__.py does */
+    if (syscall(SYS_arch_prctl, 0x1023, 18))
+        return 1;
+#endif
     for (int i = 0; i < rounds; i++) {
         fuzz_linear();
         fuzz_attention(0);

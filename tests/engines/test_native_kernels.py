@@ -478,6 +478,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 class OneLibrary:
     """Says what a library says of itself; nothing is computed with it."""
 
+    integer_linear_amx = None
+
     def __init__(self, stem: str) -> None:
         self.kernels_have_fma = lambda: "generic" not in stem
         self.kernels_sum_in_order = lambda: stem != "kernels_avx512_bfloat16"
@@ -543,20 +545,27 @@ class TestWithoutTheUseOfAmx:
         monkeypatch.setattr(native, "_load", OneLibrary)
         monkeypatch.setattr(native, "_ask_for_tiles", ask_for_tiles)
 
-    def check(self, reason: str) -> None:
+    def check(self, reason: str, log: pytest.LogCaptureFixture) -> None:
         assert choose_kernels("auto", torch.device("cpu"), torch.bfloat16).name == "native-avx512"
+        assert f"kernels native-amx are not used in torch.bfloat16: {reason}" in log.text
         with pytest.raises(StartupError, match=f"--kernels native-amx: {reason}"):
             choose_kernels("native-amx", torch.device("cpu"), torch.bfloat16)
 
-    @pytest.mark.skipif(amx_emulation.IS_REAL, reason="this system does")
-    def test_the_system_keeps_no_tiles(self) -> None:
-        """As Linux before 5.16, and as that of a processor without."""
-        self.check("the system does not let this process use AMX: ")
+    def test_the_libraries_have_no_amx(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "_ask_for_tiles", lambda: None)
+        monkeypatch.delattr(OneLibrary, "integer_linear_amx")
+        reason = "they were built without AMX: the C compiler does not know it"
+        assert native.unavailable(torch.float32, "amx") == reason
 
-    def test_it_sums_in_another_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.skipif(amx_emulation.IS_REAL, reason="this system does")
+    def test_the_system_keeps_no_tiles(self, caplog: pytest.LogCaptureFixture) -> None:
+        """As Linux before 5.16, and as that of a processor without."""
+        self.check("the system does not let this process use AMX: ", caplog)
+
+    def test_it_sums_in_another_order(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         monkeypatch.setattr(native, "_ask_for_tiles", lambda: None)
         monkeypatch.setattr(native, "_load", lambda stem: OneLibrary("kernels_avx512_bfloat16"))
-        self.check("this processor's amx sums in another order than its maker documents")
+        self.check("this processor's amx sums in another order than its maker documents", caplog)
 
 
 @pytest.mark.usefixtures("fresh")

@@ -36,11 +36,11 @@ def test_nothing_beside_a_buffer_is_touched(dtype: torch.dtype, tmp_path: Path) 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_of_amx(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Emulated, whatever the processor: so that a tile's rows, too, are seen to be in a buffer."""
-    if native.unavailable(dtype, "avx512"):
-        pytest.skip("it needs AVX-512")
+    """Where it is emulated, a tile's rows, too, are seen to be in a buffer."""
+    if reason := amx_emulation.reason_against(dtype):
+        pytest.skip(reason)
     options = ["-DWITH_AMX=1"] if dtype == torch.bfloat16 else ["-DINTEGERS_WITH_AMX=1"]
-    check("amx", dtype, tmp_path, *options, str(amx_emulation.SOURCE))
+    check("amx", dtype, tmp_path, *options, "-DASK_FOR_TILES=1" if amx_emulation.IS_REAL else str(amx_emulation.SOURCE))
 
 
 @pytest.mark.campaign

@@ -12,7 +12,9 @@ pages in int8.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ import torch
 from torch.nn import functional
 
 from worker.engines.embedded.kv_cache import SequenceSlice
+
+logger = logging.getLogger(__name__)
 
 _VERSION = 7
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
@@ -108,11 +112,19 @@ def unavailable(dtype: torch.dtype, path: str | None = None) -> str | None:
 def choose_path(dtype: torch.dtype, path: str | None = None) -> str:
     """Compute in `dtype` with the instructions of `path`, or of the fastest that runs here.
 
-    It holds for the process: packed weights are the same in all of them. Returns the path.
+    It holds for the process: packed weights are the same in all of them. Returns the path. A faster
+    one for which the processor has the instructions, but which does not run, is logged.
     """
-    path = path or next((each for each in PATHS if unavailable(dtype, each) is None), PATHS[-1])
+    path = path or next(path for path in PATHS if path == PATHS[-1] or _runs(dtype, path))
     _chosen[dtype] = path
     return path
+
+
+def _runs(dtype: torch.dtype, path: str) -> bool:
+    reason = unavailable(dtype, path)
+    if reason is not None and not _missing_flags(dtype, path):
+        logger.warning("kernels native-%s are not used in %s: %s", path, dtype, reason)
+    return reason is None
 
 
 def is_torch_faster(dtype: torch.dtype, path: str) -> bool:
@@ -153,13 +165,14 @@ def _open(dtype: torch.dtype, path: str) -> ctypes.CDLL:
     kind = _KINDS.get(dtype)
     if kind is None:
         raise RuntimeError(f"they compute bfloat16 and float32, not {dtype}")
-    flags = _cpu_flags()
-    missing = [flag for flag in kind.needs[path] if flag not in flags]
+    missing = _missing_flags(dtype, path)
     if missing:
         raise RuntimeError(f"this processor has no {', '.join(missing)}")
     if path == "amx":
         _ask_for_tiles()
     library = _load(f"kernels_{kind.libraries.get(path, path)}_{kind.name}")
+    if path == "amx" and dtype == torch.float32 and not hasattr(library, "integer_linear_amx"):
+        raise RuntimeError("they were built without AMX: the C compiler does not know it")
     if path in kind.own_order and not library.kernels_sum_in_order():
         raise RuntimeError(f"this processor's {path} sums in another order than its maker documents")
     return library
@@ -167,6 +180,8 @@ def _open(dtype: torch.dtype, path: str) -> ctypes.CDLL:
 
 def _ask_for_tiles() -> None:
     """Asks the system to keep AMX's tiles, for all threads; raises RuntimeError if it does not."""
+    if platform.machine() != "x86_64":
+        raise RuntimeError(f"a processor of {platform.machine()} has no AMX")
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     library = ctypes.CDLL(None, use_errno=True)
     if library.syscall(_INT64(arch_prctl), _INT64(request_permission), _INT64(tile_data)):
@@ -207,8 +222,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         *(library.kernels_have_fma, library.kernels_sum_in_order),
     ):
         answer.restype = _INT32
-    if hasattr(library, "quantised_linear"):  # in those of float32
-        for function in (library.quantised_linear, library.integer_linear, library.integer_linear_amx):
+    for name in ("quantised_linear", "integer_linear", "integer_linear_amx"):
+        if hasattr(library, name):  # in those of float32, the last one where the compiler knows AMX
+            function = getattr(library, name)
             function.argtypes = [
                 *(_POINTER, _INT32, _INT64, _INT64, _POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT32, _FLOAT),
                 *(_INT64, _POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32),
@@ -217,6 +233,12 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for function in (library.rms_norm, library.rotate_and_store, library.attend):
         function.restype = None
     return library
+
+
+def _missing_flags(dtype: torch.dtype, path: str) -> list[str]:
+    """Those that `path` needs and this processor does not have."""
+    flags = _cpu_flags()
+    return [flag for flag in _KINDS[dtype].needs[path] if flag not in flags]
 
 
 @cache

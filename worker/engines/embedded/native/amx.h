@@ -15,7 +15,8 @@ enum {
     TILE_BYTES = 64, /* of a row */
 };
 
-#if defined(__x86_64__) && defined(__AVX512F__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+/* Compilers whose systems' assemblers know AMX. */
+#if defined(__x86_64__) && defined(__AVX512F__) && (__GNUC__ >= 12 || __clang_major__ >= 12)
 #define CAN_HAVE_TILES
 
 typedef struct {

@@ -232,5 +232,7 @@ compute(const quantised_t *q, int has_tiles, int32_t threads)
         return compute(&q, has_tiles, threads);                                                                        \
     }
 INTEGER_LINEAR(integer_linear, 0)
+#ifdef CAN_HAVE_TILES
 INTEGER_LINEAR(integer_linear_amx, 1) /* on a processor with AMX, once the system keeps the state of tiles */
+#endif
 #endif

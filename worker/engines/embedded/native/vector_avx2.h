@@ -326,8 +326,8 @@ enum {
 #define HAS_DOT (__builtin_cpu_supports("avxvnni") != 0)
 #endif
 
-/* Compilers that know AVX-VNNI; and no test of processors without it. */
-#if (__GNUC__ >= 11 || __clang_major__ >= 19) && !defined WITHOUT_VNNI
+/* Compilers whose systems' assemblers know AVX-VNNI; and no test of processors without it. */
+#if (__GNUC__ >= 12 || __clang_major__ >= 19) && !defined WITHOUT_VNNI
 #define CAN_HAVE_DOT
 INLINED int processor_has_dot(void) { return HAS_DOT; }
 #endif
