@@ -80,6 +80,7 @@ def test_it_computes(dtype: torch.dtype) -> None:
     codes = torch.randint(-128, 128, (40, 2112), dtype=torch.int8, generator=generator)
     gemm = QuantisedGemm(QuantisedWeight(codes, torch.ones(40, 66).half(), None), None, rounds_rows=True)
     is_bfloat16 = dtype == torch.bfloat16
+    native.library(dtype)  # which is tested when it is opened
     assert bool(count(lambda: native.linear(rows, panels, 64))) == is_bfloat16
     assert bool(count(lambda: native.attend(randn(70, 1, 64), pages, pages, tiles, 1.0, 0, None))) == is_bfloat16
     if not is_bfloat16:

@@ -479,10 +479,12 @@ class OneLibrary:
     """Says what a library says of itself; nothing is computed with it."""
 
     integer_linear_amx = None
+    are_integers_exact = True
 
     def __init__(self, stem: str) -> None:
         self.kernels_have_fma = lambda: "generic" not in stem
         self.kernels_sum_in_order = lambda: stem != "kernels_avx512_bfloat16"
+        self.integers_in_tiles_are_exact = lambda: self.are_integers_exact
 
 
 @pytest.mark.parametrize(
@@ -555,6 +557,12 @@ class TestWithoutTheUseOfAmx:
         monkeypatch.setattr(native, "_ask_for_tiles", lambda: None)
         monkeypatch.delattr(OneLibrary, "integer_linear_amx")
         reason = "they were built without AMX: the C compiler does not know it"
+        assert native.unavailable(torch.float32, "amx") == reason
+
+    def test_it_computes_other_integers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "_ask_for_tiles", lambda: None)
+        monkeypatch.setattr(OneLibrary, "are_integers_exact", False)
+        reason = "this processor's amx computes other integers than its maker documents"
         assert native.unavailable(torch.float32, "amx") == reason
 
     @pytest.mark.skipif(amx_emulation.IS_REAL, reason="this system does")

@@ -171,8 +171,11 @@ def _open(dtype: torch.dtype, path: str) -> ctypes.CDLL:
     if path == "amx":
         _ask_for_tiles()
     library = _load(f"kernels_{kind.libraries.get(path, path)}_{kind.name}")
-    if path == "amx" and dtype == torch.float32 and not hasattr(library, "integer_linear_amx"):
-        raise RuntimeError("they were built without AMX: the C compiler does not know it")
+    if path == "amx" and dtype == torch.float32:
+        if not hasattr(library, "integer_linear_amx"):
+            raise RuntimeError("they were built without AMX: the C compiler does not know it")
+        if not library.integers_in_tiles_are_exact():
+            raise RuntimeError("this processor's amx computes other integers than its maker documents")
     if path in kind.own_order and not library.kernels_sum_in_order():
         raise RuntimeError(f"this processor's {path} sums in another order than its maker documents")
     return library

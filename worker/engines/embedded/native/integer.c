@@ -234,5 +234,33 @@ compute(const quantised_t *q, int has_tiles, int32_t threads)
 INTEGER_LINEAR(integer_linear, 0)
 #ifdef CAN_HAVE_TILES
 INTEGER_LINEAR(integer_linear_amx, 1) /* on a processor with AMX, once the system keeps the state of tiles */
+
+/* Whether AMX has the bits of the micro-kernel on this processor; 0 if there is no memory, too. */
+int32_t
+integers_in_tiles_are_exact(void)
+{
+    enum { TEST_ROWS = 2 * TILE_ROWS + 1, BLOCKS = PART + 1, LENGTH = BLOCKS * BLOCK, GROUPS = COLUMNS * BLOCKS };
+    int8_t codes[COLUMNS * LENGTH] ALIGNED;
+    float input[TEST_ROWS * LENGTH] ALIGNED, scales[GROUPS] ALIGNED, offsets[GROUPS] ALIGNED;
+    float expected[TEST_ROWS * COLUMNS] ALIGNED, found[TEST_ROWS * COLUMNS] ALIGNED;
+    for (int i = 0; i < COLUMNS * LENGTH; i++)
+        codes[i] = (int8_t)(i * 2654435761u >> 24);
+    for (int i = 0; i < TEST_ROWS * LENGTH; i++)
+        input[i] = (float)(int32_t)(i * 2246822519u);
+    for (int i = 0; i < GROUPS; i++)
+        scales[i] = (float)(int32_t)(i * 3266489917u), offsets[i] = (float)(int32_t)(i * 668265263u);
+    for (int kind = 0; kind < 4; kind++) {
+        quantised_t q = {.codes = (const char *)codes, .group = BLOCK, .input = input, .rows = TEST_ROWS};
+        q.bits = kind % 2 ? 4 : 8, q.zero = kind % 2 ? -8.0f : 0.0f, q.inner = LENGTH, q.columns = COLUMNS;
+        q.scales = (const char *)scales, q.offsets = kind / 2 ? (const char *)offsets : NULL;
+        q.output = expected;
+        if (compute(&q, 0, 1))
+            return 0;
+        q.output = found;
+        if (compute(&q, 1, 1) || memcmp(found, expected, sizeof found))
+            return 0;
+    }
+    return 1;
+}
 #endif
 #endif

@@ -103,29 +103,41 @@ widened_element(element x)
     return wide;
 }
 
+enum { TEST_WORDS = 72, TEST_LENGTH = TEST_WORDS * PER_WORD };
+
+/* Whether `rows` rows times a panel have the bits of `expected`. */
+static int
+multiplies_to(int rows, const operand *operands, const element *panel, float expected[][COLUMNS])
+{
+    float found[ROWS][COLUMNS];
+    multiply(rows, operands, TEST_LENGTH, panel, PANEL_STRIDE, TEST_WORDS, found[0], COLUMNS, 0);
+    end_multiplying();
+    return !memcmp(found, expected, rows * sizeof *found);
+}
+
 /* Whether the micro-kernel has the bits of its definition: whether this processor's instructions sum in its order. */
 int32_t
 kernels_sum_in_order(void)
 {
-    enum { WORDS = 72, LENGTH = WORDS * PER_WORD };
-    element row[LENGTH], panel[LENGTH * COLUMNS];
-    operand operands[LENGTH];
-    float found[COLUMNS], wide_row[LENGTH], wide_column[LENGTH];
-    for (int i = 0; i < LENGTH; i++)
-        wide_row[i] = widened_element(row[i] = some_element(i + 1));
-    for (int i = 0; i < LENGTH * COLUMNS; i++)
-        panel[i] = some_element(i + 1000);
-    copy_operands(row, LENGTH, operands);
-    multiply(1, operands, LENGTH, panel, PANEL_STRIDE, WORDS, found, COLUMNS, 0);
-    end_multiplying();
-    for (int column = 0; column < COLUMNS; column++) {
-        for (int i = 0; i < LENGTH; i++)
-            wide_column[i] = widened_element(panel[(i / PER_WORD * COLUMNS + column) * PER_WORD + i % PER_WORD]);
-        const float sum = sum_by_definition(wide_row, wide_column, WORDS);
-        if (memcmp(&sum, found + column, sizeof sum))
-            return 0;
+    element row[TEST_LENGTH], panel[TEST_LENGTH * COLUMNS];
+    operand operands[ROWS][TEST_LENGTH];
+    float expected[ROWS][COLUMNS], wide_row[TEST_LENGTH], wide_column[COLUMNS][TEST_LENGTH];
+    for (int i = 0; i < TEST_LENGTH * COLUMNS; i++)
+        panel[i] = some_element(i);
+    for (int column = 0; column < COLUMNS; column++)
+        for (int i = 0; i < TEST_LENGTH; i++)
+            wide_column[column][i] = widened_element(panel[(i / PER_WORD * COLUMNS + column) * PER_WORD + i % PER_WORD]);
+    for (int r = 0; r < ROWS; r++) {
+        for (int i = 0; i < TEST_LENGTH; i++)
+            wide_row[i] = widened_element(row[i] = some_element((r + COLUMNS) * TEST_LENGTH + i));
+        copy_operands(row, TEST_LENGTH, operands[r]);
+        for (int column = 0; column < COLUMNS; column++)
+            expected[r][column] = sum_by_definition(wide_row, wide_column[column], TEST_WORDS);
     }
-    return 1;
+    int is_same = 1;
+    for (int rows = 1; rows <= ROWS; rows++)
+        is_same &= multiplies_to(rows, operands[0], panel, expected);
+    return is_same;
 }
 
 /* Widens the rows, where the micro-kernel reads wider ones. */
