@@ -72,7 +72,7 @@ fuzz_linear(void)
     element *x = some(rows * inner), *panels = some(padded * inner), *bias = some(columns);
     element *other = some(rows * columns), *y = some(rows * columns), *norm = some(inner);
     float *sums = malloc(rows * columns * sizeof *sums);
-    const int64_t epilogue = below(4), has_bias = below(2), threads = 1 + below(2);
+    const int64_t epilogue = below(4), has_bias = below(2), threads = 1 + 4 * below(2);
     for (int32_t is_unrounded = 0; is_unrounded < 2; is_unrounded++)
         linear(x, rows, inner, panels, columns, has_bias ? bias : NULL, (int32_t)epilogue, other,
                is_unrounded ? (void *)sums : y, is_unrounded, (int32_t)threads);
@@ -118,7 +118,7 @@ fuzz_quantised(int is_integer)
     void *other = some_numbers(rows * columns, 0, is_bfloat16);
     const int64_t size = is_bfloat16 && !is_unrounded ? 2 : 4;
     void *y = malloc(rows * columns * size);
-    const int32_t epilogue = (int32_t)below(4), threads = (int32_t)(1 + below(2));
+    const int32_t epilogue = (int32_t)below(4), threads = (int32_t)(1 + 4 * below(2));
     (is_integer ? integer_linear : quantised_linear)(
         x, is_bfloat16, rows, inner, codes, bits, group, scale, has_offsets ? offset : NULL, is_half, -8.0f, columns,
         has_bias ? bias : NULL, epilogue, other, y, is_unrounded, threads);
@@ -148,7 +148,7 @@ static void
 fuzz_attention(int32_t is_int8)
 {
     const int64_t kv_heads = 1 + below(2), group = 1 + below(3), heads = kv_heads * group;
-    const int64_t width = ONE_OF(2, 6, 30, 34, 64), window = ONE_OF(0, 1, 20), threads = 1 + below(2);
+    const int64_t width = ONE_OF(2, 6, 30, 34, 64), window = ONE_OF(0, 1, 20), threads = 1 + 4 * below(2);
     const int64_t has_norm = below(2), has_softcap = below(2);
     const int64_t size = ONE_OF(3, 16, 64, 80), tokens = 1 + below(100), pages = (tokens + size - 1) / size;
     const int64_t most = 64 / group, start = below(tokens), count = 1 + below(smaller(most, tokens - start));
@@ -198,7 +198,7 @@ fuzz_layers(void)
 {
     const int64_t kv_heads = 1 + below(2), heads = kv_heads * (1 + below(3)), width = ONE_OF(2, 6, 34);
     const int64_t hidden = ONE_OF(2, 30, 66), inner = ONE_OF(2, 50), tokens = 1 + below(20), size = tokens + below(9);
-    const int32_t is_int8 = (int32_t)below(2), threads = (int32_t)(1 + below(2)), has_parts = (int32_t)below(2);
+    const int32_t is_int8 = (int32_t)below(2), threads = (int32_t)(1 + 4 * below(2)), has_parts = (int32_t)below(2);
     const int64_t of_keys = kv_heads * width, qkv = heads * width + 2 * of_keys;
     layer_t layers[2];
     for (int i = 0; i < 2; i++) {

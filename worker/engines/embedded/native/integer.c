@@ -18,6 +18,7 @@
 
 #include "integer_tiles.h"
 #include "rounded_rows.h"
+#include "work_stealing.h"
 
 enum {
     AHEAD = 32768,  /* bytes by which codes are fetched before they are read, at most */
@@ -183,6 +184,18 @@ compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t 
             }
 }
 
+typedef struct {
+    const quantised_t *q;
+    const rounded_t *r;
+} job_t;
+
+static void
+compute_either(const void *job, int64_t first, int64_t stop)
+{
+    const job_t *j = job;
+    (j->r->is_for_amx ? compute_panels_in_tiles : compute_panels)(j->q, j->r, first, stop);
+}
+
 /* A group has a multiple of 8 elements that 32 is a multiple of, or a multiple of 32, or is a whole row; a row is a
  * multiple of 8 elements if codes have 4 bits. Returns 0, or -1 if there is no memory for the rounded rows.
  */
@@ -209,13 +222,7 @@ compute(const quantised_t *q, int has_tiles, int32_t threads)
     for (int64_t row = 0; row < q->rows; row++)
         round_row(q, &r, begin, row);
     const int64_t number = (q->columns + COLUMNS - 1) / COLUMNS;
-    const int64_t share = number / (8 * threads) + 1; /* panels at a time: few, since threads differ in speed */
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t first = 0; first < number; first += share)
-        if (is_for_amx)
-            compute_panels_in_tiles(q, &r, first, smaller(first + share, number));
-        else
-            compute_panels(q, &r, first, smaller(first + share, number));
+    share_work(number, number / (8 * threads) + 1, threads, compute_either, &(job_t){q, &r});
     free(memory);
     return 0;
 }

@@ -4,6 +4,7 @@
 #include "epilogue.h"
 #include "kernels.h"
 #include "panels.h"
+#include "work_stealing.h"
 
 enum {
     TOGETHER = 192, /* rows that share a part of a panel while it is in the cache */
@@ -60,6 +61,13 @@ compute_panel(const linear_t *l, int64_t number)
             finish(l, first + row, number * COLUMNS, sums[row]);
     }
     end_multiplying();
+}
+
+static void
+compute_panels(const void *job, int64_t first, int64_t stop)
+{
+    for (int64_t number = first; number < stop; number++)
+        compute_panel(job, number);
 }
 
 int32_t
@@ -167,10 +175,7 @@ linear(const element *input, int64_t rows, int64_t inner, const element *panels,
     const linear_t l = {from, rows, inner, panels, columns, bias, (then_t)then, other, output,
                         is_unrounded};
     const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
-    const int64_t share = number / (8 * threads) + 1; /* panels at a time: few, since threads differ in speed */
-#pragma omp parallel for schedule(dynamic, share) num_threads(threads)
-    for (int64_t panel = 0; panel < number; panel++)
-        compute_panel(&l, panel);
+    share_work(number, number / (8 * threads) + 1, threads, compute_panels, &l);
     free(widened);
     return 0;
 }

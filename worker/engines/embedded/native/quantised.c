@@ -13,6 +13,7 @@
 
 #include "panels.h"
 #include "quantised.h"
+#include "work_stealing.h"
 
 enum {
     TOGETHER = 192,                      /* rows that share a part of a panel once it is unpacked */
@@ -163,6 +164,13 @@ compute_panel(const quantised_t *q, int64_t panel)
     }
 }
 
+static void
+compute_panels(const void *job, int64_t first, int64_t stop)
+{
+    for (int64_t panel = first; panel < stop; panel++)
+        compute_panel(job, panel);
+}
+
 /* Returns 0, or -1 if there is no memory for rows in float32. */
 int32_t
 quantised_linear(const void *input, int32_t is_bfloat16, int64_t rows, int64_t inner, const void *codes, int32_t bits,
@@ -182,10 +190,7 @@ quantised_linear(const void *input, int32_t is_bfloat16, int64_t rows, int64_t i
     const quantised_t q = {codes, bits, group, scales,      offsets, is_half,      zero,  widened ? widened : input, rows,
                            inner, columns, is_bfloat16, bias,    (then_t)then, other, output, is_unrounded};
     const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
-    const int64_t share = number / (8 * threads) + 1; /* panels at a time: few, since threads differ in speed */
-#pragma omp parallel for schedule(dynamic, share) num_threads(threads)
-    for (int64_t panel = 0; panel < number; panel++)
-        compute_panel(&q, panel);
+    share_work(number, number / (8 * threads) + 1, threads, compute_panels, &q);
     free(widened);
     return 0;
 }
