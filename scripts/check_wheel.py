@@ -22,8 +22,8 @@ else:
     import tomli as tomllib
 
 LIBRARIES = {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2", "libgomp.so.1"}
-"""The first three are glibc's, the loader for a thread's own variables. libgomp comes with PyTorch, which has loaded its own before: a second one would have threads of
-its own.
+"""The first three are glibc's, its loader for variables of each thread. libgomp comes with PyTorch,
+which has loaded its own before: a second one would have threads of its own.
 """
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
