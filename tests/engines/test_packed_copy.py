@@ -318,7 +318,9 @@ def test_processes_that_start_together_share_it(checkpoint: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
     assert [process.communicate()[0].split() for process in started] == [5 * [expected]] * 3
-    assert [path.suffix for path in copies(checkpoint)] == [".safetensors"]
+    [path] = copies(checkpoint)
+    assert path.suffix == ".safetensors"
+    assert path.stat().st_mode == (checkpoint / "config.json").stat().st_mode
 
 
 def test_what_a_killed_process_left_is_taken_over(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

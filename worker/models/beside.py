@@ -6,11 +6,13 @@ more: whoever can write one can write the other.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import json
 import mmap
 import os
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,8 +49,8 @@ class Provenance:
         """Size, inode and times of the files."""
         states = {}
         for path in sorted({path for pattern in self._patterns for path in self._checkpoint.glob(pattern)}):
-            state = path.stat()
-            states[path] = [state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns]
+            found = path.stat()
+            states[path] = [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
         return states
 
     def record(self) -> dict[str, Any]:
@@ -76,6 +78,30 @@ class Provenance:
             *known, digest = files[path.name]
             if known != state and (known[0] != state[0] or file_digest(path) != digest):
                 raise ValueError(f"the checkpoint has another {path.name}")
+
+
+def keep(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file whole or not at all, even if the process is killed; the directory is made.
+
+    Args:
+        path: Of the file.
+        write: Writes it to the path that it is given.
+
+    Raises:
+        BlockingIOError: another process is writing it.
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        mode = stat.S_IMODE(os.fstat(lock.fileno()).st_mode)
+        try:
+            write(partial)
+            partial.chmod(mode)  # libraries that replace the file make it private
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def sealed(content: Any) -> dict[str, str]:
@@ -113,5 +139,5 @@ def file_digest(path: Path) -> str:
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """`work` of each item, in as many threads as there are CPUs."""
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
         return list(threads.map(work, items))

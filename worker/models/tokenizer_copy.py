@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from adapters.vocabulary import CopiedTokenizer, Vocabulary
 from worker import __version__
-from worker.models.beside import DIRECTORY, Provenance, opened, sealed
+from worker.models.beside import DIRECTORY, Provenance, keep, opened, sealed
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ def load_vocabulary(checkpoint: Path, size: int, eos_token_ids: tuple[int, ...])
     if content is None:
         logger.debug("the tokenizer is not copied: a copy would differ")
     else:
-        _write(path, {"provenance": provenance.record(), "tokenizer": content})
+        _write(path, provenance, content)
     return vocabulary
 
 
@@ -58,12 +56,16 @@ def _read(path: Path, provenance: Provenance) -> CopiedTokenizer | None:
         return None
 
 
-def _write(path: Path, content: Any) -> None:
-    """Whole or not at all; logs why if it cannot be written."""
+def _write(path: Path, provenance: Provenance, tokenizer: dict[str, Any]) -> None:
+    """Logs why if it cannot be written."""
+
+    def write(partial: Path) -> None:
+        content = {"provenance": provenance.record(), "tokenizer": tokenizer}
+        partial.write_text(json.dumps(sealed(content)), encoding="utf-8")
+
     try:
-        path.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".partial", delete=False) as file:
-            json.dump(sealed(content), file)
-        os.replace(file.name, path)
+        keep(path, write)
+    except BlockingIOError:
+        logger.debug("another process writes %s", path)
     except OSError as error:
         logger.info("the tokenizer is not copied to %s: %s", path, error)

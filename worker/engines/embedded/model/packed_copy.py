@@ -7,7 +7,6 @@ that was written with them.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import shutil
@@ -25,7 +24,7 @@ from safetensors.torch import save_file
 
 from worker import __version__
 from worker.engines.embedded.host import memory as host_memory
-from worker.models.beside import DIRECTORY, Provenance, opened, sealed, side_by_side
+from worker.models.beside import DIRECTORY, Provenance, keep, opened, sealed, side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -69,43 +68,37 @@ class PackedCopy:
             value = self._decoded(content["value"], tensors)
         except FileNotFoundError:
             return None
-        except (OSError, SafetensorError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        except OSError as error:
+            raise ValueError(f"it cannot be read: {error}") from error
+        except (SafetensorError, LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"it is damaged: {str(error) or type(error).__name__}") from error
         logger.info("packed weights: read from %s in %.1f s", self.path, time.monotonic() - began)
         return value
 
     def write(self, value: Any) -> None:
-        """Write `value`, so that a process that is killed leaves nothing that looks whole; logs why
-        if it cannot be written.
-        """
+        """Write `value`; logs why if it cannot be written."""
+        tensors: dict[str, torch.Tensor] = {}
+        tree = _encoded(value, tensors)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+
+        def write(path: Path) -> None:
+            if shutil.disk_usage(path.parent).free < 2 * size:
+                raise OSError(f"its {size // 10**6} MB would take more than half of what is free")
+            content = {
+                "provenance": self._provenance.record(),
+                "tensors": dict(zip(tensors, side_by_side(_digest, tensors.values()), strict=True)),
+                "value": tree,
+            }
+            save_file(tensors, path, sealed(content))
+
         try:
-            self.path.parent.mkdir(exist_ok=True)
-            partial_path = self.path.with_suffix(".partial")
-            with partial_path.open("ab") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                try:
-                    self._write(value, partial_path)
-                finally:
-                    partial_path.unlink(missing_ok=True)
+            keep(self.path, write)
         except BlockingIOError:
             logger.debug("another process writes %s", self.path)
         except (OSError, SafetensorError, RuntimeError) as error:
             logger.info("no packed weights are kept in %s: %s", self.path, error)
-
-    def _write(self, value: Any, partial_path: Path) -> None:
-        tensors: dict[str, torch.Tensor] = {}
-        tree = _encoded(value, tensors)
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if shutil.disk_usage(partial_path.parent).free < 2 * size:
-            raise OSError(f"its {size // 10**6} MB would take more than half of what is free")
-        content = {
-            "provenance": self._provenance.record(),
-            "tensors": dict(zip(tensors, side_by_side(_digest, tensors.values()), strict=True)),
-            "value": tree,
-        }
-        save_file(tensors, partial_path, sealed(content))
-        partial_path.rename(self.path)
-        logger.info("packed weights: %d MB kept in %s for the next start", size // 10**6, self.path)
+        else:
+            logger.info("packed weights: %d MB kept in %s for the next start", size // 10**6, self.path)
 
     def _decoded(self, tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
         if isinstance(tree, list):
