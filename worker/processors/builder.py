@@ -59,8 +59,17 @@ NUM_BUILDERS = 4
 """Threads that build chains."""
 
 
-def make_chain_builder(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ServedChainBuilder:
+def make_chain_builder(
+    arguments: Arguments, info: EngineInfo, registry: CollectorRegistry, *, renders_templates: bool = False
+) -> ServedChainBuilder:
     """The chain builder of a worker that has just loaded its model.
+
+    Args:
+        arguments: Of the worker.
+        info: Of its engine.
+        registry: Where metrics go.
+        renders_templates: Whether its tokenizer is to render chat templates; for the NATS runtime
+            it does.
 
     Raises:
         StartupError: the tokenizer cannot be read, the sandbox for grammars cannot be started, or
@@ -69,7 +78,7 @@ def make_chain_builder(arguments: Arguments, info: EngineInfo, registry: Collect
     metrics = GrammarMetrics(registry)
     sandbox = None
     try:
-        vocabulary = _vocabulary(arguments, info)
+        vocabulary = _vocabulary(arguments, info, renders_templates or arguments.runtime == "nats")
         tables = partial(tokenizer_tables, vocabulary)
         sandbox = GrammarSandbox(tables, timeout_s=arguments.grammar_timeout_s, observe=metrics.count)
         sandbox.start()  # loads the tokenizer while this process does
@@ -91,11 +100,11 @@ def make_chain_builder(arguments: Arguments, info: EngineInfo, registry: Collect
         raise
 
 
-def _vocabulary(arguments: Arguments, info: EngineInfo) -> Vocabulary:
+def _vocabulary(arguments: Arguments, info: EngineInfo, renders_templates: bool) -> Vocabulary:
     """With transformers' own tokenizer where chat templates or third-party code may use it."""
     path, size, ends = arguments.model_path, info.vocab_size, info.eos_token_ids
     runs_third_party = arguments.allow_logits_processors or arguments.logits_processor
-    if arguments.packed_copy == "off" or arguments.runtime == "nats" or runs_third_party:
+    if arguments.packed_copy == "off" or renders_templates or runs_third_party:
         return Vocabulary.from_pretrained(path, size, ends)
     return load_vocabulary(Path(path), size, ends)
 
