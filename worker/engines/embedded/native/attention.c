@@ -10,10 +10,13 @@
 #include "kernels.h"
 #include "kv_rows.h"
 #include "panels.h"
+#include "work_stealing.h"
 
 enum {
     KEYS = 64,     /* of a block */
     TOGETHER = 64, /* queries of a tile at most, which share a block once it is packed into panels */
+    TRANSPOSING = 2 * sizeof(element), /* lines of keys, and of values, fetched beside transposing 16 words of 16 keys */
+    MULTIPLYING = 8 * sizeof(element), /* and beside multiplying a panel */
 };
 
 typedef struct {
@@ -61,13 +64,40 @@ count_rows(const attention_t *c, int64_t position, int64_t stop)
     return smaller(KEYS, smaller(c->size - position % c->size, stop - position));
 }
 
-/* Fetches `count` rows: with few queries, a block is computed in less time than it takes to be read. */
-static inline void
-prefetch_rows(const attention_t *c, const char *rows, int64_t count)
+/* The block of a tile's keys that attention begins with. */
+static inline int64_t
+first_key(const attention_t *c, const tile_t *tile)
+{
+    const int64_t seen = c->window && tile->position >= c->window ? tile->position + 1 - c->window : 0;
+    return seen - seen % c->size % KEYS;
+}
+
+/* What is not fetched yet of the block that comes next. */
+typedef struct {
+    const char *keys, *values;
+    int64_t bytes; /* of each */
+} ahead_t;
+
+static inline ahead_t
+find_block(const attention_t *c, const tile_t *tile, int64_t head, int64_t begin)
+{
+    const int64_t at = find_row(c, tile, head, begin) * c->row_bytes;
+    const int64_t rows = count_rows(c, begin, tile->position + tile->count);
+    return (ahead_t){c->keys + at, c->values + at, rows * c->row_bytes};
+}
+
+/* Fetches some of it: with few queries a block is computed in less time than it is read, and a processor that is told to
+ * fetch all of it at once waits until it has nearly all.
+ */
+INLINED void
+fetch(ahead_t *ahead, int64_t lines)
 {
     enum { LINE = 64 };
-    for (int64_t at = 0; at < count * c->row_bytes; at += LINE)
-        __builtin_prefetch(rows + at);
+    for (; lines > 0 && ahead->bytes > 0; lines--) {
+        fetch_to_l2(ahead->keys);
+        fetch_to_l2(ahead->values);
+        ahead->keys += LINE, ahead->values += LINE, ahead->bytes -= LINE;
+    }
 }
 
 /* The elements of `count` rows: where they lie or, of rows in int8, in `elements`. */
@@ -82,12 +112,13 @@ read_rows(const attention_t *c, const char *rows, int count, element *elements)
 }
 
 static void
-lay_out_keys(const element *keys, int width, block_t *block)
+lay_out_keys(const element *keys, int width, block_t *block, ahead_t *ahead)
 {
     for (int first = 0; first < (block->count + COLUMNS - 1) / COLUMNS * COLUMNS; first += LANES) {
         element *to = block->keys + first / COLUMNS * COLUMNS * width + first % COLUMNS * PER_WORD;
         const int rows = block->count > first ? (int)smaller(16, block->count - first) : 0;
         for (int at = 0; at < width; at += 16 * PER_WORD) {
+            fetch(ahead, TRANSPOSING);
             const element *from = keys + first * width + at;
             const int words = (int)smaller(16, (width - at) / PER_WORD);
             if (rows == 16 && words == 16) /* numbers that the compiler knows */
@@ -113,7 +144,7 @@ lay_out_word(const element *from, const element *next, int64_t count, element *t
 
 /* Rows of whole panels in float32 are panels already. */
 static void
-lay_out_values(const element *values, int width, block_t *block)
+lay_out_values(const element *values, int width, block_t *block, ahead_t *ahead)
 {
     if (PER_WORD == 1 && width % COLUMNS == 0) {
         block->values = values;
@@ -127,6 +158,7 @@ lay_out_values(const element *values, int width, block_t *block)
     element *to = block->copied;
     for (int at = 0; at < width; at += COLUMNS, to += KEYS * COLUMNS)
         for (int key = 0; key < block->count; key += PER_WORD) {
+            fetch(ahead, 1);
             const element *from = values + key * width + at;
             lay_out_word(from, key + 1 < block->count ? from + width : NULL, width - at, to + key * COLUMNS);
         }
@@ -174,7 +206,7 @@ weigh(const attention_t *c, const float *scores, uint64_t seen, operand *weights
 }
 
 static void
-attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, queries_t *q)
+attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, queries_t *q, ahead_t *ahead)
 {
     const int width = (int)c->width, padded = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
     float scores[ROWS * KEYS] ALIGNED, gains[ROWS * WIDEST] ALIGNED, fades[ROWS];
@@ -187,19 +219,23 @@ attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, 
             any |= seen[r] = seen_keys(c, block, tile->position + (first + r) / c->group);
         if (!any)
             continue;
-        for (int key = 0; key < KEYS; key += COLUMNS)
+        for (int key = 0; key < KEYS; key += COLUMNS) {
+            fetch(ahead, MULTIPLYING);
             if (key < block->count)
                 multiply(rows, q->query + first * width, width, block->keys + key * width, PANEL_STRIDE,
                          width / PER_WORD, scores + key, KEYS, 0);
+        }
         for (int r = 0; r < rows; r++)
             if (seen[r])
                 fades[r] = weigh(c, scores + r * KEYS, seen[r], weights + r * KEYS, q->peak + first + r,
                                  q->sum + first + r);
             else
                 memset(weights + r * KEYS, 0, KEYS * sizeof *weights);
-        for (int at = 0; at < width; at += COLUMNS)
+        for (int at = 0; at < width; at += COLUMNS) {
+            fetch(ahead, MULTIPLYING);
             multiply(rows, weights, KEYS, block->values + at / COLUMNS * block->value_step, block->value_stride,
                      (block->count + PER_WORD - 1) / PER_WORD, gains + at, padded, 0);
+        }
         for (int r = 0; r < rows; r++) {
             float *result = q->result + (first + r) * padded;
             for (int at = 0; seen[r] && at < padded; at += LANES)
@@ -209,8 +245,9 @@ attend_to_block(const attention_t *c, const tile_t *tile, const block_t *block, 
     }
 }
 
+/* `next` is the tile, and `next_head` its head, that will likely come next; NULL for none. */
 static void
-attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
+attend_tile(const attention_t *c, const tile_t *tile, int64_t head, const tile_t *next, int64_t next_head)
 {
     const int width = (int)c->width, padded = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
     queries_t q;
@@ -225,23 +262,19 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
         q.sum[r] = 0;
     }
     const int64_t stop = tile->position + tile->count;
-    const int64_t seen = c->window && tile->position >= c->window ? tile->position + 1 - c->window : 0;
-    const int64_t start = seen - seen % c->size % KEYS; /* a block's */
-    int64_t row = find_row(c, tile, head, start);
-    prefetch_rows(c, c->keys + row * c->row_bytes, count_rows(c, start, stop));
-    for (int64_t begin = start; begin < stop; begin += block.count) {
-        const char *keys = c->keys + row * c->row_bytes, *values = c->values + row * c->row_bytes;
+    for (int64_t begin = first_key(c, tile); begin < stop; begin += block.count) {
+        const int64_t row = find_row(c, tile, head, begin);
         block.begin = begin;
         block.count = (int)count_rows(c, begin, stop);
-        prefetch_rows(c, values, block.count);
-        lay_out_keys(read_rows(c, keys, block.count, elements), width, &block);
-        const int64_t next = begin + block.count;
-        if (next < stop) {
-            row = find_row(c, tile, head, next);
-            prefetch_rows(c, c->keys + row * c->row_bytes, count_rows(c, next, stop));
-        }
-        lay_out_values(read_rows(c, values, block.count, elements), width, &block);
-        attend_to_block(c, tile, &block, &q);
+        ahead_t ahead = {0};
+        if (begin + block.count < stop)
+            ahead = find_block(c, tile, head, begin + block.count);
+        else if (next)
+            ahead = find_block(c, next, next_head, first_key(c, next));
+        lay_out_keys(read_rows(c, c->keys + row * c->row_bytes, block.count, elements), width, &block, &ahead);
+        lay_out_values(read_rows(c, c->values + row * c->row_bytes, block.count, elements), width, &block, &ahead);
+        attend_to_block(c, tile, &block, &q, &ahead);
+        fetch(&ahead, KEYS * WIDEST);
     }
     end_multiplying();
     for (int r = 0; r < q.rows; r++) {
@@ -254,6 +287,24 @@ attend_tile(const attention_t *c, const tile_t *tile, int64_t head)
     }
 }
 
+typedef struct {
+    const attention_t *c;
+    const tile_t *tiles;
+    int64_t units; /* of work: a tile with the queries of one key head each */
+} job_t;
+
+static void
+attend_units(const void *job, int64_t first, int64_t stop)
+{
+    const job_t *j = job;
+    const int64_t heads = j->c->kv_heads;
+    for (int64_t unit = first; unit < stop; unit++) {
+        const int64_t next = unit + 1;
+        attend_tile(j->c, j->tiles + unit / heads, unit % heads, next < j->units ? j->tiles + next / heads : NULL,
+                    next % heads);
+    }
+}
+
 void
 attend(const element *query, int64_t query_stride, element *output, const char *keys, const char *values,
        int32_t is_int8, int64_t kv_heads, int64_t group, int64_t width, int64_t size, const int64_t *pages,
@@ -261,7 +312,5 @@ attend(const element *query, int64_t query_stride, element *output, const char *
 {
     const attention_t c = {query, query_stride, output, keys, values, is_int8, kv_row_bytes(width, is_int8), kv_heads,
                            group, width,        size,   pages, window, scale,  softcap};
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t i = 0; i < num_tiles * kv_heads; i++)
-        attend_tile(&c, tiles + i / kv_heads, i % kv_heads);
+    share_work(num_tiles * kv_heads, 1, threads, attend_units, &(job_t){&c, tiles, num_tiles * kv_heads});
 }
