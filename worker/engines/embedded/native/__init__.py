@@ -29,7 +29,7 @@ from worker.engines.embedded.kv_cache import SequenceSlice
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 7
+_VERSION = 8
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 PATHS = ("amx", "avx512", "avx2", "generic")
@@ -235,6 +235,12 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             function.restype = _INT32
     for function in (library.rms_norm, library.rotate_and_store, library.attend):
         function.restype = None
+    if hasattr(library, "weigh"):  # in those of float32
+        library.exponentials.argtypes = [_POINTER, _INT64]
+        library.exponentials.restype = None
+        library.weigh.argtypes = [_POINTER, _POINTER, _INT64, _POINTER, _POINTER]
+        library.take_prefix.argtypes = [*(_POINTER, _POINTER, _INT64, _INT64, _INT64), *(_POINTER, _POINTER, _POINTER)]
+        library.weigh.restype = library.take_prefix.restype = _INT64
     return library
 
 

@@ -107,6 +107,17 @@ vec_zero_where_below(vec x, float bound, vec y)
     return vec_choose(x < bound, vec_zero(), y);
 }
 
+/* A mask of the lanes that are at least `bound`. */
+INLINED uint32_t
+vec_at_least(vec x, float bound)
+{
+    const lanes bits = (x >= bound) & (lanes){1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    uint32_t mask = 0;
+    for (int i = 0; i < LANES; i++)
+        mask |= (uint32_t)bits[i];
+    return mask;
+}
+
 /* a * b in the lanes of the mask, `otherwise` in the others. */
 INLINED vec
 vec_mul_where(uint32_t mask, vec a, vec b, vec otherwise)

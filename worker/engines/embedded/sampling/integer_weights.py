@@ -15,6 +15,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from worker.engines.embedded.native import weights as native_weights
+
 _MOST_BITS = 44
 
 _NUMPY_IS_FASTER = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -38,7 +40,13 @@ def rounding(bits: int) -> tuple[float, int]:
 
 
 def exponential_(values: torch.Tensor) -> torch.Tensor:
-    """``values.exp_()`` of contiguous float64, by torch or numpy, whichever is faster here."""
+    """``values.exp_()`` of contiguous float64, none above 709.
+
+    On the CPU by the native kernels, whose bits are the same on every processor; where they were
+    not built by torch or numpy, whichever is faster here. That holds for the process.
+    """
+    if values.device.type == "cpu" and native_weights.are_available():
+        return native_weights.exponential_(values)
     if values.device.type == "cpu" and _NUMPY_IS_FASTER:
         array = values.numpy()
         np.exp(array, out=array)
