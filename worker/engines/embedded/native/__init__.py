@@ -1,4 +1,5 @@
-"""Native kernels for CPUs: GEMM, RMSNorm, RoPE, and attention over the paged KV cache.
+"""Native kernels for CPUs: GEMM, RMSNorm, RoPE, and attention over the paged KV cache; and the
+weights that tokens are sampled with (`weights`).
 
 They are built with the package where there is a C compiler, once for each path of instructions:
 AMX, AVX-512, AVX2, and plain C. They are batch-invariant: every sum runs in an order that depends

@@ -111,10 +111,10 @@ vec_zero_where_below(vec x, float bound, vec y)
 INLINED uint32_t
 vec_at_least(vec x, float bound)
 {
-    const lanes bits = (x >= bound) & (lanes){1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    const lanes found = x >= bound;
     uint32_t mask = 0;
     for (int i = 0; i < LANES; i++)
-        mask |= (uint32_t)bits[i];
+        mask |= (uint32_t)found[i] & 1u << i;
     return mask;
 }
 

@@ -4,8 +4,8 @@ Order: temperature, then min-p, then top-k, renormalised, then top-p. Weights ar
 `integer_weights`, whose sums are exact, so that a token depends on its row, its controls and its
 uniform random number alone, bit for bit, whichever path finds it. A few hundred of the highest
 logits nearly always include every token that can be sampled. It is detected when they do not; then
-the weights of the whole row are computed, one row at a time. `device_truncation` gives the same
-tokens sync-free.
+the weights of the whole row are computed, one row at a time (`whole_row`). `device_truncation`
+gives the same tokens sync-free.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def whole_row(vocab_size: int) -> WholeRow:
 
 
 class NativeRow:
-    """By the native kernels: the row is read once for the sums of its blocks, and no weight is kept.
+    """By the native kernels: a row is read once for the sums of its blocks; no weight is kept.
 
     Args:
         vocab_size: Width of a row.
