@@ -152,6 +152,9 @@ fuzz_weights(void)
         numbers[i] = (double)(below(2) ? below(900000) : below(900)) / -1000.0;
         highest = logits[i] > highest ? logits[i] : highest;
     }
+    const int64_t rows = width % 3 ? 1 : 3;
+    block_maxima(logits, rows, width / rows, width / rows, keys);
+    add_bytes_to_digest(keys, rows * ((width / rows + 63) / 64) * (int64_t)sizeof *keys);
     exponentials(numbers, width);
     add_bytes_to_digest(numbers, width * (int64_t)sizeof *numbers);
     const double temperature = (double)ONE_OF(1, 10, 13) / 10.0, depth = below(3) ? -INFINITY : -3.0;

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters import candidates
 from worker.engines.embedded import native
 from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.native.weights import RowWeights, Weighing, exponential_
@@ -46,6 +47,25 @@ def in_plain_c(values: torch.Tensor) -> torch.Tensor:
     found = exponential_(values.clone())
     native.choose_path(torch.float32, before)
     return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    count=st.integers(1, 3),
+    width=st.sampled_from(WIDTHS),
+    odd=st.sampled_from([0.0, -math.inf, math.inf, math.nan]),
+    layout=st.sampled_from(["rows", "columns", "part"]),
+)
+def test_maxima_of_blocks(path: str, seed: int, count: int, width: int, odd: float, layout: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, width + 9, generator=generator)
+    logits[torch.rand(logits.shape, generator=generator) < 0.02] = odd
+    logits = logits.t().contiguous().t() if layout == "columns" else logits
+    logits = logits[:, 5 : 5 + width]
+    logits = logits.contiguous() if layout == "rows" else logits
+    found = native_weights.block_maxima(logits)
+    torch.testing.assert_close(found, candidates.block_maxima(logits), rtol=0, atol=0, equal_nan=True)
 
 
 exponents = st.floats(-708, 700) | st.floats(-32, 0) | st.floats(-1e-3, 0)

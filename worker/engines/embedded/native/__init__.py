@@ -237,8 +237,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for function in (library.rms_norm, library.rotate_and_store, library.attend):
         function.restype = None
     if hasattr(library, "weigh"):  # in those of float32
+        library.block_maxima.argtypes = [_POINTER, _INT64, _INT64, _INT64, _POINTER]
         library.exponentials.argtypes = [_POINTER, _INT64]
-        library.exponentials.restype = None
+        library.block_maxima.restype = library.exponentials.restype = None
         library.weigh.argtypes = [_POINTER, _POINTER, _INT64, _POINTER, _POINTER]
         library.take_prefix.argtypes = [*(_POINTER, _POINTER, _INT64, _INT64, _INT64), *(_POINTER, _POINTER, _POINTER)]
         library.weigh.restype = library.take_prefix.restype = _INT64

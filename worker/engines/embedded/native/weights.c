@@ -1,4 +1,4 @@
-/* Sampling: weights of tokens as integers, and the shortest prefixes of a mass (top-p).
+/* Sampling: maxima of blocks, weights of tokens as integers, and the shortest prefixes of a mass (top-p).
  *
  * A token's weight is exp((logit - highest) / temperature) in float64, rounded to a multiple of 2 ** -bits, its unit,
  * by adding `offset`, see `sampling/integer_weights.py`. The exponential is made of single multiplications and
@@ -153,6 +153,36 @@ weigh(const weighing_t *w, const float *logits, int64_t width, int64_t *sums, in
         total += sum;
     }
     return (int64_t)total;
+}
+
+/* The maximum of BLOCK logits; NaN if one of them is. */
+INLINED float
+block_maximum(const float *logits)
+{
+    uint32_t numbers = UINT32_MAX;
+    vec highest = vec_all(-INFINITY);
+    for (int64_t at = 0; at < BLOCK; at += LANES) {
+        const vec each = load_lanes(logits + at, LANES);
+        numbers &= vec_at_least(each, -INFINITY);
+        highest = vec_max(highest, each);
+    }
+    return numbers == (1u << LANES) - 1 ? vec_highest(highest) : NAN;
+}
+
+void
+block_maxima(const float *logits, int64_t rows, int64_t stride, int64_t width, float *maxima)
+{
+    for (int64_t row = 0; row < rows; row++, logits += stride) {
+        const int64_t whole = width / BLOCK * BLOCK;
+        for (int64_t at = 0; at < whole; at += BLOCK)
+            *maxima++ = block_maximum(logits + at);
+        if (whole == width)
+            continue;
+        float padded[BLOCK];
+        for (int64_t i = 0; i < BLOCK; i++)
+            padded[i] = logits[smaller(whole + i, width - 1)];
+        *maxima++ = block_maximum(padded);
+    }
 }
 
 /* The logits of at least `bound`, and their rising ids, both [width]; returns their number. */

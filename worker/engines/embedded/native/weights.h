@@ -13,6 +13,11 @@ typedef struct {
     float lowest;       /* lowest logit that has a weight; -inf for none */
 } weighing_t;
 
+/* The maxima [rows, ceil(width / 64)] of blocks of 64 logits, NaN where one of them is. A row begins `stride` after the one
+ * before.
+ */
+KERNEL void block_maxima(const float *logits, int64_t rows, int64_t stride, int64_t width, float *maxima);
+
 /* exp of `count` numbers, none above 709, in place; 1 for 0, and 0 below -708 and for NaN. */
 KERNEL void exponentials(double *values, int64_t count);
 

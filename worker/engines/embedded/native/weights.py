@@ -53,6 +53,19 @@ class _Weighing(ctypes.Structure):
     )
 
 
+def block_maxima(logits: torch.Tensor) -> torch.Tensor:
+    """`adapters.candidates.block_maxima` of float32 ``[R, V]`` on the CPU, in half of the time.
+
+    NaN where a block holds NaN.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, width = logits.shape
+    maxima = torch.empty(rows, -(-width // BLOCK), dtype=torch.float32)
+    native.library(torch.float32).block_maxima(logits.data_ptr(), rows, logits.stride(0), width, maxima.data_ptr())
+    return maxima
+
+
 def exponential_(values: torch.Tensor) -> torch.Tensor:
     """``values.exp_()`` of contiguous float64 on the CPU, none above 709, to one unit in the last
     place; 0 below -708, and for NaN.

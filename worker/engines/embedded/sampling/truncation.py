@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from adapters.candidates import block_maxima, sort_ids, top_in_order
+from adapters.candidates import sort_ids, top_in_order
 from worker.engines.embedded.sampling.integer_weights import (
     as_units,
     exponential_,
@@ -30,7 +30,7 @@ from worker.engines.embedded.sampling.integer_weights import (
     share_of_one,
     weight_bits,
 )
-from worker.engines.embedded.sampling.whole_row import WholeRow, whole_row
+from worker.engines.embedded.sampling.whole_row import WholeRow, block_maxima, whole_row
 
 _WIDTHS = (32, 64, 128, 256, 512, 1024)
 """Numbers of candidates: few distinct ones, so that rows of similar controls share a group."""

@@ -1,4 +1,6 @@
-"""Weights of a whole row of logits on the CPU: by the native kernels, or by torch without them.
+"""What reads whole rows of logits on the CPU: their blocks' maxima, and the weights of a row.
+
+By the native kernels, or by torch without them.
 
 Both have the same results, but for the last bits of exp. Which one computes holds for the process,
 as for `integer_weights.exponential_`.
@@ -12,9 +14,17 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from adapters import candidates
 from adapters.candidates import BLOCK, num_blocks, prefix_of_mass
 from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.sampling.integer_weights import exponential_, rounding, weight_bits
+
+
+def block_maxima(logits: torch.Tensor) -> torch.Tensor:
+    """`adapters.candidates.block_maxima` of float32 `logits` ``[R, V]`` on the CPU."""
+    if native_weights.are_available():
+        return native_weights.block_maxima(logits)
+    return candidates.block_maxima(logits)
 
 
 class WholeRow(Protocol):
