@@ -87,7 +87,7 @@ def cases() -> list[Case]:
             80,
         ),
         Case("top-p 0.9, peaked", nucleus, top_p, peaked, 30),
-        Case("top-p 0.9, even", nucleus, top_p, even, 30),
+        Case("top-p 0.9, even", nucleus, top_p, even, 40),
         Case(
             "temperature alone",
             SamplingParams(temperature=0.8),

@@ -13,6 +13,8 @@
 #include "layers.h"
 
 #ifdef FLOAT32
+#include "weights.h"
+
 quantised_linear_t quantised_linear, integer_linear, integer_linear_amx;
 #ifdef INTEGERS_WITH_AMX
 #define integer_linear integer_linear_amx
@@ -124,6 +126,51 @@ fuzz_quantised(int is_integer)
         has_bias ? bias : NULL, epilogue, other, y, is_unrounded, threads);
     add_bytes_to_digest(y, rows * columns * size);
     void *const all[] = {codes, scale, offset, x, bias, other, y};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+}
+#endif
+
+#ifdef FLOAT32
+/* A row whose logits are spread, tie or are mostly masked, and its prefixes. The sample of 9001, every
+ * third 16 of them, may mislead.
+ */
+static void
+fuzz_weights(void)
+{
+    const int64_t width = ONE_OF(1, 64, 65, 700, 3000, 9001, 9001), grain = ONE_OF(1, 500), blocks = (width + 63) / 64;
+    const int64_t one_in = ONE_OF(1, 1, 1, 5, 50), kept = below(width), misleads = below(2);
+    float *logits = malloc(width * sizeof *logits), *keys = malloc(2 * width * sizeof *keys);
+    int64_t *ids = malloc(width * sizeof *ids), *weights = malloc(2 * width * sizeof *weights);
+    int64_t *sums = malloc(blocks * sizeof *sums);
+    double *numbers = malloc(width * sizeof *numbers);
+    float highest = -INFINITY;
+    for (int64_t i = 0; i < width; i++) {
+        logits[i] = i == kept || !below(one_in) ? (float)(below(8001) / grain * grain) / 400.0f - 10.0f : -INFINITY;
+        if (misleads)
+            logits[i] = (i / 16 % 3 ? 9.5f : 10.0f) + logits[i] / 100.0f;
+        numbers[i] = (double)(below(2) ? below(900000) : below(900)) / -1000.0;
+        highest = logits[i] > highest ? logits[i] : highest;
+    }
+    const int64_t rows = width % 3 ? 1 : 3;
+    block_maxima(logits, rows, width / rows, width / rows, keys);
+    add_bytes_to_digest(keys, rows * ((width / rows + 63) / 64) * (int64_t)sizeof *keys);
+    exponentials(numbers, width);
+    add_bytes_to_digest(numbers, width * (int64_t)sizeof *numbers);
+    const double temperature = (double)ONE_OF(1, 10, 13) / 10.0, depth = below(3) ? -INFINITY : -3.0;
+    const weighing_t w = {highest, temperature, depth, 384.0, below(3) ? -INFINITY : highest - 4.0f};
+    const int64_t total = weigh(&w, logits, width, sums, below(2) ? weights : NULL);
+    add_bytes_to_digest(sums, blocks * (int64_t)sizeof *sums);
+    weigh(&w, logits, width, NULL, weights);
+    add_bytes_to_digest(weights, width * (int64_t)sizeof *weights);
+    const int64_t targets[] = {0, 1, total / 3, total - total / 3, total - total / 1000, total, total + 1};
+    for (size_t i = 0; i < sizeof targets / sizeof *targets; i++) {
+        const int64_t count = take_prefix(&w, logits, width, total + 1, targets[i], ids, keys, weights);
+        add_bytes_to_digest(&count, sizeof count);
+        add_bytes_to_digest(ids, count * (int64_t)sizeof *ids);
+        add_bytes_to_digest(weights, count * (int64_t)sizeof *weights);
+    }
+    void *const all[] = {logits, keys, ids, weights, sums, numbers};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
 }
@@ -255,6 +302,7 @@ main(int count, char **arguments)
 #ifdef FLOAT32
         fuzz_quantised(0);
         fuzz_quantised(1);
+        fuzz_weights();
 #endif
     }
     printf("%016llx\n", (unsigned long long)digest);

@@ -1,4 +1,5 @@
-"""Native kernels for CPUs: GEMM, RMSNorm, RoPE, and attention over the paged KV cache.
+"""Native kernels for CPUs: GEMM, RMSNorm, RoPE, and attention over the paged KV cache; and the
+weights that tokens are sampled with (`weights`).
 
 They are built with the package where there is a C compiler, once for each path of instructions:
 AMX, AVX-512, AVX2, and plain C. They are batch-invariant: every sum runs in an order that depends
@@ -29,7 +30,7 @@ from worker.engines.embedded.kv_cache import SequenceSlice
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 7
+_VERSION = 8
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 PATHS = ("amx", "avx512", "avx2", "generic")
@@ -235,6 +236,13 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             function.restype = _INT32
     for function in (library.rms_norm, library.rotate_and_store, library.attend):
         function.restype = None
+    if hasattr(library, "weigh"):  # in those of float32
+        library.block_maxima.argtypes = [_POINTER, _INT64, _INT64, _INT64, _POINTER]
+        library.exponentials.argtypes = [_POINTER, _INT64]
+        library.block_maxima.restype = library.exponentials.restype = None
+        library.weigh.argtypes = [_POINTER, _POINTER, _INT64, _POINTER, _POINTER]
+        library.take_prefix.argtypes = [*(_POINTER, _POINTER, _INT64, _INT64, _INT64), *(_POINTER, _POINTER, _POINTER)]
+        library.weigh.restype = library.take_prefix.restype = _INT64
     return library
 
 

@@ -93,6 +93,15 @@ vec_zero_where_below(vec x, float bound, vec y)
                   _mm256_andnot_ps(_mm256_cmp_ps(x.high, limit, _CMP_LT_OQ), y.high));
 }
 
+/* A mask of the lanes that are at least `bound`. */
+INLINED uint32_t
+vec_at_least(vec x, float bound)
+{
+    const __m256 limit = _mm256_set1_ps(bound);
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.low, limit, _CMP_GE_OQ)) |
+           (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.high, limit, _CMP_GE_OQ)) << 8;
+}
+
 /* Lanes 8 * half to 8 * half + 7 of a mask of 16. */
 INLINED __m256i
 mask_half(uint32_t mask, int half)

@@ -56,6 +56,13 @@ vec_zero_where_below(vec x, float bound, vec y)
     return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_LT_OQ), _mm512_setzero_ps());
 }
 
+/* A mask of the lanes that are at least `bound`. */
+INLINED uint32_t
+vec_at_least(vec x, float bound)
+{
+    return _mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_GE_OQ);
+}
+
 /* a * b in the lanes of the mask, `otherwise` in the others. */
 INLINED vec
 vec_mul_where(uint32_t mask, vec a, vec b, vec otherwise)

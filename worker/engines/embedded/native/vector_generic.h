@@ -44,10 +44,24 @@ vec_choose(lanes which, vec yes, vec no)
     return (vec)(((lanes)yes & which) | ((lanes)no & ~which));
 }
 
+/* A vector as what compilers compare at once: they split comparisons of longer ones into single numbers. */
+typedef float four_floats __attribute__((vector_size(16)));
+typedef int32_t four_lanes __attribute__((vector_size(16)));
+typedef union {
+    vec all;
+    four_floats fours[LANES / 4];
+} fours_t;
+
 INLINED vec
 vec_max(vec a, vec b)
 {
-    return vec_choose(a > b, a, b);
+    fours_t x = {a};
+    const fours_t y = {b};
+    for (int i = 0; i < LANES / 4; i++) {
+        const four_lanes which = x.fours[i] > y.fours[i];
+        x.fours[i] = (four_floats)(((four_lanes)x.fours[i] & which) | ((four_lanes)y.fours[i] & ~which));
+    }
+    return x.all;
 }
 
 INLINED vec
@@ -105,6 +119,17 @@ INLINED vec
 vec_zero_where_below(vec x, float bound, vec y)
 {
     return vec_choose(x < bound, vec_zero(), y);
+}
+
+/* A mask of the lanes that are at least `bound`. */
+INLINED uint32_t
+vec_at_least(vec x, float bound)
+{
+    const fours_t y = {x};
+    four_lanes found = {0};
+    for (int i = 0; i < LANES / 4; i++)
+        found |= (y.fours[i] >= bound) & ((four_lanes){1, 2, 4, 8} << (4 * i));
+    return (uint32_t)(found[0] | found[1] | found[2] | found[3]);
 }
 
 /* a * b in the lanes of the mask, `otherwise` in the others. */

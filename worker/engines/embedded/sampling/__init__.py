@@ -3,8 +3,9 @@
 `sampler` follows the order law over a batch, whose rows `rows` groups by their controls;
 `truncation` and `device_truncation` are temperature, min-p, top-k, top-p and sampling on the CPU
 and on a device (sync-free: `device_sampler`, `selection_kernels`, `triton_select`), both over
-`integer_weights`; `logprobs` and `prompt_logprobs` are log probabilities; `row_errors` are the
-reasons why a row cannot be sampled; `rejection` is rejection sampling of drafts.
+`integer_weights`; `whole_row` weighs whole rows on the CPU; `logprobs` and `prompt_logprobs` are
+log probabilities; `row_errors` are the reasons why a row cannot be sampled; `rejection` is
+rejection sampling of drafts.
 """
 
 from worker.engines.embedded.sampling.logprobs import token_logprobs

@@ -1,9 +1,9 @@
 """Weights of tokens as integers, whose sums do not depend on the order in which they are added.
 
-A token's weight is ``exp((z - max z) / T)``, computed in float64 and rounded to a multiple of
-``2**-weight_bits(V)``, its unit. The weights of a row sum to less than 2**62, so that every sum of
-them is exact in int64 in any order: over candidates, over a whole row, or by the threads of a GPU.
-A token with a weight below half a unit, 3e-14 of the highest, is never sampled.
+A token's weight is ``exp((z - max z) / T)``, computed in float64 (`exponential_`) and rounded to a
+multiple of ``2**-weight_bits(V)``, its unit. The weights of a row sum to less than 2**62, so that
+every sum of them is exact in int64 in any order: over candidates, over a whole row, or by the
+threads of a GPU. A token with a weight below half a unit, 3e-14 of the highest, is never sampled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+
+from worker.engines.embedded.native import weights as native_weights
 
 _MOST_BITS = 44
 
@@ -38,7 +40,13 @@ def rounding(bits: int) -> tuple[float, int]:
 
 
 def exponential_(values: torch.Tensor) -> torch.Tensor:
-    """``values.exp_()`` of contiguous float64, by torch or numpy, whichever is faster here."""
+    """``values.exp_()`` of contiguous float64, none above 709.
+
+    On the CPU by the native kernels, whose bits are the same on every processor; where they were
+    not built by torch or numpy, whichever is faster here. That holds for the process.
+    """
+    if values.device.type == "cpu" and native_weights.are_available():
+        return native_weights.exponential_(values)
     if values.device.type == "cpu" and _NUMPY_IS_FASTER:
         array = values.numpy()
         np.exp(array, out=array)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from adapters.candidates import block_maxima, highest_ids
+from adapters.candidates import highest_ids
 from adapters.chain import Planned, apply_edits, apply_late
 from adapters.contract import apply_bitmask
 from adapters.devices import upload_ids
@@ -20,6 +20,7 @@ from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.selection_kernels import choose_select
 from worker.engines.embedded.sampling.truncation import truncate_and_sample
+from worker.engines.embedded.sampling.whole_row import block_maxima
 
 _NARROW = 8192
 """Up to this width a plain argmax is faster than one by block maxima."""

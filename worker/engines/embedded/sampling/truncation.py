@@ -4,8 +4,8 @@ Order: temperature, then min-p, then top-k, renormalised, then top-p. Weights ar
 `integer_weights`, whose sums are exact, so that a token depends on its row, its controls and its
 uniform random number alone, bit for bit, whichever path finds it. A few hundred of the highest
 logits nearly always include every token that can be sampled. It is detected when they do not; then
-the weights of the whole row are computed, one row at a time. `device_truncation` gives the same
-tokens sync-free.
+the weights of the whole row are computed, one row at a time (`whole_row`). `device_truncation`
+gives the same tokens sync-free.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from adapters.candidates import BLOCK, block_maxima, num_blocks, prefix_of_mass, sort_ids, top_in_order
+from adapters.candidates import sort_ids, top_in_order
 from worker.engines.embedded.sampling.integer_weights import (
     as_units,
     exponential_,
     logarithms,
     point_in_one,
     points_in,
-    rounding,
     share_of,
     share_of_one,
     weight_bits,
 )
+from worker.engines.embedded.sampling.whole_row import WholeRow, block_maxima, whole_row
 
 _WIDTHS = (32, 64, 128, 256, 512, 1024)
 """Numbers of candidates: few distinct ones, so that rows of similar controls share a group."""
@@ -187,8 +187,8 @@ class _Sampling:
         self.distributions: dict[int, torch.Tensor] = {}
 
     @cached_property
-    def _row(self) -> _WholeRow:
-        return _WholeRow(self._logits.shape[1])
+    def _row(self) -> WholeRow:
+        return whole_row(self._logits.shape[1])
 
     @cached_property
     def _highest(self) -> list[float]:
@@ -273,14 +273,16 @@ class _Sampling:
 
     def _weigh(self, row: int, controls: Controls, lowest: torch.Tensor | None) -> int:
         """Compute the weights of the whole row; returns the weight that top-p keeps."""
-        total = self._row.weigh(self._logits[row], self._highest[row], controls, lowest)
+        bound = -math.inf if lowest is None else float(lowest)
+        highest, depth = self._highest[row], controls.min_p_depth
+        total = self._row.weigh(self._logits[row], highest, controls.temperature, depth, bound)
         return share_of_one(total, controls.top_p)
 
     def _sample_from_row(self, row: int, target: int) -> int:
         """Sample from the row weighed last; returns the number of tokens that top-p keeps."""
         weighed = self._row
         if target < weighed.total:
-            ids, weights = weighed.prefix(self._logits[row], target)
+            ids, weights = weighed.prefix(target)
             cumulative = weights.numpy().cumsum()  # numpy's calls cost half of torch's on small arrays
             point = point_in_one(int(cumulative[-1]), self._uniforms[row])
             column = int(cumulative.searchsorted(point, "right"))
@@ -297,64 +299,3 @@ class _Sampling:
         if ids is not None:
             weights = torch.zeros(self._logits.shape[1], dtype=torch.int64).scatter_(0, ids, weights)
         self.distributions[row] = logarithms(weights, self._bits)
-
-
-class _WholeRow:
-    """Weights of one row at a time in one buffer; allocating per row would cost more.
-
-    Args:
-        vocab_size: Width of a row.
-
-    Attributes:
-        total: Weight of the row weighed last.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        offset, self._zero = rounding(weight_bits(vocab_size))
-        self._offset = offset
-        self._zero_of_block = _wrapped(BLOCK * self._zero)
-        # Padded to whole blocks with weights of 0. The bits of a float are the weight plus `_zero`
-        # (`integer_weights.rounding`), so that sums of integers need one subtraction per block.
-        self._all = torch.full((num_blocks(vocab_size) * BLOCK,), offset, dtype=torch.float64)
-        self._floats = self._all[:vocab_size]
-        self._integers = self._floats.view(torch.int64)
-        self.total = 0
-
-    def weigh(self, logits: torch.Tensor, highest: float, controls: Controls, lowest: torch.Tensor | None) -> int:
-        """Weigh `logits` ``[V]``, dropping those below `lowest` or min-p; returns the sum."""
-        floats = self._floats
-        floats.copy_(logits).sub_(highest)
-        kept = None if lowest is None else logits >= lowest
-        if controls.min_p > 0:
-            near = floats >= controls.min_p_depth
-            kept = near if kept is None else kept & near
-        if controls.temperature != 1:
-            floats.div_(controls.temperature)
-        exponential_(floats)
-        if kept is not None:
-            floats.mul_(kept)
-        floats.add_(self._offset)
-        self._sums = self._all.view(torch.int64).view(-1, BLOCK).sum(-1).sub_(self._zero_of_block)
-        self.total = int(self._sums.sum())
-        return self.total
-
-    def weights(self) -> torch.Tensor:
-        """int64 ``[V]``."""
-        return self._integers - self._zero
-
-    def prefix(self, logits: torch.Tensor, target: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Ids and weights of the shortest prefix of weight at least `target` (`prefix_of_mass`)."""
-        return prefix_of_mass(logits, self._integers, self.total, target, self._zero)
-
-    def token_at(self, point: int) -> int:
-        """The token whose units include `point`: by block sums first, then within one block."""
-        cumulative = self._sums.numpy().cumsum()
-        block = int(cumulative.searchsorted(point, "right"))
-        before = int(cumulative[block - 1]) if block else 0
-        inside = self._all.numpy()[block * BLOCK : (block + 1) * BLOCK].view(np.int64) - self._zero
-        return block * BLOCK + int(inside.cumsum().searchsorted(point - before, "right"))
-
-
-def _wrapped(value: int) -> int:
-    """`value` wrapped to a signed int64."""
-    return (value + 2**63) % 2**64 - 2**63

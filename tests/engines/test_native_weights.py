@@ -1,0 +1,312 @@
+"""The native kernels that weigh tokens: against their formulas, and the same bits in all paths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from decimal import Decimal, localcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters import candidates
+from worker.engines.embedded import native
+from worker.engines.embedded.native import weights as native_weights
+from worker.engines.embedded.native.weights import RowWeights, Weighing, exponential_
+from worker.engines.embedded.sampling.device_truncation import (
+    SamplingColumns,
+    select_by_sorting,
+    truncate_and_sample_rows,
+)
+from worker.engines.embedded.sampling.integer_weights import as_units, rounding, share_of_one, weight_bits
+from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows, truncate_and_sample
+from worker.engines.embedded.sampling.whole_row import NativeRow, TorchRow, WholeRow
+
+CPU = torch.device("cpu")
+PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
+WIDTHS = [1, 5, 63, 64, 65, 700, 3000, 9001, 40_003]
+
+pytestmark = pytest.mark.skipif(not PATHS, reason="there was no compiler to build the kernels with")
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """One that computes in float32."""
+    before = native._chosen.copy()
+    native.choose_path(torch.float32, request.param)
+    yield request.param
+    native._chosen.clear()
+    native._chosen.update(before)
+
+
+def in_plain_c(values: torch.Tensor) -> torch.Tensor:
+    before = native.chosen_path(torch.float32)
+    native.choose_path(torch.float32, "generic")
+    found = exponential_(values.clone())
+    native.choose_path(torch.float32, before)
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    count=st.integers(1, 3),
+    width=st.sampled_from(WIDTHS),
+    odd=st.sampled_from([0.0, -math.inf, math.inf, math.nan]),
+    layout=st.sampled_from(["rows", "columns", "part"]),
+)
+def test_maxima_of_blocks(path: str, seed: int, count: int, width: int, odd: float, layout: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, width + 9, generator=generator)
+    logits[torch.rand(logits.shape, generator=generator) < 0.02] = odd
+    logits = logits.t().contiguous().t() if layout == "columns" else logits
+    logits = logits[:, 5 : 5 + width]
+    logits = logits.contiguous() if layout == "rows" else logits
+    found = native_weights.block_maxima(logits)
+    torch.testing.assert_close(found, candidates.block_maxima(logits), rtol=0, atol=0, equal_nan=True)
+
+
+exponents = st.floats(-708, 700) | st.floats(-32, 0) | st.floats(-1e-3, 0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(values=st.lists(exponents, min_size=1, max_size=70))
+def test_exponentials_are_off_by_less_than_a_unit_in_the_last_place(path: str, values: list[float]) -> None:
+    found = exponential_(torch.tensor(values, dtype=torch.float64)).tolist()
+    with localcontext() as context:
+        context.prec = 40
+        for value, one in zip(values, found, strict=True):
+            assert abs(Decimal(one) - Decimal(value).exp()) < Decimal(math.ulp(one))
+
+
+def test_exponentials_of_special_numbers(path: str) -> None:
+    lowest = -708.0
+    below = math.nextafter(lowest, -math.inf)
+    values = [0.0, -0.0, -5e-324, 5e-324, lowest, below, -745.0, -1e6, -1.8e308, -math.inf, math.nan]
+    found = exponential_(torch.tensor(values, dtype=torch.float64)).tolist()
+    assert found[:4] == [1.0] * 4
+    assert found[4] == pytest.approx(math.exp(lowest), rel=1e-15)
+    assert found[4] >= 2.0**-1022  # not subnormal
+    assert [math.copysign(1.0, one) * (one == 0) for one in found[5:]] == [1.0] * 6
+
+
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 300), scale=st.sampled_from([1e-9, 1.0, 30.0, 400.0]))
+def test_exponentials_have_the_bits_of_plain_c(path: str, seed: int, size: int, scale: float) -> None:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+    values.clamp_(max=700)
+    assert torch.equal(in_plain_c(values), exponential_(values))
+
+
+def row_of(seed: int, width: int, grain: float, scale: float, masked: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    row = torch.randn(width, generator=generator) * 3
+    row = (row / grain).round() * grain if grain else row
+    row *= scale
+    row[torch.rand(width, generator=generator) < masked] = -torch.inf
+    row[width // 2] = 0.5  # at least one is finite
+    row[width // 3] = -0.0
+    return row
+
+
+rows = st.builds(
+    row_of,
+    st.integers(0, 2**32),
+    st.sampled_from(WIDTHS),
+    grain=st.sampled_from([0.0, 0.0, 0.25, 8.0]),
+    scale=st.sampled_from([1e-40, 0.01, 1.0, 5.0, 1e30]),
+    masked=st.sampled_from([0.0, 0.05, 0.99]),
+)
+temperatures = st.sampled_from([1.0, 1.0, 0.7, 1.3, 5e-324, 1e300]) | st.floats(0.1, 3)
+depths = st.sampled_from([-math.inf, -math.inf, 0.0, -2.5]) | st.floats(-10, 0)
+
+
+def weighing_of(row: torch.Tensor, temperature: float, depth: float, rank: int | None) -> Weighing:
+    offset, _ = rounding(weight_bits(len(row)))
+    lowest = -math.inf if rank is None else float(row.sort(descending=True).values[min(rank, len(row) - 1)])
+    return Weighing(float(row.max()), temperature, depth, offset, lowest)
+
+
+def by_formula(row: torch.Tensor, how: Weighing) -> torch.Tensor:
+    below = row.double() - how.highest
+    weights = as_units(exponential_(below / how.temperature), weight_bits(len(row)))
+    return weights * (below >= how.depth) * (row >= how.lowest)
+
+
+@settings(max_examples=200, deadline=None)
+@given(row=rows, temperature=temperatures, depth=depths, rank=st.sampled_from([None, None, 0, 20, 10_000]))
+def test_weights_of_a_row_are_those_of_the_formula(
+    path: str, row: torch.Tensor, temperature: float, depth: float, rank: int | None
+) -> None:
+    how = weighing_of(row, temperature, depth, rank)
+    expected = by_formula(row, how)
+    found = RowWeights(len(row))
+    assert found.weigh(row, how) == int(expected.sum()) == found.total
+    assert torch.equal(found.part(0, len(row)), expected)
+    assert torch.equal(found.part(64, 64), expected[64:128])
+    assert found.sums.tolist() == [int(block.sum()) for block in expected.split(64)]
+
+
+def prefix_of(row: torch.Tensor, weights: torch.Tensor, target: int) -> torch.Tensor:
+    """The weights of the prefix, 0 outside."""
+    order = torch.sort(row, descending=True, stable=True).indices
+    reached = weights[order].cumsum(0)
+    last = int(torch.searchsorted(reached, target))
+    kept = torch.zeros_like(weights)
+    kept[order[: last + 1]] = weights[order[: last + 1]]
+    return kept
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    row=rows,
+    temperature=temperatures,
+    depth=depths,
+    shares=st.lists(st.sampled_from([0.0, 0.5, 0.9, 0.999, 1.0]) | st.floats(0, 1), min_size=2, max_size=3),
+)
+def test_prefixes_are_those_of_a_sorted_row(
+    path: str, row: torch.Tensor, temperature: float, depth: float, shares: list[float]
+) -> None:
+    how = weighing_of(row, temperature, depth, None)
+    found = RowWeights(len(row))
+    total = found.weigh(row, how)
+    for share in shares:
+        target = max(1, share_of_one(total, share))
+        ids, weights = found.prefix(target)
+        assert bool((ids.diff() > 0).all())
+        assert bool((weights > 0).all())
+        kept = torch.zeros(len(row), dtype=torch.int64).scatter_(0, ids, weights)
+        assert torch.equal(kept, prefix_of(row, by_formula(row, how), target))
+
+
+@pytest.mark.parametrize("above", [True, False])
+def test_prefixes_of_a_row_that_its_sample_misleads_about(path: str, above: bool) -> None:
+    """It is every sixth piece of 16: they are the likeliest tokens, or the least likely."""
+    width = 20_003
+    sampled = torch.arange(width) // 16 % 6 == 0
+    row = row_of(1, width, 0.0, 0.01, 0.0) + (sampled == above) * 0.5
+    how = weighing_of(row, 1.0, -math.inf, None)
+    found = RowWeights(width)
+    total = found.weigh(row, how)
+    expected = by_formula(row, how)
+    for share in (0.001, 0.2, 0.5, 0.8, 0.9, 0.95, 0.97, 0.99, 0.9999, 1.0):
+        target = share_of_one(total, share)
+        ids, weights = found.prefix(target)
+        kept = torch.zeros(width, dtype=torch.int64).scatter_(0, ids, weights)
+        assert torch.equal(kept, prefix_of(row, expected, target))
+
+
+@pytest.mark.parametrize("target", [-1, 0, 1 << 44, 2**62])
+def test_a_target_that_no_prefix_has(path: str, target: int) -> None:
+    row = RowWeights(3)
+    total = row.weigh(torch.tensor([0.0, -40.0, -50.0]), weighing_of(torch.zeros(3), 1.0, -math.inf, None))
+    assert total == 1 << 44
+    if target == total:
+        assert row.prefix(target)[0].tolist() == [0]
+        return
+    with pytest.raises(ValueError, match=rf"the target must be from 1 to the total {total}, got {target}"):
+        row.prefix(target)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    row=rows,
+    temperature=temperatures,
+    depth=depths,
+    rank=st.sampled_from([None, None, 20]),
+    parts=st.lists(st.floats(0, 1), min_size=1, max_size=4),
+    is_strided=st.booleans(),
+)
+def test_a_row_is_the_same_with_torch_where_exp_is(
+    path: str,
+    row: torch.Tensor,
+    temperature: float,
+    depth: float,
+    rank: int | None,
+    parts: list[float],
+    is_strided: bool,
+) -> None:
+    how = weighing_of(row, temperature, depth, rank)
+    width = len(row)
+    if is_strided:
+        row = torch.stack((row, torch.full_like(row, math.nan)), 1)[:, 0]
+    both: list[WholeRow] = [NativeRow(width), TorchRow(width)]
+    totals = {each.weigh(row, how.highest, temperature, depth, how.lowest) for each in both}
+    [total] = totals | {each.total for each in both}
+    assert torch.equal(*(each.weights() for each in both))
+    for part in parts:
+        point = min(int(total * part), total - 1)
+        assert both[0].token_at(point) == both[1].token_at(point)
+        kept = []
+        for each in both:
+            ids, weights = each.prefix(point + 1)
+            ids = torch.arange(width) if ids is None else ids
+            kept.append(torch.zeros(width, dtype=torch.int64).scatter_(0, ids, weights))
+        assert torch.equal(*kept)
+
+
+some_controls = st.builds(
+    Controls,
+    temperature=st.sampled_from([0.3, 1.0, 1.0, 2.5]),
+    min_p=st.sampled_from([0.0, 0.0, 0.001, 0.05]),
+    top_k=st.sampled_from([0, 0, 1, 20, 700, 2000]),
+    top_p=st.sampled_from([1.0, 0.5, 0.9, 0.999]),
+)
+
+
+def sampled(logits: torch.Tensor, controls: list[Controls], uniforms: list[float], whole: bool) -> list[int]:
+    groups = group_rows(dict(enumerate(controls)), logits.shape[1], CPU)
+    if whole:
+        groups = [Group(group.controls, 0, logits.shape[1], CPU) for group in groups]
+    found, _ = truncate_and_sample(logits, groups, dict(enumerate(uniforms)))
+    return [found[row] for row in range(len(controls))]
+
+
+def sampled_sync_free(logits: torch.Tensor, controls: list[Controls], uniforms: list[float]) -> list[int]:
+    columns = SamplingColumns.of(controls, logits.shape[1], CPU)
+    numbers = torch.tensor(uniforms, dtype=torch.float64)[:, None]
+    highest = logits.amax(-1, keepdim=True)
+    found, _ = truncate_and_sample_rows(logits, highest, columns, numbers, select_by_sorting)
+    return found.tolist()
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@settings(max_examples=60, deadline=None)
+@given(
+    asked=st.lists(st.tuples(some_controls, st.floats(0, 1, exclude_max=True)), min_size=1, max_size=4),
+    seed=st.integers(0, 2**32),
+    width=st.sampled_from([65, 700, 9001]),
+    grain=st.sampled_from([0.0, 0.0, 0.25]),
+    is_strided=st.booleans(),
+)
+def test_all_ways_to_a_token_agree(
+    path: str,
+    has_kernels: bool,
+    asked: list[tuple[Controls, float]],
+    seed: int,
+    width: int,
+    grain: float,
+    is_strided: bool,
+) -> None:
+    """By candidates, by whole rows and sync-free; and where the kernels were not built."""
+    logits = torch.stack([row_of(seed + each, width, grain, 1.0, 0.05) for each in range(len(asked))])
+    if is_strided:
+        logits = logits.t().contiguous().t()
+    controls, uniforms = [one for one, _ in asked], [uniform for _, uniform in asked]
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_kernels:
+            patch.setattr(native_weights, "are_available", lambda: False)
+        expected = sampled_sync_free(logits, controls, uniforms)
+        assert sampled(logits, controls, uniforms, whole=False) == expected
+        assert sampled(logits, controls, uniforms, whole=True) == expected
+
+
+def test_top_p_keeps_its_share(path: str) -> None:
+    row = row_of(3, 40_003, 0.0, 1.0, 0.0)
+    found = RowWeights(len(row))
+    total = found.weigh(row, weighing_of(row, 1.0, -math.inf, None))
+    target = share_of_one(total, 0.9)
+    ids, weights = found.prefix(target)
+    lowest = int(weights[row[ids].argmin()])
+    assert target <= int(weights.sum()) < target + lowest

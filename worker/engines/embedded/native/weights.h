@@ -1,0 +1,37 @@
+/* Weights of tokens, for sampling: functions of the library in float32. */
+#ifndef WEIGHTS_H
+#define WEIGHTS_H
+
+#include "kernels.h"
+
+/* What decides a token's weight beside its logit; `Weighing` in native/weights.py. */
+typedef struct {
+    double highest;     /* logit of the row */
+    double temperature; /* above 0 */
+    double depth;       /* lowest logit that has a weight, less the highest; -inf for none */
+    double offset;      /* which rounds a weight to its unit when it is added */
+    float lowest;       /* lowest logit that has a weight; -inf for none */
+} weighing_t;
+
+/* The maxima [rows, ceil(width / 64)] of blocks of 64 logits, NaN where one of them is. A row begins `stride` after the one
+ * before.
+ */
+KERNEL void block_maxima(const float *logits, int64_t rows, int64_t stride, int64_t width, float *maxima);
+
+/* exp of `count` numbers, none above 709, in place; 1 for 0, and 0 below -708 and for NaN. */
+KERNEL void exponentials(double *values, int64_t count);
+
+/* The weights of `logits` [width] in units: none of them is NaN or above the highest. Returns their sum, which must be
+ * below 2 ** 62. `sums` [ceil(width / 64)] are those of blocks of 64 tokens. `sums` and `weights` [width] may be NULL.
+ */
+KERNEL int64_t weigh(const weighing_t *w, const float *logits, int64_t width, int64_t *sums, int64_t *weights);
+
+/* The shortest prefix of `logits` [width], by falling logit and rising id, whose weights sum to at least `target`:
+ * rising ids, and weights, of its tokens that have one. The sum of all weights is `total`. `ids` has room for
+ * `width`, `keys` and `weights` for twice as many, which is overwritten. Returns the number of ids; -1 if `target` is
+ * not from 1 to `total`, or the weights do not sum to that.
+ */
+KERNEL int64_t take_prefix(const weighing_t *w, const float *logits, int64_t width, int64_t total, int64_t target,
+                           int64_t *ids, float *keys, int64_t *weights);
+
+#endif

@@ -1,0 +1,150 @@
+"""Weights of tokens, for sampling on the CPU, by the native kernels in float32.
+
+The weights are those of `sampling.integer_weights`. Their exponential is the kernels' own: single
+multiplications and additions of float64 in one order, so that its bits are the same in all paths
+and on every processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import astuple, dataclass
+from functools import cache, cached_property
+
+import torch
+
+from worker.engines.embedded import native
+
+BLOCK = 64
+"""Tokens of a block: ``BLOCK`` in ``weights.c``."""
+
+
+@cache
+def are_available() -> bool:
+    """Whether these functions compute here, in any path; the answer holds for the process."""
+    return native.unavailable(torch.float32) is None
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """What decides a token's weight beside its logit.
+
+    Attributes:
+        highest: Logit of the row.
+        temperature: Above 0.
+        depth: Lowest logit that has a weight, less the highest; -inf for none.
+        offset: Rounds a weight to its unit when it is added: see `integer_weights.rounding`.
+        lowest: Lowest logit that has a weight, a float32; -inf for none.
+    """
+
+    highest: float
+    temperature: float
+    depth: float
+    offset: float
+    lowest: float
+
+
+class _Weighing(ctypes.Structure):
+    """``weighing_t`` in ``weights.h``."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("highest", "temperature", "depth", "offset")),
+        ("lowest", ctypes.c_float),
+    )
+
+
+def block_maxima(logits: torch.Tensor) -> torch.Tensor:
+    """`adapters.candidates.block_maxima` of float32 ``[R, V]`` on the CPU, in half of the time.
+
+    NaN where a block holds NaN.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, width = logits.shape
+    maxima = torch.empty(rows, -(-width // BLOCK), dtype=torch.float32)
+    native.library(torch.float32).block_maxima(logits.data_ptr(), rows, logits.stride(0), width, maxima.data_ptr())
+    return maxima
+
+
+def exponential_(values: torch.Tensor) -> torch.Tensor:
+    """``values.exp_()`` of contiguous float64 on the CPU, none above 709, to one unit in the last
+    place; 0 below -708, and for NaN.
+    """
+    native.library(torch.float32).exponentials(values.data_ptr(), values.numel())
+    return values
+
+
+class RowWeights:
+    """Weights of one row of logits at a time, computed where they are asked for.
+
+    Args:
+        width: V, of a row.
+
+    Attributes:
+        sums: Of the weights of blocks of 64 tokens of the row weighed last, int64
+            ``[ceil(V / 64)]``.
+        total: Their sum.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self.sums = torch.zeros(-(-width // BLOCK), dtype=torch.int64)
+        self.total = 0
+
+    def weigh(self, logits: torch.Tensor, weighing: Weighing) -> int:
+        """Weigh a row; returns the sum of the weights.
+
+        Args:
+            logits: float32 ``[V]``, contiguous, none of them NaN or above the highest. They must
+                stay as they are until the next row is weighed.
+            weighing: How they are weighed; their sum must be less than 2**62.
+        """
+        self._logits = logits
+        self._weighing = _Weighing(*astuple(weighing))
+        self.total = self._weigh(logits, self.sums, None)
+        return self.total
+
+    def part(self, first: int, count: int) -> torch.Tensor:
+        """Weights of `count` tokens from the id `first` on, fewer at the end, int64 ``[count]``."""
+        logits = self._logits[first : first + count]
+        weights = torch.empty(len(logits), dtype=torch.int64)
+        self._weigh(logits, None, weights)
+        return weights
+
+    def prefix(self, target: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The shortest prefix, by falling logit and rising id, of weight at least `target`.
+
+        Args:
+            target: From 1 to `total`.
+
+        Returns:
+            Rising ids of its tokens that have a weight, and their weights, int64 ``[n]``; in memory
+            that the next prefix is written to.
+
+        Raises:
+            ValueError: `target` is not from 1 to `total`.
+        """
+        ids, keys, weights = self._buffers
+        count = native.library(torch.float32).take_prefix(
+            *(ctypes.byref(self._weighing), self._logits.data_ptr(), self._width, self.total, target),
+            *(ids.data_ptr(), keys.data_ptr(), weights.data_ptr()),
+        )
+        if count < 0:
+            raise ValueError(f"the target must be from 1 to the total {self.total}, got {target}")
+        return ids[:count], weights[:count]
+
+    @cached_property
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Kept from row to row: the system would clear them again. What is not written costs
+        nothing.
+        """
+        ids = torch.empty(self._width, dtype=torch.int64)
+        keys = torch.empty(2 * self._width, dtype=torch.float32)
+        return ids, keys, torch.empty(2 * self._width, dtype=torch.int64)
+
+    def _weigh(self, logits: torch.Tensor, sums: torch.Tensor | None, weights: torch.Tensor | None) -> int:
+        total: int = native.library(torch.float32).weigh(
+            *(ctypes.byref(self._weighing), logits.data_ptr(), len(logits)),
+            *(native.address(sums), native.address(weights)),
+        )
+        return total
