@@ -13,12 +13,14 @@ from adapters.contract import (
     Allow,
     BacktrackingProcessor,
     Ban,
+    Bias,
     Context,
     Edit,
     Force,
     MalformedEdit,
     Processor,
     Reads,
+    Scale,
     Scope,
     ShapingProcessor,
     Stage,
@@ -325,15 +327,16 @@ class ProcessorChain:
         began = thread_time()
         for member in self.members if self._tracker is None else self._active_members():
             try:
-                edit = self._step(member)
+                edit = member.step() if self._tracker is None else self._step(member, self._tracker)
             except Exception as error:  # the processor boundary: third-party code
                 raise self.fail_from(member, error) from error
-            self.charge(member, thread_time() - began)
+            ended = thread_time()
+            self.charge(member, ended - began)
+            began = ended
             if edit is not None:
                 if plan is NOTHING:
                     plan = RowPlan()
                 self._add(plan, member, edit)
-            began = thread_time()
         if self._binding is not None:
             plan = self._end_outside_thinking(plan, self._binding)
         if plan.forced_by is not None or plan.allows:
@@ -462,9 +465,10 @@ class ProcessorChain:
             ProcessorFailed: it took longer than the budget.
         """
         member.record.seconds += seconds
-        failure = self.over_budget(member, seconds, self.step_budget_s)
-        if failure is not None:
-            raise failure
+        if member.is_third_party:
+            failure = self.over_budget(member, seconds, self.step_budget_s)
+            if failure is not None:
+                raise failure
 
     def over_budget(self, member: Member, seconds: float, budget_s: float) -> ProcessorFailed | None:
         """The failure of a third-party processor that took more than ``budget_s``, else None."""
@@ -475,15 +479,12 @@ class ProcessorChain:
 
     def _add(self, plan: RowPlan, member: Member, edit: Edit | Member) -> None:
         kind, masked = "biased", 0
-        if isinstance(edit, Member):
-            kind = "shaped"
-            if member.processor.stage <= Stage.SOFT:
-                plan.soft.append((member.processor.stage, member))
-            else:
-                plan.late.append(member)
+        if isinstance(edit, Bias) or isinstance(edit, Scale):
+            plan.soft.append((member.stage, edit))
         elif isinstance(edit, Ban):
-            kind, masked = "masked", len(edit.token_ids)
+            kind, masked = "masked", edit.token_ids.numel()
             plan.bans.append(edit)
+            plan.num_banned += masked
         elif isinstance(edit, Allow):
             num_tokens = self.context.vocabulary.num_tokens
             num_allowed = count_allowed(edit.bitmask, num_tokens)
@@ -494,7 +495,11 @@ class ProcessorChain:
             kind = "forced"
             self._force(plan, member, edit.token_id)
         else:
-            plan.soft.append((member.processor.stage, edit))
+            kind = "shaped"
+            if member.stage <= Stage.SOFT:
+                plan.soft.append((member.stage, member))
+            else:
+                plan.late.append(member)
         self._pending.append((member, kind, masked))
 
     def _force(self, plan: RowPlan, member: Member, token_id: int) -> None:
@@ -503,9 +508,9 @@ class ProcessorChain:
             raise self.fail(member.name, "unsatisfiable", f"{message} at position {self.position}")
         plan.forced_by, plan.force = member, token_id
 
-    def _step(self, member: Member) -> Edit | Member | None:
+    def _step(self, member: Member, tracker: ThinkingTracker) -> Edit | Member | None:
         """A member's edit; with the opening tag allowed where the model may open a section."""
-        opening_id = None if self._tracker is None else self._tracker.opening_id
+        opening_id = tracker.opening_id
         if opening_id is None or member.scope != "answer":
             return member.step()
         size = self.context.vocabulary.size

@@ -50,6 +50,7 @@ class RowPlan:
         force: The forced token, if any; no other edit then matters for the token.
         forced_by: The member that forces it.
         late: Shaping steps of the stage of hard masks and of those after it.
+        num_banned: Tokens in `bans`.
         fewest_allowed: Tokens in the strictest of `allows`, padding left out.
     """
 
@@ -59,6 +60,7 @@ class RowPlan:
     force: int | None = None
     forced_by: Member | None = None
     late: list[Member] = field(default_factory=list)
+    num_banned: int = 0
     fewest_allowed: int = 2**63
 
     @property
@@ -81,14 +83,13 @@ class RowPlan:
 
         Most plans have more bits set than bans, which decides it without intersecting.
         """
-        num_banned = sum(len(ban.token_ids) for ban in self.bans)
-        if len(self.allows) == 1 and self.fewest_allowed > num_banned:
+        if len(self.allows) == 1 and self.fewest_allowed > self.num_banned:
             return True
         width = min(len(bitmask) for bitmask in self.allows)
         allowed = self.allows[0][:width].clone()
         for bitmask in self.allows[1:]:
             allowed &= bitmask[:width]
-        if num_banned:
+        if self.num_banned:
             banned = torch.cat([ban.token_ids for ban in self.bans]).tolist()
             allowed &= ~bitmask_of((token_id for token_id in banned if token_id < 32 * width), 32 * width)
         return bool(allowed.any())
@@ -110,13 +111,14 @@ class Member:
     scope: Scope
     record: ProcessorRecord
     edit: Callable[[], Edit | None] | None = None
+    stage: Stage = field(init=False)
     turn: Stage = field(init=False)
     is_third_party: bool = field(init=False)
     foresees: bool = field(init=False)
 
     def __post_init__(self) -> None:
         kind = type(self.processor)
-        self.turn = self.processor.stage
+        self.stage = self.turn = self.processor.stage
         self.is_third_party = kind.wraps_third_party or not kind.__module__.startswith("adapters.")
         self.foresees = kind.foresee is not Processor.foresee and not self.is_third_party
         if isinstance(self.processor, SteeringProcessor):

@@ -172,11 +172,12 @@ def is_allowed(bitmask: torch.Tensor, token_id: int) -> bool:
 
 def count_allowed(bitmask: torch.Tensor, num_tokens: int) -> int:
     """Number of bits set below ``num_tokens``; bits of padding above it do not count."""
-    words = bitmask.numpy().view(np.uint32)
-    num_words, num_bits = divmod(num_tokens, 32)
-    count = int(np.bitwise_count(words[:num_words]).sum())
-    if num_bits and num_words < len(words):
-        count += (int(words[num_words]) & (1 << num_bits) - 1).bit_count()
+    words = np.ascontiguousarray(bitmask.numpy())
+    pairs = words[: min(num_tokens // 32, len(words)) // 2 * 2].view(np.uint64)
+    count = int(np.bitwise_count(pairs).sum(dtype=np.uint32))
+    if 64 * len(pairs) < num_tokens:  # the last pair is cut by the end of the tokens or of the bitmask
+        last = int.from_bytes(words[2 * len(pairs) :][:2].tobytes(), "little")
+        count += (last & (1 << num_tokens - 64 * len(pairs)) - 1).bit_count()
     return count
 
 

@@ -51,8 +51,8 @@ _Words: TypeAlias = tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np
 
 def bits_of(matcher: LLMatcher, width: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Packed mask int32 ``[ceil(width / 32)]`` of the tokens that ``matcher`` allows next."""
-    bits = np.zeros(-(-width // 32), dtype=np.int32)
-    matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+    bits = np.empty(-(-width // 32), dtype=np.int32)
+    matcher.unsafe_compute_mask_ptr(torch.from_numpy(bits).data_ptr(), bits.nbytes)
     return bits
 
 
