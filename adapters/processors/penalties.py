@@ -28,6 +28,7 @@ class Occurrences:
         self._slots: dict[int, int] = {}
         self._ids = np.zeros(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.float32)
+        self._known_ids: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -40,6 +41,7 @@ class Occurrences:
             if slot == len(self._ids):
                 self._grow()
             self._ids[slot], self._counts[slot] = token_id, 0
+            self._known_ids = None
         self._counts[slot] += 1
 
     def add_distinct(self, token_ids: Ids) -> None:
@@ -48,6 +50,7 @@ class Occurrences:
         spare = np.zeros(64, dtype=np.int64)
         self._ids = np.concatenate([token_ids, spare])
         self._counts = (np.arange(len(self._ids)) < len(token_ids)).astype(np.float32)
+        self._known_ids = None
 
     def remove(self, token_id: int) -> None:
         """Remove the newest occurrence, which was of ``token_id``."""
@@ -55,6 +58,7 @@ class Occurrences:
         self._counts[slot] -= 1
         if self._counts[slot] == 0:
             del self._slots[token_id]
+            self._known_ids = None
 
     def add_counted(self, token_ids: Ids, counts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         """Count distinct ids (int64 ``[n]``) so often each; nothing has been counted before."""
@@ -66,12 +70,18 @@ class Occurrences:
         self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
 
     def ids(self) -> torch.Tensor:
-        """int64 ``[n]``, a view to which later tokens are appended."""
+        """int64 ``[n]``; the same tensor until an id joins or leaves."""
+        if self._known_ids is None:
+            self._known_ids = self._tensor_of_ids()
+        return self._known_ids
+
+    def _tensor_of_ids(self) -> torch.Tensor:
+        """A view, to which later ids are appended."""
         return torch.from_numpy(self._ids[: len(self._slots)])
 
-    def scaled_counts(self, factor: float) -> torch.Tensor:
+    def scaled_counts(self, factor: np.float32) -> torch.Tensor:
         """float32 ``[n]``: count times ``factor``; a copy, since earlier counts change."""
-        return torch.from_numpy(self._counts[: len(self._slots)] * np.float32(factor))
+        return torch.from_numpy(self._counts[: len(self._slots)] * factor)
 
 
 class WindowOccurrences(Occurrences):
@@ -84,37 +94,41 @@ class WindowOccurrences(Occurrences):
         if self._counts[slot] > 0:
             return
         del self._slots[token_id]
+        self._known_ids = None
         last = len(self._slots)
         if slot < last:
             moved = int(self._ids[last])
             self._ids[slot], self._counts[slot], self._slots[moved] = moved, self._counts[last], slot
 
-    def ids(self) -> torch.Tensor:
-        """int64 ``[n]``, a copy, as slots are filled again."""
-        return super().ids().clone()
+    def _tensor_of_ids(self) -> torch.Tensor:
+        """A copy, as slots are filled again."""
+        return super()._tensor_of_ids().clone()
 
 
 class _Counting(SteeringProcessor):
-    """Base of penalties: occurrences, and the edit cached until the next token.
+    """Base of penalties: occurrences, and the edit cached while it stays the same.
 
     Args:
         penalty: The penalty.
         neutral: The one that changes nothing.
         window: Most recent tokens that are counted; 0 counts all.
         context: Of the request.
+
+    Class attributes:
+        _by_count: The edit depends on how often ids occurred, not only on which ones did.
     """
 
     stage = Stage.PENALTY
     reads = Reads.GENERATED
     _counts_prompt = False
+    _by_count = False
 
     def __init__(self, penalty: float, neutral: float, window: int, context: Context) -> None:
-        self._penalty = penalty
         self._is_off = penalty == neutral
         self._window = window
         self._vocab_size = context.vocabulary.size
         self._seen = WindowOccurrences() if window else Occurrences()
-        self._known: Edit | None = None
+        self._known: Bias | Scale | None = None
 
     def reset(self) -> None:
         self._seen.clear()
@@ -125,7 +139,8 @@ class _Counting(SteeringProcessor):
         left = self._left(self._prompt_length + index)
         if left is not None:
             self._remove(left)
-        self._known = None
+        if self._by_count:
+            self._known = None
 
     def _left(self, position: int) -> int | None:
         """The token that leaves the window as the one at ``position`` enters it."""
@@ -150,17 +165,21 @@ class _Counting(SteeringProcessor):
             if left is not None:
                 self._add(left)
             self._remove(token_id)
-        self._known = None
+        if self._by_count:
+            self._known = None
         return True
 
     def edit(self) -> Edit | None:
-        if self._known is None and not self._is_off and len(self._seen):
-            self._known = self._make()
+        if self._is_off or not len(self._seen):
+            return None
+        ids = self._seen.ids()
+        if self._known is None or self._known.token_ids is not ids:
+            self._known = self._make(ids)
         return self._known
 
     @abstractmethod
-    def _make(self) -> Edit:
-        """The edit for the ids seen so far, at least one."""
+    def _make(self, ids: torch.Tensor) -> Bias | Scale:
+        """The edit for ``ids``, which are those seen so far, at least one."""
 
 
 class RepetitionPenalty(_Counting):
@@ -200,8 +219,8 @@ class RepetitionPenalty(_Counting):
         token_ids = np.array(list(dict.fromkeys(self.prompt)), dtype=np.int64)
         return token_ids[(token_ids >= 0) & (token_ids < self._vocab_size)]
 
-    def _make(self) -> Edit:
-        return Scale(self._seen.ids(), self._factor.expand(len(self._seen)))
+    def _make(self, ids: torch.Tensor) -> Scale:
+        return Scale(ids, self._factor.expand(len(ids)))
 
 
 class FrequencyPenalty(_Counting):
@@ -213,6 +232,7 @@ class FrequencyPenalty(_Counting):
     """
 
     name = "frequency_penalty"
+    _by_count = True
 
     class Args(ProcessorArgs):
         penalty: float = Field(ge=-2.0, le=2.0, description="Subtracted per occurrence; 0 changes nothing.")
@@ -220,9 +240,10 @@ class FrequencyPenalty(_Counting):
 
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args.penalty, 0.0, args.window, context)
+        self._factor = np.float32(-args.penalty)
 
-    def _make(self) -> Edit:
-        return Bias(self._seen.ids(), self._seen.scaled_counts(-self._penalty))
+    def _make(self, ids: torch.Tensor) -> Bias:
+        return Bias(ids, self._seen.scaled_counts(self._factor))
 
 
 class PresencePenalty(_Counting):
@@ -243,5 +264,5 @@ class PresencePenalty(_Counting):
         super().__init__(args.penalty, 0.0, args.window, context)
         self._value = torch.tensor(-args.penalty, dtype=torch.float32)
 
-    def _make(self) -> Edit:
-        return Bias(self._seen.ids(), self._value.expand(len(self._seen)))
+    def _make(self, ids: torch.Tensor) -> Bias:
+        return Bias(ids, self._value.expand(len(ids)))
