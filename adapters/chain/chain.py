@@ -28,7 +28,6 @@ from adapters.contract import (
     Unsatisfiable,
     bitmask_of,
     check_edit,
-    count_allowed,
     is_allowed,
 )
 from adapters.vocabulary import Vocabulary
@@ -487,7 +486,7 @@ class ProcessorChain:
             plan.num_banned += masked
         elif isinstance(edit, Allow):
             num_tokens = self.context.vocabulary.num_tokens
-            num_allowed = count_allowed(edit.bitmask, num_tokens)
+            num_allowed = member.num_allowed(edit, num_tokens)
             kind, masked = "masked", num_tokens - num_allowed
             plan.allows.append(edit.bitmask)
             plan.fewest_allowed = min(plan.fewest_allowed, num_allowed)

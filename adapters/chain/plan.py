@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 import torch
 
 from adapters.chain.receipts import ProcessorRecord
-from adapters.contract import Ban, Edit, Processor, Scope, Stage, SteeringProcessor, bitmask_of, is_allowed
+from adapters.contract import (
+    Allow,
+    Ban,
+    Edit,
+    Processor,
+    Scope,
+    Stage,
+    SteeringProcessor,
+    bitmask_of,
+    count_allowed,
+    is_allowed,
+)
 
 
 class ProcessorFailed(Exception):
@@ -104,6 +115,7 @@ class Member:
         is_third_party: It runs code from outside this package: its edits are checked, and its time
             is bounded.
         foresees: It may know tokens in advance (`Processor.foresee`).
+        stage: Its own.
         turn: The stage with which it is applied: its own, unless the request gives an order.
     """
 
@@ -115,6 +127,8 @@ class Member:
     turn: Stage = field(init=False)
     is_third_party: bool = field(init=False)
     foresees: bool = field(init=False)
+    _counted: Allow | None = field(default=None, init=False)
+    _num_allowed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         kind = type(self.processor)
@@ -132,6 +146,16 @@ class Member:
         """The processor's edit now; a shaping processor returns its member."""
         self.processor.catch_up()
         return self.edit() if self.edit is not None else self
+
+    def num_allowed(self, edit: Allow, num_tokens: int) -> int:
+        """Tokens below ``num_tokens`` that the processor's ``edit`` allows.
+
+        A built-in often returns the edit of the step before again, which is not counted again. One
+        of a third party may have changed it in place.
+        """
+        if self._counted is not edit or self.is_third_party:
+            self._counted, self._num_allowed = edit, count_allowed(edit.bitmask, num_tokens)
+        return self._num_allowed
 
 
 NOTHING = RowPlan()
