@@ -49,30 +49,6 @@ _Words: TypeAlias = tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np
 """Indices of words of a mask, and a word for each."""
 
 
-class _Mask:
-    """Where masks are computed, one after another.
-
-    Inside a text, the masks of many tokens are equal: their edits are then the same object.
-
-    Attributes:
-        bits: Packed mask, int32 ``[ceil(width / 32)]``, to be overwritten.
-        address: Of ``bits``.
-    """
-
-    def __init__(self, width: int) -> None:
-        self.bits = np.zeros(-(-width // 32), dtype=np.int32)
-        self.address = self.bits.ctypes.data
-        self._edit: Allow | None = None
-        self._edit_bytes = b""
-
-    def edit(self) -> Allow:
-        """An edit with the bits as they are now; it does not change with them."""
-        now = self.bits.tobytes()
-        if self._edit is None or now != self._edit_bytes:
-            self._edit, self._edit_bytes = Allow(torch.from_numpy(self.bits.copy())), now
-        return self._edit
-
-
 def grammar_cache(vocabulary: Vocabulary) -> GrammarCache:
     """The compiled grammars of ``vocabulary``.
 
@@ -144,7 +120,9 @@ class GrammarProcessor(SteeringProcessor):
     def _use(self, cache: GrammarCache) -> None:
         self._width = cache.tokenizer.vocab_size
         self._compiled = cache.compiled(self._grammar)
-        self._mask = _Mask(self._width)
+        self._bits = np.zeros(-(-self._width // 32), dtype=np.int32)
+        self._bits_address = self._bits.ctypes.data
+        self._known: tuple[bytes, bool, Allow] | None = None
         self._never, self._ends = _end_words(self._width, [*cache.tokenizer.eos_tokens, *self._padding], self._end)
         self.reset()
 
@@ -181,8 +159,7 @@ class GrammarProcessor(SteeringProcessor):
         if self._violated:
             raise Unsatisfiable("the tokens so far do not match the grammar")
         if self._edit is None:
-            self._compute()
-            self._edit = self._mask.edit()
+            self._edit = self._allow(np.zeros_like(self._bits), True) if self._num_outside else self._allow_next()
         return self._edit
 
     def foresee(self, limit: int) -> Sequence[int]:
@@ -195,28 +172,33 @@ class GrammarProcessor(SteeringProcessor):
             return ()
         return found[:limit]
 
-    def _compute(self) -> None:
-        """Compute the mask of the next token."""
-        bits, matcher = self._mask.bits, self._matcher
-        if self._num_outside:  # the answer has ended
-            bits[:] = 0
-            complete = True
-        else:
-            matcher.unsafe_compute_mask_ptr(self._mask.address, bits.nbytes)
-            if matcher.is_error():
-                raise Unsatisfiable(f"the grammar exceeded its limits ({short_reason(matcher.get_error())})")
-            complete = matcher.is_accepting()
+    def _allow_next(self) -> Allow:
+        """Allows what continues the text.
+
+        Inside a string, many tokens have the same mask: they get the same edit.
+        """
+        self._matcher.unsafe_compute_mask_ptr(self._bits_address, self._bits.nbytes)
+        if self._matcher.is_error():
+            raise Unsatisfiable(f"the grammar exceeded its limits ({short_reason(self._matcher.get_error())})")
+        found, complete = self._bits.tobytes(), self._matcher.is_accepting()
+        if self._known is None or self._known[:2] != (found, complete):
+            self._known = found, complete, self._allow(self._bits.copy(), complete)
+        return self._known[2]
+
+    def _allow(self, bits: np.ndarray[Any, np.dtype[np.int32]], complete: bool) -> Allow:
+        """Allows ``bits`` without ids that the model never samples, and end tokens if ``complete``."""
         words, never = self._never
         bits[words] &= never
         if complete:
             words, ends = self._ends
             bits[words] |= ends
+        return Allow(torch.from_numpy(bits))
 
     def __getstate__(self) -> dict[str, Any]:
         if self._address is None:
             raise pickle.PicklingError(f"{self.name} can only be rebuilt elsewhere if its vocabulary has a path")
         state = dict(self.__dict__)
-        for name in ("_compiled", "_matcher", "_mask", "_edit"):
+        for name in ("_compiled", "_matcher", "_bits", "_bits_address", "_known", "_edit"):
             del state[name]
         state["_consumed"] = -1  # the history is replayed at the next step
         return state
