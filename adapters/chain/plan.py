@@ -115,6 +115,7 @@ class Member:
         is_third_party: It runs code from outside this package: its edits are checked, and its time
             is bounded.
         foresees: It may know tokens in advance (`Processor.foresee`).
+        follows: It has state that follows the history (`Processor.catch_up`).
         stage: Its own.
         turn: The stage with which it is applied: its own, unless the request gives an order.
     """
@@ -127,6 +128,7 @@ class Member:
     turn: Stage = field(init=False)
     is_third_party: bool = field(init=False)
     foresees: bool = field(init=False)
+    follows: bool = field(init=False)
     _counted: Allow | None = field(default=None, init=False)
     _num_allowed: int = field(default=0, init=False)
 
@@ -135,6 +137,9 @@ class Member:
         self.stage = self.turn = self.processor.stage
         self.is_third_party = kind.wraps_third_party or not kind.__module__.startswith("adapters.")
         self.foresees = kind.foresee is not Processor.foresee and not self.is_third_party
+        self.follows = any(
+            getattr(kind, name) is not getattr(Processor, name) for name in ("reset", "advance", "catch_up")
+        )
         if isinstance(self.processor, SteeringProcessor):
             self.edit = self.processor.edit  # looked up once: isinstance is slow for abstract classes
 
@@ -144,7 +149,8 @@ class Member:
 
     def step(self) -> Edit | Member | None:
         """The processor's edit now; a shaping processor returns its member."""
-        self.processor.catch_up()
+        if self.follows:
+            self.processor.catch_up()
         return self.edit() if self.edit is not None else self
 
     def num_allowed(self, edit: Allow, num_tokens: int) -> int:

@@ -120,8 +120,7 @@ class GrammarProcessor(SteeringProcessor):
     def _use(self, cache: GrammarCache) -> None:
         self._width = cache.tokenizer.vocab_size
         self._compiled = cache.compiled(self._grammar)
-        self._bits = np.zeros(-(-self._width // 32), dtype=np.int32)
-        self._bits_address = self._bits.ctypes.data
+        self._buffer = cache.mask_buffer
         self._known: tuple[bytes, bool, Allow] | None = None
         self._never, self._ends = _end_words(self._width, [*cache.tokenizer.eos_tokens, *self._padding], self._end)
         self.reset()
@@ -159,7 +158,7 @@ class GrammarProcessor(SteeringProcessor):
         if self._violated:
             raise Unsatisfiable("the tokens so far do not match the grammar")
         if self._edit is None:
-            self._edit = self._allow(np.zeros_like(self._bits), True) if self._num_outside else self._allow_next()
+            self._edit = self._allow(np.zeros_like(self._buffer.bits), True) if self._num_outside else self._allow_next()
         return self._edit
 
     def foresee(self, limit: int) -> Sequence[int]:
@@ -177,12 +176,13 @@ class GrammarProcessor(SteeringProcessor):
 
         Inside a string, many tokens have the same mask: they get the same edit.
         """
-        self._matcher.unsafe_compute_mask_ptr(self._bits_address, self._bits.nbytes)
+        bits = self._buffer.bits
+        self._matcher.unsafe_compute_mask_ptr(self._buffer.address, bits.nbytes)
         if self._matcher.is_error():
             raise Unsatisfiable(f"the grammar exceeded its limits ({short_reason(self._matcher.get_error())})")
-        found, complete = self._bits.tobytes(), self._matcher.is_accepting()
+        found, complete = bits.tobytes(), self._matcher.is_accepting()
         if self._known is None or self._known[:2] != (found, complete):
-            self._known = found, complete, self._allow(self._bits.copy(), complete)
+            self._known = found, complete, self._allow(bits.copy(), complete)
         return self._known[2]
 
     def _allow(self, bits: np.ndarray[Any, np.dtype[np.int32]], complete: bool) -> Allow:
@@ -198,7 +198,7 @@ class GrammarProcessor(SteeringProcessor):
         if self._address is None:
             raise pickle.PicklingError(f"{self.name} can only be rebuilt elsewhere if its vocabulary has a path")
         state = dict(self.__dict__)
-        for name in ("_compiled", "_matcher", "_bits", "_bits_address", "_known", "_edit"):
+        for name in ("_compiled", "_matcher", "_buffer", "_known", "_edit"):
             del state[name]
         state["_consumed"] = -1  # the history is replayed at the next step
         return state
