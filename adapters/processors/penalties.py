@@ -33,16 +33,18 @@ class Occurrences:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def add(self, token_id: int) -> None:
-        """Count one more occurrence."""
+    def add(self, token_id: int) -> bool:
+        """Count one more occurrence; whether it is the first one."""
         slot = self._slots.get(token_id)
-        if slot is None:
-            slot = self._slots[token_id] = len(self._slots)
-            if slot == len(self._ids):
-                self._grow()
-            self._ids[slot], self._counts[slot] = token_id, 0
-            self._known_ids = None
-        self._counts[slot] += 1
+        if slot is not None:
+            self._counts[slot] += 1
+            return False
+        slot = self._slots[token_id] = len(self._slots)
+        if slot == len(self._ids):
+            self._grow()
+        self._ids[slot], self._counts[slot] = token_id, 1
+        self._known_ids = None
+        return True
 
     def add_distinct(self, token_ids: Ids) -> None:
         """Count one occurrence of each of some distinct ids (int64 ``[n]``) in an empty counter."""
@@ -52,13 +54,15 @@ class Occurrences:
         self._counts = (np.arange(len(self._ids)) < len(token_ids)).astype(np.float32)
         self._known_ids = None
 
-    def remove(self, token_id: int) -> None:
-        """Remove the newest occurrence, which was of ``token_id``."""
+    def remove(self, token_id: int) -> bool:
+        """Remove the newest occurrence, which was of ``token_id``; whether it was the only one."""
         slot = self._slots[token_id]
         self._counts[slot] -= 1
-        if self._counts[slot] == 0:
-            del self._slots[token_id]
-            self._known_ids = None
+        if self._counts[slot] > 0:
+            return False
+        del self._slots[token_id]
+        self._known_ids = None
+        return True
 
     def add_counted(self, token_ids: Ids, counts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         """Count distinct ids (int64 ``[n]``) so often each; nothing has been counted before."""
@@ -87,18 +91,15 @@ class Occurrences:
 class WindowOccurrences(Occurrences):
     """As `Occurrences`, in any order; any occurrence can be taken back."""
 
-    def remove(self, token_id: int) -> None:
+    def remove(self, token_id: int) -> bool:
         """Take back one occurrence of ``token_id``; if it was the only one, the last slot moves."""
         slot = self._slots[token_id]
-        self._counts[slot] -= 1
-        if self._counts[slot] > 0:
-            return
-        del self._slots[token_id]
-        self._known_ids = None
+        was_only_one = super().remove(token_id)
         last = len(self._slots)
-        if slot < last:
+        if was_only_one and slot < last:
             moved = int(self._ids[last])
             self._ids[slot], self._counts[slot], self._slots[moved] = moved, self._counts[last], slot
+        return was_only_one
 
     def _tensor_of_ids(self) -> torch.Tensor:
         """A copy, as slots are filled again."""
@@ -136,11 +137,10 @@ class _Counting(SteeringProcessor):
 
     def advance(self, token_id: int, index: int) -> None:
         self._add(token_id)
-        left = self._left(self._prompt_length + index)
-        if left is not None:
-            self._remove(left)
-        if self._by_count:
-            self._known = None
+        if self._window:
+            left = self._left(self._prompt_length + index)
+            if left is not None:
+                self._remove(left)
 
     def _left(self, position: int) -> int | None:
         """The token that leaves the window as the one at ``position`` enters it."""
@@ -150,12 +150,12 @@ class _Counting(SteeringProcessor):
         return self._tokens[place]
 
     def _add(self, token_id: int) -> None:
-        if 0 <= token_id < self._vocab_size:
-            self._seen.add(token_id)
+        if 0 <= token_id < self._vocab_size and (self._seen.add(token_id) or self._by_count):
+            self._known = None
 
     def _remove(self, token_id: int) -> None:
-        if 0 <= token_id < self._vocab_size:
-            self._seen.remove(token_id)
+        if 0 <= token_id < self._vocab_size and (self._seen.remove(token_id) or self._by_count):
+            self._known = None
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         position = self._consumed
@@ -165,16 +165,11 @@ class _Counting(SteeringProcessor):
             if left is not None:
                 self._add(left)
             self._remove(token_id)
-        if self._by_count:
-            self._known = None
         return True
 
     def edit(self) -> Edit | None:
-        if self._is_off or not len(self._seen):
-            return None
-        ids = self._seen.ids()
-        if self._known is None or self._known.token_ids is not ids:
-            self._known = self._make(ids)
+        if self._known is None and not self._is_off and len(self._seen):
+            self._known = self._make(self._seen.ids())
         return self._known
 
     @abstractmethod
@@ -240,7 +235,7 @@ class FrequencyPenalty(_Counting):
 
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args.penalty, 0.0, args.window, context)
-        self._factor = np.float32(-args.penalty)
+        self._factor = np.array(-args.penalty, dtype=np.float32)
 
     def _make(self, ids: torch.Tensor) -> Bias:
         return Bias(ids, self._seen.scaled_counts(self._factor))
