@@ -36,8 +36,8 @@ DEFAULT_STEP_BUDGET_S = 0.1
 """CPU time of its thread that a third-party processor may take for one step, seconds."""
 
 TIMED_EVERY = 16
-"""A built-in is timed at one position in this many, which counts for all: reading the clock takes
-as long as most of their edits. A third party's processor is timed at every position.
+"""Built-ins are timed at one position in this many, which counts for all of them: reading the clock
+takes as long as most of their edits. Third-party processors are timed at every position.
 """
 
 Mode = Literal["aggregated", "disaggregated", "local prefill", "migrated"]
@@ -464,7 +464,12 @@ class ProcessorChain:
         return [member for member in self.members if member.scope in ("all", section)]
 
     def charge(self, member: Member, seconds: float, times: int = 1) -> None:
-        """Record CPU time of one step, ``times`` over, and enforce a third-party processor's budget.
+        """Record CPU time of one step, and enforce the budget of a third-party processor.
+
+        Args:
+            member: Whose step it was.
+            seconds: CPU time of the step.
+            times: Steps that it stands for in the record.
 
         Raises:
             ProcessorFailed: it took longer than the budget.
@@ -483,7 +488,7 @@ class ProcessorChain:
 
     def _add(self, plan: RowPlan, member: Member, edit: Edit | Member) -> None:
         kind, masked = "biased", 0
-        if isinstance(edit, Bias) or isinstance(edit, Scale):
+        if isinstance(edit, Bias | Scale):
             plan.soft.append((member.stage, edit))
         elif isinstance(edit, Ban):
             kind, masked = "masked", edit.token_ids.numel()

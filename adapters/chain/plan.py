@@ -115,9 +115,9 @@ class Member:
         is_third_party: It runs code from outside this package: its edits are checked, and its time
             is bounded.
         foresees: It may know tokens in advance (`Processor.foresee`).
-        follows: It has state that follows the history (`Processor.catch_up`).
-        stage: Its own.
-        turn: The stage with which it is applied: its own, unless the request gives an order.
+        follows: It may have state that follows the history (`Processor.catch_up`).
+        stage: The processor's.
+        turn: The stage with which it is applied: `stage`, unless the request gives an order.
     """
 
     processor: Processor
@@ -137,7 +137,7 @@ class Member:
         self.stage = self.turn = self.processor.stage
         self.is_third_party = kind.wraps_third_party or not kind.__module__.startswith("adapters.")
         self.foresees = kind.foresee is not Processor.foresee and not self.is_third_party
-        self.follows = any(
+        self.follows = self.is_third_party or any(
             getattr(kind, name) is not getattr(Processor, name) for name in ("reset", "advance", "catch_up")
         )
         if isinstance(self.processor, SteeringProcessor):

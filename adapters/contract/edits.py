@@ -173,12 +173,10 @@ def is_allowed(bitmask: torch.Tensor, token_id: int) -> bool:
 def count_allowed(bitmask: torch.Tensor, num_tokens: int) -> int:
     """Number of bits set below ``num_tokens``; bits of padding above it do not count."""
     words = np.ascontiguousarray(bitmask.numpy())
-    pairs = words[: min(num_tokens // 32, len(words)) // 2 * 2].view(np.uint64)
-    count = int(np.bitwise_count(pairs).sum(dtype=np.uint32))
-    if 64 * len(pairs) < num_tokens:  # the last pair is cut by the end of the tokens or of the bitmask
-        last = int.from_bytes(words[2 * len(pairs) :][:2].tobytes(), "little")
-        count += (last & (1 << num_tokens - 64 * len(pairs)) - 1).bit_count()
-    return count
+    num_pairs = min(num_tokens // 64, len(words) // 2)  # of words, as they are counted fastest
+    count = int(np.bitwise_count(words[: 2 * num_pairs].view(np.uint64)).sum(dtype=np.uint32))
+    rest = int.from_bytes(words[2 * num_pairs :][:2].tobytes(), "little")
+    return count + (rest & (1 << num_tokens - 64 * num_pairs) - 1).bit_count()
 
 
 def apply_sparse(logits: torch.Tensor, edits: Sequence[tuple[int, Sparse]]) -> None:

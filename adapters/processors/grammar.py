@@ -158,7 +158,9 @@ class GrammarProcessor(SteeringProcessor):
         if self._violated:
             raise Unsatisfiable("the tokens so far do not match the grammar")
         if self._edit is None:
-            self._edit = self._allow(np.zeros_like(self._buffer.bits), True) if self._num_outside else self._allow_next()
+            self._edit = (
+                self._allow(np.zeros_like(self._buffer.bits), True) if self._num_outside else self._allow_next()
+            )
         return self._edit
 
     def foresee(self, limit: int) -> Sequence[int]:
@@ -186,7 +188,7 @@ class GrammarProcessor(SteeringProcessor):
         return self._known[2]
 
     def _allow(self, bits: np.ndarray[Any, np.dtype[np.int32]], complete: bool) -> Allow:
-        """Allows ``bits`` without ids that the model never samples, and end tokens if ``complete``."""
+        """Allows ``bits``, but of end tokens and ids without a token the end tokens if ``complete``."""
         words, never = self._never
         bits[words] &= never
         if complete:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_edits, plan_rows
 from adapters.contract import ArgumentError, Context, is_allowed
 from adapters.grammars import compiler
-from adapters.processors.grammar import Choice, Grammar, GrammarProcessor, JsonSchema, Regex
+from adapters.processors.grammar import Choice, Grammar, GrammarProcessor, JsonSchema, Regex, grammar_cache
 from adapters.vocabulary import Vocabulary, vocabulary_at
 from worker.tiny_model import write_tiny_model
 
@@ -211,6 +211,46 @@ def synced_copy(chain: ProcessorChain, args: dict[str, Any]) -> ProcessorChain:
     copy = built(JsonSchema, CONTEXT, **args)
     copy.sync(chain.tokens)
     return copy
+
+
+def test_inside_a_string_the_edit_stays_the_same_object():
+    chain = built(JsonSchema, CONTEXT, schema={"type": "string"})
+    masks = []
+    for token in b'"ab':
+        chain.accept(token, chain.position)
+        masks.append(chain.plan().allows[0])
+    assert masks[0] is masks[1] is masks[2]
+    chain.accept(ord("\\"), chain.position)
+    escaped = chain.plan().allows[0]
+    assert (is_allowed(masks[0], ord("x")), is_allowed(escaped, ord("x"))) == (True, False)
+
+
+@settings(max_examples=25)
+@given(st.randoms(use_true_random=False), st.lists(st.integers(0, 8), max_size=30))
+def test_masks_that_were_handed_out_do_not_change(chooser: random.Random, rewound: list[int]):
+    """And each is counted right, whether it is another one than at the position planned before."""
+    chain = built(JsonSchema, CONTEXT, schema=PERSON)
+    masks, copies = [], []
+    for num_tokens in rewound:
+        for _ in range(4):
+            (mask,) = chain.plan().allows
+            masks.append(mask)
+            copies.append(mask.clone())
+            tokens = [token for token in range(WIDTH) if is_allowed(mask, token)]
+            assert chain.last_edits() == [(0, "masked", BYTES.num_tokens - len(tokens))]
+            chain.accept(chooser.choice(tokens), chain.position)
+        chain.rewind(max(len(PROMPT), chain.position - num_tokens))
+    assert all(map(torch.equal, masks, copies))
+
+
+def test_threads_do_not_share_the_memory_of_masks():
+    buffer = grammar_cache(BYTES).mask_buffer
+    addresses: list[int] = []
+    thread = threading.Thread(target=lambda: addresses.append(buffer.address))
+    thread.start()
+    thread.join()
+    assert buffer.address == buffer.bits.ctypes.data
+    assert addresses != [buffer.address]
 
 
 def test_drafts_are_peeked_and_forgotten():

@@ -151,6 +151,34 @@ def test_edits_that_were_handed_out_do_not_change(kind):
     assert [(edit.token_ids.tolist(), _values(edit).tolist()) for edit in edits] == copies
 
 
+@few
+@given(
+    st.sampled_from([RepetitionPenalty, FrequencyPenalty, PresencePenalty]),
+    st.integers(0, 4),
+    tokens,
+    st.lists(st.one_of(st.none(), st.integers(0, 3)), max_size=30),
+    st.integers(1, 3),
+)
+def test_an_edit_that_is_kept_is_never_stale(kind, window, prompt, operations, rewound):
+    """None forgets some tokens; after each operation the edit is that of a new processor."""
+    processor = windowed(kind, 1.5, window)
+    processor.start(prompt)
+    for token_id in operations:
+        if token_id is None:
+            processor.rewind(max(len(prompt), processor.position - rewound))
+        else:
+            processor.accept(token_id, processor.position)
+        new = windowed(kind, 1.5, window)
+        new.start(prompt)
+        for position, each in enumerate(processor.generated, start=len(prompt)):
+            new.accept(each, position)
+        assert _by_id(processor.edit()) == _by_id(new.edit())
+
+
+def _by_id(edit):
+    return {} if edit is None else dict(zip(edit.token_ids.tolist(), _values(edit).tolist(), strict=True))
+
+
 def _values(edit):
     assert isinstance(edit, Bias | Scale)
     values = edit.values if isinstance(edit, Bias) else edit.factors
