@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary, ref
 
-import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from adapters.grammars.compiler import GrammarRefused, compile_grammar, walk
+from adapters.grammars.masks import GrammarMasks
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, Verdict
 
 MAX_BYTES = 256 * 1024 * 1024
@@ -76,24 +76,6 @@ class Compiled:
     num_bytes: int
 
 
-class MaskBuffer(threading.local):
-    """Where masks are computed, by each thread in memory of its own.
-
-    One buffer for all grammars stays in the processor's cache.
-
-    Args:
-        width: Tokens of a mask.
-
-    Attributes:
-        bits: Packed, int32 ``[ceil(width / 32)]``.
-        address: Of ``bits``.
-    """
-
-    def __init__(self, width: int) -> None:
-        self.bits = np.zeros(-(-width // 32), dtype=np.int32)
-        self.address = self.bits.ctypes.data
-
-
 class GrammarCache:
     """LRU cache of compiled grammars. Thread-safe.
 
@@ -104,7 +86,7 @@ class GrammarCache:
 
     Attributes:
         sandbox: Compiles every grammar first; None trusts grammars.
-        mask_buffer: For the next mask of any of its grammars.
+        masks: Of its grammars.
         num_bytes: Bytes of the cached grammars.
         num_hits: Look-ups that found the grammar.
         num_misses: Look-ups that did not.
@@ -115,7 +97,7 @@ class GrammarCache:
     ) -> None:
         self.tokenizer = tokenizer
         self.sandbox: GrammarSandbox | None = None
-        self.mask_buffer = MaskBuffer(tokenizer.vocab_size)
+        self.masks = GrammarMasks(tokenizer.vocab_size)
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_hits = 0
