@@ -20,9 +20,13 @@ Words: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class _Known(NamedTuple):
-    """An edit, and what it was made of: see `GrammarMasks.edit`."""
+    """An edit, and what it was made of: see `GrammarMasks.edit`.
 
-    found: bytes
+    Attributes:
+        found: A bytearray, because it is compared with other memory without a copy.
+    """
+
+    found: bytearray
     complete: bool
     end_ids: tuple[int, ...]
     edit: Allow
@@ -41,6 +45,7 @@ class GrammarMasks(threading.local):
     def __init__(self, width: int) -> None:
         self._words: Words = np.zeros(-(-width // 32), dtype=np.int32)
         self._address = self._words.ctypes.data
+        self._bytes = memoryview(self._words).cast("B")
         self._newest: list[_Known] = []
 
     def compute(self, matcher: LLMatcher) -> None:
@@ -59,15 +64,15 @@ class GrammarMasks(threading.local):
             end_ids: The request's end tokens.
             correct: Edits a mask in place, by ``complete`` and ``end_ids`` only.
         """
-        found, newest = self._words.tobytes(), self._newest
+        newest = self._newest
         for i, known in enumerate(newest):
-            if known.found == found and known.complete == complete and known.end_ids == end_ids:
+            if known.found == self._bytes and known.complete == complete and known.end_ids == end_ids:
                 if i:
                     newest.insert(0, newest.pop(i))
                 return known.edit
         words = self._words.copy()
         correct(words, complete)
         edit = Allow(torch.from_numpy(words))
-        newest.insert(0, _Known(found, complete, end_ids, edit))
+        newest.insert(0, _Known(bytearray(self._bytes), complete, end_ids, edit))
         del newest[MAX_MASKS:]
         return edit
