@@ -45,7 +45,7 @@ class GrammarMasks(threading.local):
     def __init__(self, width: int) -> None:
         self._words: Words = np.zeros(-(-width // 32), dtype=np.int32)
         self._address = self._words.ctypes.data
-        self._bytes = memoryview(self._words).cast("B")
+        self._bytes = self._words.data.cast("B")
         self._newest: list[_Known] = []
 
     def compute(self, matcher: LLMatcher) -> None:

@@ -83,8 +83,8 @@ class Occurrences:
         """A view, to which later ids are appended."""
         return torch.from_numpy(self._ids[: len(self._slots)])
 
-    def scaled_counts(self, factor: np.float32) -> torch.Tensor:
-        """float32 ``[n]``: count times ``factor``; a copy, since earlier counts change."""
+    def scaled_counts(self, factor: np.ndarray[Any, np.dtype[np.float32]]) -> torch.Tensor:
+        """float32 ``[n]``: count times ``factor`` (``[]``); a copy, since earlier counts change."""
         return torch.from_numpy(self._counts[: len(self._slots)] * factor)
 
 
