@@ -217,6 +217,13 @@ class Arguments:
         choices=("auto", "int8"),
         engine=True,
     )
+    packed_copy: str = _option(
+        "auto",
+        "auto keeps packed weights and the tokenizer beside the checkpoint, in .packed, where that can be written, so "
+        "that the next start is fast (docs/models.md); off neither reads nor writes there.",
+        choices=("auto", "off"),
+        engine=True,
+    )
     max_num_seqs: int = _option(64, "Requests decoded in one step at most.", parse=_positive, engine=True)
     max_num_batched_tokens: int = _option(
         1024, "Token budget of a step; at least max-num-seqs.", parse=_positive, engine=True
@@ -610,7 +617,7 @@ _ONLY = {
     "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors"),
     "embedded": (
         *("numerics", "kernels", "quantization", "activation_dtype", "kv_cache_dtype", "kv_cache_memory"),
-        *("max_mixed_chunk", "speculative_config", "step_timeout_s"),
+        *("packed_copy", "max_mixed_chunk", "speculative_config", "step_timeout_s"),
     ),
 }
 """Options that one engine alone honours."""

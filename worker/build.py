@@ -156,6 +156,7 @@ def embedded_config(arguments: Arguments) -> EmbeddedConfig:
         quantization=arguments.quantization,
         activation_dtype=arguments.activation_dtype,
         kv_cache_dtype=arguments.kv_cache_dtype,
+        packed_copy=arguments.packed_copy,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_mixed_chunk=arguments.max_mixed_chunk,

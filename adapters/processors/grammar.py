@@ -72,9 +72,11 @@ def tokenizer_tables(vocabulary: Vocabulary) -> dict[str, Any]:
     if not hasattr(tokenizer, "backend_tokenizer") or vocabulary.gap_ids:
         special = sorted(vocabulary.special_token_ids)
         return byte_tables(vocabulary.token_bytes, special, sorted(vocabulary.eos_token_ids))
-    backend = copy(tokenizer.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
+    backend = tokenizer.backend_tokenizer
+    if backend.padding is not None or backend.truncation is not None:
+        backend = copy(backend)  # takes long
+        backend.no_padding()
+        backend.no_truncation()
     own_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return hugging_face_tables(backend.to_str(), vocabulary.size, sorted(vocabulary.eos_token_ids) or own_end)
 

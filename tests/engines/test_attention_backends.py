@@ -14,8 +14,7 @@ from random_checkpoints import TYPES, write
 from worker.engines.embedded.attention import AttentionBackend, AttentionLayer, AttentionSizes, RopeTables
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice
-from worker.engines.embedded.model import kernels
-from worker.engines.embedded.model.hf_model import load_model
+from worker.engines.embedded.model import kernels, load_model
 from worker.engines.embedded.model.numerics import choose
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError

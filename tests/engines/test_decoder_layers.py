@@ -10,7 +10,7 @@ import torch
 
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.quantisation import QuantisedGemm, StackedWeight, quantise
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.sampling import SamplingParams

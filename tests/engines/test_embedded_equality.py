@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Model, Request
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.kv_cache import budget as kv_budget
-from worker.engines.embedded.model.hf_model import load_model
+from worker.engines.embedded.model import load_model
 from worker.engines.embedded.step import Stepper, make_stepper
 from worker.sampling import SamplingParams
 from worker.tiny_model import SLIDING_WINDOW

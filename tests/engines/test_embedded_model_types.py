@@ -14,7 +14,7 @@ from random_checkpoints import COMMON, MIXTURE, TYPES, write
 
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.step import make_stepper
 from worker.errors import StartupError
 from worker.sampling import SamplingParams

@@ -17,8 +17,8 @@ from worker.engines.embedded import native
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.attention import AttentionBackend, NativeAttention, TorchAttention
 from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm
-from worker.engines.embedded.model.hf_model import HfModel, load_model
 from worker.engines.embedded.model.kernels import TORCH
 from worker.engines.embedded.model.linear import GemmTiling, Linear
 from worker.engines.embedded.model.numerics import Numerics

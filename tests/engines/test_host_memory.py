@@ -8,7 +8,7 @@ import pytest
 import torch
 from memory_mappings import mapping_field
 
-from worker.engines.embedded.host.memory import HUGE_PAGE_BYTES, _resident_mappings, collapse_resident, zeros
+from worker.engines.embedded.host.memory import HUGE_PAGE_BYTES, _resident_mappings, collapse_resident, like, zeros
 from worker.engines.embedded.transfer.layout import merged
 
 CPU = torch.device("cpu")
@@ -56,6 +56,22 @@ def test_large_ones_lie_in_one_block_that_asks_for_huge_pages(shape: tuple[int, 
     ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors[:-1]]
     assert all(0 <= tensor.data_ptr() - end < 64 for end, tensor in zip(ends, tensors[1:], strict=True))
     assert advised(tensors[0].data_ptr())
+
+
+def test_tensors_of_many_shapes_share_such_a_block() -> None:
+    kinds = [((3, 5), torch.int8), ((700, 1001), torch.float32), ((1,), torch.float16), ((9, 2, 11), torch.bfloat16)]
+    tensors = like(torch.ones(shape, dtype=dtype) for shape, dtype in kinds)
+    for number, tensor in enumerate(tensors):
+        assert (tuple(tensor.shape), tensor.dtype) == kinds[number]
+        assert tensor.is_contiguous()
+        assert not tensor.any()
+        assert tensor.data_ptr() % 64 == 0
+        tensor.fill_(number + 1)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[number + 1.0] for number in range(4)]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert tensors[0].data_ptr() % HUGE_PAGE_BYTES == 0
+    assert advised(tensors[0].data_ptr())
+    assert like([]) == []
 
 
 def test_small_ones_are_torchs_own() -> None:

@@ -25,7 +25,7 @@ from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Engine, Requ
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.kv_cache import Int8Rows, KvStore
 from worker.engines.embedded.kv_cache import budget as kv_budget
-from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.plan import Chunk, PageCopy, Plan
 from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
 from worker.engines.embedded.step import make_stepper

@@ -9,9 +9,9 @@ import torch
 
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model.hf_model import load_model
+from worker.engines.embedded.model import load_model
 from worker.engines.embedded.model.kernels import TORCH, KernelBackend, native_kernels
-from worker.engines.embedded.model.linear import Linear, lm_head
+from worker.engines.embedded.model.linear import Linear, Projection, lm_head
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.sampling import SamplingParams
 
@@ -31,7 +31,7 @@ def kernels(request: pytest.FixtureRequest) -> KernelBackend:
 def head_of(weight: torch.Tensor, kernels: KernelBackend) -> Linear:
     module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     module.weight = torch.nn.Parameter(weight)
-    head = lm_head(module)
+    head = lm_head(Projection.of(module))
     head.pack(kernels)
     return head
 

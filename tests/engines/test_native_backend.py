@@ -26,8 +26,7 @@ from worker.engines.embedded.attention import (
 )
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice
-from worker.engines.embedded.model import llama
-from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.model import HfModel, llama_weights, load_model
 from worker.engines.embedded.native.layers import DecoderLayers
 from worker.engines.embedded.step import make_stepper
 from worker.sampling import SamplingParams
@@ -102,7 +101,7 @@ def test_native_tokens_are_those_of_the_torch_backend(
         assert (model.kernels, model.made_by) == (f"native-{path}", "exact, native kernels")
         assert not model.wants_dense_kv
         assert set(calls) == (
-            {"linear", "rms_norm", "decoder_layers"} if arch in llama.MODEL_TYPES else {"linear", "attend"}
+            {"linear", "rms_norm", "decoder_layers"} if arch in llama_weights.MODEL_TYPES else {"linear", "attend"}
         )
         calls.clear()
     assert answers(load(every_checkpoint[arch], "native"), 512) == expected

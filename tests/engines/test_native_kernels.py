@@ -21,7 +21,7 @@ from torch.nn import functional
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache import Int8Rows, SequenceSlice
-from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.kernels import choose_kernels
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError

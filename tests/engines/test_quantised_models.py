@@ -18,7 +18,7 @@ from worker.__main__ import main
 from worker.engines.embedded import native
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.quantisation import GROUP, QuantisedGemm
 from worker.engines.embedded.plan import Chunk, Plan, Request

@@ -21,14 +21,12 @@ from random_checkpoints import COMMON, EVERY_TYPE, GEMMA, MIXTURE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model import gemm, llama
+from worker.engines.embedded.model import gemm, load_model, transformers_checkpoint
 from worker.engines.embedded.model.gemm import NativeGemm, OneDnnGemm, TorchGemm
-from worker.engines.embedded.model.hf_model import load_model
 from worker.engines.embedded.model.kernels import TORCH, native_kernels
-from worker.engines.embedded.model.linear import Linear, embed_with, linears
+from worker.engines.embedded.model.linear import Embedding, Linear, linears
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.panels import Panels, lookup
-from worker.engines.embedded.model.transformers_network import TransformersNetwork
 
 DTYPES = [torch.float32, torch.bfloat16]
 TYPES: dict[str, dict[str, Any]] = {
@@ -99,7 +97,7 @@ def test_rows_are_found_whatever_this_processor_makes_of_a_weight(shape: tuple[i
         layer = Linear(weight)
         layer.pack(kernels)
         for is_tied in (False, True):
-            assert torch.equal(embed_with(weight, layer, is_tied, weight.dtype)(ids), weight[ids])
+            assert torch.equal(Embedding(weight, layer, is_tied, weight.dtype)(ids), weight[ids])
 
 
 def test_a_layout_that_does_not_match_is_not_taken() -> None:
@@ -166,31 +164,29 @@ def large_bytes(network: Any, least: int) -> int:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_tied_embeddings_are_held_once(model_type: str) -> None:
     """In panels as native kernels take them."""
-    kind = LlamaNetwork if model_type in llama.MODEL_TYPES else TransformersNetwork
     for is_tied in (True, False):
         network = make(model_type, is_tied)
         weight = network.model.embed_tokens.weight.detach().clone()
         scale = getattr(network.model.embed_tokens, "embed_scale", torch.tensor(1.0))
-        packed = kind(network, native_kernels("generic"))
+        packed = transformers_checkpoint.packed(network, native_kernels("generic"))
         del network
         gc.collect()
         assert large_bytes(packed, weight.nbytes) == weight.nbytes * (1 if is_tied else 2)
         ids = torch.tensor([0, 4095, 77])
-        embed = packed._embed if kind is LlamaNetwork else packed._model.embed_tokens
+        embed = packed._embed if isinstance(packed, LlamaNetwork) else packed._model.embed_tokens
         assert torch.equal(embed(ids), weight[ids] * scale)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_logits_are_those_of_a_weight_held_twice(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = LlamaNetwork if model_type in llama.MODEL_TYPES else TransformersNetwork
     networks = []
     for keeps_layouts in (True, False):
         if not keeps_layouts:
             monkeypatch.setattr(OneDnnGemm, "layouts", TorchGemm.layouts)
-        networks.append(kind(make(model_type, True), TORCH))
+        networks.append(transformers_checkpoint.packed(make(model_type, True), TORCH))
     ids = torch.arange(0, 4096, 61)
     hidden = [
-        network._embed(ids) if kind is LlamaNetwork else network._model.embed_tokens(ids[None])[0]
+        network._embed(ids) if isinstance(network, LlamaNetwork) else network._model.embed_tokens(ids[None])[0]
         for network in networks
     ]
     assert torch.equal(hidden[0], hidden[1])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -39,6 +40,7 @@ from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments
 from worker.engines import EngineInfo
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
+from worker.models.tokenizer_copy import load_vocabulary
 from worker.processors.breaker import Breaker
 from worker.processors.grammar_metrics import GrammarMetrics
 from worker.processors.metrics import ProcessorMetrics
@@ -57,8 +59,17 @@ NUM_BUILDERS = 4
 """Threads that build chains."""
 
 
-def make_chain_builder(arguments: Arguments, info: EngineInfo, registry: CollectorRegistry) -> ServedChainBuilder:
+def make_chain_builder(
+    arguments: Arguments, info: EngineInfo, registry: CollectorRegistry, *, renders_templates: bool = False
+) -> ServedChainBuilder:
     """The chain builder of a worker that has just loaded its model.
+
+    Args:
+        arguments: Of the worker.
+        info: Of its engine.
+        registry: Where metrics go.
+        renders_templates: Whether its tokenizer is to render chat templates; for the NATS runtime
+            it does.
 
     Raises:
         StartupError: the tokenizer cannot be read, the sandbox for grammars cannot be started, or
@@ -67,7 +78,7 @@ def make_chain_builder(arguments: Arguments, info: EngineInfo, registry: Collect
     metrics = GrammarMetrics(registry)
     sandbox = None
     try:
-        vocabulary = Vocabulary.from_pretrained(arguments.model_path, info.vocab_size, info.eos_token_ids)
+        vocabulary = _vocabulary(arguments, info, renders_templates or arguments.runtime == "nats")
         tables = partial(tokenizer_tables, vocabulary)
         sandbox = GrammarSandbox(tables, timeout_s=arguments.grammar_timeout_s, observe=metrics.count)
         sandbox.start()  # loads the tokenizer while this process does
@@ -87,6 +98,15 @@ def make_chain_builder(arguments: Arguments, info: EngineInfo, registry: Collect
     except BaseException:
         _close(sandbox)
         raise
+
+
+def _vocabulary(arguments: Arguments, info: EngineInfo, renders_templates: bool) -> Vocabulary:
+    """With transformers' own tokenizer where chat templates or third-party code may use it."""
+    path, size, ends = arguments.model_path, info.vocab_size, info.eos_token_ids
+    runs_third_party = arguments.allow_logits_processors or arguments.logits_processor
+    if arguments.packed_copy == "off" or renders_templates or runs_third_party:
+        return Vocabulary.from_pretrained(path, size, ends)
+    return load_vocabulary(Path(path), size, ends)
 
 
 def _facts(vocabulary: Vocabulary, arguments: Arguments) -> Facts:

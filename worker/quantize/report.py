@@ -55,6 +55,7 @@ def predict(
         quantization=quantization,
         activation_dtype=activation_dtype,
         kv_cache_dtype=kv_cache_dtype,
+        packed_copy="off",
         context_length=512,
         kv_blocks=128,
         max_num_seqs=4,

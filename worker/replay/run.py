@@ -92,7 +92,7 @@ async def loaded(arguments: Arguments) -> AsyncIterator[LoadedModel]:
     config = embedded_config(arguments)
     limit_threads(config.model_path, config.local_workers)  # as a worker does: how torch computes depends on it
     stepper, info = load(config)
-    chains = make_chain_builder(arguments, info, CollectorRegistry())
+    chains = make_chain_builder(arguments, info, CollectorRegistry(), renders_templates=True)
     try:
         yield LoadedModel(arguments, stepper, info, Server.of(info, arguments), chains)
     except InvalidRequest as error:

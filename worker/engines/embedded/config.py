@@ -17,6 +17,7 @@ KERNELS = ("auto", "native", "native-amx", "native-avx512", "native-avx2", "nati
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 ACTIVATION_DTYPES = ("auto", "int8")
 KV_CACHE_DTYPES = ("auto", "int8")
+PACKED_COPIES = ("auto", "off")
 ROLES = ("aggregated", "prefill", "decode")
 
 
@@ -41,6 +42,9 @@ class EmbeddedConfig:
             ``int8``, with one scale for each block of 32 elements, or ``auto``: nothing.
         kv_cache_dtype: What keys and values are held in: ``int8``, with one scale for each token
             and head, or ``auto``: in `dtype`.
+        packed_copy: ``auto``: where native kernels compute the model, what they read is kept in a
+            file beside the checkpoint, so that the next start is fast (see `packed_copy.py`), if
+            one can be written there; ``off``: no such file is read or written.
         max_num_seqs: Requests decoded in one step at most.
         max_num_batched_tokens: Token budget of a step; longer prompts are prefilled in chunks.
         max_mixed_chunk: Prompt tokens per prompt in a mixed batch, one that decodes too: with n
@@ -70,6 +74,7 @@ class EmbeddedConfig:
     quantization: str = "auto"
     activation_dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    packed_copy: str = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     max_mixed_chunk: int | None = None
@@ -125,6 +130,8 @@ class EmbeddedConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             choices = ", ".join(KV_CACHE_DTYPES)
             raise StartupError(f"--kv-cache-dtype must be one of {choices}, got {self.kv_cache_dtype!r}")
+        if self.packed_copy not in PACKED_COPIES:
+            raise StartupError(f"--packed-copy must be one of {', '.join(PACKED_COPIES)}, got {self.packed_copy!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise StartupError(f"--dtype must be auto, {', '.join(DTYPES)}, got {self.dtype!r}")
 

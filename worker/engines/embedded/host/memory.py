@@ -16,7 +16,8 @@ import logging
 import math
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -47,15 +48,36 @@ def zeros(count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.de
     Raises:
         RuntimeError: the memory is not there.
     """
-    used = math.prod(shape) * dtype.itemsize
-    stride = -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    if device.type != "cpu" or count * stride < HUGE_PAGE_BYTES:
+    if device.type != "cpu":
         return [torch.zeros(tuple(shape), dtype=dtype, device=device) for _ in range(count)]
-    block = _untouched(count * stride + HUGE_PAGE_BYTES)
+    return _placed([(tuple(shape), dtype)] * count)
+
+
+def like(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous tensors of zeros of the same shapes and data types, in a CPU's memory as those of
+    `zeros`.
+
+    Raises:
+        RuntimeError: the memory is not there.
+    """
+    return _placed([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+
+
+def _placed(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
+    """Tensors of zeros of these shapes and data types, one after the other."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+    starts = list(accumulate((-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes), initial=0))
+    total = starts.pop()
+    if total < HUGE_PAGE_BYTES:
+        return [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
+    block = _untouched(total + HUGE_PAGE_BYTES)
     start = -block.data_ptr() % HUGE_PAGE_BYTES
-    whole = block[start : start + count * stride]
+    whole = block[start : start + total]
     _madvise(whole.data_ptr(), whole.data_ptr() + whole.nbytes, _MADV_HUGEPAGE)  # before the first page is there
-    return [whole[at : at + used].view(dtype).view(tuple(shape)) for at in range(0, count * stride, stride)]
+    return [
+        whole[at : at + size].view(dtype).view(shape)
+        for at, size, (shape, dtype) in zip(starts, sizes, kinds, strict=True)
+    ]
 
 
 def _untouched(size: int) -> torch.Tensor:

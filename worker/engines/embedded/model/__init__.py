@@ -1,12 +1,14 @@
 """The forward pass.
 
-`hf_model` loads a Hugging Face checkpoint and computes a step's batch; `llama` and
-`transformers_network` are the two networks, `moe` a mixture of experts; `linear` and `gemm` are
+`hf_model` computes a step's batch; `loading` makes it from a packed copy (`packed_copy`) or else,
+with transformers, from a checkpoint (`transformers_checkpoint`); `llama` and `transformers_network`
+are the two networks, `moe` a mixture of experts; `linear` and `gemm` are
 linear layers and the GEMM backends that compute them, `panels` looks rows up in packed weights;
 `batch_packing` packs a step's tokens; `kernels` chooses GEMM and attention backends, and
 `numerics` finds batch-invariant shapes for them.
 """
 
-from worker.engines.embedded.model.hf_model import HfModel, load_model
+from worker.engines.embedded.model.hf_model import HfModel
+from worker.engines.embedded.model.loading import load_model
 
 __all__ = ["HfModel", "load_model"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -19,6 +20,40 @@ _PACKED_FOR_ROWS = 8
 
 _ONEDNN_COLUMNS = (8, 16, 24, 32, 48, 64)
 """Rows of a weight in one panel of oneDNN's layouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight ``[N, K]`` as the native kernels read it.
+
+    Attributes:
+        panels: What `native.pack` returned.
+        columns: N.
+
+    Raises:
+        ValueError: the shape of the panels is another.
+    """
+
+    panels: torch.Tensor
+    columns: int
+
+    def __post_init__(self) -> None:
+        native.check_panels(self.panels, self.columns)
+
+    @property
+    def shape(self) -> torch.Size:
+        """N and K."""
+        return torch.Size((self.columns, self.panels.shape[1] * self.panels.shape[3]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight."""
+        return self.panels.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the panels."""
+        return self.panels.nbytes
 
 
 class GemmBackend(Protocol):
@@ -40,10 +75,10 @@ class GemmBackend(Protocol):
     is_batch_invariant: bool
     is_packed: bool
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_unrounded: bool = False) -> None: ...
+    def __init__(self, weight: Any, bias: torch.Tensor | None, is_unrounded: bool = False) -> None: ...
 
     @classmethod
-    def supports(cls, weight: torch.Tensor) -> bool:
+    def supports(cls, weight: Any) -> bool:
         """Whether it computes with a weight of this shape and dtype, on this device."""
 
     def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,15 +101,18 @@ class NativeGemm:
     is_batch_invariant = True
     is_packed = True
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_unrounded: bool = False) -> None:
+    def __init__(
+        self, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None, is_unrounded: bool = False
+    ) -> None:
         self._columns, self._inner = weight.shape
-        self._panels = native.pack(weight)
+        self.packed = weight if isinstance(weight, PackedWeight) else PackedWeight(native.pack(weight), self._columns)
+        self._panels = self.packed.panels
         self._bias = bias
         self._is_unrounded = is_unrounded
 
     @classmethod
-    def supports(cls, weight: torch.Tensor) -> bool:
-        return native.supports_weight(weight)
+    def supports(cls, weight: torch.Tensor | PackedWeight) -> bool:
+        return isinstance(weight, PackedWeight) or native.supports_weight(weight)
 
     def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
         return native.linear(x, self._panels, self._columns, self._bias, epilogue, other, self._is_unrounded)

@@ -10,7 +10,7 @@ import torch
 
 from worker.engines.embedded import native
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, NativeAttention, TorchAttention
-from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm, TorchGemm
+from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, OneDnnGemm, PackedWeight, TorchGemm
 from worker.engines.embedded.model.quantisation import Quantised, QuantisedGemm, quantise
 from worker.errors import StartupError
 
@@ -46,10 +46,10 @@ class KernelBackend:
         return quantise(weight, "int8" if is_unrounded else self.quantisation)
 
     def gemm(
-        self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, is_unrounded: bool = False
+        self, weight: torch.Tensor | PackedWeight | Quantised, bias: torch.Tensor | None, is_unrounded: bool = False
     ) -> GemmBackend:
         """The first GEMM backend that supports the weight, made of it; see `GemmBackend`."""
-        if not isinstance(weight, torch.Tensor):
+        if isinstance(weight, Quantised):
             return QuantisedGemm(weight, bias, is_unrounded, self.rounds_rows)
         is_unrounded = is_unrounded and weight.dtype != torch.float32
         return next(backend for backend in self.gemms if backend.supports(weight))(weight, bias, is_unrounded)

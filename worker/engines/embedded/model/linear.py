@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, TorchGemm
+from worker.engines.embedded.model.gemm import GemmBackend, NativeGemm, PackedWeight, TorchGemm
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.panels import Lookup, Panels, lookup
 from worker.engines.embedded.model.quantisation import (
+    PackedQuantised,
     Quantised,
     QuantisedGemm,
     QuantisedWeight,
@@ -64,6 +65,31 @@ EPILOGUES = ("none", "silu")
 NUM_TRIAL_ROWS = 128
 
 
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """What a linear layer multiplies by and adds.
+
+    Attributes:
+        weight: ``[N, K]``, of one layer or of several, one below the other.
+        bias: ``[N]`` or None.
+    """
+
+    weight: torch.Tensor | PackedWeight | Quantised
+    bias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, *layers: torch.nn.Linear) -> Projection:
+        """Of transformers' `layers`, whose results are concatenated.
+
+        Raises:
+            ValueError: some of them have a bias and others have none.
+        """
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        if biases and len(biases) != len(layers):
+            raise ValueError("all layers must have a bias, or none")
+        return cls(_stacked([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
+
+
 class Linear(torch.nn.Module):
     """``x @ weight.T + bias`` for rows ``[n, K]``; after `pack` it keeps only the packed weight.
 
@@ -76,7 +102,7 @@ class Linear(torch.nn.Module):
 
     def __init__(
         self,
-        weight: torch.Tensor | Quantised,
+        weight: torch.Tensor | PackedWeight | Quantised,
         bias: torch.Tensor | None = None,
         is_unrounded: bool = False,
         is_quantisable: bool = True,
@@ -85,7 +111,8 @@ class Linear(torch.nn.Module):
         self.out_features, self.in_features = weight.shape
         self.tiling = GemmTiling()
         self.num_bytes = weight.nbytes
-        self._weight: torch.Tensor | Quantised | None = weight.detach() if isinstance(weight, torch.Tensor) else weight
+        self._weight: torch.Tensor | PackedWeight | Quantised | None
+        self._weight = weight.detach() if isinstance(weight, torch.Tensor) else weight
         self._bias = bias.detach() if bias is not None else None
         self._is_unrounded = is_unrounded
         self._is_quantisable = is_quantisable
@@ -94,6 +121,11 @@ class Linear(torch.nn.Module):
         if isinstance(weight, torch.Tensor):
             self._dtype = weight.dtype
             self._gemm = TorchGemm(weight.detach(), self._bias)
+
+    @classmethod
+    def of(cls, projection: Projection, is_unrounded: bool = False) -> Linear:
+        """Of a projection."""
+        return cls(projection.weight, projection.bias, is_unrounded)
 
     def pack(self, kernels: KernelBackend) -> None:
         """Choose the GEMM backend, which packs the weight; once."""
@@ -116,6 +148,12 @@ class Linear(torch.nn.Module):
     def quantised(self) -> QuantisedGemm | None:
         """The GEMM backend, if the weight is quantised."""
         return self._gemm if isinstance(self._gemm, QuantisedGemm) else None
+
+    @property
+    def packed(self) -> Projection | None:
+        """The packed weight, if the native kernels read it, and the bias."""
+        gemm = self._gemm
+        return Projection(gemm.packed, self._bias) if isinstance(gemm, (NativeGemm, QuantisedGemm)) else None
 
     @property
     def is_packed(self) -> bool:
@@ -236,15 +274,8 @@ def cancelling_rows(weight: torch.Tensor, bias: torch.Tensor | None, count: int)
 
 
 def fuse(*layers: torch.nn.Linear) -> Linear:
-    """One fused linear layer: its result is the results of `layers`, concatenated.
-
-    Raises:
-        ValueError: some of them have a bias and others have none.
-    """
-    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    if biases and len(biases) != len(layers):
-        raise ValueError("all layers must have a bias, or none")
-    return Linear(_stacked([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
+    """One fused linear layer of `Projection.of` `layers`."""
+    return Linear.of(Projection.of(*layers))
 
 
 def _stacked(weights: list[torch.Tensor | QuantisedWeight]) -> torch.Tensor | Quantised:
@@ -257,9 +288,9 @@ def _stacked(weights: list[torch.Tensor | QuantisedWeight]) -> torch.Tensor | Qu
     return torch.cat([weight.detach() for weight in weights if isinstance(weight, torch.Tensor)])
 
 
-def lm_head(layer: torch.nn.Linear) -> Linear:
+def lm_head(projection: Projection) -> Linear:
     """The LM head. Its logits are float32: rounded to bfloat16, the likeliest tokens often tie."""
-    return Linear(layer.weight, layer.bias, is_unrounded=True)
+    return Linear.of(projection, is_unrounded=True)
 
 
 def has_tied_embeddings(network: Any) -> bool:
@@ -270,23 +301,54 @@ def has_tied_embeddings(network: Any) -> bool:
     return bool(embedding.data_ptr() == head.data_ptr() and embedding.shape == head.shape)
 
 
-def embed_with(weight: torch.Tensor | QuantisedWeight, head: Linear, is_tied: bool, dtype: torch.dtype) -> Lookup:
-    """Row lookup in an embedding's ``weight [N, K]``, in `dtype`; in the packed weight of `head`
-    where it is tied, so that the weight is held once.
+class Embedding:
+    """Row lookup in an embedding's ``weight [N, K]``; in the packed weight of the LM head where it
+    is tied, so that the weight is held once.
 
-    Where all layers hold packed copies it keeps none of the memory of `weight`, which may be the
+    Where all layers hold packed copies it keeps none of the memory of the weight, which may be the
     whole checkpoint, mapped into memory.
+
+    Args:
+        weight: None for the packed weight of `head`.
+        head: The LM head, packed.
+        is_tied: Whether `head` has the same weight.
+        dtype: Of the rows.
+
+    Attributes:
+        packed: What is held beside the weight of `head`; None for nothing.
     """
-    quantised = head.quantised if is_tied else None
-    if isinstance(weight, QuantisedWeight):
-        quantised = quantised or QuantisedGemm(weight, None)
-    if quantised is not None:
-        rows = quantised.rows
-        return lambda ids: rows(ids).to(dtype)
-    assert isinstance(weight, torch.Tensor)
-    weight = weight.detach()
-    found = lookup(weight, head.layouts()) if is_tied else None
-    return found or partial(functional.embedding, weight=weight.clone() if head.is_packed else weight)
+
+    def __init__(
+        self,
+        weight: torch.Tensor | QuantisedWeight | PackedQuantised | None,
+        head: Linear,
+        is_tied: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self._dtype = dtype
+        self.packed: torch.Tensor | PackedQuantised | None = None
+        self._rows: Lookup
+        quantised = head.quantised if is_tied else None
+        if isinstance(weight, (QuantisedWeight, PackedQuantised)) and quantised is None:
+            quantised = QuantisedGemm(weight, None)
+            self.packed = quantised.packed
+        if quantised is not None:
+            self._rows = quantised.rows
+        elif weight is None:
+            [panels] = head.layouts()
+            self._rows = panels.rows
+        else:
+            assert isinstance(weight, torch.Tensor)
+            weight = weight.detach()
+            found = lookup(weight, head.layouts()) if is_tied else None
+            if found is None:
+                self.packed = weight.clone() if head.is_packed else weight
+                found = partial(functional.embedding, weight=self.packed)
+            self._rows = found
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``[..., K]`` of indices ``[...]``."""
+        return self._rows(ids).to(self._dtype)
 
 
 def replace_linears(module: torch.nn.Module) -> None:

@@ -123,7 +123,28 @@ class StackedWeight:
         return sum(part.nbytes for part in self.parts)
 
 
-Quantised = QuantisedWeight | StackedWeight
+@dataclass(frozen=True, slots=True)
+class PackedQuantised:
+    """A quantised weight, or several one below the other, as the native kernels read it.
+
+    Attributes:
+        parts: Their panels, in order.
+    """
+
+    parts: tuple[QuantisedPanels, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """N and K."""
+        return torch.Size((sum(part.columns for part in self.parts), self.parts[0].inner))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+Quantised = QuantisedWeight | StackedWeight | PackedQuantised
 
 
 def concatenated(weights: Sequence[QuantisedWeight]) -> Quantised:
@@ -182,14 +203,19 @@ class QuantisedGemm:
     def __init__(
         self, weight: Quantised, bias: torch.Tensor | None, is_unrounded: bool = False, rounds_rows: bool = False
     ) -> None:
-        self._panels = [part.packed(rounds_rows) for part in weight.parts]
+        self.packed = (
+            weight
+            if isinstance(weight, PackedQuantised)
+            else PackedQuantised(tuple(part.packed(rounds_rows) for part in weight.parts))
+        )
+        self._panels = self.packed.parts
         rows = [panels.columns for panels in self._panels]
         self._biases = torch.split(bias, rows) if bias is not None else [None] * len(rows)
         self._is_unrounded = is_unrounded
 
     @classmethod
     def supports(cls, weight: object) -> bool:
-        return isinstance(weight, (QuantisedWeight, StackedWeight))
+        return isinstance(weight, Quantised)
 
     def __call__(self, x: torch.Tensor, epilogue: str = "none", other: torch.Tensor | None = None) -> torch.Tensor:
         rows = [panels.columns for panels in self._panels]

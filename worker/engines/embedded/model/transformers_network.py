@@ -12,16 +12,15 @@ from transformers.masking_utils import AttentionMaskInterface
 from worker.engines.embedded.attention import AttentionStep
 from worker.engines.embedded.model.kernels import KernelBackend
 from worker.engines.embedded.model.linear import (
+    Embedding,
     Linear,
-    embed_with,
+    Projection,
     has_tied_embeddings,
     lm_head,
     pack_all,
     replace_linears,
 )
 from worker.engines.embedded.model.moe import Experts, Router
-
-MODEL_TYPES = ("gemma2", "gemma3_text", "qwen3_moe")
 
 _IMPLEMENTATION = "embedded_kv_store"
 _STEP_ARGUMENT = "embedded_step"
@@ -42,12 +41,12 @@ class TransformersNetwork(torch.nn.Module):
         network.set_attn_implementation(_IMPLEMENTATION)
         self._model = network.model
         is_tied = has_tied_embeddings(network)
-        self._head = lm_head(network.lm_head)
+        self._head = lm_head(Projection.of(network.lm_head))
         self._softcap = getattr(network.config, "final_logit_softcapping", None)  # only Gemma's configurations have it
         _replace_experts(self._model)
         replace_linears(self._model)
         pack_all(self, kernels)
-        self._model.embed_tokens = _Embedding(self._model.embed_tokens, self._head, is_tied)
+        self._model.embed_tokens = _ScaledEmbedding(self._model.embed_tokens, self._head, is_tied)
         for parameter in self._model.parameters() if self._head.is_packed else ():
             parameter.data = parameter.data.clone()  # what is left would keep the whole checkpoint mapped into memory
 
@@ -69,15 +68,15 @@ class TransformersNetwork(torch.nn.Module):
         return logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
 
-class _Embedding(torch.nn.Module):
-    """transformers' embedding, which may scale what it looks up; see `embed_with`."""
+class _ScaledEmbedding(torch.nn.Module):
+    """transformers' embedding, which may scale what it looks up."""
 
     def __init__(self, embedding: Any, head: Linear, is_tied: bool) -> None:
         super().__init__()
         weight = embedding.weight.detach()
         scale = getattr(embedding, "embed_scale", None)  # only Gemma's embeddings have it
         self._scale: torch.Tensor | None = None if scale is None else scale.to(weight.dtype)
-        self._lookup = embed_with(weight, head, is_tied, weight.dtype)
+        self._lookup = Embedding(weight, head, is_tied, weight.dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self._lookup(ids)

@@ -276,6 +276,13 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, COLUMNS, inner // per_word, per_word).transpose(1, 2).contiguous()
 
 
+def check_panels(panels: torch.Tensor, columns: int) -> None:
+    """Raises `ValueError` if `panels` are not what `pack` returns for ``columns`` rows."""
+    per_word = _KINDS[panels.dtype].per_word if panels.dtype in _KINDS else 0
+    if panels.dim() != 4 or (panels.shape[0], *panels.shape[2:]) != (-(-columns // COLUMNS), COLUMNS, per_word):
+        raise ValueError(f"panels {panels.dtype} {list(panels.shape)} hold no weight of {columns} rows")
+
+
 def linear(
     x: torch.Tensor,
     panels: torch.Tensor,

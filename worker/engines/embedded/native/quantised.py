@@ -34,6 +34,9 @@ class QuantisedPanels:
         columns: N.
         inner: K.
         rounds_rows: Whether rows that meet the weight are rounded to 8 bits.
+
+    Raises:
+        ValueError: a tensor has another shape or data type.
     """
 
     codes: torch.Tensor
@@ -44,6 +47,31 @@ class QuantisedPanels:
     columns: int
     inner: int
     rounds_rows: bool
+
+    def __post_init__(self) -> None:
+        per_word = {8: 4 if self.rounds_rows else 1, 4: 8}.get(self.bits, 0)
+        dtype = torch.int8 if per_word == 1 else torch.int32
+        scales = self.scales
+        if (
+            not per_word
+            or self.codes.dtype != dtype
+            or tuple(self.codes.shape) != self._shape(-(-self.inner // per_word))
+            or scales.dtype not in (torch.float16, torch.float32)
+            or scales.dim() != 3
+            or tuple(scales.shape) != self._shape(scales.shape[1])
+            or not scales.shape[1]
+            or self.inner % scales.shape[1]
+            or (self.offsets is not None and (self.offsets.shape != scales.shape or self.offsets.dtype != scales.dtype))
+        ):
+            raise ValueError(f"codes {list(self.codes.shape)} are no weight of shape {[self.columns, self.inner]}")
+
+    def _shape(self, rows: int) -> tuple[int, int, int]:
+        return -(-self.columns // native.COLUMNS), rows, native.COLUMNS
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes, scales and offsets."""
+        return self.codes.nbytes + self.scales.nbytes + (self.offsets.nbytes if self.offsets is not None else 0)
 
     @property
     def group(self) -> int:

@@ -1,4 +1,9 @@
-"""Loads quantised checkpoints, of GGUF files and of ``python -m worker quantize``."""
+"""Loads checkpoints into transformers' models, quantised ones of GGUF files and of
+``python -m worker quantize`` too.
+
+Importing transformers takes longer than anything else at a start, so this module is imported where
+there is no packed copy alone.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from worker.engines.embedded.model import llama
+from worker.engines.embedded.model import llama_weights
+from worker.engines.embedded.model.checkpoint_files import eos_token_ids, first_line, undecodable_ids
+from worker.engines.embedded.model.hf_model import ModelFacts
+from worker.engines.embedded.model.kernels import KernelBackend
+from worker.engines.embedded.model.llama import LlamaNetwork
+from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.quantisation import QuantisedWeight
+from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError
 from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, SCALES, format_of
 
@@ -26,9 +37,65 @@ makes no model.
 """
 
 
-def is_quantised_here(settings: Mapping[str, Any]) -> bool:
-    """Whether ``config.json`` says that a checkpoint is as in `worker.models.quantised`."""
-    return format_of(settings) is not None
+def facts_of(network: Any, directory: Path, settings: dict[str, Any], weights: str | None) -> ModelFacts:
+    """Facts of transformers' causal language model, and of the tokenizer beside it.
+
+    Args:
+        network: Before its layers are taken.
+        directory: Of the checkpoint.
+        settings: Its ``config.json``.
+        weights: What weights are held in, for people; None for its data type.
+
+    Raises:
+        StartupError: a file of the checkpoint cannot be read.
+    """
+    config = network.config
+    vocab_size = int(config.vocab_size)
+    return ModelFacts(
+        dtype=network.dtype,
+        vocab_size=vocab_size,
+        context_length=int(config.max_position_embeddings),
+        num_layers=int(config.num_hidden_layers),
+        heads=int(config.num_attention_heads),
+        kv_heads=int(config.num_key_value_heads),
+        head_dim=int(network.model.layers[0].self_attn.head_dim),
+        softcap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
+        eos_token_ids=tuple(token for token in eos_token_ids(directory, settings) if token < vocab_size),
+        undecodable_ids=undecodable_ids(directory, vocab_size),
+        weights=weights,
+    )
+
+
+def packed(network: Any, kernels: KernelBackend) -> LlamaNetwork | TransformersNetwork:
+    """The engine's network of transformers' causal language model, of no use afterwards."""
+    if llama_weights.serves(network.config):
+        return LlamaNetwork(LlamaWeights.of(network), kernels)
+    return TransformersNetwork(network, kernels)
+
+
+def load_network(directory: Path, dtype: torch.dtype) -> Any:
+    """transformers' causal language model of a checkpoint that is not quantised, on the CPU.
+
+    Raises:
+        StartupError: it cannot be read or is incomplete.
+    """
+    loader: Any = AutoModelForCausalLM
+    try:
+        network, report = loader.from_pretrained(
+            directory,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except UNREADABLE as error:
+        raise StartupError(f"--model-path {directory}: cannot load it: {first_line(error)}") from error
+    for problem in ("missing_keys", "mismatched_keys"):
+        if report.get(problem):
+            names = sorted(str(name) for name in report[problem])
+            raise StartupError(f"--model-path {directory}: weights are incomplete, {problem}: {', '.join(names[:3])}")
+    return network
 
 
 class QuantisedCheckpoint:
@@ -68,15 +135,14 @@ class QuantisedCheckpoint:
         maker: Any = AutoModelForCausalLM
         try:
             config = AutoConfig.from_pretrained(self._directory, local_files_only=True)
-            if not llama.serves(config):
+            if not llama_weights.serves(config):
                 raise ValueError("a variant of its architecture that is not served from a quantised checkpoint")
             with torch.device("meta"):
                 network = maker.from_config(config, dtype=dtype)
             network.model.rotary_emb = type(network.model.rotary_emb)(config)
             self._fill(network, _weights(self._directory), dtype, keeps_quantised)
         except UNREADABLE as error:
-            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            raise StartupError(f"--model-path {self._directory}: cannot load it: {reason}") from error
+            raise StartupError(f"--model-path {self._directory}: cannot load it: {first_line(error)}") from error
         if config.tie_word_embeddings:
             _set_weight(network, "lm_head.weight", network.model.embed_tokens.weight)
         missing = [name for name, value in network.named_parameters() if value.is_meta]

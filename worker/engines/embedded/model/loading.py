@@ -1,0 +1,155 @@
+"""Loads a model: from the packed copy beside its checkpoint, or else from the checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from worker.engines.embedded.attention import AttentionLayer
+from worker.engines.embedded.config import EmbeddedConfig, resolve_device, resolve_dtype
+from worker.engines.embedded.host import in_own_thread
+from worker.engines.embedded.model import llama_weights
+from worker.engines.embedded.model.checkpoint_files import checkpoint_dtype, read_settings
+from worker.engines.embedded.model.gemm import PackedWeight
+from worker.engines.embedded.model.hf_model import HfModel, ModelFacts
+from worker.engines.embedded.model.kernels import KernelBackend, choose_kernels
+from worker.engines.embedded.model.linear import Projection
+from worker.engines.embedded.model.llama import LlamaNetwork
+from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm, Rope
+from worker.engines.embedded.model.packed_copy import PackedCopy
+from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised
+from worker.engines.embedded.native.quantised import QuantisedPanels
+from worker.errors import StartupError
+from worker.models.quantised import format_of
+
+if TYPE_CHECKING:
+    from worker.engines.embedded.model.transformers_network import TransformersNetwork
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedModel:
+    """What a packed copy holds."""
+
+    facts: ModelFacts
+    weights: LlamaWeights
+
+    def check(self, dtype: torch.dtype, rounds_rows: bool) -> None:
+        """Raises `ValueError` unless everything in it fits together, and these settings."""
+        facts, weights = self.facts, self.weights
+        weights.check(facts.vocab_size, rounds_rows)
+        layers = tuple(weights.layers)
+        attention = layers[0].attention
+        found = (weights.dtype, len(layers), attention.heads, attention.kv_heads, weights.rope.head_dim)
+        if (
+            found != (facts.dtype, facts.num_layers, facts.heads, facts.kv_heads, facts.head_dim)
+            or dtype != facts.dtype
+        ):
+            raise ValueError("it holds another model")
+
+
+_KINDS = (
+    *(PackedModel, ModelFacts, LlamaWeights, LayerWeights, AttentionLayer, Norm, Rope, Projection),
+    *(PackedWeight, PackedQuantised, QuantisedPanels),
+)
+"""Classes of what a packed copy holds."""
+
+
+def load_model(config: EmbeddedConfig) -> HfModel:
+    """Load the checkpoint in ``config.model_path``.
+
+    Raises:
+        StartupError: it is missing, unreadable, incomplete or of an architecture that is not
+            served; or the kernels that were asked for cannot compute here.
+    """
+    return in_own_thread(lambda: _load_model(config))
+
+
+def _load_model(config: EmbeddedConfig) -> HfModel:
+    directory = Path(config.model_path)
+    settings = read_settings(directory)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device, checkpoint_dtype(settings))
+    quantisation = config.quantization if config.quantization in FORMATS else None
+    format = format_of(settings)
+    if format is not None and quantisation is not None:
+        reason = f"{directory} is quantised already ({format}); use auto or none"
+        raise StartupError(f"--quantization {quantisation}: {reason}")
+    rounds_rows = config.activation_dtype == "int8"
+    if rounds_rows and quantisation is None and (format is None or config.quantization == "none"):
+        raise StartupError("--activation-dtype int8 needs quantised weights: a quantised model, or --quantization int8")
+    kernels = choose_kernels(config.kernels, device, dtype, quantisation, rounds_rows)
+    keeps = format is not None and config.quantization == "auto" and kernels.reads_quantised
+    if format is not None and config.quantization == "auto" and not keeps:
+        logger.info("weights in %s are dequantised: %s kernels do not read them", format, kernels.name)
+    copy = _packed_copy(config, settings, dtype, kernels, keeps)
+    found = _read(copy, dtype, kernels) if copy is not None else None
+    network: LlamaNetwork | TransformersNetwork
+    if found is not None:
+        network, facts = LlamaNetwork(found.weights, kernels), found.facts
+    else:
+        network, facts = _from_checkpoint(directory, settings, device, dtype, kernels, keeps)
+        if copy is not None:
+            _keep(copy, network, facts)
+    return HfModel(network, facts, device, config.numerics, kernels, config.kv_cache_dtype, found is not None)
+
+
+def _from_checkpoint(
+    directory: Path,
+    settings: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: KernelBackend,
+    keeps: bool,
+) -> tuple[LlamaNetwork | TransformersNetwork, ModelFacts]:
+    from worker.engines.embedded.model import transformers_checkpoint as checkpoint  # imports transformers
+
+    weights = kernels.quantisation
+    if format_of(settings) is None:
+        network = checkpoint.load_network(directory, dtype)
+    else:
+        quantised = checkpoint.QuantisedCheckpoint(directory, settings)
+        network = quantised.network(dtype, keeps)
+        weights = quantised.format if keeps else None
+    network = network.to(device).eval()
+    facts = checkpoint.facts_of(network, directory, settings, weights)
+    return checkpoint.packed(network, kernels), facts
+
+
+def _packed_copy(
+    config: EmbeddedConfig, settings: dict[str, Any], dtype: torch.dtype, kernels: KernelBackend, keeps: bool
+) -> PackedCopy | None:
+    """Where the packed copy for these settings is, or would be; None where none is kept."""
+    if (
+        config.packed_copy == "off"
+        or not kernels.reads_quantised
+        or settings["model_type"] not in llama_weights.MODEL_TYPES
+    ):
+        return None
+    held_in = kernels.quantisation or ("quantised" if keeps else "dense")
+    parts = [str(dtype).removeprefix("torch."), held_in, *(["int8-activations"] if kernels.rounds_rows else [])]
+    return PackedCopy(Path(config.model_path), "-".join(parts), _KINDS)
+
+
+def _read(copy: PackedCopy, dtype: torch.dtype, kernels: KernelBackend) -> PackedModel | None:
+    try:
+        found: PackedModel | None = copy.read()
+        if found is not None:
+            found.check(dtype, kernels.rounds_rows)
+    except ValueError as error:
+        logger.info("the packed copy %s is made again: %s", copy.path, error)
+        return None
+    return found
+
+
+def _keep(copy: PackedCopy, network: LlamaNetwork | TransformersNetwork, facts: ModelFacts) -> None:
+    weights = network.packed() if isinstance(network, LlamaNetwork) else None
+    if weights is None:
+        logger.debug("no packed copy is kept: other kernels compute a part of the model")
+        return
+    copy.write(PackedModel(facts, weights))

@@ -1,0 +1,151 @@
+"""A packed copy: what the engine made of a checkpoint, in a file beside it, for the next start.
+
+It is one safetensors file, whose metadata say what it holds, and of which checkpoint
+(`worker.models.beside`). It is read into huge pages, and used only if its tensors have the SHA-256
+that was written with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from worker import __version__
+from worker.engines.embedded.host import memory as host_memory
+from worker.models.beside import DIRECTORY, Provenance, keep, opened, sealed, side_by_side
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Raised when the same checkpoint would be packed, or written, differently."""
+
+_SOURCES = ("*.json", "*.safetensors")
+_PACKAGES = ("transformers",)  # its constants are in it
+
+
+class PackedCopy:
+    """The packed copy of a checkpoint for some settings. Make it before the checkpoint is read.
+
+    Args:
+        checkpoint: Directory of the checkpoint.
+        name: Of the settings on which packed weights depend; part of the file's name.
+        kinds: Dataclasses that it may hold; their fields are numbers, strings, data types, tensors,
+            tuples, and such dataclasses.
+
+    Attributes:
+        path: Where it is, or would be.
+    """
+
+    def __init__(self, checkpoint: Path, name: str, kinds: Sequence[type]) -> None:
+        self.path = checkpoint / DIRECTORY / f"{name}.safetensors"
+        self._kinds = {kind.__name__: kind for kind in kinds}
+        self._provenance = Provenance(checkpoint, _SOURCES, [FORMAT, __version__], _PACKAGES)
+
+    def read(self) -> Any:
+        """What was written; None if nothing was.
+
+        Raises:
+            ValueError: it is damaged, or of another checkpoint or version.
+        """
+        began = time.monotonic()
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                content = opened(file.metadata() or {})
+                self._provenance.check(content["provenance"])
+                tensors = _loaded(file, content["tensors"])
+            value = self._decoded(content["value"], tensors)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ValueError(f"it cannot be read: {error}") from error
+        except (SafetensorError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"it is damaged: {str(error) or type(error).__name__}") from error
+        logger.info("packed weights: read from %s in %.1f s", self.path, time.monotonic() - began)
+        return value
+
+    def write(self, value: Any) -> None:
+        """Write `value`; logs why if it cannot be written."""
+        tensors: dict[str, torch.Tensor] = {}
+        tree = _encoded(value, tensors)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+
+        def write(path: Path) -> None:
+            if shutil.disk_usage(path.parent).free < 2 * size:
+                raise OSError(f"its {size // 10**6} MB would take more than half of what is free")
+            content = {
+                "provenance": self._provenance.record(),
+                "tensors": dict(zip(tensors, side_by_side(_digest, tensors.values()), strict=True)),
+                "value": tree,
+            }
+            save_file(tensors, path, sealed(content))
+
+        try:
+            keep(self.path, write)
+        except BlockingIOError:
+            logger.debug("another process writes %s", self.path)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            logger.info("no packed weights are kept in %s: %s", self.path, error)
+        else:
+            logger.info("packed weights: %d MB kept in %s for the next start", size // 10**6, self.path)
+
+    def _decoded(self, tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+        if isinstance(tree, list):
+            return tuple(self._decoded(each, tensors) for each in tree)
+        if not isinstance(tree, dict):
+            return tree
+        [(key, content)] = tree.items()
+        if key == "tensor":
+            return tensors[content]
+        if key == "dtype":
+            return getattr(torch, content)
+        return self._kinds[key](**{name: self._decoded(each, tensors) for name, each in content.items()})
+
+
+def _encoded(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> Any:
+    """`value` as JSON data; its tensors are put into `tensors`, by where they are in it."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, tuple):
+        return [_encoded(each, tensors, f"{name}.{index}") for index, each in enumerate(value)]
+    if is_dataclass(value):
+        names = [field.name for field in fields(value)]
+        content = {each: _encoded(getattr(value, each), tensors, f"{name}.{each}".lstrip(".")) for each in names}
+        return {type(value).__name__: content}
+    return value
+
+
+def _loaded(file: Any, digests: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The tensors, in huge pages. Raises `ValueError` if one has another SHA-256."""
+    mapped = {name: file.get_tensor(name) for name in digests}
+    tensors = dict(zip(mapped, host_memory.like(mapped.values()), strict=True))
+
+    def take(name: str) -> bool:
+        np.copyto(_bytes(tensors[name]), _bytes(mapped[name]))  # torch would start threads in this one
+        return _digest(tensors[name]) == digests[name]
+
+    if not all(side_by_side(take, sorted(tensors, key=lambda name: -tensors[name].nbytes))):
+        raise ValueError("it is damaged: a tensor has another SHA-256")
+    return tensors
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(_bytes(tensor).data).hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    return tensor.view(torch.uint8).numpy()

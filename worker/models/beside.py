@@ -1,0 +1,143 @@
+"""Files that the worker keeps beside a checkpoint for its next start, and whether they still fit.
+
+They lie in the checkpoint's directory ``.packed``. They are as trustworthy as the checkpoint, no
+more: whoever can write one can write the other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+DIRECTORY = ".packed"
+
+_PART_BYTES = 32 * 2**20
+
+
+class Provenance:
+    """Of what a file is made: some files of a checkpoint, and versions of some packages.
+
+    Make it before the checkpoint is read.
+
+    Args:
+        checkpoint: Directory of the checkpoint.
+        patterns: Of its files' names.
+        versions: What else must be the same: numbers and strings.
+        packages: Distributions whose versions must be.
+    """
+
+    def __init__(
+        self, checkpoint: Path, patterns: Sequence[str], versions: Sequence[str | int], packages: Sequence[str]
+    ) -> None:
+        self._checkpoint, self._patterns = checkpoint, patterns
+        self._versions = [*versions, *map(importlib.metadata.version, packages)]
+        self._states = self._stat()
+
+    def _stat(self) -> dict[Path, list[int]]:
+        """Size, inode and times of the files."""
+        states = {}
+        for path in sorted({path for pattern in self._patterns for path in self._checkpoint.glob(pattern)}):
+            found = path.stat()
+            states[path] = [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+        return states
+
+    def record(self) -> dict[str, Any]:
+        """What `check` takes, JSON data; reads all of the files.
+
+        Raises:
+            OSError: a file cannot be read, or has changed.
+        """
+        files = {path.name: [*state, file_digest(path)] for path, state in self._states.items()}
+        if self._stat() != self._states:
+            raise OSError("the checkpoint has changed meanwhile")
+        return {"versions": self._versions, "files": files}
+
+    def check(self, recorded: dict[str, Any]) -> None:
+        """Raises `ValueError` unless versions and files are the same.
+
+        A file whose size, inode and times are the same is not read; of another the SHA-256 counts.
+        """
+        if recorded["versions"] != self._versions:
+            raise ValueError("another version made it")
+        files = recorded["files"]
+        if sorted(files) != [path.name for path in self._states]:
+            raise ValueError("the checkpoint has other files")
+        for path, state in self._states.items():
+            *known, digest = files[path.name]
+            if known != state and (known[0] != state[0] or file_digest(path) != digest):
+                raise ValueError(f"the checkpoint has another {path.name}")
+
+
+def keep(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file whole or not at all, even if the process is killed; the directory is made.
+
+    Args:
+        path: Of the file.
+        write: Writes it to the path that it is given.
+
+    Raises:
+        BlockingIOError: another process is writing it.
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        mode = stat.S_IMODE(os.fstat(lock.fileno()).st_mode)
+        try:
+            write(partial)
+            partial.chmod(mode)  # libraries that replace the file make it private
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def sealed(content: Any) -> dict[str, str]:
+    """JSON data as text, with its SHA-256; see `opened`."""
+    text = json.dumps(content, separators=(",", ":"))
+    return {"content": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def opened(seal: dict[str, str]) -> Any:
+    """The JSON data of `sealed`.
+
+    Raises:
+        ValueError: it is damaged.
+        LookupError, TypeError, AttributeError: it is something else.
+    """
+    if hashlib.sha256(seal["content"].encode()).hexdigest() != seal["sha256"]:
+        raise ValueError("it has another SHA-256")
+    return json.loads(seal["content"])
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of the SHA-256s of a file's parts of 32 MiB, which are computed side by side."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            return ""
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+
+            def digest_from(start: int) -> bytes:
+                with view[start : start + _PART_BYTES] as part:
+                    return hashlib.sha256(part).digest()
+
+            return hashlib.sha256(b"".join(side_by_side(digest_from, range(0, size, _PART_BYTES)))).hexdigest()
+
+
+def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """`work` of each item, in as many threads as there are CPUs."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(work, items))

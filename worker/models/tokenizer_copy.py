@@ -1,0 +1,71 @@
+"""The tokenizer of a checkpoint, from the copy beside it if it has one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from adapters.vocabulary import CopiedTokenizer, Vocabulary
+from worker import __version__
+from worker.models.beside import DIRECTORY, Provenance, keep, opened, sealed
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Raised when the same tokenizer would be copied differently."""
+
+_SOURCES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+
+
+def load_vocabulary(checkpoint: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    """The vocabulary of a checkpoint, with a `CopiedTokenizer` if one can stand for its tokenizer.
+
+    Args:
+        checkpoint: Directory of the checkpoint.
+        size: Width of a row of logits.
+        eos_token_ids: Ids that end an answer.
+
+    Raises:
+        OSError, ValueError: there is no tokenizer that can be read.
+    """
+    provenance = Provenance(checkpoint, _SOURCES, [FORMAT, __version__], ("transformers", "tokenizers"))
+    path = checkpoint / DIRECTORY / "tokenizer.json"
+    copied = _read(path, provenance)
+    if copied is not None:
+        return Vocabulary(size, copied, eos_token_ids, path=str(checkpoint))
+    vocabulary = Vocabulary.from_pretrained(str(checkpoint), size, eos_token_ids)
+    content = CopiedTokenizer.to_json(vocabulary.tokenizer)
+    if content is None:
+        logger.debug("the tokenizer is not copied: a copy would differ")
+    else:
+        _write(path, provenance, content)
+    return vocabulary
+
+
+def _read(path: Path, provenance: Provenance) -> CopiedTokenizer | None:
+    try:
+        content = opened(json.loads(path.read_text(encoding="utf-8")))
+        provenance.check(content["provenance"])
+        return CopiedTokenizer(content["tokenizer"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        logger.info("the copied tokenizer %s is made again: %s", path, error)
+        return None
+
+
+def _write(path: Path, provenance: Provenance, tokenizer: dict[str, Any]) -> None:
+    """Logs why if it cannot be written."""
+
+    def write(partial: Path) -> None:
+        content = {"provenance": provenance.record(), "tokenizer": tokenizer}
+        partial.write_text(json.dumps(sealed(content)), encoding="utf-8")
+
+    try:
+        keep(path, write)
+    except BlockingIOError:
+        logger.debug("another process writes %s", path)
+    except OSError as error:
+        logger.info("the tokenizer is not copied to %s: %s", path, error)
