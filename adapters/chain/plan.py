@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 import torch
 
 from adapters.chain.receipts import ProcessorRecord
-from adapters.contract import Ban, Edit, Processor, Scope, Stage, SteeringProcessor, bitmask_of, is_allowed
+from adapters.contract import (
+    Allow,
+    Ban,
+    Edit,
+    Processor,
+    Scope,
+    Stage,
+    SteeringProcessor,
+    bitmask_of,
+    count_allowed,
+    is_allowed,
+)
 
 
 class ProcessorFailed(Exception):
@@ -50,6 +61,7 @@ class RowPlan:
         force: The forced token, if any; no other edit then matters for the token.
         forced_by: The member that forces it.
         late: Shaping steps of the stage of hard masks and of those after it.
+        num_banned: Tokens in `bans`.
         fewest_allowed: Tokens in the strictest of `allows`, padding left out.
     """
 
@@ -59,6 +71,7 @@ class RowPlan:
     force: int | None = None
     forced_by: Member | None = None
     late: list[Member] = field(default_factory=list)
+    num_banned: int = 0
     fewest_allowed: int = 2**63
 
     @property
@@ -81,14 +94,13 @@ class RowPlan:
 
         Most plans have more bits set than bans, which decides it without intersecting.
         """
-        num_banned = sum(len(ban.token_ids) for ban in self.bans)
-        if len(self.allows) == 1 and self.fewest_allowed > num_banned:
+        if len(self.allows) == 1 and self.fewest_allowed > self.num_banned:
             return True
         width = min(len(bitmask) for bitmask in self.allows)
         allowed = self.allows[0][:width].clone()
         for bitmask in self.allows[1:]:
             allowed &= bitmask[:width]
-        if num_banned:
+        if self.num_banned:
             banned = torch.cat([ban.token_ids for ban in self.bans]).tolist()
             allowed &= ~bitmask_of((token_id for token_id in banned if token_id < 32 * width), 32 * width)
         return bool(allowed.any())
@@ -103,22 +115,31 @@ class Member:
         is_third_party: It runs code from outside this package: its edits are checked, and its time
             is bounded.
         foresees: It may know tokens in advance (`Processor.foresee`).
-        turn: The stage with which it is applied: its own, unless the request gives an order.
+        follows: It may have state that follows the history (`Processor.catch_up`).
+        stage: The processor's.
+        turn: The stage with which it is applied: `stage`, unless the request gives an order.
     """
 
     processor: Processor
     scope: Scope
     record: ProcessorRecord
     edit: Callable[[], Edit | None] | None = None
+    stage: Stage = field(init=False)
     turn: Stage = field(init=False)
     is_third_party: bool = field(init=False)
     foresees: bool = field(init=False)
+    follows: bool = field(init=False)
+    _counted: Allow | None = field(default=None, init=False)
+    _num_allowed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         kind = type(self.processor)
-        self.turn = self.processor.stage
+        self.stage = self.turn = self.processor.stage
         self.is_third_party = kind.wraps_third_party or not kind.__module__.startswith("adapters.")
         self.foresees = kind.foresee is not Processor.foresee and not self.is_third_party
+        self.follows = self.is_third_party or any(
+            getattr(kind, name) is not getattr(Processor, name) for name in ("reset", "advance", "catch_up")
+        )
         if isinstance(self.processor, SteeringProcessor):
             self.edit = self.processor.edit  # looked up once: isinstance is slow for abstract classes
 
@@ -128,8 +149,19 @@ class Member:
 
     def step(self) -> Edit | Member | None:
         """The processor's edit now; a shaping processor returns its member."""
-        self.processor.catch_up()
+        if self.follows:
+            self.processor.catch_up()
         return self.edit() if self.edit is not None else self
+
+    def num_allowed(self, edit: Allow, num_tokens: int) -> int:
+        """Tokens below ``num_tokens`` that the processor's ``edit`` allows.
+
+        A built-in often returns the edit of the step before again, which is not counted again. One
+        of a third party may have changed it in place.
+        """
+        if self._counted is not edit or self.is_third_party:
+            self._counted, self._num_allowed = edit, count_allowed(edit.bitmask, num_tokens)
+        return self._num_allowed
 
 
 NOTHING = RowPlan()

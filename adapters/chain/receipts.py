@@ -17,7 +17,8 @@ class ProcessorRecord:
         steps_active: Positions at which it asked for an edit.
         tokens_forced: Positions at which it chose the token.
         tokens_masked: Vocabulary entries masked, summed over positions.
-        seconds: CPU time spent in it.
+        seconds: CPU time spent in it; of a built-in's edits an estimate, from one position in
+            `adapters.chain.chain.TIMED_EVERY`.
         rollbacks: How often it took tokens back, which are not counted otherwise; None for a
             processor that cannot.
     """

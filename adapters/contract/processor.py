@@ -329,10 +329,10 @@ class Processor(ABC):
         if self._consumed < 0:
             self.reset()
             self._consumed = self._prompt_length
-        tokens = self._tokens
-        while self._consumed < len(tokens):
-            self.advance(tokens[self._consumed], self._consumed - self._prompt_length)
-            self._consumed += 1
+        tokens, index = self._tokens, self._consumed
+        while index < len(tokens):
+            self.advance(tokens[index], index - self._prompt_length)
+            index = self._consumed = index + 1
 
 
 class SteeringProcessor(Processor):

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary, ref
 from llguidance import LLMatcher, LLTokenizer
 
 from adapters.grammars.compiler import GrammarRefused, compile_grammar, walk
+from adapters.grammars.masks import GrammarMasks
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, Verdict
 
 MAX_BYTES = 256 * 1024 * 1024
@@ -85,6 +86,7 @@ class GrammarCache:
 
     Attributes:
         sandbox: Compiles every grammar first; None trusts grammars.
+        masks: Of its grammars.
         num_bytes: Bytes of the cached grammars.
         num_hits: Look-ups that found the grammar.
         num_misses: Look-ups that did not.
@@ -95,6 +97,7 @@ class GrammarCache:
     ) -> None:
         self.tokenizer = tokenizer
         self.sandbox: GrammarSandbox | None = None
+        self.masks = GrammarMasks(tokenizer.vocab_size)
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_hits = 0

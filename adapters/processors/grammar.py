@@ -16,7 +16,6 @@ from copy import copy
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
-import torch
 from llguidance import LLMatcher
 from pydantic import Field
 
@@ -35,6 +34,7 @@ from adapters.contract import (
 )
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compiler import byte_tables, hugging_face_tables, load_tokenizer, short_reason
+from adapters.grammars.masks import Words
 from adapters.processors.arguments import MAX_LIST, MAX_TEXT
 from adapters.vocabulary import Vocabulary, vocabulary_at
 
@@ -47,13 +47,6 @@ _IGNORED_ATTRIBUTE = re.compile(r"\btemperature\s*=")
 
 _Words: TypeAlias = tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.int32]]]
 """Indices of words of a mask, and a word for each."""
-
-
-def bits_of(matcher: LLMatcher, width: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Packed mask int32 ``[ceil(width / 32)]`` of the tokens that ``matcher`` allows next."""
-    bits = np.zeros(-(-width // 32), dtype=np.int32)
-    matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-    return bits
 
 
 def grammar_cache(vocabulary: Vocabulary) -> GrammarCache:
@@ -107,7 +100,7 @@ class GrammarProcessor(SteeringProcessor):
         if not context.end_token_ids:
             raise ArgumentError(self.argument, "needs an end token, and this request has none")
         self._grammar = self.grammar(args, context.vocabulary)
-        self._end = sorted(context.end_token_ids)
+        self._end = tuple(sorted(context.end_token_ids))
         vocabulary = context.vocabulary
         # A negated terminal would match llguidance's spelling of them.
         self._padding = [*vocabulary.gap_ids, *range(vocabulary.num_tokens, vocabulary.size)]
@@ -129,6 +122,7 @@ class GrammarProcessor(SteeringProcessor):
     def _use(self, cache: GrammarCache) -> None:
         self._width = cache.tokenizer.vocab_size
         self._compiled = cache.compiled(self._grammar)
+        self._masks = cache.masks
         self._never, self._ends = _end_words(self._width, [*cache.tokenizer.eos_tokens, *self._padding], self._end)
         self.reset()
 
@@ -165,7 +159,7 @@ class GrammarProcessor(SteeringProcessor):
         if self._violated:
             raise Unsatisfiable("the tokens so far do not match the grammar")
         if self._edit is None:
-            self._edit = Allow(torch.from_numpy(self._bits()))
+            self._edit = self._masks.edit(self._compute(), self._end, self._correct)
         return self._edit
 
     def foresee(self, limit: int) -> Sequence[int]:
@@ -178,27 +172,29 @@ class GrammarProcessor(SteeringProcessor):
             return ()
         return found[:limit]
 
-    def _bits(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def _compute(self) -> bool:
+        """Compute the mask of the next token; whether the text so far is complete."""
         if self._num_outside:  # the answer has ended
-            bits = np.zeros(-(-self._width // 32), dtype=np.int32)
-            complete = True
-        else:
-            bits = bits_of(self._matcher, self._width)
-            if self._matcher.is_error():
-                raise Unsatisfiable(f"the grammar exceeded its limits ({short_reason(self._matcher.get_error())})")
-            complete = self._matcher.is_accepting()
+            self._masks.clear()
+            return True
+        self._masks.compute(self._matcher)
+        if self._matcher.is_error():
+            raise Unsatisfiable(f"the grammar exceeded its limits ({short_reason(self._matcher.get_error())})")
+        return bool(self._matcher.is_accepting())
+
+    def _correct(self, mask: Words, complete: bool) -> None:
+        """Clear the ids that are never sampled; set the end tokens if the text is ``complete``."""
         words, never = self._never
-        bits[words] &= never
+        mask[words] &= never
         if complete:
             words, ends = self._ends
-            bits[words] |= ends
-        return bits
+            mask[words] |= ends
 
     def __getstate__(self) -> dict[str, Any]:
         if self._address is None:
             raise pickle.PicklingError(f"{self.name} can only be rebuilt elsewhere if its vocabulary has a path")
         state = dict(self.__dict__)
-        for name in ("_compiled", "_matcher", "_edit"):
+        for name in ("_compiled", "_matcher", "_masks", "_edit"):
             del state[name]
         state["_consumed"] = -1  # the history is replayed at the next step
         return state

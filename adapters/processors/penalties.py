@@ -28,19 +28,23 @@ class Occurrences:
         self._slots: dict[int, int] = {}
         self._ids = np.zeros(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.float32)
+        self._known_ids: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def add(self, token_id: int) -> None:
-        """Count one more occurrence."""
+    def add(self, token_id: int) -> bool:
+        """Count one more occurrence; whether it is the first one."""
         slot = self._slots.get(token_id)
-        if slot is None:
-            slot = self._slots[token_id] = len(self._slots)
-            if slot == len(self._ids):
-                self._grow()
-            self._ids[slot], self._counts[slot] = token_id, 0
-        self._counts[slot] += 1
+        if slot is not None:
+            self._counts[slot] += 1
+            return False
+        slot = self._slots[token_id] = len(self._slots)
+        if slot == len(self._ids):
+            self._grow()
+        self._ids[slot], self._counts[slot] = token_id, 1
+        self._known_ids = None
+        return True
 
     def add_distinct(self, token_ids: Ids) -> None:
         """Count one occurrence of each of some distinct ids (int64 ``[n]``) in an empty counter."""
@@ -48,13 +52,17 @@ class Occurrences:
         spare = np.zeros(64, dtype=np.int64)
         self._ids = np.concatenate([token_ids, spare])
         self._counts = (np.arange(len(self._ids)) < len(token_ids)).astype(np.float32)
+        self._known_ids = None
 
-    def remove(self, token_id: int) -> None:
-        """Remove the newest occurrence, which was of ``token_id``."""
+    def remove(self, token_id: int) -> bool:
+        """Remove the newest occurrence, which was of ``token_id``; whether it was the only one."""
         slot = self._slots[token_id]
         self._counts[slot] -= 1
-        if self._counts[slot] == 0:
-            del self._slots[token_id]
+        if self._counts[slot] > 0:
+            return False
+        del self._slots[token_id]
+        self._known_ids = None
+        return True
 
     def add_counted(self, token_ids: Ids, counts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         """Count distinct ids (int64 ``[n]``) so often each; nothing has been counted before."""
@@ -66,55 +74,62 @@ class Occurrences:
         self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
 
     def ids(self) -> torch.Tensor:
-        """int64 ``[n]``, a view to which later tokens are appended."""
+        """int64 ``[n]``; the same tensor until an id joins or leaves."""
+        if self._known_ids is None:
+            self._known_ids = self._tensor_of_ids()
+        return self._known_ids
+
+    def _tensor_of_ids(self) -> torch.Tensor:
+        """A view, to which later ids are appended."""
         return torch.from_numpy(self._ids[: len(self._slots)])
 
-    def scaled_counts(self, factor: float) -> torch.Tensor:
-        """float32 ``[n]``: count times ``factor``; a copy, since earlier counts change."""
-        return torch.from_numpy(self._counts[: len(self._slots)] * np.float32(factor))
+    def scaled_counts(self, factor: np.ndarray[Any, np.dtype[np.float32]]) -> torch.Tensor:
+        """float32 ``[n]``: count times ``factor`` (``[]``); a copy, since earlier counts change."""
+        return torch.from_numpy(self._counts[: len(self._slots)] * factor)
 
 
 class WindowOccurrences(Occurrences):
     """As `Occurrences`, in any order; any occurrence can be taken back."""
 
-    def remove(self, token_id: int) -> None:
+    def remove(self, token_id: int) -> bool:
         """Take back one occurrence of ``token_id``; if it was the only one, the last slot moves."""
         slot = self._slots[token_id]
-        self._counts[slot] -= 1
-        if self._counts[slot] > 0:
-            return
-        del self._slots[token_id]
+        was_only_one = super().remove(token_id)
         last = len(self._slots)
-        if slot < last:
+        if was_only_one and slot < last:
             moved = int(self._ids[last])
             self._ids[slot], self._counts[slot], self._slots[moved] = moved, self._counts[last], slot
+        return was_only_one
 
-    def ids(self) -> torch.Tensor:
-        """int64 ``[n]``, a copy, as slots are filled again."""
-        return super().ids().clone()
+    def _tensor_of_ids(self) -> torch.Tensor:
+        """A copy, as slots are filled again."""
+        return super()._tensor_of_ids().clone()
 
 
 class _Counting(SteeringProcessor):
-    """Base of penalties: occurrences, and the edit cached until the next token.
+    """Base of penalties: occurrences, and the edit cached while it stays the same.
 
     Args:
         penalty: The penalty.
         neutral: The one that changes nothing.
         window: Most recent tokens that are counted; 0 counts all.
         context: Of the request.
+
+    Class attributes:
+        _by_count: The edit depends on how often ids occurred, not only on which ones did.
     """
 
     stage = Stage.PENALTY
     reads = Reads.GENERATED
     _counts_prompt = False
+    _by_count = False
 
     def __init__(self, penalty: float, neutral: float, window: int, context: Context) -> None:
-        self._penalty = penalty
         self._is_off = penalty == neutral
         self._window = window
         self._vocab_size = context.vocabulary.size
         self._seen = WindowOccurrences() if window else Occurrences()
-        self._known: Edit | None = None
+        self._known: Bias | Scale | None = None
 
     def reset(self) -> None:
         self._seen.clear()
@@ -122,10 +137,10 @@ class _Counting(SteeringProcessor):
 
     def advance(self, token_id: int, index: int) -> None:
         self._add(token_id)
-        left = self._left(self._prompt_length + index)
-        if left is not None:
-            self._remove(left)
-        self._known = None
+        if self._window:
+            left = self._left(self._prompt_length + index)
+            if left is not None:
+                self._remove(left)
 
     def _left(self, position: int) -> int | None:
         """The token that leaves the window as the one at ``position`` enters it."""
@@ -135,12 +150,12 @@ class _Counting(SteeringProcessor):
         return self._tokens[place]
 
     def _add(self, token_id: int) -> None:
-        if 0 <= token_id < self._vocab_size:
-            self._seen.add(token_id)
+        if 0 <= token_id < self._vocab_size and (self._seen.add(token_id) or self._by_count):
+            self._known = None
 
     def _remove(self, token_id: int) -> None:
-        if 0 <= token_id < self._vocab_size:
-            self._seen.remove(token_id)
+        if 0 <= token_id < self._vocab_size and (self._seen.remove(token_id) or self._by_count):
+            self._known = None
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         position = self._consumed
@@ -150,17 +165,16 @@ class _Counting(SteeringProcessor):
             if left is not None:
                 self._add(left)
             self._remove(token_id)
-        self._known = None
         return True
 
     def edit(self) -> Edit | None:
         if self._known is None and not self._is_off and len(self._seen):
-            self._known = self._make()
+            self._known = self._make(self._seen.ids())
         return self._known
 
     @abstractmethod
-    def _make(self) -> Edit:
-        """The edit for the ids seen so far, at least one."""
+    def _make(self, ids: torch.Tensor) -> Bias | Scale:
+        """The edit for ``ids``, which are those seen so far, at least one."""
 
 
 class RepetitionPenalty(_Counting):
@@ -200,8 +214,8 @@ class RepetitionPenalty(_Counting):
         token_ids = np.array(list(dict.fromkeys(self.prompt)), dtype=np.int64)
         return token_ids[(token_ids >= 0) & (token_ids < self._vocab_size)]
 
-    def _make(self) -> Edit:
-        return Scale(self._seen.ids(), self._factor.expand(len(self._seen)))
+    def _make(self, ids: torch.Tensor) -> Scale:
+        return Scale(ids, self._factor.expand(len(ids)))
 
 
 class FrequencyPenalty(_Counting):
@@ -213,6 +227,7 @@ class FrequencyPenalty(_Counting):
     """
 
     name = "frequency_penalty"
+    _by_count = True
 
     class Args(ProcessorArgs):
         penalty: float = Field(ge=-2.0, le=2.0, description="Subtracted per occurrence; 0 changes nothing.")
@@ -220,9 +235,10 @@ class FrequencyPenalty(_Counting):
 
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args.penalty, 0.0, args.window, context)
+        self._factor = np.array(-args.penalty, dtype=np.float32)
 
-    def _make(self) -> Edit:
-        return Bias(self._seen.ids(), self._seen.scaled_counts(-self._penalty))
+    def _make(self, ids: torch.Tensor) -> Bias:
+        return Bias(ids, self._seen.scaled_counts(self._factor))
 
 
 class PresencePenalty(_Counting):
@@ -243,5 +259,5 @@ class PresencePenalty(_Counting):
         super().__init__(args.penalty, 0.0, args.window, context)
         self._value = torch.tensor(-args.penalty, dtype=torch.float32)
 
-    def _make(self) -> Edit:
-        return Bias(self._seen.ids(), self._value.expand(len(self._seen)))
+    def _make(self, ids: torch.Tensor) -> Bias:
+        return Bias(ids, self._value.expand(len(ids)))

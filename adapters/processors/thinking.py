@@ -162,7 +162,7 @@ class ThinkingBudget(SteeringProcessor):
         if not state.inside:
             opening, before = self._opening.step(state.opening, token_id)
             if before < 0:
-                return state._replace(opening=opening)
+                return state if opening == state.opening else state._replace(opening=opening)
             return self._counted(_State(True, state.used, False, 0, 0), None)
         closing, before = self._closing.step(state.closing, token_id)
         if before < 0:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from adapters import create_trtllm_adapters
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain, apply_edits, apply_late, plan_rows, replay
+from adapters.chain.chain import TIMED_EVERY
 from adapters.contract import (
     Allow,
     Ban,
@@ -28,7 +29,10 @@ from adapters.contract import (
     Stage,
     SteeringProcessor,
     Unsatisfiable,
+    bitmask_of,
 )
+from adapters.processors.length import MinTokens
+from adapters.processors.masks import AllowedTokens
 from adapters.processors.penalties import FrequencyPenalty
 from adapters.processors.truncation import MinP
 from adapters.trtllm.native_controls import EmbeddingBias, ThirdPartyCallable
@@ -575,7 +579,7 @@ def test_a_shaping_processor_that_raises_fails_alone():
 
 
 def test_a_third_partys_processor_over_its_budget_fails_its_request(monkeypatch):
-    clock = iter([0.0, 0.05, 0.05, 1.0, 1.2])
+    clock = iter([0.0, 0.05, 1.0, 1.2])
     monkeypatch.setattr("adapters.chain.chain.thread_time", lambda: next(clock))
     assert chain(Adds(), step_budget_s=0.1).plan().soft
     with pytest.raises(ProcessorFailed, match=r"took 200 ms of CPU time for one step, the budget is 100 ms") as caught:
@@ -590,9 +594,22 @@ def test_a_built_in_never_fails_by_time(monkeypatch, module):
     monkeypatch.setattr(f"adapters.chain.{module}.thread_time", lambda: float(next(clock)))
     members = [FrequencyPenalty(FrequencyPenalty.Args(penalty=0.5), CONTEXT), MinP(MinP.Args(p=0.1), CONTEXT)]
     made = chain(*members, step_budget_s=1e-9)
-    apply_chain(made, torch.zeros(VOCAB))
+    for token_id in range(TIMED_EVERY):
+        apply_chain(made, torch.zeros(VOCAB))
+        made.accept(token_id, made.position)
     assert sum(member.record.seconds for member in made.members) >= 3600
     assert made.failure is None
+
+
+def test_a_built_ins_timed_position_counts_for_all_of_them(monkeypatch):
+    """Each step takes a second; the third party's is timed at every position."""
+    clock = itertools.count(step=1.0)
+    monkeypatch.setattr("adapters.chain.chain.thread_time", lambda: next(clock))
+    made = chain(FrequencyPenalty(FrequencyPenalty.Args(penalty=0.5), CONTEXT), Adds(), step_budget_s=2.0)
+    for token_id in range(2 * TIMED_EVERY):
+        made.plan()
+        made.accept(token_id, made.position)
+    assert [member.record.seconds for member in made.members] == [2.0 * TIMED_EVERY] * 2
 
 
 class Computes(SteeringProcessor):
@@ -637,6 +654,16 @@ def test_who_is_a_third_party():
     third_party = ThirdPartyCallable(quiet, 0)
     made = ProcessorChain([Adds(), MinP(MinP.Args(p=0.1), CONTEXT), dense, third_party, SeededSampler(1)], CONTEXT)
     assert {member.name for member in made.members if member.is_third_party} == {"adds", third_party.name}
+
+
+def test_whose_state_follows_the_history():
+    """A third party's always may; of the built-ins, those that keep some."""
+    members = [MinTokens(MinTokens.Args(n=2), CONTEXT), FrequencyPenalty(FrequencyPenalty.Args(penalty=0.5), CONTEXT)]
+    assert {m.name: m.follows for m in chain(Adds(), *members).members} == {
+        "adds": True,
+        "min_tokens": False,
+        "frequency_penalty": True,
+    }
 
 
 def test_a_processor_that_raises_is_named_without_its_message():
@@ -926,3 +953,30 @@ def test_deepcopies_do_not_share_state():
     other = copy.deepcopy(made)
     made.accept(7, 3)
     assert allowed(other) == set(range(VOCAB))
+
+
+# Masks that are counted once
+
+
+class Narrows(SteeringProcessor):
+    """Masks one more token at every position, in the edit that it has returned before."""
+
+    name, stage, reads = "narrows", Stage.MASK, Reads.NOTHING
+
+    def __init__(self):
+        self.allow = Allow.of(range(VOCAB), VOCAB)
+
+    def edit(self):
+        self.allow.bitmask.copy_(bitmask_of(range(self.num_generated, VOCAB), VOCAB))
+        return self.allow
+
+
+def test_a_mask_is_counted_at_every_position():
+    """That of a built-in stays the same, that of a third party has changed in place."""
+    made = chain(AllowedTokens(AllowedTokens.Args(token_ids=[1, 2, 3]), CONTEXT), Narrows())
+    for token_id in (1, 2, 3):
+        made.plan()
+        made.accept(token_id, made.position)
+    kept, narrowed = (member.record.tokens_masked for member in made.members)
+    assert kept == 3 * (VOCAB - 4)  # the end token may be sampled too
+    assert narrowed == 0 + 1 + 2

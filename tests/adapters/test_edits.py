@@ -160,6 +160,18 @@ def test_bits(mask, num_tokens):
     assert {i for i in range(200) if is_allowed(bitmask, i)} == mask
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.integers(1, 400), st.integers(1, 3))
+def test_bits_of_any_width_are_counted(data, width, stride):
+    """Also where the bitmask is a column of a larger tensor, or is narrower than the tokens."""
+    mask = data.draw(st.sets(st.integers(0, width - 1)))
+    num_tokens = data.draw(st.integers(0, width + 100))
+    whole = bitmask_of(mask, width)
+    bitmask = torch.full((len(whole), stride), -1, dtype=torch.int32)
+    bitmask[:, 0] = whole
+    assert count_allowed(bitmask[:, 0], num_tokens) == sum(token_id < num_tokens for token_id in mask)
+
+
 @pytest.mark.parametrize("token_id", [-1, VOCAB])
 def test_an_id_outside_the_vocabulary_has_no_bit(token_id):
     with pytest.raises(ValueError, match="between 0 and 69"):

@@ -25,7 +25,7 @@ class ProcessorMetrics:
 
         self._requests = counter("requests", "Requests that ended with this processor in their chain.")
         self._steps = counter("steps", "Steps at which it asked for an edit.")
-        self._seconds = counter("step_seconds", "CPU time spent in it, seconds.")
+        self._seconds = counter("step_seconds", "CPU time spent in it, seconds; of built-ins an estimate.")
         self._forced = counter("forced_tokens", "Tokens that it chose.")
         self._masked = counter("masked_tokens", "Vocabulary entries that it masked, summed over steps.")
         self._errors = counter("errors", "Requests that it failed, by reason.", "reason")

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_edits, plan_rows
 from adapters.contract import ArgumentError, Context, is_allowed
 from adapters.grammars import compiler
-from adapters.processors.grammar import Choice, Grammar, GrammarProcessor, JsonSchema, Regex
+from adapters.grammars.masks import MAX_MASKS, GrammarMasks, Words
+from adapters.processors.grammar import Choice, Grammar, GrammarProcessor, JsonSchema, Regex, grammar_cache
 from adapters.vocabulary import Vocabulary, vocabulary_at
 from worker.tiny_model import write_tiny_model
 
@@ -211,6 +212,86 @@ def synced_copy(chain: ProcessorChain, args: dict[str, Any]) -> ProcessorChain:
     copy = built(JsonSchema, CONTEXT, **args)
     copy.sync(chain.tokens)
     return copy
+
+
+def test_inside_a_string_the_edit_stays_the_same_object():
+    chain = built(JsonSchema, CONTEXT, schema={"type": "string"})
+    masks = []
+    for token in b'"ab':
+        chain.accept(token, chain.position)
+        masks.append(chain.plan().allows[0])
+    assert masks[0] is masks[1] is masks[2]
+    chain.accept(ord("\\"), chain.position)
+    escaped = chain.plan().allows[0]
+    assert (is_allowed(masks[0], ord("x")), is_allowed(escaped, ord("x"))) == (True, False)
+
+
+@settings(max_examples=25)
+@given(st.randoms(use_true_random=False), st.lists(st.integers(0, 8), max_size=30))
+def test_masks_that_were_handed_out_do_not_change(chooser: random.Random, rewound: list[int]):
+    """And each is counted right, whether it is another one than at the position planned before."""
+    chain = built(JsonSchema, CONTEXT, schema=PERSON)
+    masks, copies = [], []
+    for num_tokens in rewound:
+        for _ in range(4):
+            (mask,) = chain.plan().allows
+            masks.append(mask)
+            copies.append(mask.clone())
+            tokens = [token for token in range(WIDTH) if is_allowed(mask, token)]
+            assert chain.last_edits() == [(0, "masked", BYTES.num_tokens - len(tokens))]
+            chain.accept(chooser.choice(tokens), chain.position)
+        chain.rewind(max(len(PROMPT), chain.position - num_tokens))
+    assert all(map(torch.equal, masks, copies))
+
+
+def test_the_same_mask_is_another_edit_with_other_end_tokens_or_in_a_complete_text():
+    masks = GrammarMasks(WIDTH)
+    masks.clear()
+    corrected: list[bool] = []
+
+    def correct(words: Words, complete: bool) -> None:
+        corrected.append(complete)
+        words[0] = len(corrected)
+
+    asked = [(False, (END,)), (True, (END,)), (True, (OTHER_END,))]
+    edits = [masks.edit(complete, ends, correct) for complete, ends in [*asked, *asked]]
+    assert [int(edit.bitmask[0]) for edit in edits] == [1, 2, 3, 1, 2, 3]
+    assert corrected == [False, True, True]
+
+
+def test_the_masks_found_last_are_kept():
+    masks = GrammarMasks(WIDTH)
+    masks.clear()
+
+    def nothing(words: Words, complete: bool) -> None:
+        pass
+
+    first = masks.edit(True, (0,), nothing)
+    for end_id in range(1, MAX_MASKS):
+        masks.edit(True, (end_id,), nothing)
+    assert masks.edit(True, (0,), nothing) is first
+    second = masks.edit(True, (1,), nothing)
+    for end_id in range(MAX_MASKS, 2 * MAX_MASKS - 1):
+        masks.edit(True, (end_id,), nothing)
+    assert masks.edit(True, (1,), nothing) is second
+    assert masks.edit(True, (0,), nothing) is not first
+
+
+def test_threads_do_not_share_masks():
+    masks = GrammarMasks(grammar_cache(BYTES).tokenizer.vocab_size)
+    masks.clear()
+    edits = [masks.edit(True, (END,), lambda words, complete: None)]
+
+    def in_a_thread() -> None:
+        masks.compute(compiled_of(built(Choice, CONTEXT, choices=["a"])).matcher.deep_copy())
+        edits.append(masks.edit(True, (END,), lambda words, complete: None))
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    edits.append(masks.edit(True, (END,), lambda words, complete: None))
+    assert edits[2] is edits[0]
+    assert bool(edits[1].bitmask.any())
 
 
 def test_drafts_are_peeked_and_forgotten():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -151,6 +152,34 @@ def test_edits_that_were_handed_out_do_not_change(kind):
     assert [(edit.token_ids.tolist(), _values(edit).tolist()) for edit in edits] == copies
 
 
+@pytest.mark.parametrize("kind", [RepetitionPenalty, FrequencyPenalty, PresencePenalty])
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 4), tokens, st.lists(st.sampled_from([0, 1, 2, -1, -2, -3, None]), min_size=5, max_size=20))
+def test_an_edit_that_is_kept_is_never_stale(kind, window, prompt, operations):
+    """Tokens, how many to forget, or None to start again with another prompt; after each, the edit
+    is that of a new processor.
+    """
+    processor = windowed(kind, 1.5, window)
+    processor.start(prompt)
+    for operation in operations:
+        if operation is None:
+            prompt = prompt[1:]
+            processor.start(prompt)
+        elif operation < 0:
+            processor.rewind(max(len(prompt), processor.position + operation))
+        else:
+            processor.accept(operation, processor.position)
+        new = windowed(kind, 1.5, window)
+        new.start(prompt)
+        for position, each in enumerate(processor.generated, start=len(prompt)):
+            new.accept(each, position)
+        assert _by_id(processor.edit()) == _by_id(new.edit())
+
+
+def _by_id(edit):
+    return {} if edit is None else dict(zip(edit.token_ids.tolist(), _values(edit).tolist(), strict=True))
+
+
 def _values(edit):
     assert isinstance(edit, Bias | Scale)
     values = edit.values if isinstance(edit, Bias) else edit.factors
@@ -172,8 +201,15 @@ def test_occurrences_are_a_counter(operations):
             seen.remove(history.pop())
     counts = Counter(history)
     assert seen.ids().tolist() == list(dict.fromkeys(history))
-    assert seen.scaled_counts(1.0).tolist() == [counts[i] for i in dict.fromkeys(history)]
+    assert seen.scaled_counts(np.array(1, np.float32)).tolist() == [counts[i] for i in dict.fromkeys(history)]
     assert len(seen) == len(counts)
+
+
+def test_ids_are_added_to_a_counter_that_was_asked_before():
+    seen = Occurrences()
+    assert seen.ids().tolist() == []
+    seen.add_distinct(np.array([7, 3]))
+    assert seen.ids().tolist() == [7, 3]
 
 
 def test_a_long_history_is_not_scanned_again():
