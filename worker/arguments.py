@@ -617,7 +617,7 @@ _ONLY = {
     "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "history", "processor_errors"),
     "embedded": (
         *("numerics", "kernels", "quantization", "activation_dtype", "kv_cache_dtype", "kv_cache_memory"),
-        *("packed_copy", "max_mixed_chunk", "speculative_config", "step_timeout_s"),
+        *("max_mixed_chunk", "speculative_config", "step_timeout_s"),
     ),
 }
 """Options that one engine alone honours."""

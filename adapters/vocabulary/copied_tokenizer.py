@@ -106,6 +106,7 @@ def _agree(tokenizer: Any, copied: CopiedTokenizer) -> bool:
         return False
     if tokenizer.convert_ids_to_tokens(known) != copied.convert_ids_to_tokens(known):
         return False
+    texts = [tokenizer.encode(text) for text in _PROBES]
     return all(
         tokenizer.encode(text, add_special_tokens=adds) == copied.encode(text, add_special_tokens=adds)
         for text in (
@@ -115,7 +116,7 @@ def _agree(tokenizer: Any, copied: CopiedTokenizer) -> bool:
         for adds in (True, False)
     ) and all(
         tokenizer.decode(ids, skip_special_tokens=skips) == copied.decode(ids, skip_special_tokens=skips)
-        for ids in (*_random_texts(known), *([token_id] for token_id in copied.added_tokens_decoder))
+        for ids in (*texts, *_random_texts(known), *([token_id] for token_id in copied.added_tokens_decoder))
         for skips in (True, False)
     )
 

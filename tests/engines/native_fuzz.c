@@ -16,6 +16,9 @@
 #include "weights.h"
 
 quantised_linear_t quantised_linear, integer_linear, integer_linear_amx;
+int32_t unpack_rows(const void *codes, int32_t bits, int32_t has_words, int64_t group, const void *scales,
+                    const void *offsets, int32_t is_half, float zero, int64_t columns, int64_t inner, const int64_t *ids,
+                    int64_t count, int32_t is_bfloat16, void *output);
 #ifdef INTEGERS_WITH_AMX
 #define integer_linear integer_linear_amx
 #endif
@@ -125,6 +128,14 @@ fuzz_quantised(int is_integer)
         x, is_bfloat16, rows, inner, codes, bits, group, scale, has_offsets ? offset : NULL, is_half, -8.0f, columns,
         has_bias ? bias : NULL, epilogue, other, y, is_unrounded, threads);
     add_bytes_to_digest(y, rows * columns * size);
+    const int64_t ids[] = {below(columns), columns - 1, 0, is_unrounded ? columns : 0};
+    const int64_t bytes = inner * (is_bfloat16 ? 2 : 4);
+    char *unpacked = calloc(4, bytes);
+    const int32_t failed = unpack_rows(codes, bits, is_integer, group, scale, has_offsets ? offset : NULL, is_half, -8.0f,
+                                       columns, inner, ids, 4, is_bfloat16, unpacked);
+    add_bytes_to_digest(&failed, sizeof failed);
+    add_bytes_to_digest(unpacked, 4 * bytes);
+    free(unpacked);
     void *const all[] = {codes, scale, offset, x, bias, other, y};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
@@ -155,6 +166,10 @@ fuzz_weights(void)
     const int64_t rows = width % 3 ? 1 : 3;
     block_maxima(logits, rows, width / rows, width / rows, keys);
     add_bytes_to_digest(keys, rows * ((width / rows + 63) / 64) * (int64_t)sizeof *keys);
+    float *const values = keys;
+    highest_ids(logits, rows, width / rows, width / rows, ids, values);
+    add_bytes_to_digest(ids, rows * (int64_t)sizeof *ids);
+    add_bytes_to_digest(values, rows * (int64_t)sizeof *values);
     exponentials(numbers, width);
     add_bytes_to_digest(numbers, width * (int64_t)sizeof *numbers);
     const double temperature = (double)ONE_OF(1, 10, 13) / 10.0, depth = below(3) ? -INFINITY : -3.0;

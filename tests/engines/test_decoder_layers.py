@@ -10,7 +10,7 @@ import torch
 
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model import HfModel, llama, load_model
 from worker.engines.embedded.model.quantisation import QuantisedGemm, StackedWeight, quantise
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.sampling import SamplingParams
@@ -88,3 +88,21 @@ def test_torchs_kernels_compute_layer_by_layer(every_checkpoint: dict[str, Path]
     model = load(every_checkpoint["llama"], dtype="float32", kernels="torch")
     assert model._network._native is None
     assert computed(model)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_is_the_same_looked_up_and_computed(
+    dtype: str, every_checkpoint: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(every_checkpoint["llama"], dtype=dtype)
+    network, generator = model._network, torch.Generator().manual_seed(0)
+    for count in (1, 2, 3, 17, 500):
+        positions = torch.randint(model.context_length, (count,), generator=generator)
+        found, expected = network._rope_tables(positions), network._rope.tables(positions, model.dtype)
+        assert torch.equal(found.cosine, expected.cosine)
+        assert torch.equal(found.sine, expected.sine)
+    monkeypatch.setattr(llama, "_MOST_TABLES", 1000)  # bytes, as if the model's context were longer
+    other = load(every_checkpoint["llama"], dtype=dtype)
+    assert network._tables is not None
+    assert other._network._tables is None
+    assert all(torch.equal(one, two) for one, two in zip(computed(model), computed(other), strict=True))

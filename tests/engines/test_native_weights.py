@@ -68,6 +68,30 @@ def test_maxima_of_blocks(path: str, seed: int, count: int, width: int, odd: flo
     torch.testing.assert_close(found, candidates.block_maxima(logits), rtol=0, atol=0, equal_nan=True)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    width=st.sampled_from(WIDTHS),
+    odd=st.sampled_from([0.0, -math.inf, math.inf, math.nan]),
+    part=st.sampled_from([0.0, 0.02, 1.0]),
+    layout=st.sampled_from(["rows", "columns", "part"]),
+)
+def test_the_first_of_the_highest(path: str, seed: int, width: int, odd: float, part: float, layout: str) -> None:
+    """Many tie."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-9, 9, (3, width + 9), generator=generator).float()
+    logits[torch.rand(logits.shape, generator=generator) < part] = odd
+    logits = logits.t().contiguous().t() if layout == "columns" else logits
+    logits = logits[:, 5 : 5 + width]
+    logits = logits.contiguous() if layout == "rows" else logits
+    ids, values = native_weights.highest_ids(logits)
+    for row, token_id, value in zip(logits.tolist(), ids, values, strict=True):
+        if any(map(math.isnan, row)):
+            assert math.isnan(value)
+        else:
+            assert (value, token_id) == (max(row), row.index(max(row)))
+
+
 exponents = st.floats(-708, 700) | st.floats(-32, 0) | st.floats(-1e-3, 0)
 
 

@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,12 +19,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model import HfModel, load_model, loading, packed_copy, transformers_checkpoint
 from worker.engines.embedded.model.gemm import PackedWeight
 from worker.engines.embedded.model.linear import Projection
+from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
 from worker.models import beside
@@ -36,6 +40,12 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not DTYPES, reason="no native kernels were built here"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy is there when the model is loaded."""
+    monkeypatch.setattr(PackedCopy, "write_beside", PackedCopy.write)
 
 
 @pytest.fixture
@@ -72,7 +82,7 @@ def known(model: HfModel) -> tuple[object, ...]:
 
 
 def copies(path: Path) -> list[Path]:
-    return sorted(path.glob(f"{beside.DIRECTORY}/*"))
+    return sorted(path.glob(f"{beside.DIRECTORY}/*.safetensors"))
 
 
 def loads_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -112,7 +122,7 @@ def test_it_is_the_same_model(
         assert known(found) == known(expected)
         assert torch.equal(logits(found), logits(expected))
         assert found._network._native is not None
-    assert not list(tmp_path.glob("**/*.partial"))
+    assert not list(tmp_path.glob("**/partial-*"))
     assert [len(copies(path)) for path in (dense, four)] == [5, 3]
 
 
@@ -272,17 +282,19 @@ def test_one_whose_weights_do_not_fit_each_other_is_made_again(
         made(layers=tuple(reversed(weights.layers))),
         made(rope=halved),
         made(norm=replace(weights.norm, weight=weights.norm.weight[:-2])),
-        made(norm=replace(weights.norm, weight=weights.norm.weight.double())),
+        made(norm=replace(weights.norm, weight=weights.norm.weight.half())),
         made(head=like(first.gate)),
         made(embedding=weights.norm.weight[None].clone()),
         made(layers=(replace(first, qkv=replace(first.qkv, bias=torch.zeros(3))), *others)),
         loading.PackedModel(replace(facts, vocab_size=facts.vocab_size + 32), weights),
         loading.PackedModel(replace(facts, heads=2 * facts.heads), weights),
+        made(layers=(replace(first, attention=replace(first.attention, window=-10)), *others)),
+        made(embedding=None, is_tied=False),
     ]
     calls = loads_the_checkpoint(monkeypatch)
     for number, each in enumerate(wrong, 1):
         [path] = copies(checkpoint)
-        packed_copy.PackedCopy(checkpoint, path.stem, loading._KINDS).write(each)
+        PackedCopy(checkpoint, provenance_of(checkpoint), path.stem, loading._KINDS).write(each)
         assert torch.equal(logits(load(checkpoint)), expected)
         assert len(calls) == number
 
@@ -306,7 +318,8 @@ def test_where_none_can_be_written_the_model_is_served(
 
 SUMS = """
 import hashlib, sys
-from test_packed_copy import load, logits
+from test_packed_copy import PackedCopy, load, logits
+PackedCopy.write_beside = PackedCopy.write
 for _ in range(5):
     print(hashlib.sha256(logits(load(sys.argv[1])).numpy()).hexdigest())
 """
@@ -319,21 +332,91 @@ def test_processes_that_start_together_share_it(checkpoint: Path) -> None:
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
     assert [process.communicate()[0].split() for process in started] == [5 * [expected]] * 3
     [path] = copies(checkpoint)
-    assert path.suffix == ".safetensors"
     assert path.stat().st_mode == (checkpoint / "config.json").stat().st_mode
+    assert not list(path.parent.glob("partial-*"))
 
 
-def test_what_a_killed_process_left_is_taken_over(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = logits(load(checkpoint))
+KILLED = """
+import os, signal, sys
+from test_packed_copy import PackedCopy, load, packed_copy
+def write(file, *arguments):
+    file.write(b"a part")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+PackedCopy.write_beside = PackedCopy.write
+packed_copy.write_safetensors = write
+load(sys.argv[1])
+"""
+
+
+def test_what_killed_processes_left_goes_away(checkpoint: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    for _ in range(2):
+        killed = subprocess.run([sys.executable, "-c", KILLED, str(checkpoint)], env=environment, check=False)
+        assert killed.returncode == -signal.SIGKILL
+        assert not copies(checkpoint)
+        assert len(list(checkpoint.glob(f"{beside.DIRECTORY}/partial-*/*"))) == 1
+    expected = logits(load(checkpoint, packed_copy="off"))
+    assert torch.equal(logits(load(checkpoint)), expected)
+    assert sorted(path.suffix for path in (checkpoint / beside.DIRECTORY).iterdir()) == [".lock", ".safetensors"]
+
+
+def test_a_start_does_not_wait_for_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    threads: list[threading.Thread] = []
+    go_on, write = threading.Event(), PackedCopy.write
+    made = PackedCopy.write_beside
+    monkeypatch.setattr(PackedCopy, "write", lambda copy, value: (go_on.wait(60), write(copy, value)))
+    monkeypatch.setattr(PackedCopy, "write_beside", lambda copy, value: threads.append(made(copy, value)))
+    model = load(checkpoint)
+    expected = logits(model)
+    assert not copies(checkpoint)
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert len(copies(checkpoint)) == 1
+    assert torch.equal(logits(load(checkpoint)), expected)
+
+
+def test_one_that_another_process_wrote_meanwhile_stays(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(checkpoint)
     [path] = copies(checkpoint)
-    path.rename(path.with_suffix(".partial"))
-    with path.with_suffix(".partial").open("r+b") as file:
-        file.truncate(path.with_suffix(".partial").stat().st_size // 2)
+    path.rename(tmp_path / "written")
+    provenance = provenance_of(checkpoint)
+    copy = PackedCopy(checkpoint, provenance, path.stem, loading._KINDS)
+    (tmp_path / "written").rename(path)
+    before = path.stat()
+    copy.write(loading.PackedModel(load(checkpoint)._facts, load(checkpoint)._network.packed()))
+    assert path.stat().st_ino == before.st_ino
+
+
+def test_files_that_nobody_can_read_are_left_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkpoint / ".#model.safetensors").symlink_to("me@elsewhere")
+    (checkpoint / "b.safetensors").mkdir()
+    os.mkfifo(checkpoint / "generation_config.safetensors")
+    expected = logits(load(checkpoint))
     calls = loads_the_checkpoint(monkeypatch)
     assert torch.equal(logits(load(checkpoint)), expected)
-    assert copies(checkpoint) == [path]
-    load(checkpoint)
-    assert len(calls) == 1
+    assert not calls
+
+
+def test_there_is_none_of_weights_elsewhere(every_checkpoint: dict[str, Path], tmp_path: Path) -> None:
+    path = copied(every_checkpoint["llama"], tmp_path / "model")
+    network = AutoModelForCausalLM.from_pretrained(path)
+    (path / "model.safetensors").unlink()
+    network.save_pretrained(path, max_shard_size="60KB")
+    load(path)
+    assert len(copies(path)) == 1
+    shutil.rmtree(path / beside.DIRECTORY)
+    index = path / "model.safetensors.index.json"
+    first = sorted(path.glob("*.safetensors"))[0]
+    (path / "inside").mkdir()
+    first.rename(path / "inside" / first.name)
+    index.write_text(index.read_text().replace(first.name, f"inside/{first.name}"))
+    load(path)
+    assert not copies(path)
 
 
 def test_it_does_not_stay_mapped(checkpoint: Path) -> None:

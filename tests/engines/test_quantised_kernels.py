@@ -269,7 +269,32 @@ def test_weights_of_two_layouts_are_stacked() -> None:
 def test_rows_are_looked_up(kind: str, rounds_rows: bool) -> None:
     weight = weight_of(kind, 70, 3, torch.Generator().manual_seed(0))
     ids = torch.tensor([[0, 69], [33, 33]])
-    assert torch.equal(QuantisedGemm(weight, None, rounds_rows=rounds_rows).rows(ids), weight.dequantised()[ids])
+    layer = QuantisedGemm(weight, None, rounds_rows=rounds_rows)
+    assert torch.equal(layer.rows(ids), weight.dequantised()[ids])
+    assert torch.equal(layer.rows(ids.T, torch.bfloat16), weight.dequantised()[ids.T].bfloat16())
+    assert torch.equal(layer.rows(ids[:0]), weight.dequantised()[ids[:0]])
+    for wrong in (-1, 70, 2**40):
+        with pytest.raises(IndexError, match="a weight of 70 rows has not all of the rows"):
+            layer.rows(torch.tensor([3, wrong]))
+
+
+def test_panels_that_the_kernels_would_read_beside_are_refused() -> None:
+    four = weight_of("Q4_0", 70, 3, torch.Generator().manual_seed(0)).packed()
+    eight = weight_of("Q8_0", 70, 3, torch.Generator().manual_seed(0)).packed(rounds_rows=True)
+    for panels, wrong in (
+        (four, {"columns": 97}),
+        (four, {"inner": four.inner + 8}),
+        (four, {"bits": 8}),
+        (four, {"rounds_rows": True, "scales": four.scales.repeat_interleave(8, 1)}),
+        (four, {"scales": four.scales.repeat_interleave(16, 1)}),
+        (four, {"scales": four.scales.double()}),
+        (four, {"offsets": four.scales[:1]}),
+        (eight, {"rounds_rows": False}),
+        (eight, {"codes": eight.codes[:, 1:]}),
+        (eight, {"scales": eight.scales[:, :0]}),
+    ):
+        with pytest.raises(ValueError, match="are no weight of shape"):
+            replace(panels, **wrong)
 
 
 def rounded(x: torch.Tensor, weight: QuantisedWeight) -> tuple[torch.Tensor, torch.Tensor]:

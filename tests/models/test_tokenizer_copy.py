@@ -126,8 +126,13 @@ def test_texts_and_ids_are_the_same(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     "tokenizer",
-    [byte_level(split_special_tokens=True), wordpiece(clean_up_tokenization_spaces=True), object()],
-    ids=["special tokens split", "spaces cleaned up", "no backend"],
+    [
+        byte_level(split_special_tokens=True),
+        wordpiece(clean_up_tokenization_spaces=True),
+        sentencepiece(clean_up_tokenization_spaces=True),
+        object(),
+    ],
+    ids=["special tokens split", "WordPiece cleaned up", "SentencePiece cleaned up", "no backend"],
 )
 def test_there_is_none_where_transformers_adds_code_of_its_own(tokenizer: Any) -> None:
     assert CopiedTokenizer.to_json(tokenizer) is None
@@ -141,6 +146,18 @@ def test_there_is_none_of_a_class_that_decodes_in_its_own_way() -> None:
     backend = byte_level().backend_tokenizer
     assert CopiedTokenizer.to_json(Shouting(tokenizer_object=backend, eos_token="</s>")) is None
     assert CopiedTokenizer.to_json(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")) is not None
+
+
+def test_there_is_none_of_a_tokenizer_that_cannot_write_every_text(tmp_path: Path) -> None:
+    """Its library raises for what the tokenizer does not know."""
+    scored = [("</s>", 0.0), *((letter, -1.0) for letter in "abc ▁")]
+    tokenizer = Tokenizer(models.Unigram(scored))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path)
+    for _ in range(2):
+        vocabulary = load_vocabulary(tmp_path, 400, (0,))
+        assert not isinstance(vocabulary.tokenizer, CopiedTokenizer)
+        assert vocabulary.token_bytes[1] == b"a"
+    assert not (tmp_path / DIRECTORY).exists()
 
 
 def test_it_needs_no_transformers(tmp_path: Path) -> None:
@@ -177,7 +194,7 @@ def test_a_damaged_one_is_made_again(content: bytes, tmp_path: Path) -> None:
         path.write_bytes(damaged)
         assert load_vocabulary(tmp_path, 400, (1,)).token_bytes == own.token_bytes
         assert path.read_bytes() == whole
-    assert [each.name for each in path.parent.iterdir()] == ["tokenizer.json"]
+    assert sorted(each.name for each in path.parent.iterdir()) == ["tokenizer.json", "tokenizer.lock"]
 
 
 def test_where_none_can_be_written_there_is_transformers_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

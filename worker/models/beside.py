@@ -12,7 +12,9 @@ import importlib.metadata
 import json
 import mmap
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,8 +51,12 @@ class Provenance:
         """Size, inode and times of the files."""
         states = {}
         for path in sorted({path for pattern in self._patterns for path in self._checkpoint.glob(pattern)}):
-            found = path.stat()
-            states[path] = [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+            try:
+                found = path.stat()
+            except OSError:  # a link to nothing
+                continue
+            if stat.S_ISREG(found.st_mode):
+                states[path] = [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
         return states
 
     def record(self) -> dict[str, Any]:
@@ -81,10 +87,10 @@ class Provenance:
 
 
 def keep(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file whole or not at all, even if the process is killed; the directory is made.
+    """Write a file whole or not at all; what a killed process left goes away.
 
     Args:
-        path: Of the file.
+        path: Of the file; its directory is made.
         write: Writes it to the path that it is given.
 
     Raises:
@@ -92,16 +98,15 @@ def keep(path: Path, write: Callable[[Path], None]) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with partial.open("ab") as lock:
+    with path.with_suffix(".lock").open("ab") as lock:  # stays there: what is removed could be locked twice
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mode = stat.S_IMODE(os.fstat(lock.fileno()).st_mode)
-        try:
+        prefix = f"partial-{path.stem}-"
+        for stale in path.parent.glob(f"{prefix}*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent) as work:
+            partial = Path(work) / path.name
             write(partial)
-            partial.chmod(mode)  # libraries that replace the file make it private
-            partial.rename(path)
-        finally:
-            partial.unlink(missing_ok=True)
+            partial.replace(path)
 
 
 def sealed(content: Any) -> dict[str, str]:
@@ -138,6 +143,7 @@ def file_digest(path: Path) -> str:
 
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """`work` of each item, in as many threads as there are CPUs."""
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    """`work` of each item, in as many threads as there are CPUs for it."""
+    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(number) as threads:
         return list(threads.map(work, items))

@@ -19,11 +19,10 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +31,7 @@ from worker.errors import StartupError
 from worker.models.architectures import Architecture, Weight
 from worker.models.gguf_file import GgufError, GgufFile
 from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, READ, SCALES, Codes, quantization_config, unpack_blocks
+from worker.models.safetensors_file import Stored, write_safetensors
 from worker.models.tokenizer import GgufTokenizer
 
 FORMAT = 1
@@ -143,7 +143,8 @@ def write_checkpoint(source: Path, directory: Path, name: str, say: Say, keeps_b
     for each, text in files.items():
         (directory / each).write_text(text, encoding="utf-8")
     with (directory / "model.safetensors").open("wb") as output:
-        _write_weights(output, _stored(file, architecture, kept), _Progress(f"converting {name}", say))
+        progress = _Progress(f"converting {name}", say)
+        write_safetensors(output, list(_stored(file, architecture, kept)), {"format": "pt"}, progress.show)
         output.flush()
         os.fsync(output.fileno())
 
@@ -155,26 +156,7 @@ def _kept(architecture: Architecture) -> list[Weight]:
     return [each for each in architecture.weights if len(each.shape) == 2 and each.tensor.kind in READ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor of the checkpoint.
-
-    Attributes:
-        name: In the checkpoint.
-        code: Its data type, as safetensors has it.
-        shape: Its shape.
-        num_bytes: Of all values.
-        parts: Makes its values, some rows at a time.
-    """
-
-    name: str
-    code: str
-    shape: tuple[int, ...]
-    num_bytes: int
-    parts: Callable[[], Iterator[bytes]]
-
-
-def _stored(file: GgufFile, architecture: Architecture, kept: list[Weight]) -> Iterator[_Stored]:
+def _stored(file: GgufFile, architecture: Architecture, kept: list[Weight]) -> Iterator[Stored]:
     dtype, names = architecture.config["torch_dtype"], {weight.name for weight in kept}
     for weight in architecture.weights:
         if weight.name in names:
@@ -183,14 +165,14 @@ def _stored(file: GgufFile, architecture: Architecture, kept: list[Weight]) -> I
         # what is beside quantised weights is small, and need not be rounded
         own = "float32" if kept and len(weight.shape) == 1 else dtype
         parts = partial(_dense_parts, file, weight, own)
-        yield _Stored(weight.name, _CODES[own], weight.shape, weight_bytes(weight, own), parts)
+        yield Stored(weight.name, _CODES[own], weight.shape, weight_bytes(weight, own), parts)
 
 
 def _dense_parts(file: GgufFile, weight: Weight, dtype: str) -> Iterator[bytes]:
     return (_encoded(rows, dtype) for rows in file.rows(weight.tensor, weight.rows))
 
 
-def _stored_codes(file: GgufFile, weight: Weight) -> Iterator[_Stored]:
+def _stored_codes(file: GgufFile, weight: Weight) -> Iterator[Stored]:
     """Codes, scales and, where there are any, offsets."""
     first = unpack_blocks(next(file.packed_rows(weight.tensor, weight.rows[:1])), weight.tensor.kind)
     for suffix, which in ((CODES, "codes"), (SCALES, "scales"), (OFFSETS, "offsets")):
@@ -198,7 +180,7 @@ def _stored_codes(file: GgufFile, weight: Weight) -> Iterator[_Stored]:
         if sample is not None:
             shape = (len(weight.rows), sample.shape[1])
             parts = partial(_code_parts, file, weight, attrgetter(which))
-            yield _Stored(weight.name + suffix, _NUMPY_CODES[str(sample.dtype)], shape, shape[0] * sample.nbytes, parts)
+            yield Stored(weight.name + suffix, _NUMPY_CODES[str(sample.dtype)], shape, shape[0] * sample.nbytes, parts)
 
 
 def _code_parts(file: GgufFile, weight: Weight, which: Callable[[Codes], npt.NDArray[Any]]) -> Iterator[bytes]:
@@ -207,25 +189,6 @@ def _code_parts(file: GgufFile, weight: Weight, which: Callable[[Codes], npt.NDA
         if part.dtype.kind == "f" and not np.isfinite(part).all():
             raise GgufError(f"tensor {weight.tensor.name} holds a scale that is infinite or not a number")
         yield part.tobytes()
-
-
-def _write_weights(output: BinaryIO, stored: Iterator[_Stored], progress: _Progress) -> None:
-    """The safetensors format: the length of a JSON header, the header, the values."""
-    tensors = list(stored)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    total = 0
-    for tensor in tensors:
-        end = total + tensor.num_bytes
-        header[tensor.name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [total, end]}
-        total = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    output.write(len(text).to_bytes(8, "little") + text)
-    done = 0
-    for tensor in tensors:
-        for part in tensor.parts():
-            done += output.write(part)
-            progress.show(done / total)
 
 
 def weight_bytes(weight: Weight, dtype: str) -> int:

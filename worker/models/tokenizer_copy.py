@@ -36,7 +36,11 @@ def load_vocabulary(checkpoint: Path, size: int, eos_token_ids: tuple[int, ...])
     if copied is not None:
         return Vocabulary(size, copied, eos_token_ids, path=str(checkpoint))
     vocabulary = Vocabulary.from_pretrained(str(checkpoint), size, eos_token_ids)
-    content = CopiedTokenizer.to_json(vocabulary.tokenizer)
+    try:
+        content = CopiedTokenizer.to_json(vocabulary.tokenizer)
+    except Exception as error:  # the tokenizers library raises bare Exception for a text that it cannot write
+        logger.debug("the tokenizer is not copied: %s", error)
+        return vocabulary
     if content is None:
         logger.debug("the tokenizer is not copied: a copy would differ")
     else:

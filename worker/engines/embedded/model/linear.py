@@ -333,7 +333,7 @@ class Embedding:
             quantised = QuantisedGemm(weight, None)
             self.packed = quantised.packed
         if quantised is not None:
-            self._rows = quantised.rows
+            self._rows = partial(quantised.rows, dtype=dtype)
         elif weight is None:
             [panels] = head.layouts()
             self._rows = panels.rows

@@ -17,6 +17,9 @@ from worker.engines.embedded.model.linear import Embedding, Linear, lm_head, pac
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm
 from worker.engines.embedded.native.layers import DecoderLayer, DecoderLayers
 
+_MOST_TABLES = 16 * 2**20
+"""Bytes of cosines and sines that are kept."""
+
 
 class LlamaNetwork(torch.nn.Module):
     """The Llama family's network.
@@ -24,9 +27,11 @@ class LlamaNetwork(torch.nn.Module):
     Args:
         weights: What it computes with; packed here where it is not yet.
         kernels: What computes.
+        num_positions: Positions for which RoPE is computed now, if they are not too many, instead
+            of in each step.
     """
 
-    def __init__(self, weights: LlamaWeights, kernels: KernelBackend) -> None:
+    def __init__(self, weights: LlamaWeights, kernels: KernelBackend, num_positions: int = 0) -> None:
         super().__init__()
         self._dtype, self._rope, self._is_tied = weights.dtype, weights.rope, weights.is_tied
         self._norm = _RmsNorm(weights.norm, kernels)
@@ -37,6 +42,11 @@ class LlamaNetwork(torch.nn.Module):
             pack_all(self._layers[-1], kernels)
         self._head.pack(kernels)
         self._embed = Embedding(weights.embedding, self._head, weights.is_tied, weights.dtype)
+        frequencies = weights.rope.frequencies
+        num_bytes = num_positions * 4 * len(frequencies) * weights.dtype.itemsize
+        self._tables: RopeTables | None = None
+        if 0 < num_bytes <= _MOST_TABLES:
+            self._tables = self._rope.tables(torch.arange(num_positions, device=frequencies.device), weights.dtype)
 
     def packed(self) -> LlamaWeights | None:
         """Its weights as the native kernels read them; None if other kernels compute a part."""
@@ -60,12 +70,18 @@ class LlamaNetwork(torch.nn.Module):
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Last hidden states ``[T, hidden]`` of tokens ``[T]`` at `positions` ``[T]``."""
         hidden = self._embed(ids)
-        rope = self._rope.tables(positions, self._dtype)
+        rope = self._rope_tables(positions)
         if isinstance(step, NativeStep) and step.tokens == len(hidden) and self._native is not None:
             return step.compute_layers(self._native, hidden, rope)
         for layer in self._layers:
             hidden = layer(hidden, rope, step)
         return hidden
+
+    def _rope_tables(self, positions: torch.Tensor) -> RopeTables:
+        """Of all tokens."""
+        if self._tables is None:
+            return self._rope.tables(positions, self._dtype)
+        return RopeTables(self._tables.cosine[positions], self._tables.sine[positions])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 ``[n, vocab_size]``, of hidden states ``[n, hidden]``."""

@@ -129,8 +129,8 @@ class LlamaWeights:
             rounds_rows: Of all that are quantised; see `QuantisedPanels`.
         """
         (hidden,), layers = self.norm.weight.shape, list(self.layers)
-        if not layers:
-            raise ValueError("it has no layers")
+        if not layers or self.rope.frequencies.dim() != 1 or (self.embedding is None and not self.is_tied):
+            raise ValueError("a part of it is missing")
         first = layers[0].attention
         queries, all_heads = first.heads * self.rope.head_dim, (first.heads + 2 * first.kv_heads) * self.rope.head_dim
         self._check_all(rounds_rows, self.norm, (self.head, vocab_size, hidden))
@@ -149,6 +149,7 @@ class LlamaWeights:
                 *((layer.gate, inner, hidden), (layer.up, inner, hidden), (layer.down, hidden, inner)),
             )
             fits = fits and (each.index, each.heads, each.kv_heads) == (index, first.heads, first.kv_heads)
+            fits = fits and each.window >= 0
             fits = fits and layer.mlp_norm.weight.shape == layer.input_norm.weight.shape == (hidden,)
             norms = each.head_norms[:2] if each.head_norms else ()
             fits = fits and all(norm.shape == (self.rope.head_dim,) and norm.dtype == self.dtype for norm in norms)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ from worker.engines.embedded.model.kernels import KernelBackend, choose_kernels
 from worker.engines.embedded.model.linear import Projection
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LayerWeights, LlamaWeights, Norm, Rope
-from worker.engines.embedded.model.packed_copy import PackedCopy
+from worker.engines.embedded.model.packed_copy import PackedCopy, provenance_of
 from worker.engines.embedded.model.quantisation import FORMATS, PackedQuantised
 from worker.engines.embedded.native.quantised import QuantisedPanels
 from worker.errors import StartupError
@@ -72,6 +74,7 @@ def load_model(config: EmbeddedConfig) -> HfModel:
 
 def _load_model(config: EmbeddedConfig) -> HfModel:
     directory = Path(config.model_path)
+    provenance = provenance_of(directory)
     settings = read_settings(directory)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, checkpoint_dtype(settings))
@@ -87,11 +90,13 @@ def _load_model(config: EmbeddedConfig) -> HfModel:
     keeps = format is not None and config.quantization == "auto" and kernels.reads_quantised
     if format is not None and config.quantization == "auto" and not keeps:
         logger.info("weights in %s are dequantised: %s kernels do not read them", format, kernels.name)
-    copy = _packed_copy(config, settings, dtype, kernels, keeps)
+    copy = None
+    if config.packed_copy != "off" and _can_be_kept(directory, settings, kernels):
+        copy = PackedCopy(directory, provenance, _name(dtype, kernels, keeps), _KINDS)
     found = _read(copy, dtype, kernels) if copy is not None else None
     network: LlamaNetwork | TransformersNetwork
     if found is not None:
-        network, facts = LlamaNetwork(found.weights, kernels), found.facts
+        network, facts = LlamaNetwork(found.weights, kernels, found.facts.context_length), found.facts
     else:
         network, facts = _from_checkpoint(directory, settings, device, dtype, kernels, keeps)
         if copy is not None:
@@ -118,22 +123,32 @@ def _from_checkpoint(
         weights = quantised.format if keeps else None
     network = network.to(device).eval()
     facts = checkpoint.facts_of(network, directory, settings, weights)
-    return checkpoint.packed(network, kernels), facts
+    return checkpoint.packed(network, kernels, facts.context_length), facts
 
 
-def _packed_copy(
-    config: EmbeddedConfig, settings: dict[str, Any], dtype: torch.dtype, kernels: KernelBackend, keeps: bool
-) -> PackedCopy | None:
-    """Where the packed copy for these settings is, or would be; None where none is kept."""
-    if (
-        config.packed_copy == "off"
-        or not kernels.reads_quantised
-        or settings["model_type"] not in llama_weights.MODEL_TYPES
-    ):
-        return None
+def _can_be_kept(directory: Path, settings: dict[str, Any], kernels: KernelBackend) -> bool:
+    """Whether there may be a packed copy.
+
+    For the Llama family and native kernels, and if all weights lie in the directory itself, whose
+    files are compared.
+    """
+    if not kernels.reads_quantised or settings["model_type"] not in llama_weights.MODEL_TYPES:
+        return False
+    shards = (str(shard) for path in directory.glob("*.index.json") for shard in _shards(path))
+    return all("/" not in shard for shard in shards)
+
+
+def _shards(index: Path) -> Iterable[object]:
+    try:
+        return dict(json.loads(index.read_bytes())["weight_map"]).values()
+    except (OSError, ValueError, LookupError, TypeError):
+        return ["/"]  # whatever it says
+
+
+def _name(dtype: torch.dtype, kernels: KernelBackend, keeps: bool) -> str:
     held_in = kernels.quantisation or ("quantised" if keeps else "dense")
     parts = [str(dtype).removeprefix("torch."), held_in, *(["int8-activations"] if kernels.rounds_rows else [])]
-    return PackedCopy(Path(config.model_path), "-".join(parts), _KINDS)
+    return "-".join(parts)
 
 
 def _read(copy: PackedCopy, dtype: torch.dtype, kernels: KernelBackend) -> PackedModel | None:
@@ -152,4 +167,4 @@ def _keep(copy: PackedCopy, network: LlamaNetwork | TransformersNetwork, facts: 
     if weights is None:
         logger.debug("no packed copy is kept: other kernels compute a part of the model")
         return
-    copy.write(PackedModel(facts, weights))
+    copy.write_beside(PackedModel(facts, weights))

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -20,26 +23,41 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from worker import __version__
 from worker.engines.embedded.host import memory as host_memory
 from worker.models.beside import DIRECTORY, Provenance, keep, opened, sealed, side_by_side
+from worker.models.safetensors_file import Stored, write_safetensors
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Raised when the same checkpoint would be packed, or written, differently."""
 
-_SOURCES = ("*.json", "*.safetensors")
-_PACKAGES = ("transformers",)  # its constants are in it
+_SOURCES = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors", "*.safetensors.index.json")
+_PACKAGES = ("transformers", "tokenizers")  # what they tell of a checkpoint is in it
+_CODES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int8: "I8",
+    torch.int32: "I32",
+}
+_WRITTEN_AT_ONCE = 16 * 2**20
+_LOWEST_PRIORITY = 19
+
+
+def provenance_of(checkpoint: Path) -> Provenance:
+    """Of what a packed copy is made; make it before the checkpoint is read."""
+    return Provenance(checkpoint, _SOURCES, [FORMAT, __version__], _PACKAGES)
 
 
 class PackedCopy:
-    """The packed copy of a checkpoint for some settings. Make it before the checkpoint is read.
+    """The packed copy of a checkpoint for some settings.
 
     Args:
         checkpoint: Directory of the checkpoint.
+        provenance: From `provenance_of`.
         name: Of the settings on which packed weights depend; part of the file's name.
         kinds: Dataclasses that it may hold; their fields are numbers, strings, data types, tensors,
             tuples, and such dataclasses.
@@ -48,10 +66,11 @@ class PackedCopy:
         path: Where it is, or would be.
     """
 
-    def __init__(self, checkpoint: Path, name: str, kinds: Sequence[type]) -> None:
+    def __init__(self, checkpoint: Path, provenance: Provenance, name: str, kinds: Sequence[type]) -> None:
         self.path = checkpoint / DIRECTORY / f"{name}.safetensors"
         self._kinds = {kind.__name__: kind for kind in kinds}
-        self._provenance = Provenance(checkpoint, _SOURCES, [FORMAT, __version__], _PACKAGES)
+        self._provenance = provenance
+        self._seen = _state(self.path)
 
     def read(self) -> Any:
         """What was written; None if nothing was.
@@ -61,16 +80,16 @@ class PackedCopy:
         """
         began = time.monotonic()
         try:
+            if not self.path.exists():
+                return None
             with safe_open(self.path, framework="pt") as file:
                 content = opened(file.metadata() or {})
                 self._provenance.check(content["provenance"])
                 tensors = _loaded(file, content["tensors"])
             value = self._decoded(content["value"], tensors)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no memory for it
             raise ValueError(f"it cannot be read: {error}") from error
-        except (SafetensorError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        except (SafetensorError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"it is damaged: {str(error) or type(error).__name__}") from error
         logger.info("packed weights: read from %s in %.1f s", self.path, time.monotonic() - began)
         return value
@@ -82,23 +101,41 @@ class PackedCopy:
         size = sum(tensor.nbytes for tensor in tensors.values())
 
         def write(path: Path) -> None:
+            if _state(self.path) != self._seen:
+                raise BlockingIOError("it has been written meanwhile")
             if shutil.disk_usage(path.parent).free < 2 * size:
                 raise OSError(f"its {size // 10**6} MB would take more than half of what is free")
             content = {
                 "provenance": self._provenance.record(),
-                "tensors": dict(zip(tensors, side_by_side(_digest, tensors.values()), strict=True)),
+                "tensors": {name: _digest(tensor) for name, tensor in tensors.items()},
                 "value": tree,
             }
-            save_file(tensors, path, sealed(content))
+            with path.open("wb") as file:
+                write_safetensors(file, [_stored(name, tensor) for name, tensor in tensors.items()], sealed(content))
 
         try:
             keep(self.path, write)
         except BlockingIOError:
-            logger.debug("another process writes %s", self.path)
-        except (OSError, SafetensorError, RuntimeError) as error:
+            logger.debug("another process keeps %s", self.path)
+        except OSError as error:
             logger.info("no packed weights are kept in %s: %s", self.path, error)
         else:
             logger.info("packed weights: %d MB kept in %s for the next start", size // 10**6, self.path)
+
+    def write_beside(self, value: Any) -> threading.Thread:
+        """`write` in a thread of its own, which takes what time others leave.
+
+        A start does not wait for it: a probe could end the process each time before it is done.
+        """
+
+        def work() -> None:
+            if sys.platform == "linux":
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+            self.write(value)
+
+        thread = threading.Thread(target=work, name="packed-copy", daemon=True)
+        thread.start()
+        return thread
 
     def _decoded(self, tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
         if isinstance(tree, list):
@@ -129,6 +166,22 @@ def _encoded(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> An
     return value
 
 
+def _stored(name: str, tensor: torch.Tensor) -> Stored:
+    view = _bytes(tensor).ravel().data
+    starts = range(0, len(view), _WRITTEN_AT_ONCE)
+    parts = (view[start : start + _WRITTEN_AT_ONCE] for start in starts)
+    return Stored(name, _CODES[tensor.dtype], tuple(tensor.shape), len(view), lambda: parts)
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """Which file is there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def _loaded(file: Any, digests: dict[str, str]) -> dict[str, torch.Tensor]:
     """The tensors, in huge pages. Raises `ValueError` if one has another SHA-256."""
     mapped = {name: file.get_tensor(name) for name in digests}
@@ -148,4 +201,4 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    return tensor.view(torch.uint8).numpy()
+    return tensor.detach().contiguous().view(torch.uint8).numpy()

@@ -15,16 +15,20 @@ from torch.nn import functional
 
 from worker.engines.embedded.model.panels import Panels
 from worker.engines.embedded.native.layers import Gemm
-from worker.engines.embedded.native.quantised import QuantisedPanels, panels_of, quantised_linear, rows_of
+from worker.engines.embedded.native.quantised import (
+    BLOCK,
+    QuantisedPanels,
+    fits_blocks,
+    panels_of,
+    quantised_linear,
+    unpacked_rows,
+)
 from worker.errors import StartupError
 
 FORMATS = ("int8", "int4")
 """What `quantise` makes: 8 bits with a scale for each row, or 4 bits in groups of `GROUP`."""
 
 GROUP = 32
-
-BLOCK = 32
-"""Elements of a row that are rounded with one scale: ``BLOCK`` in ``integer.c``."""
 
 _ZERO = {4: -8.0, 8: 0.0}
 """Offset in units of the scale, by bits, where a weight has no offsets: codes of 4 bits have no
@@ -75,7 +79,14 @@ class QuantisedWeight:
 
     def dequantised(self) -> torch.Tensor:
         """The weight in float32."""
-        return _unpacked(self.codes, self.scales, self.offsets)
+        codes, zero = self.codes, _ZERO[self.bits]
+        if self.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+        groups = codes.reshape(*self.scales.shape, self.shape[1] // self.scales.shape[1]).float()
+        scales = self.scales.float()[..., None]
+        offsets = self.offsets.float()[..., None] if self.offsets is not None else zero * scales
+        # one rounding: a product with a scale of float16, or of less than 24 bits, is exact
+        return (groups * scales + offsets).flatten(-2)
 
     def packed(self, rounds_rows: bool = False) -> QuantisedPanels:
         """The weight as the native kernels read it.
@@ -90,7 +101,7 @@ class QuantisedWeight:
         columns, inner = self.shape
         if rounds_rows:
             group = inner // self.scales.shape[1]
-            if group < inner and group % BLOCK and (BLOCK % group or group < 8):
+            if not fits_blocks(group, inner):
                 raise StartupError(f"--activation-dtype int8: groups of {group} weights do not fit blocks of {BLOCK}")
             codes = functional.pad(codes, (0, -codes.shape[1] % 4))
         if self.bits == 4 or rounds_rows:
@@ -235,30 +246,10 @@ class QuantisedGemm:
     def layouts(self) -> Iterator[Panels]:
         yield from ()
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of a weight of one part in float32; see `panels.Lookup`."""
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Rows ``[..., K]`` of a weight of one part by their indices, int64 ``[...]``."""
         [panels] = self._panels
-        codes = rows_of(panels.codes, ids)
-        if codes.dtype == torch.int32:
-            codes = codes.contiguous().view(torch.uint8 if panels.bits == 4 else torch.int8)
-        codes = codes[..., : panels.inner * panels.bits // 8]
-        offsets = rows_of(panels.offsets, ids) if panels.offsets is not None else None
-        return _unpacked(codes, rows_of(panels.scales, ids), offsets)
-
-
-def _unpacked(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-    """Weights ``[..., K]`` in float32 of codes, scales and offsets of rows as in
-    `QuantisedWeight`.
-    """
-    zero = 0.0
-    if codes.dtype == torch.uint8:
-        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-        zero = _ZERO[4]
-    groups = codes.reshape(*scales.shape, codes.shape[-1] // scales.shape[-1]).float()
-    scales = scales.float()[..., None]
-    # one rounding: a product with a scale of float16, or of less than 24 bits, is exact
-    shifted = groups * scales + (offsets.float()[..., None] if offsets is not None else zero * scales)
-    return shifted.flatten(-2)
+        return unpacked_rows(panels, ids, dtype)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:

@@ -66,10 +66,12 @@ def facts_of(network: Any, directory: Path, settings: dict[str, Any], weights: s
     )
 
 
-def packed(network: Any, kernels: KernelBackend) -> LlamaNetwork | TransformersNetwork:
-    """The engine's network of transformers' causal language model, of no use afterwards."""
+def packed(network: Any, kernels: KernelBackend, num_positions: int = 0) -> LlamaNetwork | TransformersNetwork:
+    """The engine's network of transformers' causal language model, of no use afterwards; see
+    `LlamaNetwork`.
+    """
     if llama_weights.serves(network.config):
-        return LlamaNetwork(LlamaWeights.of(network), kernels)
+        return LlamaNetwork(LlamaWeights.of(network), kernels, num_positions)
     return TransformersNetwork(network, kernels)
 
 

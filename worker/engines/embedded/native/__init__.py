@@ -30,7 +30,7 @@ from worker.engines.embedded.kv_cache import SequenceSlice
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 8
+_VERSION = 9
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 PATHS = ("amx", "avx512", "avx2", "generic")
@@ -238,6 +238,13 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function.restype = None
     if hasattr(library, "weigh"):  # in those of float32
         library.block_maxima.argtypes = [_POINTER, _INT64, _INT64, _INT64, _POINTER]
+        library.highest_ids.argtypes = [_POINTER, _INT64, _INT64, _INT64, _POINTER, _POINTER]
+        library.highest_ids.restype = None
+        library.unpack_rows.argtypes = [
+            *(_POINTER, _INT32, _INT32, _INT64, _POINTER, _POINTER, _INT32, _FLOAT, _INT64, _INT64),
+            *(_POINTER, _INT64, _INT32, _POINTER),
+        ]
+        library.unpack_rows.restype = _INT32
         library.exponentials.argtypes = [_POINTER, _INT64]
         library.block_maxima.restype = library.exponentials.restype = None
         library.weigh.argtypes = [_POINTER, _POINTER, _INT64, _POINTER, _POINTER]

@@ -194,4 +194,58 @@ quantised_linear(const void *input, int32_t is_bfloat16, int64_t rows, int64_t i
     free(widened);
     return 0;
 }
+
+/* Codes from `at` on of a row, which is a column of its panel. Codes of 8 bits lie in words of four, or one by one. */
+static inline void
+read_codes(const quantised_t *q, int has_words, int64_t row, int64_t at, int64_t count, float *codes)
+{
+    const int64_t column = row % COLUMNS, per_word = 32 / q->bits, words = (q->inner + per_word - 1) / per_word;
+    for (int64_t k = at; k < at + count; k++) {
+        const int64_t place = row / COLUMNS * words + k / per_word;
+        if (q->bits == 8 && !has_words) {
+            *codes++ = (float)((const int8_t *)q->codes)[(row / COLUMNS * q->inner + k) * COLUMNS + column];
+            continue;
+        }
+        uint32_t word;
+        memcpy(&word, q->codes + (place * COLUMNS + column) * sizeof word, sizeof word);
+        word >>= k % per_word * q->bits;
+        *codes++ = q->bits == 4 ? (float)(word & 15) : (float)(int8_t)word;
+    }
+}
+
+/* Rows `ids` [count] of a weight: a product and a sum of float32, each rounded, and what is bfloat16 once more. Returns
+ * 0, or -1 if there is no such row.
+ */
+int32_t
+unpack_rows(const void *codes, int32_t bits, int32_t has_words, int64_t group, const void *scales, const void *offsets,
+            int32_t is_half, float zero, int64_t columns, int64_t inner, const int64_t *ids, int64_t count,
+            int32_t is_bfloat16, void *output)
+{
+    const quantised_t q = {.codes = codes, .bits = bits, .group = group, .scales = scales, .offsets = offsets,
+                           .is_half = is_half, .inner = inner};
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t row = ids[i], groups = inner / group;
+        if (row < 0 || row >= columns)
+            return -1;
+        for (int64_t begin = 0; begin < inner; begin += group) {
+            const int64_t place = (row / COLUMNS * groups + begin / group) * COLUMNS + row % COLUMNS, lane = place % LANES;
+            float scale[LANES] ALIGNED, offset[LANES] ALIGNED;
+            vec_store(scale, load_scales(q.scales, place - lane, is_half));
+            offset[lane] = zero * scale[lane];
+            if (offsets)
+                vec_store(offset, load_scales(q.offsets, place - lane, is_half));
+            for (int64_t at = begin; at < begin + group; at += LANES) {
+                const int64_t some = smaller(begin + group - at, LANES);
+                float lanes[LANES] ALIGNED = {0};
+                read_codes(&q, has_words, row, at, some, lanes);
+                const vec element = vec_add(vec_mul(vec_load(lanes), vec_all(scale[lane])), vec_all(offset[lane]));
+                if (is_bfloat16)
+                    store_bfloat16((uint16_t *)output + i * inner + at, some, element);
+                else
+                    store_lanes((float *)output + i * inner + at, some, element);
+            }
+        }
+    }
+    return 0;
+}
 #endif

@@ -18,6 +18,14 @@ from worker.engines.embedded import native
 DTYPES = (torch.float32, torch.bfloat16)
 """Of rows and results."""
 
+BLOCK = 32
+"""Elements of a row that are rounded with one scale: ``BLOCK`` in ``integer.c``."""
+
+
+def fits_blocks(group: int, inner: int) -> bool:
+    """Whether weights in groups of this size, in rows of `inner`, can meet rounded rows."""
+    return group == inner or not group % BLOCK or not (BLOCK % group or group < 8)
+
 
 @dataclass(frozen=True, slots=True)
 class QuantisedPanels:
@@ -61,6 +69,8 @@ class QuantisedPanels:
             or tuple(scales.shape) != self._shape(scales.shape[1])
             or not scales.shape[1]
             or self.inner % scales.shape[1]
+            or (self.bits == 4 and self.group % 8)
+            or (self.rounds_rows and not fits_blocks(self.group, self.inner))
             or (self.offsets is not None and (self.offsets.shape != scales.shape or self.offsets.dtype != scales.dtype))
         ):
             raise ValueError(f"codes {list(self.codes.shape)} are no weight of shape {[self.columns, self.inner]}")
@@ -86,9 +96,27 @@ def panels_of(rows: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, columns, rows.shape[1]).mT.contiguous()
 
 
-def rows_of(panels: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Rows ``[..., n]`` of what `panels_of` returned, by their indices, int64 ``[...]``."""
-    return panels[ids // native.COLUMNS, :, ids % native.COLUMNS]
+def unpacked_rows(weight: QuantisedPanels, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows ``[..., K]`` of a quantised weight by their indices.
+
+    Args:
+        weight: ``[N, K]``.
+        ids: int64 ``[...]``.
+        dtype: One of `DTYPES`; the rows are rounded to it from float32.
+
+    Raises:
+        IndexError: there is no such row.
+    """
+    ids = ids.contiguous()
+    output = torch.empty(*ids.shape, weight.inner, dtype=dtype)
+    missing = native.library(torch.float32).unpack_rows(
+        *(weight.codes.data_ptr(), weight.bits, weight.codes.dtype == torch.int32, weight.group),
+        *(weight.scales.data_ptr(), native.address(weight.offsets), weight.scales.dtype == torch.float16, weight.zero),
+        *(weight.columns, weight.inner, ids.data_ptr(), ids.numel(), dtype == torch.bfloat16, output.data_ptr()),
+    )
+    if missing:
+        raise IndexError(f"a weight of {weight.columns} rows has not all of the rows {ids.tolist()}")
+    return output
 
 
 def kernel(rounds_rows: bool) -> Any:

@@ -185,6 +185,33 @@ block_maxima(const float *logits, int64_t rows, int64_t stride, int64_t width, f
     }
 }
 
+/* The highest of `width` logits, NaN if one of them is, and the first index that has it. */
+static float
+find_highest(const float *logits, int64_t width, int64_t *index)
+{
+    float highest = -INFINITY;
+    *index = 0;
+    int64_t first = 0; /* of the block that has it */
+    for (int64_t at = 0; at < width; at += BLOCK) {
+        float maximum;
+        block_maxima(logits + at, 1, 0, smaller(BLOCK, width - at), &maximum);
+        if (maximum != maximum)
+            return maximum;
+        if (maximum > highest)
+            highest = maximum, first = at;
+    }
+    for (*index = first; logits[*index] != highest;)
+        ++*index;
+    return highest;
+}
+
+void
+highest_ids(const float *logits, int64_t rows, int64_t stride, int64_t width, int64_t *ids, float *values)
+{
+    for (int64_t row = 0; row < rows; row++)
+        values[row] = find_highest(logits + row * stride, width, ids + row);
+}
+
 /* The logits of at least `bound`, and their rising ids, both [width]; returns their number. */
 static int64_t
 take_reaching(const float *logits, int64_t width, float bound, int64_t *ids, float *keys)

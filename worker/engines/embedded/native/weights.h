@@ -18,6 +18,9 @@ typedef struct {
  */
 KERNEL void block_maxima(const float *logits, int64_t rows, int64_t stride, int64_t width, float *maxima);
 
+/* The highest of each row, NaN where one of its logits is, and the lowest id that has it, [rows] both; of a row with NaN 0. */
+KERNEL void highest_ids(const float *logits, int64_t rows, int64_t stride, int64_t width, int64_t *ids, float *values);
+
 /* exp of `count` numbers, none above 709, in place; 1 for 0, and 0 below -708 and for NaN. */
 KERNEL void exponentials(double *values, int64_t count);
 

@@ -66,6 +66,20 @@ def block_maxima(logits: torch.Tensor) -> torch.Tensor:
     return maxima
 
 
+def highest_ids(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    """The lowest id that has the highest logit of each row of float32 ``[R, V]`` on the CPU, and
+    that logit; NaN where a row holds NaN.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, width = logits.shape
+    ids, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+    native.library(torch.float32).highest_ids(
+        *(logits.data_ptr(), rows, logits.stride(0), width, ids.data_ptr(), values.data_ptr())
+    )
+    return ids.tolist(), values.tolist()
+
+
 def exponential_(values: torch.Tensor) -> torch.Tensor:
     """``values.exp_()`` of contiguous float64 on the CPU, none above 709, to one unit in the last
     place; 0 below -708, and for NaN.

@@ -20,10 +20,7 @@ from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.selection_kernels import choose_select
 from worker.engines.embedded.sampling.truncation import truncate_and_sample
-from worker.engines.embedded.sampling.whole_row import block_maxima
-
-_NARROW = 8192
-"""Up to this width a plain argmax is faster than one by block maxima."""
+from worker.engines.embedded.sampling.whole_row import block_maxima, find_highest, is_searched_fast
 
 
 class Launched(Protocol):
@@ -151,7 +148,7 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]) -> Samples:
         plain = not (table.random or table.processed or planned)
-        if plain and logits.shape[1] <= _NARROW:
+        if plain and is_searched_fast(logits.shape[1]):
             return _choose_plain(logits, errors)
         maxima = block_maxima(logits)
         groups = table.groups
@@ -205,13 +202,8 @@ def _take_highest(samples: Samples, logits: torch.Tensor, maxima: torch.Tensor, 
 
 
 def _choose_plain(logits: torch.Tensor, errors: dict[int, str]) -> Samples:
-    """All-greedy narrow rows without chains: one argmax, ties to the lowest id.
-
-    By numpy: torch's argmax wakes a second thread, which takes longer than the search.
-    """
-    rows = logits.numpy()
-    token_ids: list[int] = rows.argmax(-1).tolist()  # the first NaN of a row that has one
-    values = [float(row[token]) for row, token in zip(rows, token_ids, strict=True)]
+    """All-greedy rows without chains: one search, ties to the lowest id."""
+    token_ids, values = find_highest(logits)
     if not all(map(math.isfinite, values)):
         errors |= unfit(values, [], errors)
     return Samples(token_ids, errors)

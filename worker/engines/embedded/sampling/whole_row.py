@@ -19,12 +19,31 @@ from adapters.candidates import BLOCK, num_blocks, prefix_of_mass
 from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.sampling.integer_weights import exponential_, rounding, weight_bits
 
+_NARROW = 8192
+"""Up to this width numpy's argmax is faster than one by block maxima."""
+
 
 def block_maxima(logits: torch.Tensor) -> torch.Tensor:
     """`adapters.candidates.block_maxima` of float32 `logits` ``[R, V]`` on the CPU."""
     if native_weights.are_available():
         return native_weights.block_maxima(logits)
     return candidates.block_maxima(logits)
+
+
+def is_searched_fast(width: int) -> bool:
+    """Whether `find_highest` in rows of this width is faster than a search by blocks' maxima."""
+    return native_weights.are_available() or width <= _NARROW
+
+
+def find_highest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    """The lowest id that has the highest logit of each row of `logits` ``[R, V]`` on the CPU, and
+    that logit; NaN where a row holds NaN.
+    """
+    if native_weights.are_available():
+        return native_weights.highest_ids(logits)
+    rows = logits.numpy()  # torch's argmax wakes a second thread, which takes longer than the search
+    ids: list[int] = rows.argmax(-1).tolist()  # the first NaN of a row that has one
+    return ids, [float(row[token]) for row, token in zip(rows, ids, strict=True)]
 
 
 class WholeRow(Protocol):
