@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import time
+from pathlib import Path
 
 import openai
 import pytest
@@ -206,7 +207,7 @@ def test_broken_weights_end_the_start(stack: Stack) -> None:
     """Half-way: the runtime is up, the model does not load."""
     copy = stack.directory / "broken"
     copy.mkdir()
-    for path in stack.model_path.iterdir():
+    for path in filter(Path.is_file, stack.model_path.iterdir()):
         content = path.read_bytes()
         (copy / path.name).write_bytes(content[:100] if path.suffix == ".safetensors" else content)
     stack.start_frontend()
