@@ -7,6 +7,7 @@ import pickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_tokenizers import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -34,16 +35,6 @@ def byte_level() -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-
-
-def sentencepiece() -> PreTrainedTokenizerFast:
-    pieces = ["▁", "▁the", "▁fox", "the", "qu", "ick", "и", "中", *"abcdefghijklmnopqrstuvwxyz"]
-    scored = [("<unk>", 0.0), ("</s>", 0.0), *((f"<0x{byte:02X}>", -20.0) for byte in range(256))]
-    scored += [(piece, -float(len(pieces) - len(piece))) for piece in pieces]
-    tokenizer = Tokenizer(models.Unigram(scored, unk_id=0, byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
 def wordpiece() -> PreTrainedTokenizerFast:

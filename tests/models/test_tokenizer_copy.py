@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_tokenizers import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, LlamaTokenizerFast, PreTrainedTokenizerFast
 
@@ -36,16 +37,6 @@ def byte_level(**options: Any) -> Any:
     tokenizer.add_tokens([AddedToken("<tool>", normalized=False), AddedToken("<think>"), AddedToken("</think>")])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", **options)
-
-
-def sentencepiece(**options: Any) -> Any:
-    pieces = ["▁", "▁the", "▁fox", "the", "qu", "ick", "и", "中", *"abcdefghijklmnopqrstuvwxyz"]
-    scored = [("<unk>", 0.0), ("</s>", 0.0), *((f"<0x{byte:02X}>", -20.0) for byte in range(256))]
-    scored += [(piece, -float(len(pieces) - len(piece))) for piece in pieces]
-    tokenizer = Tokenizer(models.Unigram(scored, unk_id=0, byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>", **options)
 
 
 def wordpiece(**options: Any) -> Any:
