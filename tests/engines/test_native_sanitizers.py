@@ -18,7 +18,7 @@ from worker.engines.embedded import native
 
 FUZZ = Path(__file__).with_name("native_fuzz.c")
 ROUNDS = 60
-DIGESTS = {torch.bfloat16: "4eb89287ead57127", torch.float32: "042d4cd0ea7d2169"}
+DIGESTS = {torch.bfloat16: "4eb89287ead57127", torch.float32: "9df33e74df734c5e"}
 """Of all results, as AVX-512 in float32, AVX2 and plain C on x86-64 have them."""
 
 OWN_DIGESTS = {("amx", torch.bfloat16): "45516fb514cd800a"}
