@@ -15,36 +15,39 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+
+from worker import __version__
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 DIRECTORY = ".packed"
 
+_PACKAGES = ("transformers", "tokenizers")
+"""What they tell of a checkpoint is in the files."""
+
 _PART_BYTES = 32 * 2**20
 
 
 class Provenance:
-    """Of what a file is made: some files of a checkpoint, and versions of some packages.
+    """Of what a file is made: some files of a checkpoint, and what read and wrote them.
 
     Make it before the checkpoint is read.
 
     Args:
         checkpoint: Directory of the checkpoint.
         patterns: Of its files' names.
-        versions: What else must be the same: numbers and strings.
-        packages: Distributions whose versions must be.
+        format: Of the file that is made.
     """
 
-    def __init__(
-        self, checkpoint: Path, patterns: Sequence[str], versions: Sequence[str | int], packages: Sequence[str]
-    ) -> None:
+    def __init__(self, checkpoint: Path, patterns: Sequence[str], format: int) -> None:
         self._checkpoint, self._patterns = checkpoint, patterns
-        self._versions = [*versions, *map(importlib.metadata.version, packages)]
+        self._versions = [format, __version__, *map(importlib.metadata.version, _PACKAGES)]
         self._states = self._stat()
 
     def _stat(self) -> dict[Path, list[int]]:
@@ -86,6 +89,18 @@ class Provenance:
                 raise ValueError(f"the checkpoint has another {path.name}")
 
 
+@contextmanager
+def work_directory(parent: Path, prefix: str) -> Iterator[Path]:
+    """A directory in `parent` that goes away, as do those that killed processes left there.
+
+    For the one process that holds a lock.
+    """
+    for stale in parent.glob(f"{prefix}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as work:
+        yield Path(work)
+
+
 def keep(path: Path, write: Callable[[Path], None]) -> None:
     """Write a file whole or not at all; what a killed process left goes away.
 
@@ -100,11 +115,8 @@ def keep(path: Path, write: Callable[[Path], None]) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.with_suffix(".lock").open("ab") as lock:  # stays there: what is removed could be locked twice
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        prefix = f"partial-{path.stem}-"
-        for stale in path.parent.glob(f"{prefix}*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent) as work:
-            partial = Path(work) / path.name
+        with work_directory(path.parent, f"partial-{path.stem}-") as work:
+            partial = work / path.name
             write(partial)
             partial.replace(path)
 

@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,7 @@ import numpy.typing as npt
 
 from worker.errors import StartupError
 from worker.models.architectures import Architecture, Weight
+from worker.models.beside import work_directory
 from worker.models.gguf_file import GgufError, GgufFile
 from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, READ, SCALES, Codes, quantization_config, unpack_blocks
 from worker.models.safetensors_file import Stored, write_safetensors
@@ -113,12 +113,10 @@ def cached_checkpoint(
     with _locked(target.parent.with_suffix(".lock"), name, say):
         if target.is_dir():
             return target
-        for stale in target.parent.glob("partial-*"):  # of a process that was killed
-            shutil.rmtree(stale, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix="partial-", dir=target.parent) as work:
-            written = Path(work) / name
+        with work_directory(target.parent, "partial-") as work:
+            written = work / name
             written.mkdir()
-            write_checkpoint(obtain(Path(work)), written, name, say, keeps_blocks)
+            write_checkpoint(obtain(work), written, name, say, keeps_blocks)
             written.rename(target)
     return target
 

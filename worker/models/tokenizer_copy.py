@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from adapters.vocabulary import CopiedTokenizer, Vocabulary
-from worker import __version__
 from worker.models.beside import DIRECTORY, Provenance, keep, opened, sealed
 
 logger = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ def load_vocabulary(checkpoint: Path, size: int, eos_token_ids: tuple[int, ...])
     Raises:
         OSError, ValueError: there is no tokenizer that can be read.
     """
-    provenance = Provenance(checkpoint, _SOURCES, [FORMAT, __version__], ("transformers", "tokenizers"))
+    provenance = Provenance(checkpoint, _SOURCES, FORMAT)
     path = checkpoint / DIRECTORY / "tokenizer.json"
     copied = _read(path, provenance)
     if copied is not None:

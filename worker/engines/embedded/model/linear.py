@@ -312,7 +312,7 @@ class Embedding:
         weight: None for the packed weight of `head`.
         head: The LM head, packed.
         is_tied: Whether `head` has the same weight.
-        dtype: Of the rows.
+        dtype: Of the rows; a weight that is not quantised has it.
 
     Attributes:
         packed: What is held beside the weight of `head`; None for nothing.
@@ -325,7 +325,6 @@ class Embedding:
         is_tied: bool,
         dtype: torch.dtype,
     ) -> None:
-        self._dtype = dtype
         self.packed: torch.Tensor | PackedQuantised | None = None
         self._rows: Lookup
         quantised = head.quantised if is_tied else None
@@ -348,7 +347,7 @@ class Embedding:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``[..., K]`` of indices ``[...]``."""
-        return self._rows(ids).to(self._dtype)
+        return self._rows(ids)
 
 
 def replace_linears(module: torch.nn.Module) -> None:

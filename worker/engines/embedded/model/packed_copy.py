@@ -24,7 +24,6 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
-from worker import __version__
 from worker.engines.embedded.host import memory as host_memory
 from worker.models.beside import DIRECTORY, Provenance, keep, opened, sealed, side_by_side
 from worker.models.safetensors_file import Stored, write_safetensors
@@ -35,7 +34,6 @@ FORMAT = 1
 """Raised when the same checkpoint would be packed, or written, differently."""
 
 _SOURCES = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors", "*.safetensors.index.json")
-_PACKAGES = ("transformers", "tokenizers")  # what they tell of a checkpoint is in it
 _CODES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -49,7 +47,7 @@ _LOWEST_PRIORITY = 19
 
 def provenance_of(checkpoint: Path) -> Provenance:
     """Of what a packed copy is made; make it before the checkpoint is read."""
-    return Provenance(checkpoint, _SOURCES, [FORMAT, __version__], _PACKAGES)
+    return Provenance(checkpoint, _SOURCES, FORMAT)
 
 
 class PackedCopy:
