@@ -41,6 +41,12 @@ one_of(const int64_t *choices, int64_t count)
 }
 #define ONE_OF(...) one_of((const int64_t[]){__VA_ARGS__}, sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t))
 
+static team_t
+some_team(void)
+{
+    return (team_t){(int32_t)(1 + 4 * below(2)), NULL};
+}
+
 static element *
 some(int64_t count)
 {
@@ -77,11 +83,12 @@ fuzz_linear(void)
     element *x = some(rows * inner), *panels = some(padded * inner), *bias = some(columns);
     element *other = some(rows * columns), *y = some(rows * columns), *norm = some(inner);
     float *sums = malloc(rows * columns * sizeof *sums);
-    const int64_t epilogue = below(4), has_bias = below(2), threads = 1 + 4 * below(2);
+    const int64_t epilogue = below(4), has_bias = below(2);
+    const team_t team = some_team();
     for (int32_t is_unrounded = 0; is_unrounded < 2; is_unrounded++)
         linear(x, rows, inner, panels, columns, has_bias ? bias : NULL, (int32_t)epilogue, other,
-               is_unrounded ? (void *)sums : y, is_unrounded, (int32_t)threads);
-    rms_norm(panels, padded, inner, norm, 1e-5f, panels, 1);
+               is_unrounded ? (void *)sums : y, is_unrounded, &team);
+    rms_norm(panels, padded, inner, norm, 1e-5f, panels, &team);
     add_to_digest(y, rows * columns);
     add_to_digest((const element *)sums, rows * columns * PER_WORD);
     add_to_digest(panels, padded * inner);
@@ -123,10 +130,11 @@ fuzz_quantised(int is_integer)
     void *other = some_numbers(rows * columns, 0, is_bfloat16);
     const int64_t size = is_bfloat16 && !is_unrounded ? 2 : 4;
     void *y = malloc(rows * columns * size);
-    const int32_t epilogue = (int32_t)below(4), threads = (int32_t)(1 + 4 * below(2));
+    const int32_t epilogue = (int32_t)below(4);
+    const team_t team = some_team();
     (is_integer ? integer_linear : quantised_linear)(
         x, is_bfloat16, rows, inner, codes, bits, group, scale, has_offsets ? offset : NULL, is_half, -8.0f, columns,
-        has_bias ? bias : NULL, epilogue, other, y, is_unrounded, threads);
+        has_bias ? bias : NULL, epilogue, other, y, is_unrounded, &team);
     add_bytes_to_digest(y, rows * columns * size);
     const int64_t ids[] = {below(columns), columns - 1, 0, is_unrounded ? columns : 0};
     const int64_t bytes = inner * (is_bfloat16 ? 2 : 4);
@@ -210,7 +218,8 @@ static void
 fuzz_attention(int32_t is_int8)
 {
     const int64_t kv_heads = 1 + below(2), group = 1 + below(3), heads = kv_heads * group;
-    const int64_t width = ONE_OF(2, 6, 30, 34, 64), window = ONE_OF(0, 1, 20), threads = 1 + 4 * below(2);
+    const int64_t width = ONE_OF(2, 6, 30, 34, 64), window = ONE_OF(0, 1, 20);
+    const team_t team = some_team();
     const int64_t has_norm = below(2), has_softcap = below(2);
     const int64_t size = ONE_OF(3, 16, 64, 80), tokens = 1 + below(100), pages = (tokens + size - 1) / size;
     const int64_t most = 64 / group, start = below(tokens), count = 1 + below(smaller(most, tokens - start));
@@ -229,9 +238,9 @@ fuzz_attention(int32_t is_int8)
         slot[i] = i % size;
     }
     rotate_and_store(qkv, tokens, heads, kv_heads, width, cosine, sine, has_norm ? norm : NULL, norm, 1e-6f, query,
-                     keys, values, is_int8, size, page, slot, 1);
+                     keys, values, is_int8, size, page, slot, &team);
     attend(query, heads * width, y, keys, values, is_int8, kv_heads, group, width, size, table, &tile, 1, window, 0.2f,
-           has_softcap ? 5.0f : 0.0f, (int32_t)threads);
+           has_softcap ? 5.0f : 0.0f, &team);
     add_to_digest(query, tokens * heads * width);
     add_bytes_to_digest(keys, pages * kv_heads * size * kv_row_bytes(width, is_int8));
     add_to_digest(y, count * heads * width);
@@ -260,7 +269,9 @@ fuzz_layers(void)
 {
     const int64_t kv_heads = 1 + below(2), heads = kv_heads * (1 + below(3)), width = ONE_OF(2, 6, 34);
     const int64_t hidden = ONE_OF(2, 30, 66), inner = ONE_OF(2, 50), tokens = 1 + below(20), size = tokens + below(9);
-    const int32_t is_int8 = (int32_t)below(2), threads = (int32_t)(1 + 4 * below(2)), has_parts = (int32_t)below(2);
+    const int32_t is_int8 = (int32_t)below(2);
+    const team_t team = some_team();
+    const int32_t has_parts = (int32_t)below(2);
     const int64_t of_keys = kv_heads * width, qkv = heads * width + 2 * of_keys;
     layer_t layers[2];
     for (int i = 0; i < 2; i++) {
@@ -282,7 +293,7 @@ fuzz_layers(void)
     const tile_t tile = {0, tokens, 0, 0};
     element *cosine = some(tokens * width), *sine = some(tokens * width), *x = some(tokens * hidden);
     const step_t step = {tokens, hidden, heads, kv_heads, width, cosine, sine, page, slot, page, &tile, 1, size, NULL,
-                         is_int8, threads};
+                         is_int8, &team};
     decoder_layers(&step, layers, 2, x);
     add_to_digest(x, tokens * hidden);
     for (int i = 0; i < 2; i++) {

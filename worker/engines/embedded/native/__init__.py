@@ -30,7 +30,7 @@ from worker.engines.embedded.kv_cache import SequenceSlice
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 9
+_VERSION = 10
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 PATHS = ("amx", "avx512", "avx2", "generic")
@@ -209,16 +209,16 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """`library`, with the types of its functions' arguments."""
     library.linear.argtypes = [
         *(_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER),
-        *(_INT32, _POINTER, _POINTER, _INT32, _INT32),
+        *(_INT32, _POINTER, _POINTER, _INT32, _POINTER),
     ]
-    library.rms_norm.argtypes = [_POINTER, _INT64, _INT64, _POINTER, _FLOAT, _POINTER, _INT32]
+    library.rms_norm.argtypes = [_POINTER, _INT64, _INT64, _POINTER, _FLOAT, _POINTER, _POINTER]
     library.rotate_and_store.argtypes = [
         *(_POINTER, _INT64, _INT64, _INT64, _INT64, _POINTER, _POINTER, _POINTER, _POINTER, _FLOAT),
-        *(_POINTER, _POINTER, _POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT32),
+        *(_POINTER, _POINTER, _POINTER, _INT32, _INT64, _POINTER, _POINTER, _POINTER),
     ]
     library.attend.argtypes = [
         *(_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _INT32, _INT64, _INT64, _INT64, _INT64),
-        *(_POINTER, _POINTER, _INT64, _INT64, _FLOAT, _FLOAT, _INT32),
+        *(_POINTER, _POINTER, _INT64, _INT64, _FLOAT, _FLOAT, _POINTER),
     ]
     library.decoder_layers.argtypes = [_POINTER, _POINTER, _INT64, _POINTER]
     for answer in (
@@ -231,7 +231,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             function = getattr(library, name)
             function.argtypes = [
                 *(_POINTER, _INT32, _INT64, _INT64, _POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT32, _FLOAT),
-                *(_INT64, _POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32),
+                *(_INT64, _POINTER, _INT32, _POINTER, _POINTER, _INT32, _POINTER),
             ]
             function.restype = _INT32
     for function in (library.rms_norm, library.rotate_and_store, library.attend):
@@ -251,6 +251,22 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         library.take_prefix.argtypes = [*(_POINTER, _POINTER, _INT64, _INT64, _INT64), *(_POINTER, _POINTER, _POINTER)]
         library.weigh.restype = library.take_prefix.restype = _INT64
     return library
+
+
+class _CTeam(ctypes.Structure):
+    """``team_t`` in ``team.h``."""
+
+    _fields_ = (("threads", _INT32), ("crew", _POINTER))
+
+
+@cache
+def _team_of(threads: int) -> _CTeam:
+    return _CTeam(threads, None)
+
+
+def team() -> int:
+    """Address of who computes: as many threads as torch computes with."""
+    return ctypes.addressof(_team_of(torch.get_num_threads()))
 
 
 def _missing_flags(dtype: torch.dtype, path: str) -> list[str]:
@@ -327,7 +343,7 @@ def linear(
     output = x.new_empty(rows, columns, dtype=torch.float32 if is_unrounded else x.dtype)
     failed = library(x.dtype).linear(
         *(x.data_ptr(), rows, inner, panels.data_ptr(), columns, address(bias)),
-        *(EPILOGUES[epilogue], address(other), output.data_ptr(), is_unrounded, torch.get_num_threads()),
+        *(EPILOGUES[epilogue], address(other), output.data_ptr(), is_unrounded, team()),
     )
     if failed:
         raise MemoryError(f"no memory for {rows} rows of {inner} elements in float32")
@@ -347,7 +363,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     width = x.shape[-1]
     library(x.dtype).rms_norm(
         *(x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon),
-        *(output.data_ptr(), torch.get_num_threads()),
+        *(output.data_ptr(), team()),
     )
     return output
 
@@ -395,7 +411,7 @@ def rotate_and_store(
         *(projections.qkv.data_ptr(), tokens, projections.heads, kv_heads, width),
         *(projections.cosine.data_ptr(), projections.sine.data_ptr(), address(of_query), address(of_key), epsilon),
         *(query.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.dtype == torch.int8, size),
-        *(slot_mapping[0].data_ptr(), slot_mapping[1].data_ptr(), torch.get_num_threads()),
+        *(slot_mapping[0].data_ptr(), slot_mapping[1].data_ptr(), team()),
     )
     return query
 
@@ -460,7 +476,7 @@ def attend(
         *(query.data_ptr(), query.stride(0), output.data_ptr(), keys.data_ptr(), values.data_ptr()),
         *(keys.dtype == torch.int8, kv_heads, heads // kv_heads, width, size),
         *(tiles.page_table.data_ptr(), tiles.tiles.data_ptr()),
-        *(len(tiles.tiles), window, scale, softcap or 0.0, torch.get_num_threads()),
+        *(len(tiles.tiles), window, scale, softcap or 0.0, team()),
     )
     return output
 

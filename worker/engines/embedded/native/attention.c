@@ -10,7 +10,6 @@
 #include "kernels.h"
 #include "kv_rows.h"
 #include "panels.h"
-#include "work_stealing.h"
 
 enum {
     KEYS = 64,     /* of a block */
@@ -308,9 +307,9 @@ attend_units(const void *job, int64_t first, int64_t stop)
 void
 attend(const element *query, int64_t query_stride, element *output, const char *keys, const char *values,
        int32_t is_int8, int64_t kv_heads, int64_t group, int64_t width, int64_t size, const int64_t *pages,
-       const tile_t *tiles, int64_t num_tiles, int64_t window, float scale, float softcap, int32_t threads)
+       const tile_t *tiles, int64_t num_tiles, int64_t window, float scale, float softcap, const team_t *team)
 {
     const attention_t c = {query, query_stride, output, keys, values, is_int8, kv_row_bytes(width, is_int8), kv_heads,
                            group, width,        size,   pages, window, scale,  softcap};
-    share_work(num_tiles * kv_heads, 1, threads, attend_units, &(job_t){&c, tiles, num_tiles * kv_heads});
+    share_work(team, num_tiles * kv_heads, 1, attend_units, &(job_t){&c, tiles, num_tiles * kv_heads});
 }

@@ -18,7 +18,6 @@
 
 #include "integer_tiles.h"
 #include "rounded_rows.h"
-#include "work_stealing.h"
 
 enum {
     AHEAD = 32768,  /* bytes by which codes are fetched before they are read, at most */
@@ -187,7 +186,16 @@ compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t 
 typedef struct {
     const quantised_t *q;
     const rounded_t *r;
+    int32_t zero; /* that codes of the weight count from, as they are multiplied */
 } job_t;
+
+static void
+round_rows(const void *job, int64_t first, int64_t stop)
+{
+    const job_t *j = job;
+    for (int64_t row = first; row < stop; row++)
+        round_row(j->q, j->r, j->zero, row);
+}
 
 static void
 compute_either(const void *job, int64_t first, int64_t stop)
@@ -200,7 +208,7 @@ compute_either(const void *job, int64_t first, int64_t stop)
  * multiple of 8 elements if codes have 4 bits. Returns 0, or -1 if there is no memory for the rounded rows.
  */
 static int32_t
-compute(const quantised_t *q, int has_tiles, int32_t threads)
+compute(const quantised_t *q, int has_tiles, const team_t *team)
 {
     const int is_for_amx = has_tiles && q->rows > INT_ROWS && fits_tiles(q); /* few rows do not fill tiles */
     const int64_t most = is_for_amx ? TILE_ROWS : INT_ROWS, space = is_for_amx ? (q->rows + most - 1) / most * most : q->rows;
@@ -217,12 +225,11 @@ compute(const quantised_t *q, int has_tiles, int32_t threads)
     int8_t *row_codes = (int8_t *)(starts + space * blocks);
     const rounded_t r = {size, blocks, words, most, is_for_amx, row_codes, row_scales, totals, starts};
     const int32_t excess = q->bits == 4 ? 0 : byte_excess(processor_has_dot());
-    const int32_t begin = excess - (q->offsets ? 0 : (int32_t)q->zero);
-#pragma omp parallel for num_threads(threads) if (q->rows * blocks >= MANY)
-    for (int64_t row = 0; row < q->rows; row++)
-        round_row(q, &r, begin, row);
+    const job_t job = {q, &r, excess - (q->offsets ? 0 : (int32_t)q->zero)};
+    /* rows beside each other are written to the same lines: no thread takes another's one by one */
+    share_work(team, q->rows, q->rows * blocks >= MANY ? q->rows / team->threads + 1 : q->rows, round_rows, &job);
     const int64_t number = (q->columns + COLUMNS - 1) / COLUMNS;
-    share_work(number, number / (8 * threads) + 1, threads, compute_either, &(job_t){q, &r});
+    share_work(team, number, few_of(number, team), compute_either, &job);
     free(memory);
     return 0;
 }
@@ -232,11 +239,11 @@ compute(const quantised_t *q, int has_tiles, int32_t threads)
     int32_t name(const void *input, int32_t is_bfloat16, int64_t rows, int64_t inner, const void *codes, int32_t bits, \
                  int64_t group, const void *scales, const void *offsets, int32_t is_half, float zero, int64_t columns, \
                  const void *bias, int32_t then, const void *other, void *output, int32_t is_unrounded,                \
-                 int32_t threads)                                                                                      \
+                 const team_t *team)                                                                                   \
     {                                                                                                                  \
         const quantised_t q = {codes, bits,    group,       scales, offsets,      is_half, zero,   input,       rows,  \
                                inner, columns, is_bfloat16, bias,   (then_t)then, other,   output, is_unrounded};      \
-        return compute(&q, has_tiles, threads);                                                                        \
+        return compute(&q, has_tiles, team);                                                                           \
     }
 INTEGER_LINEAR(integer_linear, 0)
 #ifdef CAN_HAVE_TILES
@@ -256,15 +263,16 @@ integers_in_tiles_are_exact(void)
         input[i] = (float)(int32_t)(i * 2246822519u);
     for (int i = 0; i < GROUPS; i++)
         scales[i] = (float)(int32_t)(i * 3266489917u), offsets[i] = (float)(int32_t)(i * 668265263u);
+    const team_t alone = {1, NULL};
     for (int kind = 0; kind < 4; kind++) {
         quantised_t q = {.codes = (const char *)codes, .group = BLOCK, .input = input, .rows = TEST_ROWS};
         q.bits = kind % 2 ? 4 : 8, q.zero = kind % 2 ? -8.0f : 0.0f, q.inner = LENGTH, q.columns = COLUMNS;
         q.scales = (const char *)scales, q.offsets = kind / 2 ? (const char *)offsets : NULL;
         q.output = expected;
-        if (compute(&q, 0, 1))
+        if (compute(&q, 0, &alone))
             return 0;
         q.output = found;
-        if (compute(&q, 1, 1) || memcmp(found, expected, sizeof found))
+        if (compute(&q, 1, &alone) || memcmp(found, expected, sizeof found))
             return 0;
     }
     return 1;

@@ -2,7 +2,7 @@
 #ifndef KERNELS_H
 #define KERNELS_H
 
-#include "vector.h"
+#include "team.h"
 
 /* A call stays within the library: those of the other paths and types have the same names. */
 #define KERNEL __attribute__((visibility("protected")))
@@ -16,27 +16,27 @@ typedef struct {
 
 KERNEL int32_t linear(const element *input, int64_t rows, int64_t inner, const element *panels, int64_t columns,
                       const element *bias, int32_t then, const element *other, void *output, int32_t is_unrounded,
-                      int32_t threads);
+                      const team_t *team);
 
 KERNEL void rms_norm(const element *x, int64_t rows, int64_t width, const element *weight, float epsilon, element *y,
-                     int32_t threads);
+                     const team_t *team);
 
 KERNEL void rotate_and_store(const element *qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width,
                              const element *cosine, const element *sine, const element *query_norm,
                              const element *key_norm, float epsilon, element *query, char *keys, char *values,
                              int32_t is_int8, int64_t size, const int64_t *pages, const int64_t *slots,
-                             int32_t threads);
+                             const team_t *team);
 
 KERNEL void attend(const element *query, int64_t query_stride, element *output, const char *keys, const char *values,
                    int32_t is_int8, int64_t kv_heads, int64_t group, int64_t width, int64_t size, const int64_t *pages,
                    const tile_t *tiles, int64_t num_tiles, int64_t window, float scale, float softcap,
-                   int32_t threads);
+                   const team_t *team);
 
 /* Of the library in float32, also for bfloat16. */
 typedef int32_t quantised_linear_t(const void *input, int32_t is_bfloat16, int64_t rows, int64_t inner,
                                    const void *codes, int32_t bits, int64_t group, const void *scales,
                                    const void *offsets, int32_t is_half, float zero, int64_t columns,
                                    const void *bias, int32_t then, const void *other, void *output,
-                                   int32_t is_unrounded, int32_t threads);
+                                   int32_t is_unrounded, const team_t *team);
 
 #endif

@@ -36,7 +36,7 @@ typedef struct {
     int64_t num_tiles, page_size;
     quantised_linear_t *quantised; /* NULL if no weight is */
     int32_t is_int8;               /* keys and values */
-    int32_t threads;
+    const team_t *team;
 } step_t;
 
 int32_t decoder_layers(const step_t *step, const layer_t *layers, int64_t count, element *hidden);

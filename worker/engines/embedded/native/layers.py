@@ -54,7 +54,8 @@ class _CStep(ctypes.Structure):
         *((name, _POINTER) for name in ("cosine", "sine", "pages", "slots", "page_table", "tiles")),
         *((name, _INT64) for name in ("num_tiles", "page_size")),
         ("quantised", _POINTER),
-        *((name, _INT32) for name in ("is_int8", "threads")),
+        ("is_int8", _INT32),
+        ("team", _POINTER),
     )
 
 
@@ -188,7 +189,7 @@ class DecoderLayers:
             *(*hidden.shape, self._heads, self._kv_heads, step.cosine.shape[1]),
             *(step.cosine.data_ptr(), step.sine.data_ptr(), pages.data_ptr(), slots.data_ptr()),
             *(tiles.page_table.data_ptr(), tiles.tiles.data_ptr(), len(tiles.tiles), step.keys[0].shape[2]),
-            *(self._quantised, step.keys[0].dtype == torch.int8, torch.get_num_threads()),
+            *(self._quantised, step.keys[0].dtype == torch.int8, native.team()),
         )
         library = native.library(hidden.dtype)
         if library.decoder_layers(ctypes.byref(in_c), self._in_c, len(self._layers), hidden.data_ptr()):

@@ -4,7 +4,6 @@
 #include "epilogue.h"
 #include "kernels.h"
 #include "panels.h"
-#include "work_stealing.h"
 
 enum {
     TOGETHER = 192, /* rows that share a part of a panel while it is in the cache */
@@ -73,7 +72,7 @@ compute_panels(const void *job, int64_t first, int64_t stop)
 int32_t
 kernels_version(void)
 {
-    return 9; /* of the functions' arguments; native/__init__.py knows it, too */
+    return 10; /* of the functions' arguments; native/__init__.py knows it, too */
 }
 
 /* Whether the path has an instruction for a * b + c with one rounding; without, it is emulated, and slow. */
@@ -148,13 +147,19 @@ kernels_sum_in_order(void)
     return is_same;
 }
 
-/* Widens the rows, where the micro-kernel reads wider ones. */
+typedef struct {
+    const element *input;
+    int64_t inner;
+    operand *to;
+} widening_t;
+
+/* Widens rows, where the micro-kernel reads wider ones. */
 static void
-widen(const element *input, int64_t rows, int64_t inner, operand *to, int32_t threads)
+widen(const void *job, int64_t first, int64_t stop)
 {
-#pragma omp parallel for num_threads(threads) if (rows > TOGETHER)
-    for (int64_t row = 0; row < rows; row++)
-        copy_operands(input + row * inner, inner, to + row * inner);
+    const widening_t *w = job;
+    for (int64_t row = first; row < stop; row++)
+        copy_operands(w->input + row * w->inner, w->inner, w->to + row * w->inner);
 }
 
 /* The result is of elements or, if it `is_unrounded`, of float32. Returns 0, or -1 if there is no memory for widened
@@ -162,20 +167,20 @@ widen(const element *input, int64_t rows, int64_t inner, operand *to, int32_t th
  */
 int32_t
 linear(const element *input, int64_t rows, int64_t inner, const element *panels, int64_t columns, const element *bias,
-       int32_t then, const element *other, void *output, int32_t is_unrounded, int32_t threads)
+       int32_t then, const element *other, void *output, int32_t is_unrounded, const team_t *team)
 {
     operand *widened = NULL;
     if (sizeof(operand) != sizeof(element)) {
         widened = malloc((rows * inner + 1) * sizeof *widened);
         if (!widened)
             return -1;
-        widen(input, rows, inner, widened, threads);
+        share_work(team, rows, rows > TOGETHER ? 1 : TOGETHER, widen, &(widening_t){input, inner, widened});
     }
     const operand *from = widened ? widened : (const operand *)input;
     const linear_t l = {from, rows, inner, panels, columns, bias, (then_t)then, other, output,
                         is_unrounded};
     const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
-    share_work(number, number / (8 * threads) + 1, threads, compute_panels, &l);
+    share_work(team, number, few_of(number, team), compute_panels, &l);
     free(widened);
     return 0;
 }

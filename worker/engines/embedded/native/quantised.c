@@ -13,7 +13,6 @@
 
 #include "panels.h"
 #include "quantised.h"
-#include "work_stealing.h"
 
 enum {
     TOGETHER = 192,                      /* rows that share a part of a panel once it is unpacked */
@@ -171,26 +170,39 @@ compute_panels(const void *job, int64_t first, int64_t stop)
         compute_panel(job, panel);
 }
 
+typedef struct {
+    const void *input;
+    int64_t inner;
+    float *to;
+} widening_t;
+
+/* Rows of bfloat16, to float32. */
+static void
+widen(const void *job, int64_t first, int64_t stop)
+{
+    const widening_t *w = job;
+    for (int64_t at = first * w->inner, end = stop * w->inner; at < end; at += LANES)
+        store_floats(w->to + at, end - at, read_lanes(w->input, at, end - at, 1));
+}
+
 /* Returns 0, or -1 if there is no memory for rows in float32. */
 int32_t
 quantised_linear(const void *input, int32_t is_bfloat16, int64_t rows, int64_t inner, const void *codes, int32_t bits,
                  int64_t group, const void *scales, const void *offsets, int32_t is_half, float zero, int64_t columns,
                  const void *bias, int32_t then, const void *other, void *output, int32_t is_unrounded,
-                 int32_t threads)
+                 const team_t *team)
 {
     float *widened = NULL;
     if (is_bfloat16) {
         widened = malloc((rows * inner + 1) * sizeof *widened);
         if (!widened)
             return -1;
-#pragma omp parallel for num_threads(threads) if (rows > TOGETHER)
-        for (int64_t at = 0; at < rows * inner; at += LANES)
-            store_floats(widened + at, rows * inner - at, read_lanes(input, at, rows * inner - at, 1));
+        share_work(team, rows, rows > TOGETHER ? 1 : TOGETHER, widen, &(widening_t){input, inner, widened});
     }
     const quantised_t q = {codes, bits, group, scales,      offsets, is_half,      zero,  widened ? widened : input, rows,
                            inner, columns, is_bfloat16, bias,    (then_t)then, other, output, is_unrounded};
     const int64_t number = (columns + COLUMNS - 1) / COLUMNS;
-    share_work(number, number / (8 * threads) + 1, threads, compute_panels, &q);
+    share_work(team, number, few_of(number, team), compute_panels, &q);
     free(widened);
     return 0;
 }

@@ -149,7 +149,7 @@ def quantised_linear(
         *(weight.codes.data_ptr(), weight.bits, weight.group),
         *(weight.scales.data_ptr(), native.address(weight.offsets), weight.scales.dtype == torch.float16),
         *(weight.zero, weight.columns, native.address(bias), native.EPILOGUES[epilogue], native.address(other)),
-        *(output.data_ptr(), is_unrounded, torch.get_num_threads()),
+        *(output.data_ptr(), is_unrounded, native.team()),
     )
     if failed:
         raise MemoryError(f"no memory for {rows} rows of {inner} elements")

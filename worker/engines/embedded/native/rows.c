@@ -2,7 +2,10 @@
 #include "kernels.h"
 #include "kv_rows.h"
 
-enum { FEW = 64 }; /* tokens up to which one thread is faster than several */
+enum {
+    FEW = 64,      /* tokens up to which one thread is faster than several */
+    TOGETHER = 16, /* that a thread takes at a time */
+};
 
 /* RMSNorm: y = x / sqrt(mean(x * x) + epsilon) * weight, over `width` elements. */
 static inline void
@@ -21,13 +24,28 @@ normalise(const element *x, const element *weight, int64_t width, float epsilon,
     }
 }
 
+typedef struct {
+    const element *x;
+    int64_t width;
+    const element *weight;
+    float epsilon;
+    element *y;
+} norm_rows_t;
+
+static void
+normalise_rows(const void *job, int64_t first, int64_t stop)
+{
+    const norm_rows_t *n = job;
+    for (int64_t row = first; row < stop; row++)
+        normalise(n->x + row * n->width, n->weight, n->width, n->epsilon, n->y + row * n->width);
+}
+
 void
 rms_norm(const element *x, int64_t rows, int64_t width, const element *weight, float epsilon, element *y,
-         int32_t threads)
+         const team_t *team)
 {
-#pragma omp parallel for num_threads(threads) if (rows > FEW)
-    for (int64_t row = 0; row < rows; row++)
-        normalise(x + row * width, weight, width, epsilon, y + row * width);
+    const norm_rows_t job = {x, width, weight, epsilon, y};
+    share_work(team, rows, rows > FEW ? TOGETHER : FEW, normalise_rows, &job);
 }
 
 /* RoPE: rotates the two halves of a head by the angles of the token's position. */
@@ -69,6 +87,38 @@ store_row(const element *x, int64_t width, int32_t is_int8, char *row)
         memcpy(row, x, width * sizeof *x);
 }
 
+typedef struct {
+    const element *qkv;
+    int64_t heads, kv_heads, width;
+    const element *cosine, *sine;
+    norm_t of_query, of_key;
+    element *query;
+    char *keys, *values;
+    int32_t is_int8;
+    int64_t size;
+    const int64_t *pages, *slots;
+} qkv_t;
+
+static void
+rotate_and_store_tokens(const void *job, int64_t first, int64_t stop)
+{
+    const qkv_t *q = job;
+    const int64_t width = q->width, row_bytes = kv_row_bytes(width, q->is_int8);
+    for (int64_t token = first; token < stop; token++) {
+        const element *c = q->cosine + token * width, *s = q->sine + token * width;
+        const element *from = q->qkv + token * (q->heads + 2 * q->kv_heads) * width;
+        for (int64_t head = 0; head < q->heads; head++, from += width)
+            turn_head(from, q->of_query, c, s, width, q->query + (token * q->heads + head) * width);
+        for (int64_t head = 0; head < q->kv_heads; head++, from += width) {
+            const int64_t place = ((q->pages[token] * q->kv_heads + head) * q->size + q->slots[token]) * row_bytes;
+            element key[WIDEST];
+            turn_head(from, q->of_key, c, s, width, key);
+            store_row(key, width, q->is_int8, q->keys + place);
+            store_row(from + q->kv_heads * width, width, q->is_int8, q->values + place);
+        }
+    }
+}
+
 /* Splits the fused projection `qkv` [tokens, heads + 2 * kv_heads, width]: rotated queries go to `query`
  * [tokens, heads, width], rotated keys and values into the cache, [pages, kv_heads, size, row], as the slot mapping
  * says, `pages` and `slots` [tokens]. `cosine` and `sine` are [tokens, width].
@@ -77,22 +127,10 @@ void
 rotate_and_store(const element *qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width,
                  const element *cosine, const element *sine, const element *query_norm, const element *key_norm,
                  float epsilon, element *query, char *keys, char *values, int32_t is_int8, int64_t size,
-                 const int64_t *pages, const int64_t *slots, int32_t threads)
+                 const int64_t *pages, const int64_t *slots, const team_t *team)
 {
     const norm_t of_query = {query_norm, epsilon}, of_key = {key_norm, epsilon};
-    const int64_t row_bytes = kv_row_bytes(width, is_int8);
-#pragma omp parallel for num_threads(threads) if (tokens > FEW)
-    for (int64_t token = 0; token < tokens; token++) {
-        const element *c = cosine + token * width, *s = sine + token * width;
-        const element *from = qkv + token * (heads + 2 * kv_heads) * width;
-        for (int64_t head = 0; head < heads; head++, from += width)
-            turn_head(from, of_query, c, s, width, query + (token * heads + head) * width);
-        for (int64_t head = 0; head < kv_heads; head++, from += width) {
-            const int64_t place = ((pages[token] * kv_heads + head) * size + slots[token]) * row_bytes;
-            element key[WIDEST];
-            turn_head(from, of_key, c, s, width, key);
-            store_row(key, width, is_int8, keys + place);
-            store_row(from + kv_heads * width, width, is_int8, values + place);
-        }
-    }
+    const qkv_t q = {qkv,  heads,  kv_heads, width, cosine, sine,  of_query, of_key,
+                     query, keys, values,   is_int8, size,  pages, slots};
+    share_work(team, tokens, tokens > FEW ? TOGETHER : FEW, rotate_and_store_tokens, &q);
 }

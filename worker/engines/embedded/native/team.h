@@ -1,0 +1,189 @@
+/* Threads that share work. Each takes what lies behind what it took before: memory is read fastest from front to back.
+ * Who has none left takes from another, since threads differ in speed.
+ *
+ * To gather threads, with OpenMP, takes as long as a small GEMM of one row. So for a series of jobs they gather once, and
+ * poll for the next job in between.
+ */
+#ifndef TEAM_H
+#define TEAM_H
+
+#include <omp.h>
+#include <stdatomic.h>
+#if defined(__linux__)
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
+
+#include "vector.h"
+
+/* A number that threads wait for: polling, and asleep once it has taken about 0.1 ms, since who writes it may wait for
+ * this processor; as GNU OpenMP does with the worker's settings (decision 10).
+ */
+typedef struct {
+    _Atomic int32_t value ALIGNED;
+    _Atomic int32_t sleepers;
+} signal_t;
+
+static inline void
+sleep_while(signal_t *signal, int32_t seen)
+{
+#if defined(__linux__)
+    atomic_fetch_add(&signal->sleepers, 1);
+    syscall(SYS_futex, &signal->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0); /* not if it has another value by now */
+    atomic_fetch_sub(&signal->sleepers, 1);
+#else
+    (void)signal, (void)seen;
+    sched_yield();
+#endif
+}
+
+/* The first value that is not `seen`. */
+static inline int32_t
+wait_for_other(signal_t *signal, int32_t seen)
+{
+    enum { POLLS = 5000 };
+    int32_t value;
+    for (int64_t poll = 0; (value = atomic_load_explicit(&signal->value, memory_order_acquire)) == seen; poll++)
+        if (poll >= POLLS)
+            sleep_while(signal, seen);
+#if defined(__x86_64__)
+        else
+            __builtin_ia32_pause();
+#endif
+    return value;
+}
+
+static inline void
+give_signal(signal_t *signal, int32_t value)
+{
+    atomic_store(&signal->value, value); /* before `sleepers` is read */
+#if defined(__linux__)
+    if (atomic_load(&signal->sleepers))
+        syscall(SYS_futex, &signal->value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+#endif
+}
+
+/* From `first` on, before `stop`. */
+typedef void compute_t(const void *job, int64_t first, int64_t stop);
+
+/* What is left of a thread's part of a job. */
+typedef struct {
+    _Atomic int64_t next ALIGNED;
+} share_t;
+
+/* Threads that have gathered, and their job. */
+typedef struct {
+    int32_t threads;
+    share_t *shares; /* one for each of them */
+    compute_t *compute;
+    const void *job;
+    int64_t number, most;
+    signal_t posted, done;        /* the job's number, from 1; of `posted`, -1 if there are no more */
+    _Atomic int32_t busy ALIGNED; /* threads beside the first that still compute it */
+} crew_t;
+
+/* Who computes; `native/__init__.py` has it, too. */
+typedef struct {
+    int32_t threads;
+    crew_t *crew; /* NULL: it gathers for each job */
+} team_t;
+
+static inline void
+take_shares(crew_t *crew, int32_t own)
+{
+    for (int32_t turn = 0; turn < crew->threads; turn++) {
+        const int32_t owner = (own + turn) % crew->threads;
+        const int64_t stop = crew->number * (owner + 1) / crew->threads;
+        for (int64_t first = 0; first < stop;) {
+            first = atomic_fetch_add_explicit(&crew->shares[owner].next, crew->most, memory_order_relaxed);
+            if (first < stop)
+                crew->compute(crew->job, first, smaller(first + crew->most, stop));
+        }
+    }
+}
+
+/* Computes jobs of the first thread until there are no more. */
+static inline void
+follow(crew_t *crew, int32_t own)
+{
+    for (int32_t number = 0; (number = wait_for_other(&crew->posted, number)) > 0;) {
+        take_shares(crew, own);
+        if (atomic_fetch_sub(&crew->busy, 1) == 1)
+            give_signal(&crew->done, number);
+    }
+}
+
+static inline void
+lead(crew_t *crew)
+{
+    const int32_t number = atomic_load(&crew->done.value) + 1;
+    for (int32_t owner = 0; owner < crew->threads; owner++)
+        atomic_store_explicit(&crew->shares[owner].next, crew->number * owner / crew->threads, memory_order_relaxed);
+    atomic_store(&crew->busy, crew->threads - 1);
+    give_signal(&crew->posted, number);
+    take_shares(crew, 0);
+    wait_for_other(&crew->done, number - 1);
+}
+
+typedef void work_t(const team_t *team, void *argument);
+
+/* Does `work` in this thread, with a team of up to `threads` that has gathered. */
+static inline void
+with_crew(int32_t threads, work_t *work, void *argument)
+{
+    share_t shares[threads];
+    crew_t crew = {.shares = shares};
+#pragma omp parallel num_threads(threads)
+    if (omp_get_thread_num())
+        follow(&crew, omp_get_thread_num());
+    else {
+        crew.threads = omp_get_num_threads();
+        work(&(team_t){crew.threads, &crew}, argument);
+        give_signal(&crew.posted, -1);
+    }
+}
+
+typedef struct {
+    int64_t number, most;
+    compute_t *compute;
+    const void *job;
+} work_share_t;
+
+static inline void share_with_crew(const team_t *team, void *argument);
+
+/* Computes 0 to `number` - 1 of a job, at most `most` at a time. */
+static inline void
+share_work(const team_t *team, int64_t number, int64_t most, compute_t *compute, const void *job)
+{
+    if (team->threads == 1 || number <= most) {
+        compute(job, 0, number);
+        return;
+    }
+    if (!team->crew) {
+        with_crew(team->threads, share_with_crew, &(work_share_t){number, most, compute, job});
+        return;
+    }
+    crew_t *crew = team->crew;
+    crew->number = number, crew->most = most, crew->compute = compute, crew->job = job;
+    lead(crew);
+}
+
+static inline void
+share_with_crew(const team_t *team, void *argument)
+{
+    const work_share_t *w = argument;
+    share_work(team, w->number, w->most, w->compute, w->job);
+}
+
+/* Of a GEMM's panels a thread takes so many at a time. */
+static inline int64_t
+few_of(int64_t panels, const team_t *team)
+{
+    return panels / (8 * team->threads) + 1;
+}
+
+#endif
