@@ -1,4 +1,5 @@
-"""The native kernels with odd sizes under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""The native kernels with odd sizes under AddressSanitizer and UndefinedBehaviorSanitizer, and how
+their threads share work.
 
 The bits of their results are asked for, too: they are the same on every processor.
 """
@@ -17,6 +18,8 @@ from native_builds import DOT_IN_EVEX, compile_kernels, needs_compiler, needs_do
 from worker.engines.embedded import native
 
 FUZZ = Path(__file__).with_name("native_fuzz.c")
+TEAM = Path(__file__).with_name("team_stress.c")
+SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 ROUNDS = 60
 DIGESTS = {torch.bfloat16: "4eb89287ead57127", torch.float32: "9df33e74df734c5e"}
 """Of all results, as AVX-512 in float32, AVX2 and plain C on x86-64 have them."""
@@ -66,12 +69,24 @@ def test_of_avx2_with_vnni(tmp_path: Path) -> None:
     check("avx2", torch.float32, tmp_path, DOT_IN_EVEX)
 
 
+@needs_compiler
+@pytest.mark.parametrize("options", [("-O2",), ("-O1", *SANITIZERS)], ids=["fast", "sanitized"])
+@pytest.mark.parametrize("limit", ["6", "2"])
+def test_each_part_of_a_job_is_computed_once(options: tuple[str, ...], limit: str, tmp_path: Path) -> None:
+    """By teams of 1 to 6 threads; `limit` is how many OpenMP gives at most."""
+    program = tmp_path / "team"
+    folder = Path(native.__file__).parent
+    subprocess.run(["cc", "-Wno-psabi", "-fopenmp", *options, f"-I{folder}", TEAM, "-o", program], check=True, timeout=60)
+    environment = {**os.environ, "OMP_THREAD_LIMIT": limit, "GOMP_SPINCOUNT": "5000"}
+    done = subprocess.run([program, "1000"], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def check(path: str, dtype: torch.dtype, directory: Path, *options: str) -> None:
     has_avx512 = path in ("amx", "avx512")
     kind = ["-DFLOAT32=1"] if dtype == torch.float32 else ["-mavx512bf16"] if has_avx512 else []
     program = directory / "fuzz"
-    sanitizers = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    compile_kernels(path, program, "-O1", *sanitizers, *kind, *options, str(FUZZ))
+    compile_kernels(path, program, "-O1", *SANITIZERS, *kind, *options, str(FUZZ))
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run([program, str(ROUNDS)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

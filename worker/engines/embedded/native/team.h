@@ -82,9 +82,13 @@ typedef struct {
     compute_t *compute;
     const void *job;
     int64_t number, most;
-    signal_t posted, done;        /* the job's number, from 1; of `posted`, -1 if there are no more */
-    _Atomic int32_t busy ALIGNED; /* threads beside the first that still compute it */
+    signal_t posted, done;         /* the job's number, from 1; of `posted`, -1 if there are no more */
+    _Atomic int64_t entered ALIGNED; /* its number, CLOSED once all of it is taken, and threads beside the first in it */
 } crew_t;
+
+enum { NUMBER = 32 }; /* bits of `entered` below the job's number */
+#define CLOSED (INT64_C(1) << 31)
+
 
 /* Who computes; `native/__init__.py` has it, too. */
 typedef struct {
@@ -106,27 +110,42 @@ take_shares(crew_t *crew, int32_t own)
     }
 }
 
+/* Whether a thread may compute a job, which waits for it from then on. */
+static inline int
+enter(crew_t *crew, int32_t number)
+{
+    int64_t entered = atomic_load(&crew->entered);
+    while (entered >> NUMBER == number && !(entered & CLOSED))
+        if (atomic_compare_exchange_weak(&crew->entered, &entered, entered + 1))
+            return 1;
+    return 0;
+}
+
 /* Computes jobs of the first thread until there are no more. */
 static inline void
 follow(crew_t *crew, int32_t own)
 {
     for (int32_t number = 0; (number = wait_for_other(&crew->posted, number)) > 0;) {
+        if (!enter(crew, number))
+            continue;
         take_shares(crew, own);
-        if (atomic_fetch_sub(&crew->busy, 1) == 1)
+        if (atomic_fetch_sub(&crew->entered, 1) == ((int64_t)number << NUMBER | CLOSED | 1))
             give_signal(&crew->done, number);
     }
 }
 
+/* Computes a job with those who come in time: a thread that has no processor keeps nobody waiting. */
 static inline void
 lead(crew_t *crew)
 {
-    const int32_t number = atomic_load(&crew->done.value) + 1;
+    const int32_t number = atomic_load(&crew->posted.value) + 1, before = atomic_load(&crew->done.value);
     for (int32_t owner = 0; owner < crew->threads; owner++)
         atomic_store_explicit(&crew->shares[owner].next, crew->number * owner / crew->threads, memory_order_relaxed);
-    atomic_store(&crew->busy, crew->threads - 1);
+    atomic_store(&crew->entered, (int64_t)number << NUMBER);
     give_signal(&crew->posted, number);
     take_shares(crew, 0);
-    wait_for_other(&crew->done, number - 1);
+    if (atomic_fetch_or(&crew->entered, CLOSED) != (int64_t)number << NUMBER)
+        wait_for_other(&crew->done, before);
 }
 
 typedef void work_t(const team_t *team, void *argument);
