@@ -76,7 +76,9 @@ def test_each_part_of_a_job_is_computed_once(options: tuple[str, ...], limit: st
     """By teams of 1 to 6 threads; `limit` is how many OpenMP gives at most."""
     program = tmp_path / "team"
     folder = Path(native.__file__).parent
-    subprocess.run(["cc", "-Wno-psabi", "-fopenmp", *options, f"-I{folder}", TEAM, "-o", program], check=True, timeout=60)
+    subprocess.run(
+        ["cc", "-Wno-psabi", "-fopenmp", *options, f"-I{folder}", TEAM, "-o", program], check=True, timeout=60
+    )
     environment = {**os.environ, "OMP_THREAD_LIMIT": limit, "GOMP_SPINCOUNT": "5000"}
     done = subprocess.run([program, "1000"], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
