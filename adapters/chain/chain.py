@@ -7,7 +7,7 @@ from functools import partial
 from time import thread_time
 from typing import Any, Literal
 
-from adapters.chain.plan import NOTHING, Member, ProcessorFailed, RowPlan
+from adapters.chain.plan import Act, Member, ProcessorFailed, RowPlan
 from adapters.chain.receipts import ProcessorRecord, Receipt
 from adapters.contract import (
     Allow,
@@ -95,8 +95,9 @@ class ProcessorChain:
         self.wants_random_sampling = any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
         self.has_shaping = _any_shapes(self.members)
         self._backtracking = _backtracking(self.members)
-        self._pending: list[tuple[Member, str, int]] = []
+        self._pending: list[Act] = []
         self._derived: dict[Hashable, Any] = {}
+        self._num_tokens = context.vocabulary.num_tokens
         self._scoped = [member for member in self.members if member.scope != "all"]
         self._tracker = _tracker(context) if self._scoped else None
         self._binding = next((member for member in self._scoped if _binds_the_answer(member)), None)
@@ -229,7 +230,7 @@ class ProcessorChain:
             if self.tokens[position] == token_id:
                 return
             self.rewind(position)
-        for member, kind, masked in self._pending:
+        for member, _, kind, masked in self._pending:
             member.record.add(position, kind, masked)
             self.receipt.attribute(position, token_id, member.record, kind)
         self._pending = []
@@ -326,9 +327,9 @@ class ProcessorChain:
             ProcessorFailed: a processor raised or was over its budget, or the chain cannot be
                 satisfied here.
         """
-        self._pending = []
-        plan = NOTHING
-        weight = 0 if self.position % TIMED_EVERY else TIMED_EVERY
+        plan = RowPlan()
+        self._pending = plan.acts
+        weight = 0 if len(self.tokens) % TIMED_EVERY else TIMED_EVERY
         for member in self.members if self._tracker is None else self._active_members():
             times = 1 if member.is_third_party else weight
             began = thread_time() if times else 0.0
@@ -339,12 +340,10 @@ class ProcessorChain:
             if times:
                 self.charge(member, thread_time() - began, times)
             if edit is not None:
-                if plan is NOTHING:
-                    plan = RowPlan()
                 self._add(plan, member, edit)
         if self._binding is not None:
-            plan = self._end_outside_thinking(plan, self._binding)
-        if plan.forced_by is not None or plan.allows:
+            self._end_outside_thinking(plan, self._binding)
+        if plan.forced_by is not None or plan.num_masked >= self._num_tokens:
             self._check(plan)
         return plan
 
@@ -367,7 +366,9 @@ class ProcessorChain:
                 found.append((member, RowPlan()))
                 self._add(found[-1][1], member, edit)
         if self._binding is not None:
-            found.append((self._binding, self._end_outside_thinking(NOTHING, self._binding)))
+            found.append((self._binding, RowPlan()))
+            self._end_outside_thinking(found[-1][1], self._binding)
+        self._pending = [act for _, plan in found for act in plan.acts]
         forced = [each for each in found if each[1].force is not None]
         acting = forced[:1] or [each for each in found if not each[1].is_empty]
         return sorted(acting, key=lambda each: bool(each[1].late))  # masks before shaping of their stage
@@ -487,29 +488,13 @@ class ProcessorChain:
         return self.fail(member.name, "budget", message)
 
     def _add(self, plan: RowPlan, member: Member, edit: Edit | Member) -> None:
-        kind, masked = "biased", 0
-        if isinstance(edit, Bias | Scale):
-            plan.soft.append((member.stage, edit))
-        elif isinstance(edit, Ban):
-            kind, masked = "masked", edit.token_ids.numel()
-            plan.bans.append(edit)
-            plan.num_banned += masked
-        elif isinstance(edit, Allow):
-            num_tokens = self.context.vocabulary.num_tokens
-            num_allowed = member.num_allowed(edit, num_tokens)
-            kind, masked = "masked", num_tokens - num_allowed
-            plan.allows.append(edit.bitmask)
-            plan.fewest_allowed = min(plan.fewest_allowed, num_allowed)
-        elif isinstance(edit, Force):
-            kind = "forced"
+        kind, masked = edit.kind, 0
+        if kind == "masked":
+            masked = member.num_masked(edit, self._num_tokens)
+            plan.num_masked += masked
+        elif kind == "forced":
             self._force(plan, member, edit.token_id)
-        else:
-            kind = "shaped"
-            if member.stage <= Stage.SOFT:
-                plan.soft.append((member.stage, member))
-            else:
-                plan.late.append(member)
-        self._pending.append((member, kind, masked))
+        plan.acts.append((member, edit, kind, masked))
 
     def _force(self, plan: RowPlan, member: Member, token_id: int) -> None:
         if plan.forced_by is not None and plan.force != token_id:
@@ -535,16 +520,13 @@ class ProcessorChain:
             pass
         return Allow.of({opening_id}, size)
 
-    def _end_outside_thinking(self, plan: RowPlan, member: Member) -> RowPlan:
-        """The plan with end tokens masked inside thinking, where ``member`` constrains the answer.
+    def _end_outside_thinking(self, plan: RowPlan, member: Member) -> None:
+        """Mask end tokens inside thinking, where ``member`` constrains the answer.
 
         An end token there would end the request without an answer.
         """
-        if self._tracker is None or not self._tracker.thinking or not len(self._end_ban.token_ids):
-            return plan
-        plan = RowPlan() if plan is NOTHING else plan
-        self._add(plan, member, self._end_ban)
-        return plan
+        if self._tracker is not None and self._tracker.thinking and len(self._end_ban.token_ids):
+            self._add(plan, member, self._end_ban)
 
     def _check(self, plan: RowPlan) -> None:
         """Raise if a mask forbids the forced id, or masks leave no token."""
@@ -568,15 +550,15 @@ class ProcessorChain:
                 named.
         """
         acted = self._pending if before is None else list(self._acted_before(before))
-        names = dict.fromkeys(member.name for member, kind, _ in acted if kind in kinds)
+        names = dict.fromkeys(member.name for member, _, kind, _ in acted if kind in kinds)
         return self.fail(", ".join(names) or "model", "unsatisfiable", f"no token is left at position {self.position}")
 
-    def _acted_before(self, member: Member) -> Iterator[tuple[Member, str, int]]:
+    def _acted_before(self, member: Member) -> Iterator[Act]:
         """Edits recorded for the last planned position that are applied before ``member``."""
         is_late, is_before = member.processor.stage >= Stage.MASK, True
         for asked in self._pending:  # in the order law's order; but masks precede all shaping at their stage
             is_before = is_before and asked[0] is not member
-            if is_before or (is_late and asked[1] == "masked"):
+            if is_before or (is_late and asked[2] == "masked"):
                 yield asked
 
     def fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
@@ -601,7 +583,7 @@ class ProcessorChain:
     def last_edits(self) -> list[tuple[int, str, int]]:
         """Edits of the last planned position: member index, kind, number of masked entries."""
         indices = {id(member): index for index, member in enumerate(self.members)}
-        return [(indices[id(member)], kind, masked) for member, kind, masked in self._pending]
+        return [(indices[id(member)], kind, masked) for member, _, kind, masked in self._pending]
 
     def record(self, token_id: int, edits: Sequence[tuple[int, str, int]]) -> None:
         """Take the next token with the edits of another copy's `last_edits`; runs no processor."""

@@ -1,12 +1,14 @@
 """Edits: what steering processors return, applied to many rows in a few batched operations.
 
-An edit never holds a vocabulary-sized tensor of floats. The kinds, in the order law's order::
+An edit never holds a vocabulary-sized tensor of floats. The classes, in the order law's order::
 
     Bias(ids, values)      z <- z + value                       bias, penalties, soft boosts
     Scale(ids, factors)    z <- z / f where z > 0, else z * f   penalties (CTRL, arXiv 1909.05858)
     Ban(ids)               z <- -inf                            hard mask, sparse
     Allow(bitmask)         z <- -inf where the bit is 0         hard mask, packed
     Force(id)              the token is `id`                    forcing; the row is not touched
+
+``kind`` is what a receipt calls it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ class Bias:
         values: float32 ``[n]``, finite.
     """
 
+    kind: ClassVar[str] = "biased"
     token_ids: torch.Tensor
     values: torch.Tensor
 
@@ -49,6 +52,7 @@ class Scale:
         factors: float32 ``[n]``, above 0.
     """
 
+    kind: ClassVar[str] = "biased"
     token_ids: torch.Tensor
     factors: torch.Tensor
 
@@ -62,6 +66,7 @@ class Scale:
 class Ban:
     """Masks ``token_ids`` (int64 ``[n]``)."""
 
+    kind: ClassVar[str] = "masked"
     token_ids: torch.Tensor
 
     @classmethod
@@ -79,6 +84,7 @@ class Allow:
             beyond a narrower bitmask are masked.
     """
 
+    kind: ClassVar[str] = "masked"
     bitmask: torch.Tensor
 
     @classmethod
@@ -91,6 +97,7 @@ class Allow:
 class Force:
     """The token is ``token_id``: overrides the sampled id and edits no logit."""
 
+    kind: ClassVar[str] = "forced"
     token_id: int
 
 
