@@ -327,14 +327,15 @@ class ProcessorChain:
             ProcessorFailed: a processor raised or was over its budget, or the chain cannot be
                 satisfied here.
         """
-        plan = RowPlan()
+        plan = RowPlan([])
         self._pending = plan.acts
+        tracker = self._tracker
         weight = 0 if len(self.tokens) % TIMED_EVERY else TIMED_EVERY
-        for member in self.members if self._tracker is None else self._active_members():
+        for member in self.members if tracker is None else self._active_members():
             times = 1 if member.is_third_party else weight
             began = thread_time() if times else 0.0
             try:
-                edit = member.step() if self._tracker is None else self._step(member, self._tracker)
+                edit = member.step() if tracker is None else self._step(member, tracker)
             except Exception as error:  # the processor boundary: third-party code
                 raise self.fail_from(member, error) from error
             if times:
@@ -363,10 +364,10 @@ class ProcessorChain:
             except Exception as error:  # the processor boundary: third-party code
                 raise self.fail_from(member, error) from error
             if edit is not None:
-                found.append((member, RowPlan()))
+                found.append((member, RowPlan([])))
                 self._add(found[-1][1], member, edit)
         if self._binding is not None:
-            found.append((self._binding, RowPlan()))
+            found.append((self._binding, RowPlan([])))
             self._end_outside_thinking(found[-1][1], self._binding)
         self._pending = [act for _, plan in found for act in plan.acts]
         forced = [each for each in found if each[1].force is not None]

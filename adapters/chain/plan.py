@@ -61,7 +61,7 @@ class RowPlan:
         forced_by: The member that forces it.
     """
 
-    acts: list[Act] = field(default_factory=list)
+    acts: list[Act]
     num_masked: int = 0
     force: int | None = None
     forced_by: Member | None = None

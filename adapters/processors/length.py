@@ -59,7 +59,7 @@ class MinTokens(SteeringProcessor):
         return self.num_generated < self._n
 
     def edit(self) -> Edit | None:
-        return self._ban if self.is_too_short else None
+        return self._ban if self.num_generated < self._n else None
 
 
 class GenLength(SteeringProcessor):

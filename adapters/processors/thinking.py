@@ -104,8 +104,10 @@ class ThinkingBudget(SteeringProcessor):
         self._earlier: list[_State] = []
 
     def advance(self, token_id: int, index: int) -> None:
-        self._earlier.append(self._state)
-        self._state = self._next(self._state, token_id, self._prompt_length + index)
+        state = self._state
+        self._earlier.append(state)
+        if state.inside or state.opening or token_id in self._opening.pieces:  # else nothing begins
+            self._state = self._next(state, token_id, self._prompt_length + index)
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         self._state = self._earlier[-len(token_ids)]
@@ -114,10 +116,12 @@ class ThinkingBudget(SteeringProcessor):
 
     def edit(self) -> Edit | None:
         state = self._state
+        if not state.inside:
+            return None
         if state.spent:
             return self._says[state.said] if state.said < len(self._says) else self._forces[state.closing]
         left = self._tokens_allowed + self._grace - state.used
-        if not state.inside or left > MOST_MISSING:
+        if left > MOST_MISSING:
             return None
         return self._characters.room(self._characters.open_after(self._tokens, self._prompt_length), left)
 
