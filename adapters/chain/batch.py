@@ -88,13 +88,13 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
     for row, chain, plan in planned:
         if plan.force is not None:
             continue
-        for member, edit, _, _ in plan.acts:
+        for _, stage, edit, _, _ in plan.acts:
             if isinstance(edit, Ban):
                 bans.append((row, edit))
             elif isinstance(edit, Allow):
                 allows.setdefault(row, []).append(edit.bitmask)
-            elif member.stage in soft:
-                soft[member.stage].append((row, chain, edit))
+            elif stage in soft:
+                soft[stage].append((row, chain, edit))
     for steps in soft.values():
         _apply_soft(logits, steps, failures)
     apply_sparse(logits, bans)

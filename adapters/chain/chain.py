@@ -13,14 +13,12 @@ from adapters.contract import (
     Allow,
     BacktrackingProcessor,
     Ban,
-    Bias,
     Context,
     Edit,
     Force,
     MalformedEdit,
     Processor,
     Reads,
-    Scale,
     Scope,
     ShapingProcessor,
     Stage,
@@ -206,6 +204,7 @@ class ProcessorChain:
 
     def _begin(self, member: Member) -> None:
         prompt = self.tokens[: self.prompt_length]
+        member.same_until = 0
         try:
             shared = self.tokens if member.scope == "all" else None
             member.processor.start(prompt, shared=shared, derived=self._derived)
@@ -230,9 +229,9 @@ class ProcessorChain:
             if self.tokens[position] == token_id:
                 return
             self.rewind(position)
-        for member, _, kind, masked in self._pending:
-            member.record.add(position, kind, masked)
-            self.receipt.attribute(position, token_id, member.record, kind)
+        for record, _, _, kind, masked in self._pending:
+            record.add(position, kind, masked)
+            self.receipt.attribute(position, token_id, record, kind)
         self._pending = []
         self._append(token_id)
 
@@ -253,6 +252,7 @@ class ProcessorChain:
         self._pending = []
         self.receipt.forget_from(position)
         for member in self.members:
+            member.same_until = 0
             if member.scope == "all":
                 member.processor.forget_from(position)
         num_generated = position - self.prompt_length
@@ -329,24 +329,30 @@ class ProcessorChain:
         """
         plan = RowPlan([])
         self._pending = plan.acts
-        tracker = self._tracker
-        weight = 0 if len(self.tokens) % TIMED_EVERY else TIMED_EVERY
-        for member in self.members if tracker is None else self._active_members():
-            times = 1 if member.is_third_party else weight
-            began = thread_time() if times else 0.0
-            try:
-                edit = member.step() if tracker is None else self._step(member, tracker)
-            except Exception as error:  # the processor boundary: third-party code
-                raise self.fail_from(member, error) from error
-            if times:
-                self.charge(member, thread_time() - began, times)
-            if edit is not None:
-                self._add(plan, member, edit)
+        position = len(self.tokens)
+        weight = 0 if position % TIMED_EVERY else TIMED_EVERY
+        for member in self.members if self._tracker is None else self._active_members():
+            act = member.act if position < member.same_until else self._ask(member, weight)
+            if act is not None:
+                self._add(plan, member, act)
         if self._binding is not None:
             self._end_outside_thinking(plan, self._binding)
         if plan.forced_by is not None or plan.num_masked >= self._num_tokens:
             self._check(plan)
         return plan
+
+    def _ask(self, member: Member, weight: int) -> Act | None:
+        times = 1 if member.is_third_party else weight
+        began = thread_time() if times else 0.0
+        try:
+            edit = member.step() if self._tracker is None else self._step(member, self._tracker)
+            if member.lasts is not None:
+                member.same_until = member.lasts()
+        except Exception as error:  # the processor boundary: third-party code
+            raise self.fail_from(member, error) from error
+        if times:
+            self.charge(member, thread_time() - began, times)
+        return member.act_of(edit, self._num_tokens)
 
     def plan_each(self) -> list[tuple[Member, RowPlan]]:
         """`plan`, member by member in the order in which they are applied, to look at one position.
@@ -360,12 +366,12 @@ class ProcessorChain:
         found: list[tuple[Member, RowPlan]] = []
         for member in self.members if self._tracker is None else self._active_members():
             try:
-                edit = member.step()
+                act = member.act_of(member.step(), self._num_tokens)
             except Exception as error:  # the processor boundary: third-party code
                 raise self.fail_from(member, error) from error
-            if edit is not None:
+            if act is not None:
                 found.append((member, RowPlan([])))
-                self._add(found[-1][1], member, edit)
+                self._add(found[-1][1], member, act)
         if self._binding is not None:
             found.append((self._binding, RowPlan([])))
             self._end_outside_thinking(found[-1][1], self._binding)
@@ -488,14 +494,12 @@ class ProcessorChain:
         message = f"took {seconds * 1e3:.0f} ms of CPU time for one step, the budget is {budget_s * 1e3:.0f} ms"
         return self.fail(member.name, "budget", message)
 
-    def _add(self, plan: RowPlan, member: Member, edit: Edit | Member) -> None:
-        kind, masked = edit.kind, 0
-        if kind == "masked":
-            masked = member.num_masked(edit, self._num_tokens)
-            plan.num_masked += masked
-        elif kind == "forced":
+    def _add(self, plan: RowPlan, member: Member, act: Act) -> None:
+        _, _, edit, kind, num_masked = act
+        plan.acts.append(act)
+        plan.num_masked += num_masked
+        if kind == "forced" and isinstance(edit, Force):
             self._force(plan, member, edit.token_id)
-        plan.acts.append((member, edit, kind, masked))
 
     def _force(self, plan: RowPlan, member: Member, token_id: int) -> None:
         if plan.forced_by is not None and plan.force != token_id:
@@ -527,7 +531,8 @@ class ProcessorChain:
         An end token there would end the request without an answer.
         """
         if self._tracker is not None and self._tracker.thinking and len(self._end_ban.token_ids):
-            self._add(plan, member, self._end_ban)
+            num_masked = len(self._end_ban.token_ids)
+            self._add(plan, member, (member.record, member.stage, self._end_ban, "masked", num_masked))
 
     def _check(self, plan: RowPlan) -> None:
         """Raise if a mask forbids the forced id, or masks leave no token."""
@@ -551,16 +556,17 @@ class ProcessorChain:
                 named.
         """
         acted = self._pending if before is None else list(self._acted_before(before))
-        names = dict.fromkeys(member.name for member, _, kind, _ in acted if kind in kinds)
+        names = dict.fromkeys(record.name for record, _, _, kind, _ in acted if kind in kinds)
         return self.fail(", ".join(names) or "model", "unsatisfiable", f"no token is left at position {self.position}")
 
     def _acted_before(self, member: Member) -> Iterator[Act]:
         """Edits recorded for the last planned position that are applied before ``member``."""
         is_late, is_before = member.processor.stage >= Stage.MASK, True
-        for asked in self._pending:  # in the order law's order; but masks precede all shaping at their stage
-            is_before = is_before and asked[0] is not member
-            if is_before or (is_late and asked[2] == "masked"):
-                yield asked
+        for act in self._pending:  # in the order law's order; but masks precede all shaping at their stage
+            record, _, _, kind, _ = act
+            is_before = is_before and record is not member.record
+            if is_before or (is_late and kind == "masked"):
+                yield act
 
     def fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
         """Record that ``member`` raised ``error``; returns the failure to raise or report."""
@@ -583,8 +589,8 @@ class ProcessorChain:
 
     def last_edits(self) -> list[tuple[int, str, int]]:
         """Edits of the last planned position: member index, kind, number of masked entries."""
-        indices = {id(member): index for index, member in enumerate(self.members)}
-        return [(indices[id(member)], kind, masked) for member, _, kind, masked in self._pending]
+        indices = {id(member.record): index for index, member in enumerate(self.members)}
+        return [(indices[id(record)], kind, masked) for record, _, _, kind, masked in self._pending]
 
     def record(self, token_id: int, edits: Sequence[tuple[int, str, int]]) -> None:
         """Take the next token with the edits of another copy's `last_edits`; runs no processor."""

@@ -75,25 +75,25 @@ class RowPlan:
     def soft(self) -> list[tuple[Stage, Edit | Member]]:
         """Bias, scale and shaping steps up to the soft stage: ``(stage, edit or member)``."""
         return [
-            (member.stage, edit)
-            for member, edit, kind, _ in self.acts
-            if member.stage <= Stage.SOFT and kind in ("biased", "shaped")
+            (stage, edit)
+            for _, stage, edit, kind, _ in self.acts
+            if stage <= Stage.SOFT and kind in ("biased", "shaped")
         ]
 
     @property
     def bans(self) -> list[Ban]:
         """Sparse hard masks."""
-        return [edit for _, edit, _, _ in self.acts if isinstance(edit, Ban)]
+        return [edit for _, _, edit, _, _ in self.acts if isinstance(edit, Ban)]
 
     @property
     def allows(self) -> list[torch.Tensor]:
         """Packed hard masks, to be AND-ed."""
-        return [edit.bitmask for _, edit, _, _ in self.acts if isinstance(edit, Allow)]
+        return [edit.bitmask for _, _, edit, _, _ in self.acts if isinstance(edit, Allow)]
 
     @property
     def late(self) -> list[Member]:
         """Shaping steps of the stage of hard masks and of those after it."""
-        return [edit for member, edit, _, _ in self.acts if edit is member and member.stage > Stage.SOFT]
+        return [edit for _, stage, edit, _, _ in self.acts if isinstance(edit, Member) and stage > Stage.SOFT]
 
     def masks_permit(self, token_id: int) -> bool:
         """Whether no hard mask forbids the token."""
@@ -106,7 +106,7 @@ class RowPlan:
         return self.force == token_id if self.force is not None else self.masks_permit(token_id)
 
     def leaves_a_token(self) -> bool:
-        """Whether a token survives all masks and bans; true without `allows`, which costs a look."""
+        """Whether a token survives all masks and bans; true if there are no `allows`."""
         allows, bans = self.allows, self.bans
         if not allows:
             return True
@@ -132,6 +132,9 @@ class Member:
         follows: It may have state that follows the history (`Processor.catch_up`).
         stage: The processor's.
         turn: The stage with which it is applied: `stage`, unless the request gives an order.
+        lasts: `SteeringProcessor.same_until` of a processor that has one and sees every token.
+        same_until: The position before which its `act` stays the same.
+        act: What its newest edit does, None if it has none or is shaping.
     """
 
     kind: ClassVar[str] = "shaped"
@@ -140,13 +143,14 @@ class Member:
     scope: Scope
     record: ProcessorRecord
     edit: Callable[[], Edit | None] | None = None
-    stage: Stage = field(init=False)
-    turn: Stage = field(init=False)
+    same_until: int = field(default=0, init=False)
+    act: Act | None = field(default=None, init=False)
+    follows: bool = field(init=False)
+    lasts: Callable[[], int] | None = field(default=None, init=False)
     is_third_party: bool = field(init=False)
     foresees: bool = field(init=False)
-    follows: bool = field(init=False)
-    _counted: Ban | Allow | None = field(default=None, init=False)
-    _num_masked: int = field(default=0, init=False)
+    stage: Stage = field(init=False)
+    turn: Stage = field(init=False)
 
     def __post_init__(self) -> None:
         kind = type(self.processor)
@@ -158,6 +162,8 @@ class Member:
         )
         if isinstance(self.processor, SteeringProcessor):
             self.edit = self.processor.edit  # looked up once: isinstance is slow for abstract classes
+            if self.scope == "all" and _tells_how_long(kind):
+                self.lasts = self.processor.same_until
 
     @property
     def name(self) -> str:
@@ -169,22 +175,42 @@ class Member:
             self.processor.catch_up()
         return self.edit() if self.edit is not None else self
 
-    def num_masked(self, edit: Ban | Allow, num_tokens: int) -> int:
-        """Entries below ``num_tokens`` that the processor's ``edit`` masks.
+    def act_of(self, edit: Edit | Member | None, num_tokens: int) -> Act | None:
+        """What ``edit`` does, which becomes the newest one.
 
-        A built-in often returns the edit of the step before again, which is not counted again. One
-        of a third party may have changed it in place.
+        A built-in often returns the edit of the step before again, of which the masked entries are
+        not counted again. One of a third party may have changed it in place.
+
+        Args:
+            edit: As returned by `step`.
+            num_tokens: Ids from it on are not counted.
         """
-        if self._counted is not edit or self.is_third_party:
-            self._counted, self._num_masked = edit, _num_masked(edit, num_tokens)
-        return self._num_masked
+        act = self.act
+        if edit is None:
+            act = None
+        elif act is None or act[2] is not edit or self.is_third_party:
+            act = self.record, self.stage, edit, edit.kind, _num_masked(edit, num_tokens)
+        self.act = None if edit is self else act
+        return act
 
 
-def _num_masked(edit: Ban | Allow, num_tokens: int) -> int:
+def _tells_how_long(kind: type) -> bool:
+    """Whether the class defines `same_until` where, or after, it defines what the edit is."""
+    names = {"edit", "reset", "advance", "same_until"}
+    newest = next(each for each in kind.__mro__ if names & vars(each).keys())
+    return newest is not SteeringProcessor and "same_until" in vars(newest)
+
+
+def _num_masked(edit: Edit | Member, num_tokens: int) -> int:
     if isinstance(edit, Ban):
         return edit.token_ids.numel()
-    return num_tokens - count_allowed(edit.bitmask, num_tokens)
+    return num_tokens - count_allowed(edit.bitmask, num_tokens) if isinstance(edit, Allow) else 0
 
 
-Act = tuple[Member, Edit | Member, str, int]
-"""A member, its edit (itself if it is shaping), the kind of it, and vocabulary entries masked."""
+Act = tuple[ProcessorRecord, Stage, Edit | Member, str, int]
+"""What a member does to a row: its record and stage, its edit (the member if it is shaping), what a
+receipt calls it, and vocabulary entries masked.
+
+A plain tuple, as most edits differ from token to token. Only of shaping has it the member itself,
+which holds its newest act.
+"""

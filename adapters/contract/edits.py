@@ -25,7 +25,6 @@ from typing_extensions import Self
 
 from adapters.devices import upload, upload_ids
 
-
 Ids = torch.Tensor | array  # type: ignore[type-arg]
 Numbers = torch.Tensor | array  # type: ignore[type-arg]
 

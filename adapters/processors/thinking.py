@@ -101,17 +101,18 @@ class ThinkingBudget(SteeringProcessor):
 
     def reset(self) -> None:
         self._state = self._after_prompt(self.prompt)
-        self._earlier: list[_State] = []
+        self._earlier: list[tuple[int, _State]] = []  # before each change, and the index of its token
 
     def advance(self, token_id: int, index: int) -> None:
         state = self._state
-        self._earlier.append(state)
-        if state.inside or state.opening or token_id in self._opening.pieces:  # else nothing begins
+        if state.inside or state.opening or token_id in self._opening.pieces:  # else nothing changes
+            self._earlier.append((index, state))
             self._state = self._next(state, token_id, self._prompt_length + index)
 
     def retract(self, token_ids: Sequence[int]) -> bool:
-        self._state = self._earlier[-len(token_ids)]
-        del self._earlier[-len(token_ids) :]
+        kept = self._consumed - len(token_ids) - self._prompt_length
+        while self._earlier and self._earlier[-1][0] >= kept:
+            self._state = self._earlier.pop()[1]
         return True
 
     def edit(self) -> Edit | None:
