@@ -231,7 +231,8 @@ class ProcessorChain:
             self.rewind(position)
         for record, _, _, kind, masked in self._pending:
             record.add(position, kind, masked)
-            self.receipt.attribute(position, token_id, record, kind)
+            if self.receipt.attribution:
+                self.receipt.attribute(position, token_id, record, kind)
         self._pending = []
         self._append(token_id)
 
@@ -327,32 +328,31 @@ class ProcessorChain:
             ProcessorFailed: a processor raised or was over its budget, or the chain cannot be
                 satisfied here.
         """
-        plan = RowPlan([])
-        self._pending = plan.acts
-        position = len(self.tokens)
+        plan, tracker, position = RowPlan([]), self._tracker, len(self.tokens)
+        acts = self._pending = plan.acts
         weight = 0 if position % TIMED_EVERY else TIMED_EVERY
-        for member in self.members if self._tracker is None else self._active_members():
-            act = member.act if position < member.same_until else self._ask(member, weight)
+        for member in self.members if tracker is None else self._active_members():
+            act = member.act
+            if position >= member.same_until:
+                times = 1 if member.is_third_party else weight
+                began = thread_time() if times else 0.0
+                try:
+                    edit = member.step() if tracker is None else self._step(member, tracker)
+                except Exception as error:  # the processor boundary: third-party code
+                    raise self.fail_from(member, error) from error
+                if times:
+                    self.charge(member, thread_time() - began, times)
+                act = member.act_of(edit, self._num_tokens)
             if act is not None:
-                self._add(plan, member, act)
+                acts.append(act)
+                plan.num_masked += act[4]
+                if act[3] == "forced":
+                    self._force(plan, member, act)
         if self._binding is not None:
             self._end_outside_thinking(plan, self._binding)
         if plan.forced_by is not None or plan.num_masked >= self._num_tokens:
             self._check(plan)
         return plan
-
-    def _ask(self, member: Member, weight: int) -> Act | None:
-        times = 1 if member.is_third_party else weight
-        began = thread_time() if times else 0.0
-        try:
-            edit = member.step() if self._tracker is None else self._step(member, self._tracker)
-            if member.lasts is not None:
-                member.same_until = member.lasts()
-        except Exception as error:  # the processor boundary: third-party code
-            raise self.fail_from(member, error) from error
-        if times:
-            self.charge(member, thread_time() - began, times)
-        return member.act_of(edit, self._num_tokens)
 
     def plan_each(self) -> list[tuple[Member, RowPlan]]:
         """`plan`, member by member in the order in which they are applied, to look at one position.
@@ -370,8 +370,8 @@ class ProcessorChain:
             except Exception as error:  # the processor boundary: third-party code
                 raise self.fail_from(member, error) from error
             if act is not None:
-                found.append((member, RowPlan([])))
-                self._add(found[-1][1], member, act)
+                found.append((member, RowPlan([act])))
+                self._force(found[-1][1], member, act)
         if self._binding is not None:
             found.append((self._binding, RowPlan([])))
             self._end_outside_thinking(found[-1][1], self._binding)
@@ -494,18 +494,15 @@ class ProcessorChain:
         message = f"took {seconds * 1e3:.0f} ms of CPU time for one step, the budget is {budget_s * 1e3:.0f} ms"
         return self.fail(member.name, "budget", message)
 
-    def _add(self, plan: RowPlan, member: Member, act: Act) -> None:
-        _, _, edit, kind, num_masked = act
-        plan.acts.append(act)
-        plan.num_masked += num_masked
-        if kind == "forced" and isinstance(edit, Force):
-            self._force(plan, member, edit.token_id)
-
-    def _force(self, plan: RowPlan, member: Member, token_id: int) -> None:
-        if plan.forced_by is not None and plan.force != token_id:
-            message = f"forces token {token_id} where {plan.forced_by.name} forces {plan.force}"
+    def _force(self, plan: RowPlan, member: Member, act: Act) -> None:
+        """Note the token that an edit forces, if it forces one."""
+        edit = act[2]
+        if not isinstance(edit, Force):
+            return
+        if plan.forced_by is not None and plan.force != edit.token_id:
+            message = f"forces token {edit.token_id} where {plan.forced_by.name} forces {plan.force}"
             raise self.fail(member.name, "unsatisfiable", f"{message} at position {self.position}")
-        plan.forced_by, plan.force = member, token_id
+        plan.forced_by, plan.force = member, edit.token_id
 
     def _step(self, member: Member, tracker: ThinkingTracker) -> Edit | Member | None:
         """A member's edit; with the opening tag allowed where the model may open a section."""
@@ -532,7 +529,8 @@ class ProcessorChain:
         """
         if self._tracker is not None and self._tracker.thinking and len(self._end_ban.token_ids):
             num_masked = len(self._end_ban.token_ids)
-            self._add(plan, member, (member.record, member.stage, self._end_ban, "masked", num_masked))
+            plan.acts.append((member.record, member.stage, self._end_ban, "masked", num_masked))
+            plan.num_masked += num_masked
 
     def _check(self, plan: RowPlan) -> None:
         """Raise if a mask forbids the forced id, or masks leave no token."""

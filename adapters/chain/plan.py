@@ -173,7 +173,12 @@ class Member:
         """The processor's edit now; a shaping processor returns its member."""
         if self.follows:
             self.processor.catch_up()
-        return self.edit() if self.edit is not None else self
+        if self.edit is None:
+            return self
+        edit = self.edit()
+        if self.lasts is not None:
+            self.same_until = self.lasts()
+        return edit
 
     def act_of(self, edit: Edit | Member | None, num_tokens: int) -> Act | None:
         """What ``edit`` does, which becomes the newest one.

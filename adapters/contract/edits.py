@@ -260,8 +260,9 @@ def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Sparse]], kind: typ
 
 def _joined(parts: Sequence[Numbers], dtype: torch.dtype) -> torch.Tensor:
     """The parts one after the other; a single tensor as it is, everything else as a copy."""
-    if all(isinstance(part, array) for part in parts):
-        joined = bytearray().join(parts)
+    arrays = [part for part in parts if isinstance(part, array)]
+    if len(arrays) == len(parts):
+        joined = bytearray().join(arrays)
         return torch.frombuffer(joined, dtype=dtype) if joined else torch.empty(0, dtype=dtype)
     tensors = [_joined([part], dtype) if isinstance(part, array) else part for part in parts]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -75,8 +75,9 @@ class Occurrences:
 
     def _drop(self, slot: int) -> None:
         """Remove the slot, the last one."""
-        for column in (self._ids, self._counts, self._values):
-            column.pop()
+        self._ids.pop()
+        self._counts.pop()
+        self._values.pop()
 
     def ids(self) -> array[int]:
         """A copy, the same until an id joins or leaves."""
@@ -98,9 +99,8 @@ class WindowOccurrences(Occurrences):
         """Remove the slot; the last one takes its place."""
         if slot < len(self._ids) - 1:
             self._slots[self._ids[-1]] = slot
-        for column in (self._ids, self._counts, self._values):
-            column[slot] = column[-1]
-            column.pop()
+            self._ids[slot], self._counts[slot], self._values[slot] = self._ids[-1], self._counts[-1], self._values[-1]
+        super()._drop(slot)
 
 
 class _Counting(SteeringProcessor):
