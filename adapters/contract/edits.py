@@ -155,7 +155,12 @@ def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) ->
         return _check_bitmask(edit, -(-vocab_size // 32))
     if not isinstance(edit, Bias | Scale | Ban):
         raise MalformedEdit(f"returned {type(edit).__name__}, which is not an edit")
-    name, ids = type(edit).__name__, edit.token_ids
+    name = type(edit).__name__
+    if not isinstance(edit, Ban):
+        for given, code in ((edit._ids, "q"), (edit._numbers, "f")):
+            if isinstance(given, array) and given.typecode != code:
+                raise MalformedEdit(f"{name} holds an array of type {given.typecode!r}, expected {code!r}")
+    ids = edit.token_ids
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise MalformedEdit(f"{name} holds ids {_described(ids)}, expected int64 [n]")
     if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < vocab_size):
