@@ -64,7 +64,7 @@ def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planne
         except ProcessorFailed as failure:
             failures[row] = failure.without_frames()
             continue
-        if not plan.is_empty:
+        if plan.acts:
             planned.append((row, chain, plan))
     return planned, failures
 

@@ -579,6 +579,8 @@ class ProcessorChain:
     def fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
         """Record that processor ``name`` failed; returns the failure to raise or report."""
         self._pending = []
+        for member in self.members:  # the last step of one of them did not end
+            member.same_until = 0
         self.failure = ProcessorFailed(name, reason, message)  # never raised: it holds no stack frame
         return ProcessorFailed(name, reason, message)
 

@@ -194,7 +194,9 @@ class Member:
         if edit is None:
             act = None
         elif act is None or act[2] is not edit or self.is_third_party:
-            act = self.record, self.stage, edit, edit.kind, _num_masked(edit, num_tokens)
+            kind = edit.kind
+            num_masked = _num_masked(edit, num_tokens) if kind == "masked" else 0
+            act = self.record, self.stage, edit, kind, num_masked
         self.act = None if edit is self else act
         return act
 

@@ -17,7 +17,9 @@ Window = Annotated[Count, Field(description="Most recent tokens that count; 0 co
 
 
 class Occurrences:
-    """Distinct token ids by first occurrence, with counts and values; the newest can be removed.
+    """Distinct token ids with counts and values, in the order in which they were added.
+
+    Any occurrence can be removed; the order stays the same if it is always the newest one.
 
     Args:
         value: Of an id.
@@ -61,7 +63,7 @@ class Occurrences:
         return True
 
     def remove(self, token_id: int) -> bool:
-        """Remove the newest occurrence, which was of ``token_id``; whether it made a change."""
+        """Remove one occurrence; whether an id or a value has changed."""
         slot = self._slots[token_id]
         if self._counts[slot] > 1:
             count = self._counts[slot] = self._counts[slot] - 1
@@ -69,15 +71,12 @@ class Occurrences:
                 self._values[slot] = count * self._value
             return self._by_count
         del self._slots[token_id]
-        self._drop(slot)
         self._known_ids = None
+        last_id, count, value = self._ids.pop(), self._counts.pop(), self._values.pop()
+        if last_id != token_id:  # it takes the slot that became free
+            self._slots[last_id] = slot
+            self._ids[slot], self._counts[slot], self._values[slot] = last_id, count, value
         return True
-
-    def _drop(self, slot: int) -> None:
-        """Remove the slot, the last one."""
-        self._ids.pop()
-        self._counts.pop()
-        self._values.pop()
 
     def ids(self) -> array[int]:
         """A copy, the same until an id joins or leaves."""
@@ -88,19 +87,6 @@ class Occurrences:
     def values(self) -> array[float]:
         """A copy."""
         return self._values[:]
-
-
-class WindowOccurrences(Occurrences):
-    """As `Occurrences`, in any order; any occurrence can be removed."""
-
-    __slots__ = ()
-
-    def _drop(self, slot: int) -> None:
-        """Remove the slot; the last one takes its place."""
-        if slot < len(self._ids) - 1:
-            self._slots[self._ids[-1]] = slot
-            self._ids[slot], self._counts[slot], self._values[slot] = self._ids[-1], self._counts[-1], self._values[-1]
-        super()._drop(slot)
 
 
 class _Counting(SteeringProcessor):
@@ -128,7 +114,7 @@ class _Counting(SteeringProcessor):
         self._window = window
         self._vocab_size = context.vocabulary.size
         single = float(np.float32(value))
-        self._seen = (WindowOccurrences if window else Occurrences)(single, self._by_count)
+        self._seen = Occurrences(single, self._by_count)
         self._known: Bias | Scale | None = None
 
     def reset(self) -> None:

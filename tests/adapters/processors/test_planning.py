@@ -171,6 +171,15 @@ def test_it_is_asked_for_after_a_rewind_and_a_new_start() -> None:
     assert positions_acted(chain, 12) == [7]
 
 
+def test_it_is_asked_for_after_a_failure() -> None:
+    processor = Counted(None, Context(Vocabulary(40)))
+    chain = of_one(processor)
+    chain.plan()
+    chain.fail("another", "budget", "took too long")
+    assert positions_acted(chain, 5) == [3, 4]
+    assert processor.asked == 2
+
+
 def test_with_a_scope_it_is_asked_at_every_position() -> None:
     processor = Counted(None, Context(Vocabulary(40)))
     assert positions_acted(of_one(processor, "answer"), 12) == [3, 4, 5, 6, 7]
