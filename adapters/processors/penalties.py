@@ -43,8 +43,8 @@ class Occurrences:
         """Forget all, and count distinct ids so often each."""
         self._slots = dict(zip(token_ids, range(len(token_ids)), strict=True))
         self._ids, self._counts = token_ids[:], counts[:]
-        weights = counts if self._by_count else [1] * len(counts)
-        self._values = array("f", [self._value * weight for weight in weights])
+        one = array("f", [self._value])
+        self._values = array("f", [self._value * n for n in counts]) if self._by_count else one * len(counts)
         self._known_ids: array[int] | None = None
 
     def add(self, token_id: int) -> bool:
