@@ -32,11 +32,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from adapters import create_trtllm_adapters  # before torch, so that OpenMP's threads wait as they do in a worker
+
+# isort: split
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from adapters import create_trtllm_adapters
 from adapters.catalog import Catalog, Requested, Selection
 from adapters.chain import ProcessorChain, apply_edits, plan_rows
 from adapters.contract import Bias, Context, apply_sparse

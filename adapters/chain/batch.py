@@ -14,13 +14,16 @@ import torch
 
 from adapters.chain.chain import ProcessorChain
 from adapters.chain.plan import Member, ProcessorFailed, RowPlan
-from adapters.contract import Edit, ShapingProcessor, Sparse, Stage, apply_bitmask, apply_sparse
+from adapters.contract import Allow, Ban, Edit, ShapingProcessor, Sparse, Stage, apply_bitmask, apply_sparse
 from adapters.devices import upload_ids
 
 T = TypeVar("T")
 
 Planned = tuple[int, ProcessorChain, RowPlan]
 """Row of the logits, its chain, and the chain's plan for it."""
+
+_Step = tuple[int, ProcessorChain, Edit | Member]
+"""Row of the logits, its chain, and an edit of it or a shaping member."""
 
 _SOFT_STAGES = (Stage.BIAS, Stage.PENALTY, Stage.SOFT)
 _LATE_STAGES = (Stage.MASK, Stage.FORCE, Stage.TEMPERATURE, Stage.TRUNCATION, Stage.SAMPLING)
@@ -61,7 +64,7 @@ def plan_rows(chains: Sequence[tuple[int, ProcessorChain]]) -> tuple[list[Planne
         except ProcessorFailed as failure:
             failures[row] = failure.without_frames()
             continue
-        if not plan.is_empty:
+        if plan.acts:
             planned.append((row, chain, plan))
     return planned, failures
 
@@ -78,18 +81,32 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
     Returns:
         Failures by row. A failed row may be partly edited; it must not be sampled.
     """
-    free = [(row, chain, plan) for row, chain, plan in planned if plan.force is None]
     failures: dict[int, ProcessorFailed] = {}
-    for stage in _SOFT_STAGES:
-        _apply_soft(logits, free, stage, failures)
-    _apply_masks(logits, free)
+    soft: dict[Stage, list[_Step]] = {stage: [] for stage in _SOFT_STAGES}
+    bans: list[tuple[int, Sparse]] = []
+    allows: dict[int, list[torch.Tensor]] = {}
+    for row, chain, plan in planned:
+        if plan.force is not None:
+            continue
+        for _, stage, edit, _, _ in plan.acts:
+            if isinstance(edit, Ban):
+                bans.append((row, edit))
+            elif isinstance(edit, Allow):
+                allows.setdefault(row, []).append(edit.bitmask)
+            elif stage in soft:
+                soft[stage].append((row, chain, edit))
+    for steps in soft.values():
+        _apply_soft(logits, steps, failures)
+    apply_sparse(logits, bans)
+    if allows:
+        apply_bitmask(logits, torch.stack([_intersection(masks) for masks in allows.values()]), list(allows))
     return failures
 
 
 def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
     """Apply shaping processors from the mask stage on to rows not forced; else as `apply_edits`."""
     failures: dict[int, ProcessorFailed] = {}
-    queues = [(row, chain, plan.late) for row, chain, plan in planned if plan.force is None and plan.late]
+    queues = [(row, chain, plan.late) for row, chain, plan in planned if chain.has_shaping and plan.force is None]
     for stage in _LATE_STAGES:
         steps = [(r, c, [m for m in members if m.turn == stage]) for r, c, members in queues]
         _in_waves(steps, lambda wave: _shape(logits, wave, failures))
@@ -151,21 +168,21 @@ def replay(chain: ProcessorChain, prompt: Sequence[int], generated: Sequence[int
         chain.replay_token(token_id)
 
 
-def _apply_soft(
-    logits: torch.Tensor, rows: Sequence[Planned], stage: Stage, failures: dict[int, ProcessorFailed]
-) -> None:
-    steps = [(row, chain, [step for s, step in plan.soft if s is stage]) for row, chain, plan in rows if plan.soft]
-    shaped = [(row, chain, queue) for row, chain, queue in steps if any(isinstance(x, Member) for x in queue)]
-    sparse = [(row, step) for row, _, queue in steps for step in queue if isinstance(step, Sparse)]
-    if not shaped:
-        apply_sparse(logits, list(sparse))
+def _apply_soft(logits: torch.Tensor, steps: Sequence[_Step], failures: dict[int, ProcessorFailed]) -> None:
+    """Apply the steps of one stage, those of each row in order."""
+    sparse = [(row, step) for row, _, step in steps if isinstance(step, Sparse)]
+    if len(sparse) == len(steps):
+        apply_sparse(logits, sparse)
         return
+    queues: dict[int, tuple[int, ProcessorChain, list[Edit | Member]]] = {}
+    for row, chain, step in steps:
+        queues.setdefault(row, (row, chain, []))[2].append(step)
 
-    def apply_wave(wave: list[tuple[int, ProcessorChain, Edit | Member]]) -> None:
+    def apply_wave(wave: list[_Step]) -> None:
         apply_sparse(logits, [(row, step) for row, _, step in wave if isinstance(step, Sparse)])
         _shape(logits, [(row, chain, step) for row, chain, step in wave if isinstance(step, Member)], failures)
 
-    _in_waves(steps, apply_wave)
+    _in_waves(list(queues.values()), apply_wave)
 
 
 def _in_waves(
@@ -176,14 +193,6 @@ def _in_waves(
     depth = max((len(queue) for _, _, queue in queues), default=0)
     for i in range(depth):
         apply([(row, chain, queue[i]) for row, chain, queue in queues if i < len(queue)])
-
-
-def _apply_masks(logits: torch.Tensor, rows: Sequence[Planned]) -> None:
-    bans: list[tuple[int, Sparse]] = [(row, ban) for row, _, plan in rows for ban in plan.bans]
-    apply_sparse(logits, bans)
-    masked = [(row, plan.allows) for row, _, plan in rows if plan.allows]
-    if masked:
-        apply_bitmask(logits, torch.stack([_intersection(masks) for _, masks in masked]), [row for row, _ in masked])
 
 
 def _intersection(bitmasks: list[torch.Tensor]) -> torch.Tensor:

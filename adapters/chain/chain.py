@@ -7,20 +7,18 @@ from functools import partial
 from time import thread_time
 from typing import Any, Literal
 
-from adapters.chain.plan import NOTHING, Member, ProcessorFailed, RowPlan
+from adapters.chain.plan import Act, Member, ProcessorFailed, RowPlan
 from adapters.chain.receipts import ProcessorRecord, Receipt
 from adapters.contract import (
     Allow,
     BacktrackingProcessor,
     Ban,
-    Bias,
     Context,
     Edit,
     Force,
     MalformedEdit,
     Processor,
     Reads,
-    Scale,
     Scope,
     ShapingProcessor,
     Stage,
@@ -95,8 +93,9 @@ class ProcessorChain:
         self.wants_random_sampling = any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
         self.has_shaping = _any_shapes(self.members)
         self._backtracking = _backtracking(self.members)
-        self._pending: list[tuple[Member, str, int]] = []
+        self._pending: list[Act] = []
         self._derived: dict[Hashable, Any] = {}
+        self._num_tokens = context.vocabulary.num_tokens
         self._scoped = [member for member in self.members if member.scope != "all"]
         self._tracker = _tracker(context) if self._scoped else None
         self._binding = next((member for member in self._scoped if _binds_the_answer(member)), None)
@@ -205,6 +204,7 @@ class ProcessorChain:
 
     def _begin(self, member: Member) -> None:
         prompt = self.tokens[: self.prompt_length]
+        member.same_until = 0
         try:
             shared = self.tokens if member.scope == "all" else None
             member.processor.start(prompt, shared=shared, derived=self._derived)
@@ -229,9 +229,10 @@ class ProcessorChain:
             if self.tokens[position] == token_id:
                 return
             self.rewind(position)
-        for member, kind, masked in self._pending:
-            member.record.add(position, kind, masked)
-            self.receipt.attribute(position, token_id, member.record, kind)
+        for record, _, _, kind, masked in self._pending:
+            record.add(position, kind, masked)
+            if self.receipt.attribution:
+                self.receipt.attribute(position, token_id, record, kind)
         self._pending = []
         self._append(token_id)
 
@@ -252,6 +253,7 @@ class ProcessorChain:
         self._pending = []
         self.receipt.forget_from(position)
         for member in self.members:
+            member.same_until = 0
             if member.scope == "all":
                 member.processor.forget_from(position)
         num_generated = position - self.prompt_length
@@ -326,25 +328,29 @@ class ProcessorChain:
             ProcessorFailed: a processor raised or was over its budget, or the chain cannot be
                 satisfied here.
         """
-        self._pending = []
-        plan = NOTHING
-        weight = 0 if self.position % TIMED_EVERY else TIMED_EVERY
-        for member in self.members if self._tracker is None else self._active_members():
-            times = 1 if member.is_third_party else weight
-            began = thread_time() if times else 0.0
-            try:
-                edit = member.step() if self._tracker is None else self._step(member, self._tracker)
-            except Exception as error:  # the processor boundary: third-party code
-                raise self.fail_from(member, error) from error
-            if times:
-                self.charge(member, thread_time() - began, times)
-            if edit is not None:
-                if plan is NOTHING:
-                    plan = RowPlan()
-                self._add(plan, member, edit)
+        plan, tracker, position = RowPlan([]), self._tracker, len(self.tokens)
+        acts = self._pending = plan.acts
+        weight = 0 if position % TIMED_EVERY else TIMED_EVERY
+        for member in self.members if tracker is None else self._active_members():
+            act = member.act
+            if position >= member.same_until:
+                times = 1 if member.is_third_party else weight
+                began = thread_time() if times else 0.0
+                try:
+                    edit = member.step() if tracker is None else self._step(member, tracker)
+                except Exception as error:  # the processor boundary: third-party code
+                    raise self.fail_from(member, error) from error
+                if times:
+                    self.charge(member, thread_time() - began, times)
+                act = member.act_of(edit, self._num_tokens)
+            if act is not None:
+                acts.append(act)
+                plan.num_masked += act[4]
+                if act[3] == "forced":
+                    self._force(plan, member, act)
         if self._binding is not None:
-            plan = self._end_outside_thinking(plan, self._binding)
-        if plan.forced_by is not None or plan.allows:
+            self._end_outside_thinking(plan, self._binding)
+        if plan.forced_by is not None or plan.num_masked >= self._num_tokens:
             self._check(plan)
         return plan
 
@@ -360,14 +366,16 @@ class ProcessorChain:
         found: list[tuple[Member, RowPlan]] = []
         for member in self.members if self._tracker is None else self._active_members():
             try:
-                edit = member.step()
+                act = member.act_of(member.step(), self._num_tokens)
             except Exception as error:  # the processor boundary: third-party code
                 raise self.fail_from(member, error) from error
-            if edit is not None:
-                found.append((member, RowPlan()))
-                self._add(found[-1][1], member, edit)
+            if act is not None:
+                found.append((member, RowPlan([act])))
+                self._force(found[-1][1], member, act)
         if self._binding is not None:
-            found.append((self._binding, self._end_outside_thinking(NOTHING, self._binding)))
+            found.append((self._binding, RowPlan([])))
+            self._end_outside_thinking(found[-1][1], self._binding)
+        self._pending = [act for _, plan in found for act in plan.acts]
         forced = [each for each in found if each[1].force is not None]
         acting = forced[:1] or [each for each in found if not each[1].is_empty]
         return sorted(acting, key=lambda each: bool(each[1].late))  # masks before shaping of their stage
@@ -486,36 +494,15 @@ class ProcessorChain:
         message = f"took {seconds * 1e3:.0f} ms of CPU time for one step, the budget is {budget_s * 1e3:.0f} ms"
         return self.fail(member.name, "budget", message)
 
-    def _add(self, plan: RowPlan, member: Member, edit: Edit | Member) -> None:
-        kind, masked = "biased", 0
-        if isinstance(edit, Bias | Scale):
-            plan.soft.append((member.stage, edit))
-        elif isinstance(edit, Ban):
-            kind, masked = "masked", edit.token_ids.numel()
-            plan.bans.append(edit)
-            plan.num_banned += masked
-        elif isinstance(edit, Allow):
-            num_tokens = self.context.vocabulary.num_tokens
-            num_allowed = member.num_allowed(edit, num_tokens)
-            kind, masked = "masked", num_tokens - num_allowed
-            plan.allows.append(edit.bitmask)
-            plan.fewest_allowed = min(plan.fewest_allowed, num_allowed)
-        elif isinstance(edit, Force):
-            kind = "forced"
-            self._force(plan, member, edit.token_id)
-        else:
-            kind = "shaped"
-            if member.stage <= Stage.SOFT:
-                plan.soft.append((member.stage, member))
-            else:
-                plan.late.append(member)
-        self._pending.append((member, kind, masked))
-
-    def _force(self, plan: RowPlan, member: Member, token_id: int) -> None:
-        if plan.forced_by is not None and plan.force != token_id:
-            message = f"forces token {token_id} where {plan.forced_by.name} forces {plan.force}"
+    def _force(self, plan: RowPlan, member: Member, act: Act) -> None:
+        """Note the token that an edit forces, if it forces one."""
+        edit = act[2]
+        if not isinstance(edit, Force):
+            return
+        if plan.forced_by is not None and plan.force != edit.token_id:
+            message = f"forces token {edit.token_id} where {plan.forced_by.name} forces {plan.force}"
             raise self.fail(member.name, "unsatisfiable", f"{message} at position {self.position}")
-        plan.forced_by, plan.force = member, token_id
+        plan.forced_by, plan.force = member, edit.token_id
 
     def _step(self, member: Member, tracker: ThinkingTracker) -> Edit | Member | None:
         """A member's edit; with the opening tag allowed where the model may open a section."""
@@ -535,16 +522,15 @@ class ProcessorChain:
             pass
         return Allow.of({opening_id}, size)
 
-    def _end_outside_thinking(self, plan: RowPlan, member: Member) -> RowPlan:
-        """The plan with end tokens masked inside thinking, where ``member`` constrains the answer.
+    def _end_outside_thinking(self, plan: RowPlan, member: Member) -> None:
+        """Mask end tokens inside thinking, where ``member`` constrains the answer.
 
         An end token there would end the request without an answer.
         """
-        if self._tracker is None or not self._tracker.thinking or not len(self._end_ban.token_ids):
-            return plan
-        plan = RowPlan() if plan is NOTHING else plan
-        self._add(plan, member, self._end_ban)
-        return plan
+        if self._tracker is not None and self._tracker.thinking and len(self._end_ban.token_ids):
+            num_masked = len(self._end_ban.token_ids)
+            plan.acts.append((member.record, member.stage, self._end_ban, "masked", num_masked))
+            plan.num_masked += num_masked
 
     def _check(self, plan: RowPlan) -> None:
         """Raise if a mask forbids the forced id, or masks leave no token."""
@@ -568,16 +554,17 @@ class ProcessorChain:
                 named.
         """
         acted = self._pending if before is None else list(self._acted_before(before))
-        names = dict.fromkeys(member.name for member, kind, _ in acted if kind in kinds)
+        names = dict.fromkeys(record.name for record, _, _, kind, _ in acted if kind in kinds)
         return self.fail(", ".join(names) or "model", "unsatisfiable", f"no token is left at position {self.position}")
 
-    def _acted_before(self, member: Member) -> Iterator[tuple[Member, str, int]]:
+    def _acted_before(self, member: Member) -> Iterator[Act]:
         """Edits recorded for the last planned position that are applied before ``member``."""
         is_late, is_before = member.processor.stage >= Stage.MASK, True
-        for asked in self._pending:  # in the order law's order; but masks precede all shaping at their stage
-            is_before = is_before and asked[0] is not member
-            if is_before or (is_late and asked[1] == "masked"):
-                yield asked
+        for act in self._pending:  # in the order law's order; but masks precede all shaping at their stage
+            record, _, _, kind, _ = act
+            is_before = is_before and record is not member.record
+            if is_before or (is_late and kind == "masked"):
+                yield act
 
     def fail_from(self, member: Member, error: Exception) -> ProcessorFailed:
         """Record that ``member`` raised ``error``; returns the failure to raise or report."""
@@ -592,6 +579,8 @@ class ProcessorChain:
     def fail(self, name: str, reason: str, message: str) -> ProcessorFailed:
         """Record that processor ``name`` failed; returns the failure to raise or report."""
         self._pending = []
+        for member in self.members:  # the last step of one of them did not end
+            member.same_until = 0
         self.failure = ProcessorFailed(name, reason, message)  # never raised: it holds no stack frame
         return ProcessorFailed(name, reason, message)
 
@@ -600,8 +589,8 @@ class ProcessorChain:
 
     def last_edits(self) -> list[tuple[int, str, int]]:
         """Edits of the last planned position: member index, kind, number of masked entries."""
-        indices = {id(member): index for index, member in enumerate(self.members)}
-        return [(indices[id(member)], kind, masked) for member, kind, masked in self._pending]
+        indices = {id(member.record): index for index, member in enumerate(self.members)}
+        return [(indices[id(record)], kind, masked) for record, _, _, kind, masked in self._pending]
 
     def record(self, token_id: int, edits: Sequence[tuple[int, str, int]]) -> None:
         """Take the next token with the edits of another copy's `last_edits`; runs no processor."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -54,30 +55,45 @@ class RowPlan:
     """All edits of one row at one step, in the order law's order.
 
     Attributes:
-        soft: Bias, scale and shaping steps up to the soft stage, in order: ``(stage, edit or
-            member)``.
-        bans: Sparse hard masks.
-        allows: Packed hard masks, to be AND-ed.
+        acts: What each member does, in order.
+        num_masked: Vocabulary entries masked; those that several members mask count several times.
         force: The forced token, if any; no other edit then matters for the token.
         forced_by: The member that forces it.
-        late: Shaping steps of the stage of hard masks and of those after it.
-        num_banned: Tokens in `bans`.
-        fewest_allowed: Tokens in the strictest of `allows`, padding left out.
     """
 
-    soft: list[tuple[Stage, Edit | Member]] = field(default_factory=list)
-    bans: list[Ban] = field(default_factory=list)
-    allows: list[torch.Tensor] = field(default_factory=list)
+    acts: list[Act]
+    num_masked: int = 0
     force: int | None = None
     forced_by: Member | None = None
-    late: list[Member] = field(default_factory=list)
-    num_banned: int = 0
-    fewest_allowed: int = 2**63
 
     @property
     def is_empty(self) -> bool:
         """True if the row is left as it is."""
-        return self.force is None and not (self.soft or self.bans or self.allows or self.late)
+        return not self.acts
+
+    @property
+    def soft(self) -> list[tuple[Stage, Edit | Member]]:
+        """Bias, scale and shaping steps up to the soft stage: ``(stage, edit or member)``."""
+        return [
+            (stage, edit)
+            for _, stage, edit, kind, _ in self.acts
+            if stage <= Stage.SOFT and kind in ("biased", "shaped")
+        ]
+
+    @property
+    def bans(self) -> list[Ban]:
+        """Sparse hard masks."""
+        return [edit for _, _, edit, _, _ in self.acts if isinstance(edit, Ban)]
+
+    @property
+    def allows(self) -> list[torch.Tensor]:
+        """Packed hard masks, to be AND-ed."""
+        return [edit.bitmask for _, _, edit, _, _ in self.acts if isinstance(edit, Allow)]
+
+    @property
+    def late(self) -> list[Member]:
+        """Shaping steps of the stage of hard masks and of those after it."""
+        return [edit for _, stage, edit, _, _ in self.acts if isinstance(edit, Member) and stage > Stage.SOFT]
 
     def masks_permit(self, token_id: int) -> bool:
         """Whether no hard mask forbids the token."""
@@ -90,18 +106,16 @@ class RowPlan:
         return self.force == token_id if self.force is not None else self.masks_permit(token_id)
 
     def leaves_a_token(self) -> bool:
-        """Whether a token survives all masks and bans.
-
-        Most plans have more bits set than bans, which decides it without intersecting.
-        """
-        if len(self.allows) == 1 and self.fewest_allowed > self.num_banned:
+        """Whether a token survives all masks and bans; true if there are no `allows`."""
+        allows, bans = self.allows, self.bans
+        if not allows:
             return True
-        width = min(len(bitmask) for bitmask in self.allows)
-        allowed = self.allows[0][:width].clone()
-        for bitmask in self.allows[1:]:
+        width = min(len(bitmask) for bitmask in allows)
+        allowed = allows[0][:width].clone()
+        for bitmask in allows[1:]:
             allowed &= bitmask[:width]
-        if self.num_banned:
-            banned = torch.cat([ban.token_ids for ban in self.bans]).tolist()
+        if bans:
+            banned = torch.cat([ban.token_ids for ban in bans]).tolist()
             allowed &= ~bitmask_of((token_id for token_id in banned if token_id < 32 * width), 32 * width)
         return bool(allowed.any())
 
@@ -118,19 +132,25 @@ class Member:
         follows: It may have state that follows the history (`Processor.catch_up`).
         stage: The processor's.
         turn: The stage with which it is applied: `stage`, unless the request gives an order.
+        lasts: `SteeringProcessor.same_until` of a processor that has one and sees every token.
+        same_until: The position before which its `act` stays the same.
+        act: What its newest edit does, None if it has none or is shaping.
     """
+
+    kind: ClassVar[str] = "shaped"
 
     processor: Processor
     scope: Scope
     record: ProcessorRecord
     edit: Callable[[], Edit | None] | None = None
-    stage: Stage = field(init=False)
-    turn: Stage = field(init=False)
+    same_until: int = field(default=0, init=False)
+    act: Act | None = field(default=None, init=False)
+    follows: bool = field(init=False)
+    lasts: Callable[[], int] | None = field(default=None, init=False)
     is_third_party: bool = field(init=False)
     foresees: bool = field(init=False)
-    follows: bool = field(init=False)
-    _counted: Allow | None = field(default=None, init=False)
-    _num_allowed: int = field(default=0, init=False)
+    stage: Stage = field(init=False)
+    turn: Stage = field(init=False)
 
     def __post_init__(self) -> None:
         kind = type(self.processor)
@@ -142,6 +162,8 @@ class Member:
         )
         if isinstance(self.processor, SteeringProcessor):
             self.edit = self.processor.edit  # looked up once: isinstance is slow for abstract classes
+            if self.scope == "all" and _tells_how_long(kind):
+                self.lasts = self.processor.same_until
 
     @property
     def name(self) -> str:
@@ -151,18 +173,51 @@ class Member:
         """The processor's edit now; a shaping processor returns its member."""
         if self.follows:
             self.processor.catch_up()
-        return self.edit() if self.edit is not None else self
+        if self.edit is None:
+            return self
+        edit = self.edit()
+        if self.lasts is not None:
+            self.same_until = self.lasts()
+        return edit
 
-    def num_allowed(self, edit: Allow, num_tokens: int) -> int:
-        """Tokens below ``num_tokens`` that the processor's ``edit`` allows.
+    def act_of(self, edit: Edit | Member | None, num_tokens: int) -> Act | None:
+        """What ``edit`` does, which becomes the newest one.
 
-        A built-in often returns the edit of the step before again, which is not counted again. One
-        of a third party may have changed it in place.
+        A built-in often returns the edit of the step before again, of which the masked entries are
+        not counted again. One of a third party may have changed it in place.
+
+        Args:
+            edit: As returned by `step`.
+            num_tokens: Ids from it on are not counted.
         """
-        if self._counted is not edit or self.is_third_party:
-            self._counted, self._num_allowed = edit, count_allowed(edit.bitmask, num_tokens)
-        return self._num_allowed
+        act = self.act
+        if edit is None:
+            act = None
+        elif act is None or act[2] is not edit or self.is_third_party:
+            kind = edit.kind
+            num_masked = _num_masked(edit, num_tokens) if kind == "masked" else 0
+            act = self.record, self.stage, edit, kind, num_masked
+        self.act = None if edit is self else act
+        return act
 
 
-NOTHING = RowPlan()
-"""The plan of a step without edits; shared and immutable."""
+def _tells_how_long(kind: type) -> bool:
+    """Whether the class defines `same_until` where, or after, it defines what the edit is."""
+    names = {"edit", "reset", "advance", "same_until"}
+    newest = next(each for each in kind.__mro__ if names & vars(each).keys())
+    return newest is not SteeringProcessor and "same_until" in vars(newest)
+
+
+def _num_masked(edit: Edit | Member, num_tokens: int) -> int:
+    if isinstance(edit, Ban):
+        return edit.token_ids.numel()
+    return num_tokens - count_allowed(edit.bitmask, num_tokens) if isinstance(edit, Allow) else 0
+
+
+Act = tuple[ProcessorRecord, Stage, Edit | Member, str, int]
+"""What a member does to a row: its record and stage, its edit (the member if it is shaping), what a
+receipt calls it, and vocabulary entries masked.
+
+A plain tuple, as most edits differ from token to token. Only of shaping has it the member itself,
+which holds its newest act.
+"""

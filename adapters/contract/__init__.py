@@ -24,6 +24,7 @@ from adapters.contract.edits import (
     is_allowed,
 )
 from adapters.contract.processor import (
+    ALWAYS,
     ArgumentError,
     BacktrackingProcessor,
     Context,
@@ -39,6 +40,7 @@ from adapters.contract.random_numbers import SAMPLE, uniform, uniform_rows, unif
 from adapters.contract.scope import Scope, ThinkingTracker, turn_begin
 
 __all__ = [
+    "ALWAYS",
     "MAX_INT",
     "MAX_LIST",
     "MAX_TEXT",

@@ -1,67 +1,98 @@
 """Edits: what steering processors return, applied to many rows in a few batched operations.
 
-An edit never holds a vocabulary-sized tensor of floats. The kinds, in the order law's order::
+An edit never holds a vocabulary-sized tensor of floats. The classes, in the order law's order::
 
     Bias(ids, values)      z <- z + value                       bias, penalties, soft boosts
     Scale(ids, factors)    z <- z / f where z > 0, else z * f   penalties (CTRL, arXiv 1909.05858)
     Ban(ids)               z <- -inf                            hard mask, sparse
     Allow(bitmask)         z <- -inf where the bit is 0         hard mask, packed
     Force(id)              the token is `id`                    forcing; the row is not touched
+
+``kind`` is what a receipt calls it.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from typing_extensions import Self
 
 from adapters.devices import upload, upload_ids
 
+Ids = torch.Tensor | array  # type: ignore[type-arg]
+Numbers = torch.Tensor | array  # type: ignore[type-arg]
 
-@dataclass(frozen=True, slots=True)
-class Bias:
+
+class _Valued:
+    """Distinct token ids (int64 ``[n]``) and a number for each (float32 ``[n]``).
+
+    Of an array a tensor is made only where it is asked for: `apply_sparse` joins the arrays of many
+    rows. That is for edits that change with every token.
+    """
+
+    __slots__ = ("_ids", "_numbers")
+    kind: ClassVar[str] = "biased"
+
+    def __init__(self, token_ids: Ids, numbers: Numbers) -> None:
+        self._ids, self._numbers = token_ids, numbers
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], numbers: Sequence[float]) -> Self:
+        """From plain lists."""
+        return cls(torch.tensor(token_ids, dtype=torch.int64), torch.tensor(numbers, dtype=torch.float32))
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        return _joined([self._ids], torch.int64)
+
+
+class Bias(_Valued):
     """Adds ``values`` to the logits at ``token_ids``.
 
     Attributes:
-        token_ids: int64 ``[n]``, distinct.
-        values: float32 ``[n]``, finite.
+        token_ids: int64 ``[n]``, distinct. May be given as an ``array("q")``.
+        values: float32 ``[n]``, finite. May be given as an ``array("f")``.
     """
 
-    token_ids: torch.Tensor
-    values: torch.Tensor
+    __slots__ = ()
 
-    @classmethod
-    def of(cls, token_ids: Sequence[int], values: Sequence[float]) -> Bias:
-        """From plain lists."""
-        return cls(torch.tensor(token_ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float32))
+    def __init__(self, token_ids: Ids, values: Numbers) -> None:
+        self._ids, self._numbers = token_ids, values
+
+    @property
+    def values(self) -> torch.Tensor:
+        return _joined([self._numbers], torch.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(_Valued):
     """Signed scale: positive logits at ``token_ids`` are divided by the factor, others multiplied.
 
     Attributes:
-        token_ids: int64 ``[n]``, distinct.
-        factors: float32 ``[n]``, above 0.
+        token_ids: int64 ``[n]``, distinct. May be given as an ``array("q")``.
+        factors: float32 ``[n]``, above 0. May be given as an ``array("f")``.
     """
 
-    token_ids: torch.Tensor
-    factors: torch.Tensor
+    __slots__ = ()
 
-    @classmethod
-    def of(cls, token_ids: Sequence[int], factors: Sequence[float]) -> Scale:
-        """From plain lists."""
-        return cls(torch.tensor(token_ids, dtype=torch.int64), torch.tensor(factors, dtype=torch.float32))
+    def __init__(self, token_ids: Ids, factors: Numbers) -> None:
+        self._ids, self._numbers = token_ids, factors
+
+    @property
+    def factors(self) -> torch.Tensor:
+        return _joined([self._numbers], torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Ban:
     """Masks ``token_ids`` (int64 ``[n]``)."""
 
+    kind: ClassVar[str] = "masked"
     token_ids: torch.Tensor
 
     @classmethod
@@ -79,6 +110,7 @@ class Allow:
             beyond a narrower bitmask are masked.
     """
 
+    kind: ClassVar[str] = "masked"
     bitmask: torch.Tensor
 
     @classmethod
@@ -91,6 +123,7 @@ class Allow:
 class Force:
     """The token is ``token_id``: overrides the sampled id and edits no logit."""
 
+    kind: ClassVar[str] = "forced"
     token_id: int
 
 
@@ -122,7 +155,12 @@ def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) ->
         return _check_bitmask(edit, -(-vocab_size // 32))
     if not isinstance(edit, Bias | Scale | Ban):
         raise MalformedEdit(f"returned {type(edit).__name__}, which is not an edit")
-    name, ids = type(edit).__name__, edit.token_ids
+    name = type(edit).__name__
+    if not isinstance(edit, Ban):
+        for given, code in ((edit._ids, "q"), (edit._numbers, "f")):
+            if isinstance(given, array) and given.typecode != code:
+                raise MalformedEdit(f"{name} holds an array of type {given.typecode!r}, expected {code!r}")
+    ids = edit.token_ids
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise MalformedEdit(f"{name} holds ids {_described(ids)}, expected int64 [n]")
     if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < vocab_size):
@@ -213,19 +251,26 @@ def _apply_kind(logits: torch.Tensor, edits: list[tuple[int, Sparse]], kind: typ
         return
     device, width = logits.device, logits.shape[1]
     flat = logits.view(-1)
-    ids = torch.cat([edit.token_ids for _, edit in edits])
-    starts = np.repeat([row * width for row, _ in edits], [edit.token_ids.numel() for _, edit in edits])
-    index = upload(ids + torch.from_numpy(starts), device)
+    parts = [edit.token_ids if isinstance(edit, Ban) else edit._ids for _, edit in edits]
+    starts = np.repeat([row * width for row, _ in edits], [len(part) for part in parts])
+    index = upload(_joined(parts, torch.int64) + torch.from_numpy(starts), device)
     if kind is Ban:
         flat.index_fill_(0, index, -torch.inf)
         return
-    values = torch.cat(
-        [edit.values if isinstance(edit, Bias) else edit.factors for _, edit in edits if not isinstance(edit, Ban)]
-    )
-    values = upload(values, device)
+    values = upload(_joined([edit._numbers for _, edit in edits if not isinstance(edit, Ban)], torch.float32), device)
     z = flat.index_select(0, index).float()
     z = z + values if kind is Bias else torch.where(z > 0, z / values, z * values)
     flat.index_copy_(0, index, z.to(logits.dtype))
+
+
+def _joined(parts: Sequence[Numbers], dtype: torch.dtype) -> torch.Tensor:
+    """The parts one after the other; a single tensor as it is, everything else as a copy."""
+    arrays = [part for part in parts if isinstance(part, array)]
+    if len(arrays) == len(parts):
+        joined = bytearray().join(arrays)
+        return torch.frombuffer(joined, dtype=dtype) if joined else torch.empty(0, dtype=dtype)
+    tensors = [_joined([part], dtype) if isinstance(part, array) else part for part in parts]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 _FEW = 16

@@ -9,6 +9,7 @@ history turns out shorter or different it resets the processor and replays.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from adapters.contract.scope import Scope
 from adapters.vocabulary import Vocabulary
 
 __all__ = [
+    "ALWAYS",
     "Allow",
     "ArgumentError",
     "BacktrackingProcessor",
@@ -49,6 +51,10 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+
+ALWAYS = sys.maxsize
+"""For `SteeringProcessor.same_until`: the edit never changes."""
 
 
 class Stage(IntEnum):
@@ -345,6 +351,15 @@ class SteeringProcessor(Processor):
         Raises:
             Unsatisfiable: no token can satisfy this processor here.
         """
+
+    def same_until(self) -> int:
+        """The position before which `edit` returns what it has just returned, whatever tokens come.
+
+        It is not called before then, unless the history is rewound or the processor has a scope. By
+        default it is called at every position. A class that overrides `edit`, `reset` or `advance`
+        inherits none of this.
+        """
+        return 0
 
 
 class BacktrackingProcessor(SteeringProcessor):

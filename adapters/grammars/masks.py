@@ -20,20 +20,31 @@ Words: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class _Known(NamedTuple):
-    """An edit, and what it was made of: see `GrammarMasks.edit`.
+    """An edit, and what it was made of: see `ThreadMasks.edit`.
 
     Attributes:
         found: A bytearray, because it is compared with other memory without a copy.
     """
 
-    found: bytearray
     complete: bool
     end_ids: tuple[int, ...]
+    found: bytearray
     edit: Allow
 
 
 class GrammarMasks(threading.local):
-    """Computes masks and keeps the edits made of the newest ones; each thread has its own.
+    """Each thread's own `ThreadMasks`, which it looks up once for a mask.
+
+    Args:
+        width: Tokens of a mask.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.own = ThreadMasks(width)
+
+
+class ThreadMasks:
+    """Computes masks and keeps the edits made of the newest ones.
 
     Inside a string, one token after another has the same mask, and so has every string without a
     limit, of any request. Finding the edit again is faster than making it, and it is counted once.
@@ -50,7 +61,7 @@ class GrammarMasks(threading.local):
 
     def compute(self, matcher: LLMatcher) -> None:
         """Compute the mask of the tokens that ``matcher`` allows next."""
-        matcher.unsafe_compute_mask_ptr(self._address, self._words.nbytes)
+        matcher.unsafe_compute_mask_ptr(self._address, len(self._bytes))
 
     def clear(self) -> None:
         """As if a matcher had allowed nothing."""
@@ -64,15 +75,15 @@ class GrammarMasks(threading.local):
             end_ids: The request's end tokens.
             correct: Edits a mask in place, by ``complete`` and ``end_ids`` only.
         """
-        newest = self._newest
+        newest, found = self._newest, self._bytes
         for i, known in enumerate(newest):
-            if known.found == self._bytes and known.complete == complete and known.end_ids == end_ids:
+            if known.complete == complete and known.end_ids == end_ids and known.found == found:
                 if i:
                     newest.insert(0, newest.pop(i))
                 return known.edit
         words = self._words.copy()
         correct(words, complete)
         edit = Allow(torch.from_numpy(words))
-        newest.insert(0, _Known(bytearray(self._bytes), complete, end_ids, edit))
+        newest.insert(0, _Known(complete, end_ids, bytearray(found), edit))
         del newest[MAX_MASKS:]
         return edit

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from adapters.contract import Bias, Context, Edit, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.contract import ALWAYS, Bias, Context, Edit, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.processors.arguments import MAX_LIST
 
 MAX_BIAS = 100.0
@@ -56,6 +56,9 @@ class LogitBias(SteeringProcessor):
 
     def edit(self) -> Edit | None:
         return self._edit
+
+    def same_until(self) -> int:
+        return ALWAYS
 
 
 def _as_text(key: Any) -> Any:

@@ -34,7 +34,7 @@ from adapters.contract import (
 )
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compiler import byte_tables, hugging_face_tables, load_tokenizer, short_reason
-from adapters.grammars.masks import Words
+from adapters.grammars.masks import ThreadMasks, Words
 from adapters.processors.arguments import MAX_LIST, MAX_TEXT
 from adapters.vocabulary import Vocabulary, vocabulary_at
 
@@ -134,32 +134,26 @@ class GrammarProcessor(SteeringProcessor):
 
     def advance(self, token_id: int, index: int) -> None:
         self._edit = None
-        if self._num_outside == 0 and self._takes(token_id):
-            return
-        self._num_outside += 1
-
-    def _takes(self, token_id: int) -> bool:
-        """Advance the matcher; False if the token ends the answer or the grammar forbids it."""
-        if token_id in self._end and self._matcher.is_accepting():
-            return False
-        if self._matcher.try_consume_tokens([token_id]) == 1:
-            return True
-        self._violated = True
-        return False
+        if self._num_outside or (token_id in self._end and self._matcher.is_accepting()):
+            self._num_outside += 1
+        elif not self._matcher.consume_tokens([token_id]):  # the grammar forbids it
+            self._num_outside = 1
+            self._violated = True
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         self._edit = None
         outside = min(len(token_ids), self._num_outside)
         self._num_outside -= outside
-        if self._num_outside == 0:
-            self._violated = False
+        if self._violated:  # which left the matcher in an error: only a new one takes other tokens
+            return self._num_outside > 0
         return bool(self._matcher.rollback(len(token_ids) - outside))
 
     def edit(self) -> Edit:
         if self._violated:
             raise Unsatisfiable("the tokens so far do not match the grammar")
         if self._edit is None:
-            self._edit = self._masks.edit(self._compute(), self._end, self._correct)
+            masks = self._masks.own
+            self._edit = masks.edit(self._compute(masks), self._end, self._correct)
         return self._edit
 
     def foresee(self, limit: int) -> Sequence[int]:
@@ -172,15 +166,16 @@ class GrammarProcessor(SteeringProcessor):
             return ()
         return found[:limit]
 
-    def _compute(self) -> bool:
+    def _compute(self, masks: ThreadMasks) -> bool:
         """Compute the mask of the next token; whether the text so far is complete."""
         if self._num_outside:  # the answer has ended
-            self._masks.clear()
+            masks.clear()
             return True
-        self._masks.compute(self._matcher)
-        if self._matcher.is_error():
-            raise Unsatisfiable(f"the grammar exceeded its limits ({short_reason(self._matcher.get_error())})")
-        return bool(self._matcher.is_accepting())
+        matcher = self._matcher
+        masks.compute(matcher)
+        if matcher.is_error():
+            raise Unsatisfiable(f"the grammar exceeded its limits ({short_reason(matcher.get_error())})")
+        return bool(matcher.is_accepting())
 
     def _correct(self, mask: Words, complete: bool) -> None:
         """Clear the ids that are never sampled; set the end tokens if the text is ``complete``."""

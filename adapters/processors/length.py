@@ -10,6 +10,7 @@ from pydantic import Field
 from typing_extensions import Self
 
 from adapters.contract import (
+    ALWAYS,
     ArgumentError,
     Ban,
     Bias,
@@ -59,7 +60,11 @@ class MinTokens(SteeringProcessor):
         return self.num_generated < self._n
 
     def edit(self) -> Edit | None:
-        return self._ban if self.is_too_short else None
+        return self._ban if self.num_generated < self._n else None
+
+    def same_until(self) -> int:
+        missing = self._n - self.num_generated
+        return self.position + missing if missing > 0 else ALWAYS
 
 
 class GenLength(SteeringProcessor):

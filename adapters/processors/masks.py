@@ -10,7 +10,18 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from adapters.contract import Allow, ArgumentError, Ban, Context, Edit, ProcessorArgs, Reads, Stage, SteeringProcessor
+from adapters.contract import (
+    ALWAYS,
+    Allow,
+    ArgumentError,
+    Ban,
+    Context,
+    Edit,
+    ProcessorArgs,
+    Reads,
+    Stage,
+    SteeringProcessor,
+)
 from adapters.processors.arguments import TokenId, TokenIds, check_tokens, encode
 from adapters.vocabulary import ByteIndex, byte_index
 
@@ -55,6 +66,9 @@ class AllowedTokens(SteeringProcessor):
     def edit(self) -> Edit | None:
         return self._edit
 
+    def same_until(self) -> int:
+        return ALWAYS
+
 
 class BannedTokens(SteeringProcessor):
     """Masks the listed tokens.
@@ -77,6 +91,9 @@ class BannedTokens(SteeringProcessor):
 
     def edit(self) -> Edit | None:
         return self._edit
+
+    def same_until(self) -> int:
+        return ALWAYS
 
 
 class BadWords(SteeringProcessor):

@@ -2,133 +2,119 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from array import array
+from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
-import torch
 from pydantic import Field
 
 from adapters.contract import Bias, Context, Edit, ProcessorArgs, Reads, Scale, Stage, SteeringProcessor
 from adapters.processors.arguments import Count
-from adapters.processors.ngrams import Ids
 
 Window = Annotated[Count, Field(description="Most recent tokens that count; 0 counts all.")]
 
 
 class Occurrences:
-    """Distinct token ids with counts, by first occurrence; the newest can be removed again."""
+    """Distinct token ids with counts and values, in the order in which they were added.
 
-    def __init__(self) -> None:
+    Any occurrence can be removed; the order stays the same if it is always the newest one.
+
+    Args:
+        value: Of an id.
+        by_count: The value is multiplied by the count.
+    """
+
+    __slots__ = ("_by_count", "_counts", "_ids", "_known_ids", "_slots", "_value", "_values")
+
+    def __init__(self, value: float, by_count: bool) -> None:
+        self._value, self._by_count = value, by_count
         self.clear()
 
     def clear(self) -> None:
         """Forget all."""
-        self._slots: dict[int, int] = {}
-        self._ids = np.zeros(64, dtype=np.int64)
-        self._counts = np.zeros(64, dtype=np.float32)
-        self._known_ids: torch.Tensor | None = None
+        self.set(array("q"), [])
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._ids)
+
+    def set(self, token_ids: array[int], counts: list[int]) -> None:
+        """Forget all, and count distinct ids so often each."""
+        self._slots = dict(zip(token_ids, range(len(token_ids)), strict=True))
+        self._ids, self._counts = token_ids[:], counts[:]
+        one = array("f", [self._value])
+        self._values = array("f", [self._value * n for n in counts]) if self._by_count else one * len(counts)
+        self._known_ids: array[int] | None = None
 
     def add(self, token_id: int) -> bool:
-        """Count one more occurrence; whether it is the first one."""
+        """Count one more occurrence; whether an id or a value has changed."""
         slot = self._slots.get(token_id)
         if slot is not None:
-            self._counts[slot] += 1
-            return False
-        slot = self._slots[token_id] = len(self._slots)
-        if slot == len(self._ids):
-            self._grow()
-        self._ids[slot], self._counts[slot] = token_id, 1
+            count = self._counts[slot] = self._counts[slot] + 1
+            if self._by_count:  # rounded to float32 as a product of two of them
+                self._values[slot] = count * self._value
+            return self._by_count
+        self._slots[token_id] = len(self._ids)
+        self._ids.append(token_id)
+        self._counts.append(1)
+        self._values.append(self._value)
         self._known_ids = None
         return True
 
-    def add_distinct(self, token_ids: Ids) -> None:
-        """Count one occurrence of each of some distinct ids (int64 ``[n]``) in an empty counter."""
-        self._slots = dict(zip(token_ids.tolist(), range(len(token_ids)), strict=True))
-        spare = np.zeros(64, dtype=np.int64)
-        self._ids = np.concatenate([token_ids, spare])
-        self._counts = (np.arange(len(self._ids)) < len(token_ids)).astype(np.float32)
-        self._known_ids = None
-
     def remove(self, token_id: int) -> bool:
-        """Remove the newest occurrence, which was of ``token_id``; whether it was the only one."""
+        """Remove one occurrence; whether an id or a value has changed."""
         slot = self._slots[token_id]
-        self._counts[slot] -= 1
-        if self._counts[slot] > 0:
-            return False
+        if self._counts[slot] > 1:
+            count = self._counts[slot] = self._counts[slot] - 1
+            if self._by_count:
+                self._values[slot] = count * self._value
+            return self._by_count
         del self._slots[token_id]
         self._known_ids = None
+        last_id, count, value = self._ids.pop(), self._counts.pop(), self._values.pop()
+        if last_id != token_id:  # it takes the slot that became free
+            self._slots[last_id] = slot
+            self._ids[slot], self._counts[slot], self._values[slot] = last_id, count, value
         return True
 
-    def add_counted(self, token_ids: Ids, counts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """Count distinct ids (int64 ``[n]``) so often each; nothing has been counted before."""
-        self.add_distinct(token_ids)
-        self._counts[: len(counts)] = counts
-
-    def _grow(self) -> None:
-        self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-        self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-
-    def ids(self) -> torch.Tensor:
-        """int64 ``[n]``; the same tensor until an id joins or leaves."""
+    def ids(self) -> array[int]:
+        """A copy, the same until an id joins or leaves."""
         if self._known_ids is None:
-            self._known_ids = self._tensor_of_ids()
+            self._known_ids = self._ids[:]
         return self._known_ids
 
-    def _tensor_of_ids(self) -> torch.Tensor:
-        """A view, to which later ids are appended."""
-        return torch.from_numpy(self._ids[: len(self._slots)])
-
-    def scaled_counts(self, factor: np.ndarray[Any, np.dtype[np.float32]]) -> torch.Tensor:
-        """float32 ``[n]``: count times ``factor`` (``[]``); a copy, since earlier counts change."""
-        return torch.from_numpy(self._counts[: len(self._slots)] * factor)
-
-
-class WindowOccurrences(Occurrences):
-    """As `Occurrences`, in any order; any occurrence can be taken back."""
-
-    def remove(self, token_id: int) -> bool:
-        """Take back one occurrence of ``token_id``; if it was the only one, the last slot moves."""
-        slot = self._slots[token_id]
-        was_only_one = super().remove(token_id)
-        last = len(self._slots)
-        if was_only_one and slot < last:
-            moved = int(self._ids[last])
-            self._ids[slot], self._counts[slot], self._slots[moved] = moved, self._counts[last], slot
-        return was_only_one
-
-    def _tensor_of_ids(self) -> torch.Tensor:
-        """A copy, as slots are filled again."""
-        return super()._tensor_of_ids().clone()
+    def values(self) -> array[float]:
+        """A copy."""
+        return self._values[:]
 
 
 class _Counting(SteeringProcessor):
     """Base of penalties: occurrences, and the edit cached while it stays the same.
 
     Args:
-        penalty: The penalty.
-        neutral: The one that changes nothing.
+        value: What the edit does to an id that has occurred.
+        neutral: The value that changes nothing.
         window: Most recent tokens that are counted; 0 counts all.
         context: Of the request.
 
     Class attributes:
-        _by_count: The edit depends on how often ids occurred, not only on which ones did.
+        _by_count: The value is multiplied by how often an id occurred.
+        _makes: Class of the edit.
     """
 
     stage = Stage.PENALTY
     reads = Reads.GENERATED
     _counts_prompt = False
     _by_count = False
+    _makes: type[Bias | Scale] = Bias
 
-    def __init__(self, penalty: float, neutral: float, window: int, context: Context) -> None:
-        self._is_off = penalty == neutral
+    def __init__(self, value: float, neutral: float, window: int, context: Context) -> None:
+        self._is_off = value == neutral
         self._window = window
         self._vocab_size = context.vocabulary.size
-        self._seen = WindowOccurrences() if window else Occurrences()
+        single = float(np.float32(value))
+        self._seen = Occurrences(single, self._by_count)
         self._known: Bias | Scale | None = None
 
     def reset(self) -> None:
@@ -136,7 +122,8 @@ class _Counting(SteeringProcessor):
         self._known = None
 
     def advance(self, token_id: int, index: int) -> None:
-        self._add(token_id)
+        if 0 <= token_id < self._vocab_size and self._seen.add(token_id):
+            self._known = None
         if self._window:
             left = self._left(self._prompt_length + index)
             if left is not None:
@@ -149,12 +136,8 @@ class _Counting(SteeringProcessor):
             return None
         return self._tokens[place]
 
-    def _add(self, token_id: int) -> None:
-        if 0 <= token_id < self._vocab_size and (self._seen.add(token_id) or self._by_count):
-            self._known = None
-
     def _remove(self, token_id: int) -> None:
-        if 0 <= token_id < self._vocab_size and (self._seen.remove(token_id) or self._by_count):
+        if 0 <= token_id < self._vocab_size and self._seen.remove(token_id):
             self._known = None
 
     def retract(self, token_ids: Sequence[int]) -> bool:
@@ -162,19 +145,15 @@ class _Counting(SteeringProcessor):
         for token_id in reversed(token_ids):
             position -= 1
             left = self._left(position)
-            if left is not None:
-                self._add(left)
+            if left is not None and 0 <= left < self._vocab_size and self._seen.add(left):
+                self._known = None
             self._remove(token_id)
         return True
 
     def edit(self) -> Edit | None:
         if self._known is None and not self._is_off and len(self._seen):
-            self._known = self._make(self._seen.ids())
+            self._known = self._makes(self._seen.ids(), self._seen.values())
         return self._known
-
-    @abstractmethod
-    def _make(self, ids: torch.Tensor) -> Bias | Scale:
-        """The edit for ``ids``, which are those seen so far, at least one."""
 
 
 class RepetitionPenalty(_Counting):
@@ -189,6 +168,7 @@ class RepetitionPenalty(_Counting):
     name = "repetition_penalty"
     reads = Reads.PROMPT_AND_GENERATED
     _counts_prompt = True
+    _makes = Scale
 
     class Args(ProcessorArgs):
         penalty: float = Field(ge=0.01, le=100.0, description="Factor; 1 changes nothing.")
@@ -196,26 +176,17 @@ class RepetitionPenalty(_Counting):
 
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args.penalty, 1.0, args.window, context)
-        self._factor = torch.tensor(args.penalty, dtype=torch.float32)
 
     def reset(self) -> None:
         super().reset()
-        if self._window:
-            key = (RepetitionPenalty, self._vocab_size, self._window)
-            self._seen.add_counted(*self.from_prompt(key, self._in_window))
-            return
-        self._seen.add_distinct(self.from_prompt((RepetitionPenalty, self._vocab_size), self._distinct))
+        key = (RepetitionPenalty, self._vocab_size, self._window)
+        self._seen.set(*self.from_prompt(key, self._in_prompt))
 
-    def _in_window(self) -> tuple[Ids, Ids]:
-        token_ids = np.array(self.prompt[-self._window :], dtype=np.int64)
-        return np.unique(token_ids[(token_ids >= 0) & (token_ids < self._vocab_size)], return_counts=True)
-
-    def _distinct(self) -> Ids:
-        token_ids = np.array(list(dict.fromkeys(self.prompt)), dtype=np.int64)
-        return token_ids[(token_ids >= 0) & (token_ids < self._vocab_size)]
-
-    def _make(self, ids: torch.Tensor) -> Scale:
-        return Scale(ids, self._factor.expand(len(ids)))
+    def _in_prompt(self) -> tuple[array[int], list[int]]:
+        """Distinct ids of the prompt's window, and how often each counts."""
+        counts = Counter(self.prompt[-self._window :])
+        known = [token_id for token_id in counts if 0 <= token_id < self._vocab_size]
+        return array("q", known), [counts[token_id] for token_id in known]
 
 
 class FrequencyPenalty(_Counting):
@@ -234,11 +205,7 @@ class FrequencyPenalty(_Counting):
         window: Window = 0
 
     def __init__(self, args: Args, context: Context) -> None:
-        super().__init__(args.penalty, 0.0, args.window, context)
-        self._factor = np.array(-args.penalty, dtype=np.float32)
-
-    def _make(self, ids: torch.Tensor) -> Bias:
-        return Bias(ids, self._seen.scaled_counts(self._factor))
+        super().__init__(-args.penalty, 0.0, args.window, context)
 
 
 class PresencePenalty(_Counting):
@@ -256,8 +223,4 @@ class PresencePenalty(_Counting):
         window: Window = 0
 
     def __init__(self, args: Args, context: Context) -> None:
-        super().__init__(args.penalty, 0.0, args.window, context)
-        self._value = torch.tensor(-args.penalty, dtype=torch.float32)
-
-    def _make(self, ids: torch.Tensor) -> Bias:
-        return Bias(ids, self._value.expand(len(ids)))
+        super().__init__(-args.penalty, 0.0, args.window, context)

@@ -101,23 +101,28 @@ class ThinkingBudget(SteeringProcessor):
 
     def reset(self) -> None:
         self._state = self._after_prompt(self.prompt)
-        self._earlier: list[_State] = []
+        self._earlier: list[tuple[int, _State]] = []  # before each change, and the index of its token
 
     def advance(self, token_id: int, index: int) -> None:
-        self._earlier.append(self._state)
-        self._state = self._next(self._state, token_id, self._prompt_length + index)
+        state = self._state
+        if state.inside or state.opening or token_id in self._opening.pieces:  # else nothing changes
+            self._earlier.append((index, state))
+            self._state = self._next(state, token_id, self._prompt_length + index)
 
     def retract(self, token_ids: Sequence[int]) -> bool:
-        self._state = self._earlier[-len(token_ids)]
-        del self._earlier[-len(token_ids) :]
+        kept = self._consumed - len(token_ids) - self._prompt_length
+        while self._earlier and self._earlier[-1][0] >= kept:
+            self._state = self._earlier.pop()[1]
         return True
 
     def edit(self) -> Edit | None:
         state = self._state
+        if not state.inside:
+            return None
         if state.spent:
             return self._says[state.said] if state.said < len(self._says) else self._forces[state.closing]
         left = self._tokens_allowed + self._grace - state.used
-        if not state.inside or left > MOST_MISSING:
+        if left > MOST_MISSING:
             return None
         return self._characters.room(self._characters.open_after(self._tokens, self._prompt_length), left)
 

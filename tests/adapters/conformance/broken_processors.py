@@ -77,6 +77,18 @@ class CountsCalls(Steering):
         return Force(40) if self.calls % 4 == 0 else None
 
 
+class PromisesTooMuch(Steering):
+    """Says that its edit stays the same, and changes it with the newest token."""
+
+    name = "promises_too_much"
+
+    def edit(self) -> Edit | None:
+        return Force(40) if self.num_generated % 3 == 2 else None
+
+    def same_until(self) -> int:
+        return self.position + 2
+
+
 class ForgetsToReplay(Steering):
     """Starts its state when it is built, not when it is reset."""
 

@@ -10,6 +10,7 @@ from adapters.testing import check_processor
 
 CAUGHT: dict[type[Processor], set[str]] = {
     broken.CountsCalls: {"double_call", "chunked_prefill", "replay"},
+    broken.PromisesTooMuch: {"replay"},
     broken.ForgetsToReplay: {"rewind"},
     broken.SharesState: {"batch_invariance", "choices"},
     broken.ResurrectsMasked: {"masked_rows", "banned_tokens"},

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_edits, plan_rows
 from adapters.contract import ArgumentError, Context, is_allowed
 from adapters.grammars import compiler
-from adapters.grammars.masks import MAX_MASKS, GrammarMasks, Words
+from adapters.grammars.masks import MAX_MASKS, GrammarMasks, ThreadMasks, Words
 from adapters.processors.grammar import Choice, Grammar, GrammarProcessor, JsonSchema, Regex, grammar_cache
 from adapters.vocabulary import Vocabulary, vocabulary_at
 from worker.tiny_model import write_tiny_model
@@ -245,7 +245,7 @@ def test_masks_that_were_handed_out_do_not_change(chooser: random.Random, rewoun
 
 
 def test_the_same_mask_is_another_edit_with_other_end_tokens_or_in_a_complete_text():
-    masks = GrammarMasks(WIDTH)
+    masks = ThreadMasks(WIDTH)
     masks.clear()
     corrected: list[bool] = []
 
@@ -260,7 +260,7 @@ def test_the_same_mask_is_another_edit_with_other_end_tokens_or_in_a_complete_te
 
 
 def test_the_masks_found_last_are_kept():
-    masks = GrammarMasks(WIDTH)
+    masks = ThreadMasks(WIDTH)
     masks.clear()
 
     def nothing(words: Words, complete: bool) -> None:
@@ -279,17 +279,17 @@ def test_the_masks_found_last_are_kept():
 
 def test_threads_do_not_share_masks():
     masks = GrammarMasks(grammar_cache(BYTES).tokenizer.vocab_size)
-    masks.clear()
-    edits = [masks.edit(True, (END,), lambda words, complete: None)]
+    masks.own.clear()
+    edits = [masks.own.edit(True, (END,), lambda words, complete: None)]
 
     def in_a_thread() -> None:
-        masks.compute(compiled_of(built(Choice, CONTEXT, choices=["a"])).matcher.deep_copy())
-        edits.append(masks.edit(True, (END,), lambda words, complete: None))
+        masks.own.compute(compiled_of(built(Choice, CONTEXT, choices=["a"])).matcher.deep_copy())
+        edits.append(masks.own.edit(True, (END,), lambda words, complete: None))
 
     thread = threading.Thread(target=in_a_thread)
     thread.start()
     thread.join()
-    edits.append(masks.edit(True, (END,), lambda words, complete: None))
+    edits.append(masks.own.edit(True, (END,), lambda words, complete: None))
     assert edits[2] is edits[0]
     assert bool(edits[1].bitmask.any())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from array import array
 from collections import Counter
 
 import numpy as np
@@ -192,7 +193,8 @@ def _values(edit):
 @given(st.lists(st.one_of(st.none(), st.integers(0, 200)), max_size=400))
 def test_occurrences_are_a_counter(operations):
     """None takes the newest occurrence back."""
-    seen, history = Occurrences(), []
+    value = np.float32(0.3)
+    seen, history = Occurrences(float(value), by_count=True), []
     for token_id in operations:
         if token_id is not None:
             seen.add(token_id)
@@ -201,14 +203,15 @@ def test_occurrences_are_a_counter(operations):
             seen.remove(history.pop())
     counts = Counter(history)
     assert seen.ids().tolist() == list(dict.fromkeys(history))
-    assert seen.scaled_counts(np.array(1, np.float32)).tolist() == [counts[i] for i in dict.fromkeys(history)]
+    each = np.array([counts[i] for i in dict.fromkeys(history)], np.float32)
+    assert seen.values().tolist() == (each * value).tolist()
     assert len(seen) == len(counts)
 
 
 def test_ids_are_added_to_a_counter_that_was_asked_before():
-    seen = Occurrences()
+    seen = Occurrences(1.0, by_count=False)
     assert seen.ids().tolist() == []
-    seen.add_distinct(np.array([7, 3]))
+    seen.set(array("q", [7, 3]), [1, 1])
     assert seen.ids().tolist() == [7, 3]
 
 
