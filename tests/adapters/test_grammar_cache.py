@@ -13,7 +13,7 @@ from weakref import ref
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from test_grammar_sandbox import FOREVER_S, GOOD, SLOW, TABLES, regex, rule_chain, tables
+from test_grammar_sandbox import ENDLESS, FOREVER_S, GOOD, SLOW, TABLES, regex, rule_chain, tables
 
 from adapters.grammars import cache as caches
 from adapters.grammars.cache import Compiled, GrammarCache
@@ -204,7 +204,7 @@ def test_where_no_thread_can_be_started_it_is_said(
 
 
 def test_cancelling_reaches_the_sandbox(tokenizer: LLTokenizer) -> None:
-    with GrammarSandbox(tables, timeout_s=FOREVER_S, max_wait_s=FOREVER_S) as patient:
+    with GrammarSandbox(tables, **ENDLESS, max_wait_s=FOREVER_S) as patient:
         cache = cache_of(tokenizer, patient)
         wanted = cache.request(SLOW, "a")
         assert isinstance(cache.compiled(GOOD), Compiled)

@@ -63,6 +63,8 @@ def multiple_of(divisor: int) -> str:
 
 GOOD = regex("[a-z]{1,8}")
 SLOW = multiple_of(99999989)
+ENDLESS: dict[str, Any] = {"timeout_s": FOREVER_S, "memory_bytes": 4 << 30}
+"""Limits that `SLOW` does not reach while a test runs."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def sandbox() -> Iterator[GrammarSandbox]:
 @pytest.fixture
 def patient() -> Iterator[GrammarSandbox]:
     """One whose last level never ends."""
-    with GrammarSandbox(tables, timeout_s=FOREVER_S, max_wait_s=FOREVER_S) as running:
+    with GrammarSandbox(tables, **ENDLESS, max_wait_s=FOREVER_S) as running:
         running.wait_ready()
         yield running
 
@@ -170,14 +172,14 @@ def test_what_is_known_meanwhile_is_not_compiled_again(sandbox: GrammarSandbox) 
 
 
 def test_a_wait_by_the_clock_has_an_end_and_says_nothing_of_the_grammar() -> None:
-    with GrammarSandbox(tables, timeout_s=FOREVER_S, max_wait_s=2.0) as sandbox:
+    with GrammarSandbox(tables, **ENDLESS, max_wait_s=2.0) as sandbox:
         with pytest.raises(SandboxBusy, match="not compiled within 2 s"):
             sandbox.submit(SLOW).result(100)
         assert verdict(sandbox, GOOD).outcome == "compiled"
 
 
 def test_a_full_queue_refuses_at_once() -> None:
-    with GrammarSandbox(tables, timeout_s=FOREVER_S, max_waiting=2, max_wait_s=FOREVER_S) as sandbox:
+    with GrammarSandbox(tables, **ENDLESS, max_waiting=2, max_wait_s=FOREVER_S) as sandbox:
         bombs = [sandbox.submit(SLOW, "one client") for _ in range(8)]
         refused = [bomb.exception(100) for bomb in bombs[-3:]]
         assert all(isinstance(error, SandboxBusy) for error in refused)
@@ -260,7 +262,7 @@ def test_a_process_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPatc
 
 
 def test_closing_ends_the_process_and_fails_what_waits() -> None:
-    sandbox = GrammarSandbox(tables, timeout_s=FOREVER_S)
+    sandbox = GrammarSandbox(tables, **ENDLESS)
     with sandbox:
         sandbox.wait_ready()
         bomb = sandbox.submit(SLOW)
@@ -279,8 +281,8 @@ def test_closing_ends_the_process_and_fails_what_waits() -> None:
 OWNER = """
 import sys
 import time
-from test_grammar_sandbox import GOOD, SLOW, GrammarSandbox, tables
-sandbox = GrammarSandbox(tables, timeout_s=600)
+from test_grammar_sandbox import ENDLESS, GOOD, SLOW, GrammarSandbox, tables
+sandbox = GrammarSandbox(tables, **ENDLESS)
 sandbox.start()
 sandbox.submit(SLOW)
 sandbox.submit(GOOD).result(100)
