@@ -9,7 +9,8 @@
 
 #include <omp.h>
 #include <stdatomic.h>
-#if defined(__linux__)
+#if defined(__linux__) && __has_include(<linux/futex.h>)
+#define HAS_FUTEX
 #include <limits.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -31,7 +32,7 @@ typedef struct {
 static inline void
 sleep_while(signal_t *signal, int32_t seen)
 {
-#if defined(__linux__)
+#ifdef HAS_FUTEX
     atomic_fetch_add(&signal->sleepers, 1);
     syscall(SYS_futex, &signal->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0); /* not if it has another value by now */
     atomic_fetch_sub(&signal->sleepers, 1);
@@ -61,7 +62,7 @@ static inline void
 give_signal(signal_t *signal, int32_t value)
 {
     atomic_store(&signal->value, value); /* before `sleepers` is read */
-#if defined(__linux__)
+#ifdef HAS_FUTEX
     if (atomic_load(&signal->sleepers))
         syscall(SYS_futex, &signal->value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 #endif
