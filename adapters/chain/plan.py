@@ -13,6 +13,7 @@ from adapters.contract import (
     Allow,
     Ban,
     Edit,
+    MalformedEdit,
     Processor,
     Scope,
     Stage,
@@ -132,7 +133,8 @@ class Member:
         follows: It may have state that follows the history (`Processor.catch_up`).
         stage: The processor's.
         turn: The stage with which it is applied: `stage`, unless the request gives an order.
-        lasts: `SteeringProcessor.same_until` of a processor that has one and sees every token.
+        lasts: `SteeringProcessor.same_until` of a processor whose class has its own, no state that
+            follows the history, and no scope.
         same_until: The position before which its `act` stays the same.
         act: What its newest edit does, None if it has none or is shaping.
     """
@@ -157,12 +159,13 @@ class Member:
         self.stage = self.turn = self.processor.stage
         self.is_third_party = kind.wraps_third_party or not kind.__module__.startswith("adapters.")
         self.foresees = kind.foresee is not Processor.foresee and not self.is_third_party
-        self.follows = self.is_third_party or any(
+        has_state = any(
             getattr(kind, name) is not getattr(Processor, name) for name in ("reset", "advance", "catch_up")
         )
+        self.follows = self.is_third_party or has_state
         if isinstance(self.processor, SteeringProcessor):
             self.edit = self.processor.edit  # looked up once: isinstance is slow for abstract classes
-            if self.scope == "all" and _tells_how_long(kind):
+            if self.scope == "all" and not has_state and "same_until" in vars(kind):
                 self.lasts = self.processor.same_until
 
     @property
@@ -177,7 +180,10 @@ class Member:
             return self
         edit = self.edit()
         if self.lasts is not None:
-            self.same_until = self.lasts()
+            until = self.lasts()
+            if type(until) is not int:
+                raise MalformedEdit(f"returned {type(until).__name__} from same_until, expected a position, int")
+            self.same_until = until
         return edit
 
     def act_of(self, edit: Edit | Member | None, num_tokens: int) -> Act | None:
@@ -199,13 +205,6 @@ class Member:
             act = self.record, self.stage, edit, kind, num_masked
         self.act = None if edit is self else act
         return act
-
-
-def _tells_how_long(kind: type) -> bool:
-    """Whether the class defines `same_until` where, or after, it defines what the edit is."""
-    names = {"edit", "reset", "advance", "same_until"}
-    newest = next(each for each in kind.__mro__ if names & vars(each).keys())
-    return newest is not SteeringProcessor and "same_until" in vars(newest)
 
 
 def _num_masked(edit: Edit | Member, num_tokens: int) -> int:

@@ -43,9 +43,11 @@ class _Valued:
         self._ids, self._numbers = token_ids, numbers
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], numbers: Sequence[float]) -> Self:
-        """From plain lists."""
+    def _of(cls, token_ids: Sequence[int], numbers: Sequence[float]) -> Self:
         return cls(torch.tensor(token_ids, dtype=torch.int64), torch.tensor(numbers, dtype=torch.float32))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._ids!r}, {self._numbers!r})"
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -61,9 +63,15 @@ class Bias(_Valued):
     """
 
     __slots__ = ()
+    __match_args__ = ("token_ids", "values")
 
     def __init__(self, token_ids: Ids, values: Numbers) -> None:
         self._ids, self._numbers = token_ids, values
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], values: Sequence[float]) -> Self:
+        """From plain lists."""
+        return cls._of(token_ids, values)
 
     @property
     def values(self) -> torch.Tensor:
@@ -79,9 +87,15 @@ class Scale(_Valued):
     """
 
     __slots__ = ()
+    __match_args__ = ("token_ids", "factors")
 
     def __init__(self, token_ids: Ids, factors: Numbers) -> None:
         self._ids, self._numbers = token_ids, factors
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], factors: Sequence[float]) -> Self:
+        """From plain lists."""
+        return cls._of(token_ids, factors)
 
     @property
     def factors(self) -> torch.Tensor:

@@ -355,9 +355,10 @@ class SteeringProcessor(Processor):
     def same_until(self) -> int:
         """The position before which `edit` returns what it has just returned, whatever tokens come.
 
-        It is not called before then, unless the history is rewound or the processor has a scope. By
-        default it is called at every position. A class that overrides `edit`, `reset` or `advance`
-        inherits none of this.
+        It is not called before then, unless the history is rewound. By default, and where the
+        request gives a scope, it is called at every position. So it is of a processor with state
+        that follows the history, one that overrides `reset`, `advance` or `catch_up`; and no class
+        inherits this.
         """
         return 0
 

@@ -60,7 +60,7 @@ class MinTokens(SteeringProcessor):
         return self.num_generated < self._n
 
     def edit(self) -> Edit | None:
-        return self._ban if self.num_generated < self._n else None
+        return self._ban if self.is_too_short else None
 
     def same_until(self) -> int:
         missing = self._n - self.num_generated

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vocab_for_tests import END, context, run_row, vocabulary
 
 from adapters.catalog import Catalog, Requested, Selection
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain, ProcessorFailed, plan_rows
 from adapters.contract import (
     ALWAYS,
     Ban,
@@ -233,3 +233,61 @@ def test_an_edit_of_arrays_is_seen_as_tensors() -> None:
 def test_arrays_of_other_types_are_refused(edit: Edit) -> None:
     with pytest.raises(MalformedEdit, match="expected"):
         check_edit(edit, soft=True, vocab_size=8, num_tokens=8)
+
+
+class Promises(Counted):
+    """Says what it is told to say."""
+
+    def __init__(self, until: object) -> None:
+        super().__init__(None, Context(Vocabulary(40)))
+        self._until = until
+
+    def same_until(self) -> int:
+        return self._until  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("until", [None, "9", 9.0, float("nan"), True])
+def test_a_promise_that_is_no_position_fails_its_request_alone(until: object) -> None:
+    chains = [(0, of_one(Promises(until))), (1, of_one(Promises(9)))]
+    planned, failures = plan_rows(chains)
+    assert [row for row, _, _ in planned] == [1]
+    assert "from same_until, expected a position" in failures[0].message
+
+
+class Odd(Promises):
+    """With state that follows the history."""
+
+    def reset(self) -> None:
+        self._is_odd = False
+
+    def advance(self, token_id: int, index: int) -> None:
+        self._is_odd = not self._is_odd
+
+    def edit(self) -> Edit | None:
+        return self._ban if self._is_odd else None
+
+    def same_until(self) -> int:
+        return ALWAYS
+
+
+def test_one_with_state_is_asked_at_every_position() -> None:
+    assert positions_acted(of_one(Odd(None)), 9) == [4, 6, 8]
+
+
+class TooShortForFive(MinTokens):
+    @property
+    def is_too_short(self) -> bool:
+        return self.num_generated < 5
+
+
+def test_a_subclass_says_itself_whether_an_answer_is_too_short() -> None:
+    facts = Context(Vocabulary(40), end_token_ids=frozenset({7}))
+    assert positions_acted(of_one(TooShortForFive(MinTokens.Args(n=9), facts)), 12) == [3, 4, 5, 6, 7]
+
+
+def test_edits_are_made_and_matched_by_their_fields() -> None:
+    for edit in (Bias.of([1], values=[0.5]), Scale.of([1], factors=[0.5])):
+        match edit:
+            case Bias(ids, numbers) | Scale(ids, numbers):
+                assert (ids.tolist(), numbers.tolist()) == ([1], [0.5])
+        assert repr(edit).startswith(f"{type(edit).__name__}(tensor([1])")

@@ -259,14 +259,15 @@ class _CTeam(ctypes.Structure):
     _fields_ = (("threads", _INT32), ("crew", _POINTER))
 
 
-@cache
-def _team_of(threads: int) -> _CTeam:
-    return _CTeam(threads, None)
+_teams: dict[int, _CTeam] = {}
+"""By their threads; they stay, because kernels that run have their addresses."""
 
 
 def team() -> int:
     """Address of who computes: as many threads as torch computes with."""
-    return ctypes.addressof(_team_of(torch.get_num_threads()))
+    threads = torch.get_num_threads()
+    found = _teams.get(threads) or _teams.setdefault(threads, _CTeam(threads, None))
+    return ctypes.addressof(found)
 
 
 def _missing_flags(dtype: torch.dtype, path: str) -> list[str]:

@@ -66,12 +66,12 @@ typedef struct {
     const buffers_t *buffers;
     element *hidden;
     int32_t failed;
-} stack_t;
+} all_layers_t;
 
 static void
 compute_layers(const team_t *team, void *argument)
 {
-    stack_t *all = argument;
+    all_layers_t *all = argument;
     step_t step = *all->step;
     step.team = team;
     for (int64_t i = 0; i < all->count && !all->failed; i++)
@@ -96,7 +96,7 @@ decoder_layers(const step_t *step, const layer_t *layers, int64_t count, element
     for (int i = 0; i < NUMBER; next += (step->tokens * widths[i++] + 63) / 64 * 64)
         found[i] = next;
     const buffers_t buffers = {found[0], found[1], found[2], found[3], found[4], found[5]};
-    stack_t all = {step, layers, count, &buffers, hidden, 0};
+    all_layers_t all = {step, layers, count, &buffers, hidden, 0};
     with_crew(step->team->threads, compute_layers, &all);
     free(memory);
     return all.failed;
