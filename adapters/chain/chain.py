@@ -231,8 +231,7 @@ class ProcessorChain:
             self.rewind(position)
         for record, _, _, kind, masked in self._pending:
             record.add(position, kind, masked)
-            if self.receipt.attribution:
-                self.receipt.attribute(position, token_id, record, kind)
+            self.receipt.attribute(position, token_id, record, kind)
         self._pending = []
         self._append(token_id)
 

@@ -122,8 +122,7 @@ class _Counting(SteeringProcessor):
         self._known = None
 
     def advance(self, token_id: int, index: int) -> None:
-        if 0 <= token_id < self._vocab_size and self._seen.add(token_id):
-            self._known = None
+        self._add(token_id)
         if self._window:
             left = self._left(self._prompt_length + index)
             if left is not None:
@@ -136,6 +135,10 @@ class _Counting(SteeringProcessor):
             return None
         return self._tokens[place]
 
+    def _add(self, token_id: int) -> None:
+        if 0 <= token_id < self._vocab_size and self._seen.add(token_id):
+            self._known = None
+
     def _remove(self, token_id: int) -> None:
         if 0 <= token_id < self._vocab_size and self._seen.remove(token_id):
             self._known = None
@@ -145,8 +148,8 @@ class _Counting(SteeringProcessor):
         for token_id in reversed(token_ids):
             position -= 1
             left = self._left(position)
-            if left is not None and 0 <= left < self._vocab_size and self._seen.add(left):
-                self._known = None
+            if left is not None:
+                self._add(left)
             self._remove(token_id)
         return True
 

@@ -9,6 +9,7 @@
 #include <unistd.h>
 #endif
 
+#include "fuzz_numbers.h"
 #include "kv_rows.h"
 #include "layers.h"
 
@@ -23,16 +24,6 @@ int32_t unpack_rows(const void *codes, int32_t bits, int32_t has_words, int64_t 
 #define integer_linear integer_linear_amx
 #endif
 #endif
-
-static uint64_t state = 1;
-
-/* From 0 to `limit` - 1. */
-static int64_t
-below(int64_t limit)
-{
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (int64_t)((state >> 33) % (uint64_t)limit);
-}
 
 static int64_t
 one_of(const int64_t *choices, int64_t count)

@@ -5,18 +5,10 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "fuzz_numbers.h"
 #include "team.h"
 
 enum { UNITS = 300 };
-
-static uint64_t state = 1;
-
-static int64_t
-below(int64_t limit)
-{
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (int64_t)((state >> 33) % (uint64_t)limit);
-}
 
 static void
 fail(const char *why, int64_t number)

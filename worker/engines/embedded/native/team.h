@@ -71,25 +71,29 @@ give_signal(signal_t *signal, int32_t value)
 /* From `first` on, before `stop`. */
 typedef void compute_t(const void *job, int64_t first, int64_t stop);
 
-/* What is left of a thread's part of a job. */
+/* A job that threads share, in parts of at most `most`. */
+typedef struct {
+    compute_t *compute;
+    const void *job;
+    int64_t number, most;
+} task_t;
+
+/* What is left of a thread's part of it. */
 typedef struct {
     _Atomic int64_t next ALIGNED;
 } share_t;
 
-/* Threads that have gathered, and their job. */
+/* Threads that have gathered, and their task. */
 typedef struct {
     int32_t threads;
     share_t *shares; /* one for each of them */
-    compute_t *compute;
-    const void *job;
-    int64_t number, most;
-    signal_t posted, done;         /* the job's number, from 1; of `posted`, -1 if there are no more */
+    task_t task;
+    signal_t posted, done;           /* the task's number, from 1; of `posted`, -1 if there are no more */
     _Atomic int64_t entered ALIGNED; /* its number, CLOSED once all of it is taken, and threads beside the first in it */
 } crew_t;
 
-enum { NUMBER = 32 }; /* bits of `entered` below the job's number */
+enum { NUMBER = 32 }; /* bits of `entered` below the task's number */
 #define CLOSED (INT64_C(1) << 31)
-
 
 /* Who computes; `native/__init__.py` has it, too. */
 typedef struct {
@@ -100,18 +104,19 @@ typedef struct {
 static inline void
 take_shares(crew_t *crew, int32_t own)
 {
+    const task_t *task = &crew->task;
     for (int32_t turn = 0; turn < crew->threads; turn++) {
         const int32_t owner = (own + turn) % crew->threads;
-        const int64_t stop = crew->number * (owner + 1) / crew->threads;
+        const int64_t stop = task->number * (owner + 1) / crew->threads;
         for (int64_t first = 0; first < stop;) {
-            first = atomic_fetch_add_explicit(&crew->shares[owner].next, crew->most, memory_order_relaxed);
+            first = atomic_fetch_add_explicit(&crew->shares[owner].next, task->most, memory_order_relaxed);
             if (first < stop)
-                crew->compute(crew->job, first, smaller(first + crew->most, stop));
+                task->compute(task->job, first, smaller(first + task->most, stop));
         }
     }
 }
 
-/* Whether a thread may compute a job, which waits for it from then on. */
+/* Whether a thread may compute a task, which waits for it from then on. */
 static inline int
 enter(crew_t *crew, int32_t number)
 {
@@ -122,7 +127,7 @@ enter(crew_t *crew, int32_t number)
     return 0;
 }
 
-/* Computes jobs of the first thread until there are no more. */
+/* Computes tasks of the first thread until there are no more. */
 static inline void
 follow(crew_t *crew, int32_t own)
 {
@@ -135,13 +140,14 @@ follow(crew_t *crew, int32_t own)
     }
 }
 
-/* Computes a job with those who come in time: a thread that has no processor keeps nobody waiting. */
+/* Computes a task with those who come in time: a thread that has no processor keeps nobody waiting. */
 static inline void
-lead(crew_t *crew)
+lead(crew_t *crew, const task_t *task)
 {
     const int32_t number = atomic_load(&crew->posted.value) + 1, before = atomic_load(&crew->done.value);
+    crew->task = *task;
     for (int32_t owner = 0; owner < crew->threads; owner++)
-        atomic_store_explicit(&crew->shares[owner].next, crew->number * owner / crew->threads, memory_order_relaxed);
+        atomic_store_explicit(&crew->shares[owner].next, task->number * owner / crew->threads, memory_order_relaxed);
     atomic_store(&crew->entered, (int64_t)number << NUMBER);
     give_signal(&crew->posted, number);
     take_shares(crew, 0);
@@ -167,36 +173,23 @@ with_crew(int32_t threads, work_t *work, void *argument)
     }
 }
 
-typedef struct {
-    int64_t number, most;
-    compute_t *compute;
-    const void *job;
-} work_share_t;
-
-static inline void share_with_crew(const team_t *team, void *argument);
+static inline void
+lead_task(const team_t *team, void *task)
+{
+    lead(team->crew, task);
+}
 
 /* Computes 0 to `number` - 1 of a job, at most `most` at a time. */
 static inline void
 share_work(const team_t *team, int64_t number, int64_t most, compute_t *compute, const void *job)
 {
-    if (team->threads == 1 || number <= most) {
+    task_t task = {compute, job, number, most};
+    if (team->threads == 1 || number <= most)
         compute(job, 0, number);
-        return;
-    }
-    if (!team->crew) {
-        with_crew(team->threads, share_with_crew, &(work_share_t){number, most, compute, job});
-        return;
-    }
-    crew_t *crew = team->crew;
-    crew->number = number, crew->most = most, crew->compute = compute, crew->job = job;
-    lead(crew);
-}
-
-static inline void
-share_with_crew(const team_t *team, void *argument)
-{
-    const work_share_t *w = argument;
-    share_work(team, w->number, w->most, w->compute, w->job);
+    else if (team->crew)
+        lead(team->crew, &task);
+    else
+        with_crew(team->threads, lead_task, &task);
 }
 
 /* Of a GEMM's panels a thread takes so many at a time. */
