@@ -38,7 +38,7 @@ TEXT
 source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/services.sh"
 
-prepare_several
+prepare_several servers
 prepare_nats
 prepare_etcd
 export DYN_DISCOVERY_BACKEND=etcd ETCD_ENDPOINTS=$etcd_url

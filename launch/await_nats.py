@@ -27,7 +27,7 @@ async def served_model(url: str) -> str:
                 model = json.loads(reply.data)["metadata"].get("model")
                 if model is not None:
                     return str(model)
-            except (NatsError, asyncio.TimeoutError):
+            except (TimeoutError, NatsError):
                 pass
             await asyncio.sleep(POLL_S)
     finally:

@@ -37,7 +37,7 @@ TEXT
 
 source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
 
-prepare_several
+prepare_several disagg
 share_machine $((PREFILL_WORKERS + DECODE_WORKERS))
 start_frontend "${frontend_arguments[@]}"
 start_workers prefill "$PREFILL_WORKERS" --disaggregation-mode prefill "${worker_arguments[@]}" "$@"

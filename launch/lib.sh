@@ -53,9 +53,10 @@ check_http_port() {
     fi
 }
 
-# Sets python, the interpreter of an environment that has everything; makes the environment on first use.
+# prepare_environment [EXTRA...]: sets python, the interpreter of an environment that has everything, with these extras
+# of the package; makes the environment on first use.
 prepare_environment() {
-    "$repository/scripts/install" --runtime-only
+    "$repository/scripts/install" --runtime-only "${@/#/--with=}"
     python=$(realpath -s "${DLW_VENV:-$repository/.venv}")/bin/python
     # The checkout goes first, and the current directory is no place to import from.
     export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1

@@ -28,7 +28,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/services.sh"
 
 export NATS_PORT=${NATS_PORT:-4222}
-prepare_environment
+prepare_environment servers
 prepare_runtime
 unset "${!DYN_@}" # of Dynamo, which is not here
 prepare_model

@@ -12,7 +12,7 @@ declare -A worker_due=() # by name: when it is started again
 # forgotten the dead one, after 10 s: a frontend of 1.4.2 that hears of a new worker tries the dead one again.
 restart_after_s=12
 
-# Everything before the first process.
+# prepare_several [EXTRA...]: everything before the first process.
 prepare_several() {
     local name
     prepare_pool_secret
@@ -23,7 +23,7 @@ prepare_several() {
     # One port cannot be every worker's.
     unset DYN_SYSTEM_PORT
     check_http_port
-    prepare_environment
+    prepare_environment "$@"
     prepare_runtime
     prepare_migration
     prepare_model

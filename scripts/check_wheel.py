@@ -9,17 +9,13 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from elftools.elf.elffile import ELFFile  # comes with auditwheel
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 LIBRARIES = {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2", "libgomp.so.1"}
 """The first three are glibc's, its loader for variables of each thread. libgomp comes with PyTorch,

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution
 from pathlib import Path
 
+from install_packages import CUDA
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -26,10 +27,12 @@ HEAD = "| --- | --- | --- |\n"
 
 
 def pinned() -> dict[str, Distribution]:
-    """What is installed for the worker, of what ``constraints.txt`` has, by canonical name."""
+    """What is installed for the worker, of what ``constraints.txt`` has, by canonical name; without
+    what PyTorch's CUDA build brings, which has a section of its own.
+    """
     lines = NOTICES.with_name("constraints.txt").read_text(encoding="utf-8").splitlines()
     names = {canonicalize_name(line.partition("==")[0]) for line in lines if not line.startswith("#")}
-    return {name: each for name, each in closure().items() if name in names}
+    return {name: each for name, each in closure().items() if name in names and not CUDA.match(name)}
 
 
 def closure() -> dict[str, Distribution]:

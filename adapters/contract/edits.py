@@ -17,11 +17,10 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from typing_extensions import Self
 
 from adapters.devices import upload, upload_ids
 

@@ -14,11 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from typing_extensions import Self
 
 from adapters.contract.argument_types import Count, PositiveCount, Text, TokenId, TokenIds
 from adapters.contract.edits import Allow, Ban, Bias, Edit, Force, Scale

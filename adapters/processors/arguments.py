@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from adapters.contract import (
     MAX_INT,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from pydantic import Field
-from typing_extensions import Self
 
 from adapters.contract import (
     ALWAYS,

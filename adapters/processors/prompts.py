@@ -6,12 +6,11 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Self
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from adapters.contract import (
     Allow,

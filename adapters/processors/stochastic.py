@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pydantic import Field
-from typing_extensions import Self
 
 from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage, uniform
 

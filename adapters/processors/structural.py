@@ -6,11 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from llguidance import LLMatcher
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from adapters.contract import ArgumentError, ProcessorArgs
 from adapters.processors.grammar import MAX_SOURCE, GrammarProcessor, JsonSchema, literal

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Self
 
 import torch
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from adapters.candidates import block_maxima, highest_ids, top
 from adapters.contract import Context, ProcessorArgs, Reads, ShapingProcessor, Stage

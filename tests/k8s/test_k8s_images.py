@@ -99,7 +99,7 @@ def test_the_embedded_image_serves_its_manifests(stack: Stack, image: Path, grap
 
 def test_the_embedded_image_has_the_versions_that_were_tested() -> None:
     assert "-c /src/constraints.txt" in install_command("embedded")
-    needed = closure(requirements(extras("embedded"))) - {"setuptools"}  # torch's; pip's list of a set leaves it out
+    needed = closure(requirements(extras("embedded")))
     assert sorted(needed - pins().keys()) == []
 
 

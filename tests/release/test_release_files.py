@@ -12,11 +12,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from itertools import product
 from pathlib import Path
 
 import pytest
 import yaml
 from image_files import PROJECT, closure, pins, requirements, tomllib
+from install_packages import CUDA
 from packaging.utils import canonicalize_name
 
 import worker
@@ -85,8 +87,32 @@ def test_every_distribution_that_is_installed_has_its_licence_in_the_notices() -
     text = (REPOSITORY / "THIRD_PARTY_NOTICES.md").read_text()
     rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+) \|$", text, re.MULTILINE)
     listed = {canonicalize_name(name): version for name, version, _ in rows if name != "distribution" and name != "---"}
-    assert listed == {name: pins()[name] for name in closure(requirements(("disagg", "nats", "otel"))) - {"setuptools"}}
+    needed = closure(requirements(("disagg", "nats", "otel")))
+    assert listed == {name: pins()[name] for name in needed if not CUDA.match(name)}
     assert set(PYPROJECT["project"]["license-files"]) == {"LICENSE", "THIRD_PARTY_NOTICES.md"}
+
+
+def test_the_pins_resolve_for_a_stranger(tmp_path: Path) -> None:
+    """On every supported Python and architecture: what the public package index has, and wheels of
+    all that is compiled.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_"))}
+    command = [
+        *(sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config", "pyproject.toml", "--extra", "dev"),
+        *("--constraints", "constraints.txt", "--only-binary", ":all:", "--no-binary", "nkeys"),
+    ]
+    resolving = {}
+    for version, architecture in product(("3.11", "3.12", "3.13", "3.14"), ("x86_64", "aarch64")):
+        here = (*command, "--python-version", version, "--python-platform", f"{architecture}-manylinux_2_31")
+        environ = kept | {"UV_CACHE_DIR": str(tmp_path / f"{version}-{architecture}")}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(here, cwd=REPOSITORY, env=environ, stdout=pipe, stderr=pipe, text=True)
+        resolving[version, architecture] = process
+    every_pin = {f"{name}=={version}" for name, version in pins().items() if name != "pip"}
+    for case, process in resolving.items():
+        output, errors = process.communicate()
+        assert process.returncode == 0, (case, errors)
+        assert {line.split(" ")[0] for line in output.splitlines() if re.match(r"[a-z0-9]", line)} == every_pin, case
 
 
 def test_the_notices_are_those_of_the_script() -> None:

@@ -111,7 +111,7 @@ class FrontDoor:
             connection.close_if_idle()
         try:
             await asyncio.wait_for(self.idle.wait(), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             logger.warning("%d connections closed before their answers ended", len(self.connections))
         for connection in list(self.connections):
             connection.abort()

@@ -111,7 +111,7 @@ class Upstreams:
             connecting = loop.create_connection(lambda: connection, upstream.host, upstream.port)
             try:
                 await asyncio.wait_for(connecting, self._connect_timeout_s)
-            except (OSError, asyncio.TimeoutError) as error:
+            except (TimeoutError, OSError) as error:
                 self._bury(upstream, error)
             else:
                 upstream.dead_until = 0.0

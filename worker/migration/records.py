@@ -140,7 +140,7 @@ class BoundaryRecords:
         """What ``operation`` returns, within `TIMEOUT_S`. Raises `StoreError`."""
         try:
             result = await asyncio.wait_for(operation, TIMEOUT_S)
-        except (StoreError, asyncio.TimeoutError) as error:
+        except (TimeoutError, StoreError) as error:
             self.num_failures += 1
             silent = StoreError(f"{self._store.address}: does not answer within {TIMEOUT_S:g} s")
             problem = error if isinstance(error, StoreError) else silent

@@ -25,6 +25,6 @@ async def until(
             yield await asyncio.wait_for(anext(deltas), max(0.0, deadline - clock()))
         except StopAsyncIteration:
             return
-        except asyncio.TimeoutError:
+        except TimeoutError:
             yield TokenDelta(finish_reason="length")
             return

@@ -122,7 +122,7 @@ class TrtllmEngine(RuntimeReports):
         if llm is not None:
             try:
                 await asyncio.wait_for(asyncio.to_thread(llm.shutdown), SHUTDOWN_S)
-            except asyncio.TimeoutError:  # a dead executor may block it forever
+            except TimeoutError:  # a dead executor may block it forever
                 logger.warning("TensorRT-LLM did not shut down within %g s", SHUTDOWN_S)
         self._channel.close()
 

@@ -120,7 +120,7 @@ class Watch:
     async def _wait(self) -> None:
         try:
             await asyncio.wait_for(self._suspicious.wait(), self._interval_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             pass
         else:
             self._heard = False
@@ -143,7 +143,7 @@ class Watch:
             return None
         try:
             await asyncio.wait_for(self._canary(), self._timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return None if self._heard else f"TensorRT-LLM did not answer a canary within {self._timeout_s:g} s"
         except self._package.request_error as error:
             logger.warning("the canary was refused: %s", error)  # it was answered

@@ -249,7 +249,7 @@ class WorkerClient:
         """
         try:
             reply = await self.connection.request(self.subjects.info, timeout=LOST_S)
-        except (NatsError, asyncio.TimeoutError):
+        except (TimeoutError, NatsError):
             raise NoWorkers(self.subjects.info) from None
         return protocol.decoded(reply.data)
 

@@ -146,7 +146,7 @@ async def connect(
     )
     try:
         await asyncio.wait_for(connecting, CONNECT_S)
-    except (NatsError, OSError, ValueError, asyncio.TimeoutError) as error:
+    except (TimeoutError, NatsError, OSError, ValueError) as error:
         found = failures[-1] if failures else error
         with contextlib.suppress(asyncio.TimeoutError):  # after a failed TLS handshake it never ends
             await asyncio.wait_for(client.close(), CLOSE_S)

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from tqdm import tqdm
-from typing_extensions import Self
 
 from adapters.catalog import Catalog
 from adapters.vocabulary import Vocabulary

@@ -163,7 +163,7 @@ class BatchConsumer:
             try:
                 if not await self._fetch():
                     await asyncio.sleep(FETCH_S / 10)
-            except (NatsError, asyncio.TimeoutError, OSError) as error:
+            except (TimeoutError, NatsError, OSError) as error:
                 logger.debug("batches: cannot fetch: %r", error)
                 await asyncio.sleep(RETRY_S)
 
@@ -222,7 +222,7 @@ class BatchConsumer:
                 line = await self._answer(running)
             else:
                 line = await asyncio.wait_for(self._answer(running), max(0.0, request.deadline_s - time.time()))
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             await self._end(running, error if request.deadline_s is None else _Expired())
             return
         except (InvalidRequest, RequestFailed) as error:
@@ -345,7 +345,7 @@ class BatchConsumer:
                 return await call()
             except (NotFoundError, BadRequestError):
                 raise
-            except (NatsError, asyncio.TimeoutError, OSError) as error:
+            except (TimeoutError, NatsError, OSError) as error:
                 if self._client is None or self._client.is_closed:
                     raise
                 logger.debug("batches: again after %r", error)
