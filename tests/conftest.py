@@ -3,7 +3,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from pathlib import Path
 
+import pytest
+from effort import EFFORT, examples
 from hypothesis import settings
 
 import adapters.chain.chain
@@ -19,9 +22,20 @@ adapters.chain.chain.DEFAULT_STEP_BUDGET_S = 60.0
 
 # The same examples each time, so that a change is not refused for one that it did not break; others
 # with scripts/test --all.
-is_repeatable = "DLW_NEW_EXAMPLES" not in os.environ
-settings.register_profile("repository", deadline=None, print_blob=True, derandomize=is_repeatable)
+settings.register_profile(
+    "repository", deadline=None, print_blob=True, derandomize=EFFORT != "nightly", max_examples=examples(100)
+)
 settings.load_profile("repository")
+
+WITHOUT_STACKS = ("adapters", "engines", "models", "worker")
+"""Folders whose tests need no server and no process of Dynamo's."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(folder).parts[0] not in WITHOUT_STACKS:
+            item.add_marker(pytest.mark.stack)
 
 
 @atexit.register  # the first one, so that it is called last

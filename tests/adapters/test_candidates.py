@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ seeds = st.integers(0, 2**32)
 grains = st.sampled_from([0.0, 0.5, 8.0])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(seed=seeds, width=st.sampled_from(WIDTHS), count=st.integers(1, 150), grain=grains, part=st.booleans())
 def test_top_finds_what_torch_finds(seed: int, width: int, count: int, grain: float, part: bool) -> None:
     values = rows_of(seed, 3, width, grain)
@@ -35,7 +36,7 @@ def test_top_finds_what_torch_finds(seed: int, width: int, count: int, grain: fl
     assert all(len(set(row)) == count for row in ids.tolist())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=seeds, width=st.sampled_from(WIDTHS), count=st.integers(1, 150), grain=grains, part=st.booleans())
 def test_top_in_order(seed: int, width: int, count: int, grain: float, part: bool) -> None:
     values = rows_of(seed, 3, width, grain)
@@ -70,7 +71,7 @@ def test_sorted_ids() -> None:
     assert torch.equal(ids.gather(1, order), found)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(seed=seeds, width=st.sampled_from(WIDTHS), grain=grains, part=st.booleans())
 def test_the_highest_of_equals_is_the_lowest_id(seed: int, width: int, grain: float, part: bool) -> None:
     values = rows_of(seed, 3, width, grain)
@@ -104,7 +105,7 @@ def prefix_ids(keys: torch.Tensor, masses: torch.Tensor, target: int, zero: int 
     return [int(one) for one in kept]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     seed=seeds,
     width=st.sampled_from([1, 40, 4097, 30_000]),

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -297,7 +298,7 @@ def plan_facts(made):
     return plan.force, bans, len(plan.soft), len(plan.late)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(stream=histories, cut=st.integers(0, 12), tail=histories, cheap=st.booleans())
 def test_replay_rewind_and_peek_equal_plain_history(stream, cut, tail, cheap):
     stream, tail = thinks(stream), thinks(tail)
@@ -323,7 +324,7 @@ def test_replay_rewind_and_peek_equal_plain_history(stream, cut, tail, cheap):
     assert plan_facts(made) == plan_facts(fresh)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(stream=histories, steps=st.lists(st.integers(0, 12), max_size=6))
 def test_sync_makes_any_history_known(stream, steps):
     made, reference = chain(NoRepeat()), set()
@@ -370,7 +371,7 @@ long_ago = st.tuples(st.integers(0, 300), st.integers(0, 3), st.integers(0, 300)
 """Where the history changes, by what, and how long it is then."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(start=st.integers(0, 300), changes=st.lists(long_ago, max_size=6))
 def test_sync_to_a_history_that_differs_anywhere_is_a_fresh_chain(start, changes):
     generated = [i * i % VOCAB for i in range(start)]
@@ -825,7 +826,7 @@ def test_the_callable_equals_the_batched_path_on_chunks_repeats_and_rollback():
 steps_of_an_engine = st.lists(st.tuples(st.sampled_from("grrcd"), st.integers(0, 90), st.integers(0, 38)), max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(steps=steps_of_an_engine, begun=st.integers(0, 120))
 def test_the_callable_follows_an_engine_that_drops_tokens_and_samples_others(steps, begun):
     (adapter,) = create_trtllm_adapters([chain(Remembers(None, CONTEXT))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,13 +46,13 @@ def open_by_decoding(data: bytes) -> bytes:
     return b""
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(st.lists(st.sampled_from([0x41, 0x80, 0x98, 0x9F, 0xA0, 0xBF, 0xC1, 0xC3, 0xE0, 0xE4, 0xED, 0xF0, 0xF4, 0xF5])))
 def test_what_is_begun_is_what_could_become_a_character(data):
     assert begun(bytes(data)) == open_by_decoding(bytes(data))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.integers(0, len(PIECES) - 1), max_size=9), st.integers(0, 9))
 def test_the_last_tokens_tell_what_is_open(tokens, begin):
     data = b""
@@ -61,7 +62,7 @@ def test_the_last_tokens_tell_what_is_open(tokens, begin):
     assert SPLIT.open_after([*tokens, 5], begin, len(tokens)) == begun(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(["", "😀", "中", "é", "\U0010ffff"]), st.integers(0, 3), st.integers(0, 5))
 def test_room_is_kept_for_the_missing_bytes(character, cut, left):
     beginning = begun(character.encode()[:cut])
@@ -77,7 +78,7 @@ def test_room_is_kept_for_the_missing_bytes(character, cut, left):
     assert banned == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(0, 10**6), min_size=8, max_size=8), st.integers(0, 3), st.integers(0, 6))
 def test_the_character_is_whole_when_the_tokens_are_used_up(picks, cut, num_left):
     """Whatever is chosen among what is left, and however late the count was begun."""

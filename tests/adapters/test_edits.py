@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def reference(row: np.ndarray, edit) -> None:
             row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(edits=st.lists(st.tuples(st.integers(0, 3), sparse_edits()), max_size=12), seed=st.integers(0, 999))
 def test_sparse_edits_keep_each_rows_order(edits, seed):
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed))
@@ -60,7 +61,7 @@ def test_sparse_edits_keep_each_rows_order(edits, seed):
     np.testing.assert_allclose(logits.numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(edits=st.lists(sparse_edits(), min_size=1, max_size=4), seed=st.integers(0, 999))
 def test_a_row_does_not_depend_on_its_batch_mates(edits, seed):
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed))
@@ -70,7 +71,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(edits, seed):
     assert torch.equal(logits[1], alone[0])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(masks=st.lists(st.sets(st.integers(0, VOCAB - 1)), min_size=1, max_size=4), width=st.integers(1, 130))
 def test_bitmasks_narrower_equal_and_wider_than_the_row(masks, width):
     logits = torch.zeros(len(masks), width)
@@ -79,7 +80,7 @@ def test_bitmasks_narrower_equal_and_wider_than_the_row(masks, width):
         assert set(row.isfinite().nonzero().flatten().tolist()) == {i for i in mask if i < width}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=8, max_size=8),
     width=st.integers(1, 150),
@@ -98,7 +99,7 @@ def test_what_a_bitmask_keeps_is_untouched(words, width, dtype, seed):
     assert torch.equal(logits, expected)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(masked=st.sets(st.integers(0, 1999), max_size=5), width=st.integers(1, 2100), seed=st.integers(0, 999))
 def test_a_bitmask_with_few_bits_clear(masked, width, seed):
     bitmask = bitmask_of(set(range(2000)) - masked, 2000)
@@ -110,7 +111,7 @@ def test_a_bitmask_with_few_bits_clear(masked, width, seed):
     assert torch.equal(logits, expected)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(allowed=st.sets(st.integers(0, 1999), max_size=5), width=st.integers(1, 2100), seed=st.integers(0, 999))
 def test_a_bitmask_with_few_bits_set(allowed, width, seed):
     logits = torch.randn(2, width, generator=torch.Generator().manual_seed(seed))
@@ -151,7 +152,7 @@ def test_a_mask_leaves_what_was_masked_before():
     assert logits.tolist() == [[-torch.inf, 1.0, -torch.inf]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(mask=st.sets(st.integers(0, VOCAB - 1)), num_tokens=st.integers(0, VOCAB + 40))
 def test_bits(mask, num_tokens):
     bitmask = Allow.of(mask, VOCAB).bitmask
@@ -160,7 +161,7 @@ def test_bits(mask, num_tokens):
     assert {i for i in range(200) if is_allowed(bitmask, i)} == mask
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.data(), st.integers(1, 400), st.integers(1, 3))
 def test_bits_of_any_width_are_counted(data, width, stride):
     """Also where the bitmask is a column of a larger tensor, or is narrower than the tokens."""

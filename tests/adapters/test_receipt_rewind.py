@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def accept(chain: ProcessorChain, count: int) -> None:
         chain.accept(9 if plan.force is None else plan.force, chain.position)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=6))
 def test_dropped_tokens_are_not_counted(moves: list[tuple[int, int]]) -> None:
     chain = begun()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ def test_a_tag_that_starts_in_the_prompt():
     assert feed(tracker, [1, 4]) == [None, True]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(tag=tags, prompt=tokens, stream=tokens, cut=st.integers(0, 20), tail=tokens)
 def test_rewinding_is_as_if_it_had_never_been(tag, prompt, stream, cut, tail):
     tracker, fresh = tracker_of(*tag), tracker_of(*tag)

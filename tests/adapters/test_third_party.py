@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import transformers
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -38,7 +39,7 @@ from adapters.third_party import (
 from adapters.vocabulary import Vocabulary
 
 V = 12
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=examples(50), deadline=None)
 
 
 class Characters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import sentencepiece
@@ -52,14 +53,14 @@ BYTE_LEVEL_BYTES, SENTENCEPIECE_BYTES = token_bytes(BYTE_LEVEL, 400), token_byte
 
 
 @given(TEXTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_byte_level_pieces_join_to_the_text(text: str) -> None:
     ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
     assert b"".join(BYTE_LEVEL_BYTES[i] for i in ids) == text.encode()
 
 
 @given(st.text(max_size=40).filter(lambda t: not any(tag in t for tag in ("<unk>", "</s>", "▁", "<0x"))))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_sentencepiece_pieces_join_to_the_text_behind_a_space(text: str) -> None:
     ids = SENTENCEPIECE.encode(text, add_special_tokens=False)
     joined = b"".join(SENTENCEPIECE_BYTES[i] for i in ids)
@@ -137,7 +138,7 @@ NEEDLE = st.text("ab<>", min_size=1, max_size=5).map(str.encode)
 
 
 @given(TOKENS, NEEDLE)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_index_finds_what_a_scan_finds(tokens: list[bytes], text: bytes) -> None:
     index = ByteIndex(tokens)
     assert [index[i] for i in range(len(tokens))] == tokens
@@ -154,7 +155,7 @@ def test_index_finds_what_a_scan_finds(tokens: list[bytes], text: bytes) -> None
 
 
 @given(TOKENS, NEEDLE)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_spelling_takes_the_fewest_tokens_or_none(tokens: list[bytes], text: bytes) -> None:
     spelled = ByteIndex(tokens).spell(text)
     counts = [0, *[None] * len(text)]

@@ -8,7 +8,7 @@ import ast
 import json
 import re
 import shlex
-import sys
+import tomllib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -29,11 +29,6 @@ from worker.engines.embedded import Engine
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES
 from worker.sampling import SamplingParams
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 LANGUAGES = {"python", "py", "sh", "console", "json", "yaml", "toml", "text"}
 

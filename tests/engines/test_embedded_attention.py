@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,7 +154,7 @@ class Stage:
         return torch.stack(results)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(scene=scenes())
 def test_attention_over_scattered_pages_is_attention(scene: Scene) -> None:
     stage = Stage(scene)

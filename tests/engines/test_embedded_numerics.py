@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_checkpoints import EVERY_TYPE
@@ -181,7 +182,7 @@ IN_INT8 = [
 
 
 def bits_test(max_examples: int) -> Callable[..., None]:
-    checked = settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck))
+    checked = settings(max_examples=examples(max_examples), deadline=None, suppress_health_check=list(HealthCheck))
     test: Callable[..., None] = checked(given(data=st.data())(same_bits))
     cases = sorted({*KINDS, *WITH_MORE_THREADS, *IN_INT8})
     return pytest.mark.parametrize(("arch", "dtype", "kernels", "kv_cache_dtype", "threads"), cases)(test)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from engine_doubles import END, PADDING, WIDTH, ScriptedModel, request, run_alone, run_together
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,7 +116,7 @@ PARAMS = st.builds(
 PROMPTS = st.lists(st.integers(0, WIDTH - 1), min_size=1, max_size=8)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(wanted=st.lists(st.tuples(PROMPTS, PARAMS), min_size=2, max_size=6))
 def test_an_answer_is_the_same_alone_and_in_company(wanted: list[tuple[list[int], SamplingParams]]) -> None:
     model = ScriptedModel()
@@ -235,7 +236,7 @@ def penalised(row: list[float], prompt: list[int], generated: list[int], params:
     return result
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 12), min_size=1, max_size=6),
     repetition=st.sampled_from([None, 1.0, 0.5, 1.7]),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -108,7 +109,7 @@ def wide_row(seed: int, width: int, scale: float, grain: float) -> torch.Tensor:
     return torch.round(row / grain) * grain if grain else row
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     logits=wide_rows,
     temperature=st.sampled_from([0.3, 1.0, 3.0]),
@@ -230,7 +231,7 @@ def test_frequencies_of_five_million_draws(controls: Controls) -> None:
             assert tokens(logits.expand(2, -1), [controls] * 2, numbers) == [token, token]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32), width=st.sampled_from([5, 64, 1000, 4097]), count=st.integers(2, 6))
 def test_a_row_is_bitwise_the_same_in_any_batch(seed: int, width: int, count: int) -> None:
     generator = torch.Generator().manual_seed(seed)

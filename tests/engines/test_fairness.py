@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from connector_doubles import BLOCK, CONTEXT, TensorRecallModel
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_doubles import WIDTH, answer, mix, recall_request
@@ -183,7 +184,7 @@ class Station:
     local=st.sampled_from([0.0, 0.1, 0.5]),
     per_step=st.sampled_from([0.03, 0.1, 0.3]),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 def test_nobody_is_passed_by_more_than_two_batches(
     role: str, seed: int, num_pages: int, local: float, per_step: float
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_checkpoints import EVERY_TYPE
@@ -145,7 +146,7 @@ class Inputs:
 
 
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused QKV", "queries, keys and values"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=4),
     padding=st.integers(0, 3),

@@ -13,6 +13,7 @@ from pathlib import Path
 import amx_emulation
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_checkpoints import EVERY_TYPE
@@ -92,7 +93,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32) if x.is_floating_point() else x
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     rows=st.integers(1, 14),
     columns=st.sampled_from([1, 15, 33, 70]),
@@ -179,7 +180,7 @@ def test_each_path_sums_in_the_same_order(path: str, dtype: torch.dtype) -> None
     assert native.sums_as_others(dtype, path) or (path, dtype) == ("avx512", torch.bfloat16)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     rows=st.one_of(st.integers(0, 40), st.integers(180, 400)),
     columns=st.integers(1, 150),
@@ -221,7 +222,7 @@ def test_a_product_is_the_product(
     assert ((found.double() - expected).abs() <= ROUNDING[dtype] * expected.abs() + 1e-3 * scale).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.lists(st.integers(0, 299), min_size=1, max_size=250, unique=True),
     columns=st.sampled_from([1, 31, 64, 97]),
@@ -242,7 +243,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["elements", "int8"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     heads=st.sampled_from([(1, 1), (2, 3), (1, 64), (3, 1)]),
     width=st.sampled_from([2, 30, 64, 96, 256]),
@@ -299,7 +300,7 @@ def test_what_a_token_attends_to_does_not_depend_on_how_tokens_are_cut(
     assert torch.equal(together, torch.cat([expected[start:stop] for start, stop in pieces]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     tokens=st.sampled_from([1, 3, 70]),
     heads=st.integers(1, 3),

@@ -17,6 +17,8 @@ from native_builds import DOT_IN_EVEX, compile_kernels, needs_compiler, needs_do
 
 from worker.engines.embedded import native
 
+pytestmark = pytest.mark.native_build
+
 FUZZ = Path(__file__).with_name("native_fuzz.c")
 TEAM = Path(__file__).with_name("team_stress.c")
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

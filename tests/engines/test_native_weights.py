@@ -8,6 +8,7 @@ from decimal import Decimal, localcontext
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def in_plain_c(values: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     count=st.integers(1, 3),
@@ -68,7 +69,7 @@ def test_maxima_of_blocks(path: str, seed: int, count: int, width: int, odd: flo
     torch.testing.assert_close(found, candidates.block_maxima(logits), rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     width=st.sampled_from(WIDTHS),
@@ -95,7 +96,7 @@ def test_the_first_of_the_highest(path: str, seed: int, width: int, odd: float, 
 exponents = st.floats(-708, 700) | st.floats(-32, 0) | st.floats(-1e-3, 0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(values=st.lists(exponents, min_size=1, max_size=70))
 def test_exponentials_are_off_by_less_than_a_unit_in_the_last_place(path: str, values: list[float]) -> None:
     found = exponential_(torch.tensor(values, dtype=torch.float64)).tolist()
@@ -158,7 +159,7 @@ def by_formula(row: torch.Tensor, how: Weighing) -> torch.Tensor:
     return weights * (below >= how.depth) * (row >= how.lowest)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(row=rows, temperature=temperatures, depth=depths, rank=st.sampled_from([None, None, 0, 20, 10_000]))
 def test_weights_of_a_row_are_those_of_the_formula(
     path: str, row: torch.Tensor, temperature: float, depth: float, rank: int | None
@@ -182,7 +183,7 @@ def prefix_of(row: torch.Tensor, weights: torch.Tensor, target: int) -> torch.Te
     return kept
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     row=rows,
     temperature=temperatures,
@@ -233,7 +234,7 @@ def test_a_target_that_no_prefix_has(path: str, target: int) -> None:
         row.prefix(target)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     row=rows,
     temperature=temperatures,
@@ -296,7 +297,7 @@ def sampled_sync_free(logits: torch.Tensor, controls: list[Controls], uniforms: 
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     asked=st.lists(st.tuples(some_controls, st.floats(0, 1, exclude_max=True)), min_size=1, max_size=4),
     seed=st.integers(0, 2**32),

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from engine_doubles import END, WIDTH, ScriptedModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -613,7 +614,7 @@ def disturb(engine: Engine, source: random.Random) -> list[Result]:
     return results
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3))
 def test_disturbances_at_any_step_change_no_result(seed: int, lengths: list[int]) -> None:
     source = random.Random(seed)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -35,6 +36,8 @@ from worker.sampling import SamplingParams
 
 DTYPES = [each for each in ("float32", "bfloat16") if native.unavailable(getattr(torch, each)) is None]
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
+MODULES = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])
+"""Where other processes find what this one imports of the tests."""
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -235,7 +238,7 @@ def test_of_another_version_it_is_made_again(checkpoint: Path, monkeypatch: pyte
     assert len(calls) == 1
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_one_is_made_again(data: st.DataObject, checkpoint: Path) -> None:
     expected = logits(load(checkpoint, packed_copy="off"))
@@ -328,7 +331,7 @@ for _ in range(5):
 def test_processes_that_start_together_share_it(checkpoint: Path) -> None:
     expected = hashlib.sha256(logits(load(checkpoint, packed_copy="off")).numpy()).hexdigest()
     command = [sys.executable, "-c", SUMS, str(checkpoint)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": MODULES, "OMP_NUM_THREADS": "1"}
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
     assert [process.communicate()[0].split() for process in started] == [5 * [expected]] * 3
     [path] = copies(checkpoint)
@@ -350,7 +353,7 @@ load(sys.argv[1])
 
 
 def test_what_killed_processes_left_goes_away(checkpoint: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": MODULES}
     for _ in range(2):
         killed = subprocess.run([sys.executable, "-c", KILLED, str(checkpoint)], env=environment, check=False)
         assert killed.returncode == -signal.SIGKILL

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from effort import examples
 from engine_doubles import ScriptedModel, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,7 +86,7 @@ def test_a_suffix_draft_follows_the_longest_repetition(history: list[int], short
 
 @pytest.mark.parametrize("make", [lambda: NgramProposer(1, 3), lambda: SuffixProposer(1, Corpus(100))])
 @given(first=TOKENS, cut=st.integers(0, 60), second=TOKENS)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_history_that_was_cut_off_gives_what_a_new_one_gives(
     make: Any, first: list[int], cut: int, second: list[int]
 ) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import amx_emulation
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_builds import DOT_IN_EVEX, compile_kernels, needs_dot_in_evex
@@ -140,7 +141,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(**GEMMS)
 def test_bits_are_those_of_float32_on_the_unpacked_weight(
     path: str, kind: str, rows: int, columns: int, groups: int, then: str, has_bias: bool, threads: int, seed: int
@@ -159,7 +160,7 @@ def test_bits_are_those_of_float32_on_the_unpacked_weight(
 
 @pytest.mark.parametrize("rounds_rows", [False, True])
 @pytest.mark.parametrize("is_unrounded", [False, True])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     rows=st.integers(1, 14),
@@ -182,7 +183,7 @@ def test_bfloat16_rows_are_widened_and_results_rounded_once(
 @pytest.mark.parametrize("rounds_rows", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     rows=st.lists(st.integers(0, 219), min_size=1, max_size=210, unique=True),
     columns=st.sampled_from([1, 31, 97]),
@@ -210,7 +211,7 @@ def test_a_product_is_the_product(path: str, kind: str) -> None:
     assert ((QuantisedGemm(weight, None)(x).double() - expected).abs() <= 960 * 2.0**-24 * terms).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 40), st.one_of(st.integers(1, 70), st.sampled_from([32, 64, 320]))),
     size=st.sampled_from([1e-3, 1.0, 100.0]),
@@ -311,7 +312,7 @@ def rounded(x: torch.Tensor, weight: QuantisedWeight) -> tuple[torch.Tensor, tor
 
 @of_integers
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(**GEMMS)
 def test_a_product_with_rounded_rows(
     path: str, kind: str, rows: int, columns: int, groups: int, then: str, has_bias: bool, threads: int, seed: int
@@ -345,7 +346,7 @@ def test_a_product_with_rounded_rows(
     ],
     ids=str,
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     rows=st.integers(1, 30),
     columns=st.integers(1, 70),

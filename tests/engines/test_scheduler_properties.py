@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -246,12 +247,12 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestRequests.settings = settings(max_examples=examples(25), stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.campaign
 class TestRequestsAtLength(Requests.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+    settings = settings(max_examples=examples(200), stateful_step_count=50, deadline=None)
 
 
 WEIGHTS = {"arrive": 20.0, "abort": 2.0, "preempt": 3.0, "forget": 0.1, "step": 75.0}

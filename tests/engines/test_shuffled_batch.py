@@ -43,7 +43,7 @@ from worker.sampling import SamplingParams
 NUM_TOKENS = 20
 SEEDS = (0, 1, 2)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 class HouseModel(ScriptedModel):

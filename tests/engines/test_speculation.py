@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import random_checkpoints
 import torch
+from effort import examples
 from engine_doubles import (
     PADDING,
     WIDTH,
@@ -125,7 +126,7 @@ def controls(source: random.Random) -> dict[str, Any]:
 
 
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 5), budget=st.sampled_from((8, 24, 512)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_whatever_is_drafted_answers_are_those_of_plain_decoding(seed: int, size: int, budget: int) -> None:
     source = random.Random(seed)
     model = ScriptedModel()
@@ -159,7 +160,7 @@ def test_a_right_draft_saves_steps(length: int) -> None:
     num_pages=st.integers(6, 14),
     lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=6),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_kv_of_rejected_drafts_is_never_read_and_pages_balance(
     seed: int, num_pages: int, lengths: list[tuple[int, int]]
 ) -> None:

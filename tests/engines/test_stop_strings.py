@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
@@ -220,7 +221,7 @@ RUNS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.tuples(RUNS, st.integers(1, 40)), max_size=6), st.integers(1, 3))
 def test_any_bytes_give_the_whole_text(parts: list[tuple[list[int], int]], together: int) -> None:
     ids = [token_id for run, count in parts for token_id in run * count][:600]
@@ -231,7 +232,7 @@ def test_any_bytes_give_the_whole_text(parts: list[tuple[list[int], int]], toget
     assert counted.most <= 64
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.tuples(RUNS, st.integers(1, 20)), max_size=5))
 def test_bytes_that_follow_a_stray_one_give_the_whole_text_with_byte_fallback(
     parts: list[tuple[list[int], int]],

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from engine_doubles import WIDTH, ScriptedModel, request, stepper
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,7 +105,7 @@ def both(logits: torch.Tensor, requests: tuple[Request, ...], bitmask: torch.Ten
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     wanted=st.lists(asked, min_size=1, max_size=6),
     seed=st.integers(0, 2**32),

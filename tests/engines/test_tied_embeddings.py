@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_checkpoints import COMMON, EVERY_TYPE, GEMMA, MIXTURE
@@ -57,7 +58,7 @@ def blocked(weight: torch.Tensor, columns: int, inner_block: int) -> torch.Tenso
     return outer.permute(0, 2, 3, 1, 4).contiguous().view(torch.int32).flatten()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.integers(1, 200),
     inner=st.integers(1, 70),
@@ -79,7 +80,7 @@ def test_rows_are_found_in_every_layout_of_onednn(
     assert torch.equal(found(ids), weight[ids])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(rows=st.integers(1, 150), words=st.integers(1, 40), dtype=st.sampled_from(DTYPES))
 def test_rows_are_found_in_native_panels(rows: int, words: int, dtype: torch.dtype) -> None:
     weight = randn(rows, words * 4 // dtype.itemsize, dtype)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_peer import LAYOUT, NUM_PAGES, Peer, store
@@ -204,7 +205,7 @@ def test_a_difference_names_both_values(field: str, value: object) -> None:
     assert LAYOUT.difference(LAYOUT) is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_pieces_cover_each_element_once(data: st.DataObject) -> None:
     size, heads, width = (data.draw(st.integers(1, limit)) for limit in (6, 3, 3))

@@ -12,6 +12,8 @@ from engine_doubles import ScriptedModel, StartEngine, collect
 from worker.engines.embedded.host.watchdog import Watchdog
 from worker.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 END_S = 60.0

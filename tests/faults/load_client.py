@@ -108,7 +108,7 @@ class LoadClient:
         asked = self._read(record, {**body_of(prompt, num_tokens), **body})
         try:
             await asyncio.wait_for(asked, leave_after_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             record.has_left = True
         return record
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 import re
 import sys
+import tomllib
 import venv
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,11 +14,6 @@ from pathlib import Path
 from manifest_files import FOLDER, REPOSITORY
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 

@@ -26,7 +26,7 @@ def test_takes_the_manifest(name: str) -> None:
 WORKER = ("spec", "components", 1)
 POD = (*WORKER, "podTemplate", "spec")
 MAIN = (*POD, "containers", 0)
-MISSING = object()
+MISSING = ...  # what a manifest cannot have
 PLACES = {"MAIN": "POD.containers[0]", "POD": "WORKER.podTemplate.spec", "WORKER": "$.spec.components[1]"}
 
 # where, what is put there, and the place that the error names

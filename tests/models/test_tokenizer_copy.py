@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import sentencepiece
@@ -97,7 +98,7 @@ def test_all_that_is_known_of_the_vocabulary_is_the_same(checkpoint: Path) -> No
     assert backends[0] == backends[1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_texts_and_ids_are_the_same(data: st.DataObject) -> None:
     own = MADE[data.draw(st.sampled_from(["byte level", "SentencePiece", "WordPiece"]))]()

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 import types
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,11 +22,6 @@ from hypothesis import strategies as st
 from adapters.catalog import Catalog
 from worker.frontdoor.fields import CHAT, TABLES
 from worker.frontdoor.playground import PAGE, documents
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "worker" / "frontdoor" / "playground"

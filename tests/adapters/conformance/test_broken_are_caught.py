@@ -8,6 +8,8 @@ import pytest
 from adapters.contract import Processor
 from adapters.testing import check_processor
 
+pytestmark = pytest.mark.slow
+
 CAUGHT: dict[type[Processor], set[str]] = {
     broken.CountsCalls: {"double_call", "chunked_prefill", "replay"},
     broken.PromisesTooMuch: {"replay"},

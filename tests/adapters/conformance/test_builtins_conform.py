@@ -20,6 +20,7 @@ from adapters.trtllm import ChainAdapter
 pytestmark = [pytest.mark.logits_processor(builtin, EXAMPLES.get(builtin.name, ())) for builtin in BUILTINS]
 
 
+@pytest.mark.slow
 def test_builtin(processor_check: Callable[[], None]) -> None:
     processor_check()
 

@@ -22,6 +22,8 @@ from adapters.contract import processor as contract
 from adapters.testing import CHECKS, CheckFailed, Subject, check_processor
 from adapters.testing.kit_model import kit_context
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["pytester"]
 
 _PAGE = Path(__file__).parents[3] / "docs" / "writing-processors.md"

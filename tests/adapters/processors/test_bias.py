@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -19,7 +20,7 @@ from adapters.vocabulary import Vocabulary
 
 V = 20
 CONTEXT = Context(Vocabulary(V))
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=examples(50), deadline=None)
 biases = st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100, width=32), min_size=1)
 rows = st.lists(st.floats(-30, 30, width=32), min_size=V, max_size=V).map(torch.tensor)
 histories = st.lists(st.integers(0, V - 1), max_size=6)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from effort import examples
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from trained_tokenizers import KINDS, PREFIXED, context_of, prompt_of, said, speak, vocabulary_of
@@ -34,7 +35,7 @@ def plain_tokens(kind):
 
 
 @kinds
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(text=texts, before=texts, data=st.data())
 @example(text="Yes", before="x", data=None)
 @example(text=" Yes", before="x", data=None)
@@ -105,7 +106,7 @@ answers = st.sampled_from(["Yes", " Yes", "the secret", "中文 Yes", "😀", "\
 
 
 @kinds
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(text=answers, wants=st.sampled_from(["", "No, the answer", "🙀 the", "secret"]))
 def test_forced_text_is_the_text(kind, text, wants):
     prompt = prompt_of(kind)
@@ -180,7 +181,7 @@ BAD = ["secret", " Yes", "the answer", "中", "😀", "ee", "\n", "s", "ans"]
 
 
 @kinds
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     bad=st.lists(st.sampled_from(BAD), min_size=1, max_size=3, unique=True),
     parts=st.lists(st.sampled_from(["sec", "ret", " ", "the", " the", " answ", "er", "e", b"\xe4", b"\xb8", "Ye"])),

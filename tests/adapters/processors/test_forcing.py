@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -31,7 +32,7 @@ from adapters.processors.masks import AllowedTokens, BannedTokens
 from adapters.vocabulary import Vocabulary
 
 V = 16
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=examples(50), deadline=None)
 
 
 class Letters:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,7 +106,7 @@ def check_language(chain: ProcessorChain, texts: set[bytes]) -> None:
 WORDS = st.text('ab/\n"é😀', min_size=1, max_size=4)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(WORDS, min_size=1, max_size=5))
 def test_choice_allows_the_prefixes_of_its_texts(choices: list[str]):
     check_language(built(Choice, CONTEXT, choices=choices), {text.encode() for text in choices})
@@ -188,7 +189,7 @@ def test_a_schema_may_be_a_boolean(schema: Any):
     assert allowed(chain) == {END, OTHER_END}
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.randoms(use_true_random=False), st.data())
 def test_replay_and_rewinding_give_the_same_as_stepping(chooser: random.Random, data: st.DataObject):
     args = {"schema": PERSON}
@@ -226,7 +227,7 @@ def test_inside_a_string_the_edit_stays_the_same_object():
     assert (is_allowed(masks[0], ord("x")), is_allowed(escaped, ord("x"))) == (True, False)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.randoms(use_true_random=False), st.lists(st.integers(0, 8), max_size=30))
 def test_masks_that_were_handed_out_do_not_change(chooser: random.Random, rewound: list[int]):
     """And each is counted right, whether it is another one than at the position planned before."""

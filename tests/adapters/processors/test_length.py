@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -22,7 +23,7 @@ from adapters.vocabulary import Vocabulary
 V = 12
 ENDS = [3, 7]
 CONTEXT = Context(Vocabulary(V), end_token_ids=frozenset(ENDS))
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=examples(50), deadline=None)
 prompts = st.lists(st.integers(0, V - 1), min_size=1, max_size=4)
 generations = st.lists(st.integers(0, V - 1), max_size=10)
 logits = st.one_of(st.floats(-30, 30, width=32), st.just(-float("inf")))

@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -31,7 +32,7 @@ from adapters.vocabulary import Vocabulary
 
 V, EOS = 37, 5
 CONTEXT = Context(Vocabulary(V), end_token_ids=frozenset([EOS]))
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=examples(50), deadline=None)
 ids = st.lists(st.integers(0, V - 1), min_size=1, max_size=8)
 rows = st.lists(st.floats(-30, 30, width=32), min_size=V, max_size=V).map(torch.tensor)
 # few tokens, so that words come up, overlap and nest

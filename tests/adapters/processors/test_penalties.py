@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -22,7 +23,7 @@ from adapters.vocabulary import Vocabulary
 
 V = 12
 CONTEXT = Context(Vocabulary(V))
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=examples(50), deadline=None)
 tokens = st.lists(st.integers(0, V - 1), max_size=14)
 rows = st.lists(st.floats(-30, 30, width=32), min_size=V, max_size=V).map(torch.tensor)
 openai = st.floats(-2, 2)
@@ -154,7 +155,7 @@ def test_edits_that_were_handed_out_do_not_change(kind):
 
 
 @pytest.mark.parametrize("kind", [RepetitionPenalty, FrequencyPenalty, PresencePenalty])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 4), tokens, st.lists(st.sampled_from([0, 1, 2, -1, -2, -3, None]), min_size=5, max_size=20))
 def test_an_edit_that_is_kept_is_never_stale(kind, window, prompt, operations):
     """Tokens, how many to forget, or None to start again with another prompt; after each, the edit

@@ -7,6 +7,7 @@ from array import array
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocab_for_tests import END, context, run_row, vocabulary
@@ -91,7 +92,7 @@ def as_new(chain: ProcessorChain, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CHAINS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.one_of(st.integers(0, 40), st.integers(-4, -1), st.none()), max_size=25))
 def test_a_chain_in_use_plans_as_a_new_one(name: str, moves: list[int | None]) -> None:
     """A token that may be sampled, a rewind by so many tokens, or (None) a look at a draft."""

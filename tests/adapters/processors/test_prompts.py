@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -18,7 +19,7 @@ from adapters.contract import ArgumentError, Context, Force, Stage
 from adapters.processors.prompts import CiteFromPrompt, MultipleChoice, TriggerPhrase, _after_labels
 from adapters.vocabulary import Vocabulary
 
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=examples(50), deadline=None)
 FACTS = context()
 SIZE = FACTS.vocabulary.size
 ROW = torch.linspace(-3, 3, SIZE)
@@ -92,7 +93,7 @@ SAID = ["wait", "w", "ai", "t", " fox", "a", "it wa"]
     times=st.integers(1, 3),
     follow=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_trigger_phrase_is_its_definition(said, trigger, after, times, follow):
     phrase = encode(" However, wait")
     assert len(phrase) > 2
@@ -271,7 +272,7 @@ def test_boost_reads_special_tokens_as_line_ends_and_survives_replay():
     labels=st.lists(st.sampled_from(["A", "a", "(A)", "A.", "A. a", ".", "A a"]), min_size=1, max_size=5, unique=True),
 )
 @example(lines=["(A) a", "A.. a", " [A. a: a"], labels=["A", "(A)", "A.", "A. a"])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_each_label_is_looked_up_as_if_it_were_the_only_one(lines, labels):
     text = "\n".join(lines).encode()
     expected = {}
@@ -320,7 +321,7 @@ NARROW = torch.linspace(-3, 3, 12)
     boost=st.sampled_from([0.0, 1.5, -2.0]),
     conditional=st.sampled_from([0.0, 4.0, -1.0]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_citations_are_their_formula(prompt, generated, boost, conditional):
     processor = CiteFromPrompt(CiteFromPrompt.Args(boost=boost, conditional_boost=conditional), PLAIN)
     expected = []

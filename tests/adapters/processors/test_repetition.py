@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -24,7 +25,7 @@ from adapters.processors.repetition import Dry, LoopStop, NoRepeatNgram
 from adapters.processors.suffixes import SuffixAutomaton
 from adapters.vocabulary import Vocabulary
 
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=examples(50), deadline=None)
 PLAIN = Context(Vocabulary(12), end_token_ids=frozenset([9, 7]))
 ROW = torch.linspace(-3, 3, 12)
 tokens = st.lists(st.integers(0, 3), max_size=14)
@@ -140,7 +141,7 @@ def brute_followers(history, shortest, depth):
 
 @given(history=st.lists(st.integers(0, 2), max_size=60), shortest=st.integers(1, 3), extra=st.integers(0, 4))
 @example(history=[1] * 40, shortest=1, extra=2)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_automaton_knows_every_longest_repeat(history, shortest, extra):
     automaton = SuffixAutomaton(shortest + extra)
     for size in range(len(history) + 1):
@@ -152,7 +153,7 @@ def test_automaton_knows_every_longest_repeat(history, shortest, extra):
 
 
 @given(st.lists(st.one_of(st.integers(0, 2), st.integers(-6, -1)), max_size=80), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_automaton_takes_back_as_if_it_had_never_been(actions, track_ends):
     automaton = SuffixAutomaton(4, track_ends=track_ends, num_undoable=1000)
     history = []
@@ -172,7 +173,7 @@ def test_automaton_takes_back_as_if_it_had_never_been(actions, track_ends):
 
 
 @given(prompt=st.lists(st.integers(0, 2), max_size=60), rest=st.lists(st.integers(0, 2), max_size=8))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_automaton_made_from_a_prompt_at_once_is_the_one_made_token_by_token(prompt, rest):
     at_once, one_by_one = (SuffixAutomaton(5, track_ends=True) for _ in range(2))
     at_once.extend(prompt)
@@ -277,7 +278,7 @@ pieces_lists = st.lists(st.integers(0, len(PIECES) - 1), max_size=25)
     breakers=st.sets(st.sampled_from(["\n", ":", "</", "b"])),
     window=st.sampled_from([0, 0, 1, 4, 9, 17]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_dry_is_its_formula(prompt, generated, base, allowed_length, breakers, window):
     if window:
         breakers -= {"</"}  # all others lie within one token, so that the window cannot cut them
@@ -389,7 +390,7 @@ def is_loop(generated, max_period, copies):
     copies=st.integers(2, 4),
     seen=st.integers(0, 8),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_loop_stop_is_its_definition(cycle, before, after, max_period, copies, seen):
     history = before + cycle * copies + after
     prompt, generated = history[:seen], history[seen:]

@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 import regex
 import torch
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -109,7 +110,7 @@ histories = st.lists(words, max_size=4).map(lambda parts: [token for part in par
 @given(prompt=histories, generated=histories, scripts=st.sampled_from(SETS))
 @example(prompt=[], generated=list("中𠀀䷀🦊".encode()), scripts=("Han",))
 @example(prompt=list("中".encode()[:2]), generated=list("文".encode()[:1]), scripts=("Han",))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_bans_are_those_of_a_decoder(prompt, generated, scripts):
     processor = BanScripts(BanScripts.Args(scripts=list(scripts)), FACTS)
     expected = []

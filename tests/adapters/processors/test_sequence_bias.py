@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -31,7 +32,7 @@ def bias_of(values):
     return SequenceBias(SequenceBias.Args.model_validate({"sequences": sequences}), CONTEXT)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(biases, tokens.filter(bool), tokens, rows)
 def test_it_is_that_of_transformers(values, prompt, generated, row):
     oracle = SequenceBiasLogitsProcessor({ids: float(bias) for ids, bias in values.items()})

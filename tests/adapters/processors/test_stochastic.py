@@ -10,6 +10,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -20,7 +21,7 @@ from adapters.processors.stochastic import XTC, Mirostat, Xtc
 from adapters.vocabulary import Vocabulary
 
 V = 24
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=examples(50), deadline=None)
 seeds = st.integers(0, 2**32 - 1)
 
 

@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -57,7 +58,7 @@ pieces = st.lists(st.sampled_from([START, START, END, END[:2], END[:3], [0], [3]
 @given(prompt=pieces, generated=pieces, tokens=st.integers(0, 6))
 @example(prompt=[1, 2, 3, 4], generated=[3, 5], tokens=2)
 @example(prompt=[1, 2, 0, 3, 4, 3, 5], generated=[1, 2, 0, 0, 3, 4, 3, 5, 1, 2], tokens=2)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_budget_is_its_definition(prompt, generated, tokens):
     processor = ThinkingBudget(ThinkingBudget.Args(tokens=tokens), PLAIN)
     expected = []
@@ -186,7 +187,7 @@ SPLITS = ["<", "</", "</ ", "/", " r", " re", "eason", " reason", "son >", " >",
     grace=st.integers(0, 4),
     tag=st.sampled_from([TAG, "<<a>>", "中文!"]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_the_closing_tag_is_written_once_however_it_is_split(said, tokens, grace, tag):
     facts = context()
     model = [token for text in said for token in vocabulary().encode(text)]
@@ -219,7 +220,7 @@ def test_a_section_of_an_earlier_turn_is_not_this_answer_s():
 
 
 @given(st.text("ab", min_size=1, max_size=5), st.lists(st.text("abc", min_size=1, max_size=4), max_size=10))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_matcher_is_a_search(pattern, said):
     words = sorted({*said, "a"})
     matcher = TextMatcher(pattern.encode(), {i: w.encode() for i, w in enumerate(words)})

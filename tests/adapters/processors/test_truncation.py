@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -40,7 +41,7 @@ from adapters.vocabulary import Vocabulary
 V = 40
 CONTEXT = Context(Vocabulary(V))
 ALL = [Temperature, TopK, TopP, MinP, TypicalP, TopNSigma, EpsilonCutoff, EtaCutoff]
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=examples(50), deadline=None)
 seeds = st.integers(0, 2**32 - 1)
 fractions = st.floats(0.01, 0.99)
 

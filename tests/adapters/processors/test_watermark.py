@@ -13,6 +13,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -26,7 +27,7 @@ from adapters.vocabulary import Vocabulary
 
 V = 32
 KEY = bytes(range(32))
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=examples(50), deadline=None)
 
 
 def context_of(key=KEY):

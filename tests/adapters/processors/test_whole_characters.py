@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trained_tokenizers import context_of, prompt_of, said, speak, vocabulary_of
@@ -18,7 +19,7 @@ from adapters.processors.thinking import ThinkingBudget
 from adapters.vocabulary import byte_index
 
 kinds = pytest.mark.parametrize("kind", ["llama-legacy", "unigram-first", "byte-level"])
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=examples(40), deadline=None)
 said_parts = st.sampled_from(["😀", "🙀", "🚀🎉", "中", "é", "a", " the", "\n", "x "])
 wishes = st.lists(said_parts, min_size=1, max_size=25).map("".join)
 phrases = st.sampled_from([" Yes", "Yes", "🎉!", "中"])
