@@ -1,0 +1,82 @@
+"""`scripts/install` refuses what it cannot do before it fetches anything."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NEEDED = ("bash", "cat", "cut", "dirname", "grep", "mktemp", "rm", "sha256sum", "tail")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What the script reads, and programs that a machine without Python has, in ``bin``."""
+    for pattern in ("pyproject.toml", "constraints.txt", "worker/__init__.py", "scripts/install*"):
+        for path in REPOSITORY.glob(pattern):
+            target = tmp_path / path.relative_to(REPOSITORY)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(path, target)
+    shutil.copytree(REPOSITORY / "worker/engines/embedded/native", tmp_path / "worker/engines/embedded/native")
+    (tmp_path / "bin").mkdir()
+    for name in NEEDED:
+        program = shutil.which(name)
+        assert program is not None
+        (tmp_path / "bin" / name).symlink_to(program)
+    return tmp_path
+
+
+def python(checkout: Path, name: str, version: str) -> Path:
+    """A program that only says its version, as an interpreter of another one would, if asked."""
+    path = checkout / "bin" / name
+    path.write_text(f'#!/bin/sh\n[ "$1" = -V ] && echo "Python {version}"\n')
+    path.chmod(0o755)
+    return path
+
+
+def refused(checkout: Path, *arguments: str, **environ: str) -> str:
+    """The one line that it says."""
+    variables = {"PATH": str(checkout / "bin"), "HOME": str(checkout), **environ}
+    command = [str(checkout / "scripts/install"), *arguments]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert not (checkout / ".venv").exists()
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("version", ["2.7.18", "3.10.13", "3.15.0"])
+def test_a_python_of_another_version_is_refused(checkout: Path, version: str) -> None:
+    given = python(checkout, "other", version)
+    expected = f"install: PYTHON must be a Python from 3.11 to 3.14, got {given} (Python {version})"
+    assert refused(checkout, PYTHON=str(given)) == expected
+    python(checkout, "python3", version)
+    assert refused(checkout) == (
+        f"install: needs a Python from 3.11 to 3.14, found Python {version}; install one, or set PYTHON to it"
+    )
+
+
+def test_no_python_is_told(checkout: Path) -> None:
+    assert (
+        refused(checkout)
+        == "install: needs a Python from 3.11 to 3.14, found no python3; install one, or set PYTHON to it"
+    )
+
+
+def test_unknown_arguments_are_refused(checkout: Path) -> None:
+    assert refused(checkout, "--runtime") == "install: unknown argument --runtime (see --help)"
+    expected = "install: unknown extra 'disag'; pyproject.toml names them"
+    assert refused(checkout, "--runtime-only", "--with=disag") == expected
+
+
+def test_an_environment_of_ones_own_is_left_alone(checkout: Path) -> None:
+    missing = refused(checkout, DLW_VENV=str(checkout / "none"))
+    assert missing == f"install: DLW_VENV: no Python at {checkout}/none/bin/python"
+    (checkout / "own/bin").mkdir(parents=True)
+    python(checkout, "../own/bin/python", "3.12")
+    environ = {"PATH": str(checkout / "bin"), "DLW_VENV": str(checkout / "own")}
+    assert subprocess.run([str(checkout / "scripts/install")], env=environ).returncode == 0
+    assert not (checkout / ".venv").exists()
