@@ -1,15 +1,15 @@
 """Fails a release whose wheel would not run elsewhere: ``check_wheel.py WHEEL...``.
 
-Every native module of ``pyproject.toml`` must be in it, need no library but the C library and
+Every native module of ``setup.py`` must be in it, need no library but the C library and
 OpenMP's, and no symbol of a C library that is newer than the platform of its name says.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 import tempfile
-import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +22,12 @@ LIBRARIES = {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2", "libgomp.so.1"}
 which has loaded its own before: a second one would have threads of its own.
 """
 
-PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+SETUP = Path(__file__).parents[1] / "setup.py"
 
 
 def expected() -> set[str]:
     """Paths of the native modules, without their suffixes."""
-    modules = tomllib.loads(PYPROJECT.read_text())["tool"]["setuptools"]["ext-modules"]
-    return {module["name"].replace(".", "/") for module in modules}
+    return {module.name.replace(".", "/") for module in runpy.run_path(str(SETUP))["KERNELS"]}
 
 
 def problems(wheel: Path) -> Iterator[str]:

@@ -15,7 +15,7 @@ NEEDED = ("bash", "cat", "cut", "dirname", "grep", "mktemp", "rm", "sha256sum", 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """What the script reads, and programs that a machine without Python has, in ``bin``."""
-    for pattern in ("pyproject.toml", "constraints.txt", "worker/__init__.py", "scripts/install*"):
+    for pattern in ("pyproject.toml", "setup.py", "constraints.txt", "worker/__init__.py", "scripts/install*"):
         for path in REPOSITORY.glob(pattern):
             target = tmp_path / path.relative_to(REPOSITORY)
             target.parent.mkdir(exist_ok=True)
