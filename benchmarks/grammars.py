@@ -42,7 +42,8 @@ import psutil
 from llguidance import LLMatcher
 
 from adapters.client import processor
-from adapters.grammars.compiler import byte_tables, compile_grammar, load_tokenizer
+from adapters.grammars.compiler import byte_tables, compile_grammar, load_tokenizer, tokens_of
+from adapters.grammars.lark import as_grammar
 from adapters.grammars.sandbox import GrammarSandbox
 from adapters.processors.grammar import tokenizer_tables
 from adapters.vocabulary import Vocabulary
@@ -77,7 +78,7 @@ def random_tables() -> dict[str, Any]:
     tokens = {bytes([i]): None for i in range(256)}
     while len(tokens) < 150_000:
         tokens["".join(source.choices("etaoinshrdlu ", k=source.randrange(2, 12))).encode()] = None
-    return byte_tables([*tokens, b"</s>"], [150_000], [150_000])
+    return byte_tables([*tokens, b""])
 
 
 def started(name: str, tables: dict[str, Any]) -> str:
@@ -115,7 +116,7 @@ def grammars() -> Iterator[tuple[str, Callable[[int], str]]]:
 
     def arithmetic(number: int) -> str:
         text = f'start: sum\nsum: product (("+" | "-") product)*\nproduct: /[0-9]{{1,{number + 1}}}/ | "(" sum ")"'
-        return str(LLMatcher.grammar_from_lark(text))
+        return as_grammar(text)
 
     yield "JSON Schema, a person", schema
     yield "choice of 100", choices
@@ -124,7 +125,7 @@ def grammars() -> Iterator[tuple[str, Callable[[int], str]]]:
 
 
 def compiles(name: str, tables: dict[str, Any], count: int) -> list[str]:
-    tokenizer = load_tokenizer(tables)
+    tokenizer = load_tokenizer(tokens_of(tables))
     lines = []
     with GrammarSandbox(lambda: tables) as sandbox:
         sandbox.wait_ready()

@@ -97,7 +97,7 @@ class GrammarCache:
     ) -> None:
         self.tokenizer = tokenizer
         self.sandbox: GrammarSandbox | None = None
-        self.masks = GrammarMasks(tokenizer.vocab_size)
+        self.masks = GrammarMasks(tokenizer.eos_token // 32)
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_hits = 0

@@ -7,14 +7,24 @@ the standard library and llguidance only.
 from __future__ import annotations
 
 import base64
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 PROBE_STEPS = 48
 """Tokens that a new grammar is advanced by: some compile cheaply and only explode later."""
+
+MAX_TOKEN_BYTES = 1024
+"""Longest token of a mask, bytes: what llguidance's trie can hold. A longer one is never allowed."""
+
+UNWRITABLE = "no token of this model goes on with a text of it"
+
+_MARK = b"\xff"
+_UNFORCED = {"name": "without forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
 
 _REASON = 160
 _QUOTED = re.compile(r'"([^"]*)"?|\(at .*')
@@ -47,7 +57,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     Raises:
         GrammarRefused: it is malformed, or matches no text.
     """
-    matcher = LLMatcher(tokenizer, grammar, limits=limits_of(tokenizer.vocab_size), log_level=0)
+    matcher = LLMatcher(tokenizer, _unforced(grammar), limits=limits_of(tokenizer.vocab_size), log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
@@ -55,26 +65,34 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     return matcher
 
 
+def _unforced(grammar: str) -> str:
+    """``grammar``, whose masks leave the choice of tokens to the model where they force the text.
+
+    An option of one grammar holds for all that are compiled with it.
+    """
+    made = json.loads(grammar)
+    made["grammars"].append(_UNFORCED)
+    return json.dumps(made)
+
+
 def walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
     """Advance ``matcher`` by `PROBE_STEPS` tokens of one path, or to its end.
 
     Raises:
-        GrammarRefused: a step exceeds `limits_of`, or no token of the vocabulary can begin a text
-            of the grammar.
+        GrammarRefused: a step exceeds `limits_of`, no token of the vocabulary can go on with a text
+            of the grammar, or a token that a mask allows does not continue it.
     """
-    ends = 0
-    for token_id in tokenizer.eos_tokens:
-        ends |= 1 << token_id
+    row = (1 << tokenizer.eos_token) - 1
     for step in range(PROBE_STEPS):
-        allowed = int.from_bytes(matcher.compute_bitmask(), "little") & ~ends
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little") & row
         if matcher.is_error():
-            raise GrammarRefused(short_reason(matcher.get_error()))
-        if not allowed:
-            if step == 0 and not matcher.is_accepting():
-                raise GrammarRefused("no token of this model can begin a text of it")
+            raise GrammarRefused(short_reason(matcher.get_error(), UNWRITABLE))
+        if not allowed:  # the text is complete, and nothing can follow
             return
         # Spread over the ids, so that the path includes long tokens and rare branches.
-        matcher.try_consume_tokens([_next_set_bit(allowed, step * 7919 % tokenizer.vocab_size)])
+        token_id = _next_set_bit(allowed, step * 7919 % tokenizer.vocab_size)
+        if not matcher.consume_token(token_id):
+            raise GrammarRefused(f"token {token_id} is allowed, but cannot be taken: {short_reason(matcher.get_error())}")
 
 
 def _next_set_bit(bits: int, start: int) -> int:
@@ -85,78 +103,76 @@ def _next_set_bit(bits: int, start: int) -> int:
     return start + (rest & -rest).bit_length() - 1
 
 
-def short_reason(error: str) -> str:
-    """The first line of llguidance's message, shortened and without the grammar that it quotes."""
+def short_reason(error: str, no_extension: str = "no text matches it") -> str:
+    """The first line of llguidance's message, shortened and without the grammar that it quotes.
+
+    Args:
+        error: The message.
+        no_extension: What it says where no token is allowed.
+    """
     if error.startswith("NoExtension"):
-        return "no text matches it"
+        return no_extension
     lines = error.splitlines() or ["it cannot be compiled"]
     line = next((line for line in lines if line.startswith("error: ")), lines[0])
     line = _QUOTED.sub(lambda found: found[0] if found[1] and len(found[1]) <= 24 else "…", line)
     return line.removeprefix("error: ")[:_REASON]
 
 
-def hugging_face_tables(tokenizer_json: str, size: int, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """A Hugging Face tokenizer as JSON data for `load_tokenizer`.
-
-    Args:
-        tokenizer_json: Its ``tokenizer.json``.
-        size: Width of a row of logits.
-        eos_token_ids: Ids that end an answer; the tokenizer's own if there are none.
-    """
-    return {"json": tokenizer_json, "size": size, "eos_token_ids": list(eos_token_ids)}
+def byte_tables(tokens: Sequence[bytes]) -> dict[str, Any]:
+    """The bytes of every id (`Vocabulary.token_bytes`) as JSON data, for `tokens_of`."""
+    return {"tokens": [base64.b64encode(token).decode() for token in tokens]}
 
 
-def byte_tables(
-    tokens: Sequence[bytes], special_token_ids: Sequence[int], eos_token_ids: Sequence[int]
-) -> dict[str, Any]:
-    """Any other tokenizer as JSON data for `load_tokenizer`: the bytes of every id."""
-    return {
-        "tokens": [base64.b64encode(token).decode() for token in tokens],
-        "special_token_ids": list(special_token_ids),
-        "eos_token_ids": list(eos_token_ids),
-    }
+def tokens_of(tables: dict[str, Any]) -> list[bytes]:
+    """What `byte_tables` were made of."""
+    return [base64.b64decode(token) for token in tables["tokens"]]
 
 
-def load_tokenizer(tables: dict[str, Any]) -> LLTokenizer:
-    """llguidance's tokenizer of ``tables``; takes about a second for 150,000 tokens.
+def load_tokenizer(tokens: Sequence[bytes]) -> LLTokenizer:
+    """llguidance's tokenizer over the bytes of every id; takes half a second for 150,000 tokens.
+
+    It knows what `Vocabulary.token_bytes` says and nothing else: a token is the text of its bytes,
+    and one without bytes is no text, and can only be named by its id. Masks have a word of 32 bits
+    more than ``tokens`` take, whose first bit is an end token of llguidance's own: which tokens end
+    an answer is a request's affair.
 
     Raises:
-        ValueError: llguidance cannot read them.
+        ValueError: llguidance reads a token in another way.
     """
-    end = tables["eos_token_ids"] or None
-    if "json" in tables:
-        return LLTokenizer(tables["json"], n_vocab=tables["size"], eos_token=end)
-    return LLTokenizer(TokenizerWrapper(_Bytes(tables)), eos_token=end)
+    row = -(-len(tokens) // 32) * 32
+    texts = [token if _is_text(token) else b"" for token in tokens] + [b""] * (row - len(tokens))
+    tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(texts)))
+    _check_agreement(tokenizer, texts)
+    return tokenizer
 
 
-class _Bytes:
+def _is_text(token: bytes) -> bool:
+    """Whether llguidance can take it as text: byte 255 marks ids there, and is in no UTF-8 text."""
+    return not token.startswith(_MARK) and len(token) <= MAX_TOKEN_BYTES
+
+
+def _check_agreement(tokenizer: LLTokenizer, texts: Sequence[bytes]) -> None:
+    ids = range(len(texts))
+    if tokenizer.decode_bytes(list(ids)) == b"".join(text or b"<[%d]>" % i for i, text in enumerate(texts)) and (
+        [tokenizer.eos_token] == tokenizer.eos_tokens == [len(texts)] and not any(map(tokenizer.is_special_token, ids))
+    ):
+        return
+    wrong = [i for i in ids if tokenizer.decode_bytes([i]) != (texts[i] or b"<[%d]>" % i)]
+    raise ValueError(f"llguidance {version('llguidance')} reads the tokens {wrong[:5]} of this model otherwise")
+
+
+class _Tokens:
     """llguidance's tokenizer interface over the bytes of every id.
 
-    It encodes greedily, which only affects hints about forced text, not used here.
+    It encodes nothing: what a grammar forces is not encoded there (`_unforced`).
     """
 
     bos_token_id = None
+    special_token_ids = ()
 
-    def __init__(self, tables: dict[str, Any]) -> None:
-        self.special_token_ids: list[int] = tables["special_token_ids"]
-        self.eos_token_id = min(tables["eos_token_ids"], default=0)
-        special = set(self.special_token_ids)
-        texts = [base64.b64decode(token) for token in tables["tokens"]]
-        self.tokens = [b"<|%d|>" % i if i in special else text for i, text in enumerate(texts)]
-        self._ids = {text: i for i, text in enumerate(texts) if text and i not in special}
-        self._longest = max(map(len, self._ids), default=0)
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self.tokens = [*texts, b""]
+        self.eos_token_id = len(texts)
 
     def __call__(self, text: bytes) -> list[int]:
-        return list(self._greedy(text))
-
-    def _greedy(self, text: bytes) -> Iterator[int]:
-        start = 0
-        while start < len(text):
-            for end in range(min(len(text), start + self._longest), start, -1):
-                found = self._ids.get(text[start:end])
-                if found is not None:
-                    yield found
-                    break
-            else:
-                end = start + 1
-            start = end
+        return []

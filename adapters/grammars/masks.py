@@ -36,11 +36,11 @@ class GrammarMasks(threading.local):
     """Each thread's own `ThreadMasks`, which it looks up once for a mask.
 
     Args:
-        width: Tokens of a mask.
+        num_words: Words of a row's mask.
     """
 
-    def __init__(self, width: int) -> None:
-        self.own = ThreadMasks(width)
+    def __init__(self, num_words: int) -> None:
+        self.own = ThreadMasks(num_words)
 
 
 class ThreadMasks:
@@ -50,18 +50,20 @@ class ThreadMasks:
     limit, of any request. Finding the edit again is faster than making it, and it is counted once.
 
     Args:
-        width: Tokens of a mask.
+        num_words: Words of a row's mask. A matcher's masks have one more, for llguidance's own end
+            token (`adapters.grammars.compiler.load_tokenizer`).
     """
 
-    def __init__(self, width: int) -> None:
-        self._words: Words = np.zeros(-(-width // 32), dtype=np.int32)
-        self._address = self._words.ctypes.data
+    def __init__(self, num_words: int) -> None:
+        buffer: Words = np.zeros(num_words + 1, dtype=np.int32)
+        self._address, self._num_bytes = buffer.ctypes.data, buffer.nbytes
+        self._words = buffer[:num_words]
         self._bytes = self._words.data.cast("B")
         self._newest: list[_Known] = []
 
     def compute(self, matcher: LLMatcher) -> None:
         """Compute the mask of the tokens that ``matcher`` allows next."""
-        matcher.unsafe_compute_mask_ptr(self._address, len(self._bytes))
+        matcher.unsafe_compute_mask_ptr(self._address, self._num_bytes)
 
     def clear(self) -> None:
         """As if a matcher had allowed nothing."""

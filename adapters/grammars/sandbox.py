@@ -102,8 +102,8 @@ class GrammarSandbox:
     """Compiles grammars in children of a separate process. All methods are thread-safe.
 
     Args:
-        tables: Makes the tokenizer's tables (`adapters.grammars.compiler.load_tokenizer`); called
-            in a thread.
+        tables: Makes the bytes of every id (`adapters.grammars.compiler.byte_tables`); called in a
+            thread.
         timeout_s: Processor time per grammar, seconds; waiting and the machine's load do not count.
         memory_bytes: Memory per grammar.
         stack_bytes: Stack per grammar.

@@ -5,7 +5,7 @@ standard library and llguidance, so that forking it takes a millisecond. Started
 `adapters.grammars.sandbox`. Messages in both directions are JSON with a four-byte length prefix;
 closing the socket ends the process and all its children.
 
-To the process: the tokenizer's tables first, then ``{"id", "grammar", "cpu_s", "memory", "stack",
+To the process: the bytes of every id first, then ``{"id", "grammar", "cpu_s", "memory", "stack",
 "nice"}`` to compile one, or ``{"id"}`` alone to kill it. From it: ``{"ready", "rss"}`` or
 ``{"failed"}`` once, then ``{"id", "status", "result"}`` for every child that ended: its wait
 status, and ``{"bytes", "cpu_s"}`` or ``{"refused"}`` if it got that far.
@@ -31,7 +31,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from adapters.grammars.compiler import GrammarRefused, compile_grammar, load_tokenizer, walk
+from adapters.grammars.compiler import GrammarRefused, compile_grammar, load_tokenizer, tokens_of, walk
 
 HEADER = struct.Struct("<I")
 NICE = 10
@@ -81,7 +81,7 @@ def serve(channel: socket.socket) -> None:
     while not messages:
         messages = frames.feed(_received(channel))
     try:
-        tokenizer = load_tokenizer(messages.pop(0))
+        tokenizer = load_tokenizer(tokens_of(messages.pop(0)))
     except Exception as error:  # the process boundary: the reason belongs into the worker's log
         channel.sendall(frame({"failed": f"{type(error).__name__}: {error}"[:500]}))
         return

@@ -12,7 +12,6 @@ import pickle
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
-from copy import copy
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -33,7 +32,8 @@ from adapters.contract import (
     bitmask_of,
 )
 from adapters.grammars.cache import GrammarCache
-from adapters.grammars.compiler import byte_tables, hugging_face_tables, load_tokenizer, short_reason
+from adapters.grammars.compiler import UNWRITABLE, byte_tables, load_tokenizer, short_reason
+from adapters.grammars.lark import as_grammar, token_ranges, with_ids, without_literals
 from adapters.grammars.masks import ThreadMasks, Words
 from adapters.processors.arguments import MAX_LIST, MAX_TEXT
 from adapters.vocabulary import Vocabulary, vocabulary_at
@@ -41,8 +41,9 @@ from adapters.vocabulary import Vocabulary, vocabulary_at
 MAX_SOURCE = 1024 * 1024
 """Most characters of a grammar's source."""
 
-_LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')
 _IGNORED_ATTRIBUTE = re.compile(r"\btemperature\s*=")
+_FORCED_ID = re.compile(rb"\xff\[(\d+)\]")
+"""How llguidance writes a token that is no text, but an id, in the bytes that a grammar forces."""
 
 
 _Words: TypeAlias = tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.int32]]]
@@ -53,39 +54,34 @@ def grammar_cache(vocabulary: Vocabulary) -> GrammarCache:
     """The compiled grammars of ``vocabulary``.
 
     Raises:
-        ValueError: it has no tokenizer that llguidance can read.
+        ValueError: it has no tokenizer.
     """
-    return vocabulary.derived("grammars", lambda: GrammarCache(load_tokenizer(tokenizer_tables(vocabulary))))
+    return vocabulary.derived("grammars", lambda: GrammarCache(load_tokenizer(_token_bytes(vocabulary))))
 
 
 def tokenizer_tables(vocabulary: Vocabulary) -> dict[str, Any]:
-    """The tokenizer as JSON data for llguidance, in this process or a sandbox.
+    """What llguidance knows of the tokens, as JSON data for a sandbox.
 
     Raises:
         ValueError: there is no tokenizer.
     """
+    return byte_tables(_token_bytes(vocabulary))
+
+
+def _token_bytes(vocabulary: Vocabulary) -> Sequence[bytes]:
     if vocabulary.tokenizer is None:
         raise ValueError("a grammar needs a tokenizer, and this model was loaded without one")
-    tokenizer: Any = vocabulary.tokenizer
-    # If ids have gaps, llguidance's own reading of a tokenizer allows ids beyond their number, and
-    # then refuses them.
-    if not hasattr(tokenizer, "backend_tokenizer") or vocabulary.gap_ids:
-        special = sorted(vocabulary.special_token_ids)
-        return byte_tables(vocabulary.token_bytes, special, sorted(vocabulary.eos_token_ids))
-    backend = tokenizer.backend_tokenizer
-    if backend.padding is not None or backend.truncation is not None:
-        backend = copy(backend)  # takes long
-        backend.no_padding()
-        backend.no_truncation()
-    own_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return hugging_face_tables(backend.to_str(), vocabulary.size, sorted(vocabulary.eos_token_ids) or own_end)
+    return vocabulary.token_bytes
 
 
 class GrammarProcessor(SteeringProcessor):
     """Allows exactly the tokens that can continue a text of the grammar.
 
-    An end token is allowed exactly where the text so far is complete, and only end tokens are
-    allowed where nothing can follow, so a complete answer ends. Subclasses define the grammar.
+    A token is text where it has bytes (`Vocabulary.token_bytes`): it is allowed where they can
+    follow, however the tokenizer itself would split the text. Any other one is allowed only where
+    the grammar names it. An end token is allowed exactly where the text so far is complete, and
+    only end tokens are allowed where nothing can follow, so a complete answer ends. Subclasses
+    define the grammar.
     """
 
     stage = Stage.MASK
@@ -102,13 +98,14 @@ class GrammarProcessor(SteeringProcessor):
         self._grammar = self.grammar(args, context.vocabulary)
         self._end = tuple(sorted(context.end_token_ids))
         vocabulary = context.vocabulary
-        # A negated terminal would match llguidance's spelling of them.
+        # A grammar can name any id, or all.
         self._padding = [*vocabulary.gap_ids, *range(vocabulary.num_tokens, vocabulary.size)]
         self._address = vocabulary.address
         try:
-            self._use(grammar_cache(vocabulary))
+            self._use(vocabulary)
         except ValueError as error:
             raise ArgumentError(self.argument, str(error)) from error
+        self._check_named(context)
 
     @classmethod
     @abstractmethod
@@ -119,12 +116,23 @@ class GrammarProcessor(SteeringProcessor):
             ArgumentError: it is malformed.
         """
 
-    def _use(self, cache: GrammarCache) -> None:
-        self._width = cache.tokenizer.vocab_size
+    def _use(self, vocabulary: Vocabulary) -> None:
+        cache = grammar_cache(vocabulary)
         self._compiled = cache.compiled(self._grammar)
-        self._masks = cache.masks
-        self._never, self._ends = _end_words(self._width, [*cache.tokenizer.eos_tokens, *self._padding], self._end)
+        self._masks, self._encode = cache.masks, vocabulary.encode
+        self._never, self._ends = _end_words(vocabulary.size, self._padding, self._end)
         self.reset()
+
+    def _check_named(self, context: Context) -> None:
+        """Raise `ArgumentError` if the grammar names a token that is never sampled where it is."""
+        if "<[" not in self._grammar:
+            return
+        never = context.end_token_ids.union(self._padding)
+        for grammar in json.loads(self._grammar)["grammars"]:
+            for ranges in token_ranges(grammar.get("lark_grammar") or ""):
+                if all(token_id in never for ids in ranges for token_id in ids):
+                    problem = _never_sampled(ranges[0].start, context)
+                    raise ArgumentError(self.argument, f"names the token {problem}")
 
     def reset(self) -> None:
         self._matcher = self._compiled.matcher.deep_copy()
@@ -160,10 +168,16 @@ class GrammarProcessor(SteeringProcessor):
         """The tokens of the text that the grammar forces, as the tokenizer writes it."""
         if self._num_outside or self._violated:
             return ()
-        found: list[int] = self._matcher.compute_ff_tokens()
-        if self._matcher.is_error():  # the limits of a step were for its mask alone: start over
-            self._consumed = -1
-            return ()
+        ahead = self._matcher.deep_copy()  # which keeps the forced bytes, or an error
+        forced = ahead.compute_ff_bytes()
+        found, text = list[int](), ""
+        for index, part in enumerate(_FORCED_ID.split(forced)):
+            text = "" if index % 2 else part.decode(errors="ignore")  # it may end inside a character
+            found += [int(part)] if index % 2 else self._encode(text)
+        if text and (text[-1].isalnum() or text[-1].isspace()):
+            ahead.consume_tokens(found)
+            if not ahead.is_stopped():
+                del found[-1]  # the word may go on
         return found[:limit]
 
     def _compute(self, masks: ThreadMasks) -> bool:
@@ -174,7 +188,8 @@ class GrammarProcessor(SteeringProcessor):
         matcher = self._matcher
         masks.compute(matcher)
         if matcher.is_error():
-            raise Unsatisfiable(f"the grammar exceeded its limits ({short_reason(matcher.get_error())})")
+            reason = short_reason(matcher.get_error(), "")
+            raise Unsatisfiable(f"the grammar exceeded its limits ({reason})" if reason else UNWRITABLE)
         return bool(matcher.is_accepting())
 
     def _correct(self, mask: Words, complete: bool) -> None:
@@ -189,7 +204,7 @@ class GrammarProcessor(SteeringProcessor):
         if self._address is None:
             raise pickle.PicklingError(f"{self.name} can only be rebuilt elsewhere if its vocabulary has a path")
         state = dict(self.__dict__)
-        for name in ("_compiled", "_matcher", "_masks", "_edit"):
+        for name in ("_compiled", "_matcher", "_masks", "_encode", "_edit"):
             del state[name]
         state["_consumed"] = -1  # the history is replayed at the next step
         return state
@@ -197,7 +212,7 @@ class GrammarProcessor(SteeringProcessor):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         assert self._address is not None
-        self._use(grammar_cache(vocabulary_at(*self._address)))
+        self._use(vocabulary_at(*self._address))
 
 
 def _end_words(width: int, never: Sequence[int], ends: Sequence[int]) -> tuple[_Words, _Words]:
@@ -206,8 +221,16 @@ def _end_words(width: int, never: Sequence[int], ends: Sequence[int]) -> tuple[_
     return (cleared, ~words), _words(width, ends)
 
 
+def _never_sampled(token_id: int, context: Context) -> str:
+    """A token and why it cannot stand in an answer."""
+    if token_id in context.end_token_ids:
+        name = json.dumps(context.vocabulary.decode([token_id]), ensure_ascii=False)
+        return f"{name} (id {token_id}), which ends the answer: nothing can follow it"
+    return f"of id {token_id}, which this model does not have"
+
+
 def _words(width: int, token_ids: Sequence[int]) -> _Words:
-    bits = bitmask_of((token_id for token_id in token_ids if token_id < width), width).numpy()
+    bits = bitmask_of(token_ids, width).numpy()
     words = np.flatnonzero(bits)
     return words, bits[words]
 
@@ -292,7 +315,8 @@ class Choice(GrammarProcessor):
 class Grammar(GrammarProcessor):
     """Restricts the answer to what a context-free grammar describes.
 
-    Source: Lark's grammar syntax as llguidance implements it; ``%json`` and ``%regex`` are allowed.
+    Source: Lark's grammar syntax as llguidance implements it; ``%json`` and ``%regex`` are allowed,
+    and tokens that the tokenizer has as one (``<|python_tag|>``), special or not.
     """
 
     name = "grammar"
@@ -306,9 +330,15 @@ class Grammar(GrammarProcessor):
         """See `GrammarProcessor.grammar`."""
         if args.lark.lstrip().startswith("{"):
             raise ArgumentError("lark", "expected a grammar in Lark's syntax, got JSON")
-        if _IGNORED_ATTRIBUTE.search(_LITERALS.sub("", args.lark)):
-            raise ArgumentError("lark", "a rule's temperature cannot be honoured")
-        return str(LLMatcher.grammar_from_lark(args.lark))
+        try:
+            if _IGNORED_ATTRIBUTE.search(without_literals(args.lark)):
+                raise ArgumentError("lark", "a rule's temperature cannot be honoured")
+            source = with_ids(args.lark, lambda name: next(iter(vocabulary.tag(name)), None))
+        except ArgumentError:
+            raise
+        except ValueError as error:
+            raise ArgumentError("lark", str(error)) from error
+        return as_grammar(source)
 
 
 def literal(text: str) -> str:

@@ -253,7 +253,6 @@ class _Source:
     def __init__(self, argument: str, vocabulary: Vocabulary) -> None:
         self._argument, self._vocabulary = argument, vocabulary
         self._contents: list[dict[str, Any]] = []
-        self._special = frozenset(vocabulary.special_token_ids)
         self.rules: list[str] = []
 
     def json(self, schema: dict[str, Any] | bool) -> str:
@@ -308,7 +307,9 @@ class _Source:
         return bool(text) and self._pieces(text)[0][0]
 
     def _pieces(self, text: str) -> list[tuple[bool, str]]:
-        """Runs of ``text``: whether one is a special token, and its Lark expression or the text."""
+        """Runs of ``text``: whether one is a token without bytes, hence a special one, and its Lark
+        expression or the text.
+        """
         if not text:
             return []
         try:
@@ -316,13 +317,13 @@ class _Source:
         except ValueError as error:
             raise ArgumentError(self._argument, str(error)) from error
         found: list[tuple[bool, str]] = []
-        for is_special, run in groupby(token_ids, lambda token_id: token_id in self._special):
+        for is_text, run in groupby(token_ids, lambda token_id: bool(self._vocabulary.token_bytes[token_id])):
             ids = list(run)
-            if is_special:
-                found += [(True, f"<[{token_id}]>") for token_id in ids]
-            else:
+            if is_text:
                 spelled = b"".join(self._vocabulary.token_bytes[token_id] for token_id in ids)
                 found.append((False, spelled.decode()))
+            else:
+                found += [(True, f"<[{token_id}]>") for token_id in ids]
         return found
 
     def grammar(self, blocks: Sequence[_Block], *, begins: bool, many: bool) -> str:

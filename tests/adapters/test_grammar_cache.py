@@ -17,7 +17,7 @@ from test_grammar_sandbox import ENDLESS, FOREVER_S, GOOD, SLOW, TABLES, regex, 
 
 from adapters.grammars import cache as caches
 from adapters.grammars.cache import Compiled, GrammarCache
-from adapters.grammars.compiler import GrammarRefused, load_tokenizer
+from adapters.grammars.compiler import GrammarRefused, load_tokenizer, tokens_of
 from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy
 
 WORDS = ["|".join(f"{number}word{i:04}" for i in range(1000)) for number in range(6)]
@@ -25,7 +25,7 @@ WORDS = ["|".join(f"{number}word{i:04}" for i in range(1000)) for number in rang
 
 @pytest.fixture(scope="module")
 def tokenizer() -> LLTokenizer:
-    return load_tokenizer(TABLES)
+    return load_tokenizer(tokens_of(TABLES))
 
 
 @pytest.fixture(scope="module")

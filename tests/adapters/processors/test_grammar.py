@@ -279,7 +279,8 @@ def test_the_masks_found_last_are_kept():
 
 
 def test_threads_do_not_share_masks():
-    masks = GrammarMasks(grammar_cache(BYTES).tokenizer.vocab_size)
+    masks = grammar_cache(BYTES).masks
+    assert isinstance(masks, GrammarMasks)
     masks.own.clear()
     edits = [masks.own.edit(True, (END,), lambda words, complete: None)]
 

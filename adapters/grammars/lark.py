@@ -1,0 +1,121 @@
+"""Lark grammars as llguidance reads them, as far as it must be known which tokens they name.
+
+llguidance knows tokens by their bytes and ids alone (`adapters.grammars.compiler.load_tokenizer`),
+so names are replaced by ids before it reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+_LEXEME = re.compile(
+    r"""(?P<literal> "(?:\\.|[^"\\])*" | /(?:\\.|[^/\\])+/ | (?://|\#)[^\n]* )
+    | (?P<json> %(?:json|regex|llguidance)\s* )
+    | (?P<token> <[^<>\s]+> )""",
+    re.DOTALL | re.VERBOSE,
+)
+_RANGES = re.compile(r"<\[(?P<ranges>[^^*\]][^\]]*)\]>")
+_JSON = json.JSONDecoder()
+
+Ranges = tuple[range, ...]
+
+
+def as_grammar(source: str) -> str:
+    """A Lark grammar in llguidance's JSON form."""
+    return json.dumps({"grammars": [{"lark_grammar": source}]})
+
+
+class Lexeme(NamedTuple):
+    """A part of a grammar's source that is no rule, name or operator.
+
+    Attributes:
+        kind: ``literal``: a string, a regular expression or a comment; ``json``: a directive and
+            the JSON behind it; ``token``: a token's name, or ids.
+        start: Index of its first character.
+        end: Index behind its last one.
+    """
+
+    kind: Literal["literal", "json", "token"]
+    start: int
+    end: int
+
+
+def lexemes(source: str) -> Iterator[Lexeme]:
+    """The literals, JSON values and tokens of a grammar, in order.
+
+    As in llguidance's lexer; a source that llguidance refuses may be read in any way.
+
+    Raises:
+        ValueError: there is no JSON where there must be.
+    """
+    at = 0
+    while found := _LEXEME.search(source, at):
+        kind, at = found.lastgroup, found.end()
+        assert kind in ("literal", "json", "token")
+        if kind == "json":
+            try:
+                at = _JSON.raw_decode(source, at)[1]
+            except RecursionError:
+                raise ValueError("its JSON is nested too deeply") from None
+            except ValueError:
+                raise ValueError(f"expected JSON behind {found[0].strip()}") from None
+        yield Lexeme(kind, found.start(), at)
+
+
+def without_literals(source: str) -> str:
+    """The source, of which its literals, JSON values and tokens are left out.
+
+    Raises:
+        ValueError: as `lexemes`.
+    """
+    return _replaced(source, lambda lexeme, text: "")
+
+
+def with_ids(source: str, id_of: Callable[[str], int | None]) -> str:
+    """The source with ids in the place of names of tokens: ``<[5]>`` for ``<name>``.
+
+    Args:
+        source: Of a grammar.
+        id_of: The id of the token with a name, None if there is none.
+
+    Raises:
+        ValueError: as `lexemes`, or a token has no id.
+    """
+
+    def replaced(lexeme: Lexeme, text: str) -> str:
+        if lexeme.kind != "token" or (text.startswith("<[") and text.endswith("]>")):
+            return text
+        token_id = id_of(text)
+        if token_id is None:
+            raise ValueError(f"names the token {text[:64]}, which this model does not have")
+        return f"<[{token_id}]>"
+
+    return _replaced(source, replaced)
+
+
+def token_ranges(source: str) -> Iterator[Ranges]:
+    """The ids that each token of the grammar may have, of those that are given as ids.
+
+    Args:
+        source: Of a grammar that llguidance has compiled.
+    """
+    for lexeme in lexemes(source):
+        found = _RANGES.fullmatch(source, lexeme.start, lexeme.end) if lexeme.kind == "token" else None
+        if found is not None:
+            yield tuple(_range(each) for each in found["ranges"].split(",") if each.strip())
+
+
+def _range(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _replaced(source: str, replace: Callable[[Lexeme, str], str]) -> str:
+    parts, at = list[str](), 0
+    for lexeme in lexemes(source):
+        parts += [source[at : lexeme.start], replace(lexeme, source[lexeme.start : lexeme.end])]
+        at = lexeme.end
+    return "".join([*parts, source[at:]])
