@@ -52,6 +52,9 @@ More than JSON Schemas take, which take most: with other threads in the process 
 counters do not say.
 """
 
+FAST_S = 0.05
+"""Processor time of compiling, seconds, up to which a grammar is compiled again within a step."""
+
 TRIM_S = 10.0
 """Seconds of compiling and refusing after which freed memory is returned to the system.
 
@@ -70,10 +73,21 @@ class Compiled:
     Attributes:
         matcher: In its initial state; copied, never advanced.
         num_bytes: Its memory, bytes.
+        cpu_s: Processor time that it took to compile, seconds.
     """
 
     matcher: LLMatcher
     num_bytes: int
+    cpu_s: float
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the lexer, which copies of a matcher share, has exceeded a limit, on whose path
+        ever: then it stays in an error for all of them.
+        """
+        copy = self.matcher.deep_copy()
+        copy.compute_bitmask()
+        return bool(copy.is_error())
 
 
 class GrammarCache:
@@ -128,6 +142,20 @@ class GrammarCache:
         found = self._find(_digest(grammar))  # not counted: `request` was called for it just before
         return found if isinstance(found, Compiled) else self.request(grammar).result()
 
+    def renewed(self, grammar: str, broken: Compiled) -> Compiled | None:
+        """``grammar`` with a lexer that works, in the place of ``broken``.
+
+        It compiles in the caller's thread. None if that would take long.
+        """
+        digest = _digest(grammar)
+        found = self._find(digest)
+        if isinstance(found, Compiled) or broken.cpu_s > FAST_S:
+            return found if isinstance(found, Compiled) else None
+        compiled = Compiled(compile_grammar(self.tokenizer, grammar), broken.num_bytes, broken.cpu_s)
+        with self._lock:
+            self._insert(digest, compiled)
+        return compiled
+
     def request(self, grammar: str, client: Hashable | None = None) -> Future[Compiled]:
         """As `compiled`, without waiting; cancelling the future leaves the sandbox's queue at once.
 
@@ -160,7 +188,13 @@ class GrammarCache:
                 if self._clock() < until:
                     return verdict
                 del self._bad[digest]
-            return self._in_use.get(digest)
+            found = self._in_use.get(digest)
+            if found is None or not found.is_broken:
+                return found
+            del self._in_use[digest]
+            if self._kept.pop(digest, None) is not None:
+                self.num_bytes -= found.num_bytes
+            return None
 
     def _known(self, digest: bytes) -> Verdict | None:
         """For the sandbox: the verdict, if the same grammar has been compiled meanwhile."""
@@ -214,11 +248,12 @@ class GrammarCache:
         running.add_done_callback(partial(_pass_on, wanted))
 
     def _compile_here(self, grammar: str, tried: Verdict | None) -> Compiled:
+        began_s = time.thread_time()
         matcher = compile_grammar(self.tokenizer, grammar)
         if tried is not None:
-            return Compiled(matcher, tried.num_bytes)
+            return Compiled(matcher, tried.num_bytes, tried.cpu_s)
         walk(matcher.deep_copy(), self.tokenizer)
-        return Compiled(matcher, BYTES_PER_CHARACTER * len(grammar))
+        return Compiled(matcher, BYTES_PER_CHARACTER * len(grammar), time.thread_time() - began_s)
 
     def _keep(self, digest: bytes, done: Future[Compiled]) -> None:
         error = done.exception()
@@ -228,13 +263,17 @@ class GrammarCache:
             del self._compiling[digest]
             if error is not None:
                 return
-            compiled = self._in_use[digest] = done.result()
-            if compiled.num_bytes <= self.max_bytes and digest not in self._kept:
-                self._kept[digest] = compiled
-                self.num_bytes += compiled.num_bytes
-                while self.num_bytes > self.max_bytes:
-                    self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+            self._insert(digest, done.result())
         self._trim_now_and_then()
+
+    def _insert(self, digest: bytes, compiled: Compiled) -> None:
+        """Keep ``compiled``; the lock is held."""
+        self._in_use[digest] = compiled
+        if compiled.num_bytes <= self.max_bytes and digest not in self._kept:
+            self._kept[digest] = compiled
+            self.num_bytes += compiled.num_bytes
+            while self.num_bytes > self.max_bytes:
+                self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
 
     def _trim_now_and_then(self) -> None:
         now = self._clock()

@@ -41,6 +41,9 @@ from adapters.vocabulary import Vocabulary, vocabulary_at
 MAX_SOURCE = 1024 * 1024
 """Most characters of a grammar's source."""
 
+MAX_LEXERS = 4
+"""Times that a request may compile its grammar: see `GrammarCache.renewed`."""
+
 _IGNORED_ATTRIBUTE = re.compile(r"\btemperature\s*=")
 _FORCED_ID = re.compile(rb"\xff\[(\d+)\]")
 """How llguidance writes a token that is no text, but an id, in the bytes that a grammar forces."""
@@ -101,6 +104,7 @@ class GrammarProcessor(SteeringProcessor):
         # A grammar can name any id, or all.
         self._padding = [*vocabulary.gap_ids, *range(vocabulary.num_tokens, vocabulary.size)]
         self._address = vocabulary.address
+        self._num_lexers = 1
         try:
             self._use(vocabulary)
         except ValueError as error:
@@ -117,9 +121,9 @@ class GrammarProcessor(SteeringProcessor):
         """
 
     def _use(self, vocabulary: Vocabulary) -> None:
-        cache = grammar_cache(vocabulary)
-        self._compiled = cache.compiled(self._grammar)
-        self._masks, self._encode = cache.masks, vocabulary.encode
+        self._cache = grammar_cache(vocabulary)
+        self._compiled = self._cache.compiled(self._grammar)
+        self._masks, self._encode = self._cache.masks, vocabulary.encode
         self._never, self._ends = _end_words(vocabulary.size, self._padding, self._end)
         self.reset()
 
@@ -136,6 +140,7 @@ class GrammarProcessor(SteeringProcessor):
 
     def reset(self) -> None:
         self._matcher = self._compiled.matcher.deep_copy()
+        self._renew(0)
         self._edit: Allow | None = None
         self._num_outside = 0
         self._violated = False
@@ -144,9 +149,29 @@ class GrammarProcessor(SteeringProcessor):
         self._edit = None
         if self._num_outside or (token_id in self._end and self._matcher.is_accepting()):
             self._num_outside += 1
-        elif not self._matcher.consume_tokens([token_id]):  # the grammar forbids it
+        elif not self._take(token_id, index):  # the grammar forbids it
             self._num_outside = 1
             self._violated = True
+
+    def _take(self, token_id: int, index: int) -> bool:
+        if self._matcher.consume_tokens([token_id]):
+            return True
+        return self._renew(index) and bool(self._matcher.consume_tokens([token_id]))
+
+    def _renew(self, num_tokens: int) -> bool:
+        """Take the first tokens again with a new lexer, if the one that requests share has failed.
+
+        Only a few times: it compiles the grammar.
+        """
+        if self._num_lexers == MAX_LEXERS or not self._compiled.is_broken:
+            return False
+        renewed = self._cache.renewed(self._grammar, self._compiled)
+        if renewed is None:
+            return False
+        self._compiled = renewed
+        self._num_lexers += 1
+        self._matcher = renewed.matcher.deep_copy()
+        return bool(self._matcher.consume_tokens(self._tokens[self._prompt_length :][:num_tokens]))
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         self._edit = None
@@ -185,12 +210,13 @@ class GrammarProcessor(SteeringProcessor):
         if self._num_outside:  # the answer has ended
             masks.clear()
             return True
-        matcher = self._matcher
-        masks.compute(matcher)
-        if matcher.is_error():
-            reason = short_reason(matcher.get_error(), "")
+        masks.compute(self._matcher)
+        if self._matcher.is_error() and self._renew(self.num_generated):
+            masks.compute(self._matcher)
+        if self._matcher.is_error():
+            reason = short_reason(self._matcher.get_error(), "")
             raise Unsatisfiable(f"the grammar exceeded its limits ({reason})" if reason else UNWRITABLE)
-        return bool(matcher.is_accepting())
+        return bool(self._matcher.is_accepting())
 
     def _correct(self, mask: Words, complete: bool) -> None:
         """Clear the ids that are never sampled; set the end tokens if the text is ``complete``."""
@@ -204,7 +230,7 @@ class GrammarProcessor(SteeringProcessor):
         if self._address is None:
             raise pickle.PicklingError(f"{self.name} can only be rebuilt elsewhere if its vocabulary has a path")
         state = dict(self.__dict__)
-        for name in ("_compiled", "_matcher", "_masks", "_encode", "_edit"):
+        for name in ("_cache", "_compiled", "_matcher", "_masks", "_encode", "_edit"):
             del state[name]
         state["_consumed"] = -1  # the history is replayed at the next step
         return state

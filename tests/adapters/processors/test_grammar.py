@@ -512,3 +512,30 @@ def test_pickling_without_a_path_says_so():
 def test_arguments_are_bounded(kind: type[GrammarProcessor], args: dict[str, Any]):
     with pytest.raises(ValueError, match="validation error"):
         kind.Args.model_validate(args)
+
+
+def test_a_request_that_explodes_leaves_others_with_the_same_grammar_alone(
+    real: Context, monkeypatch: pytest.MonkeyPatch
+):
+    """llguidance's copies of a matcher share a lexer, which stays in an error."""
+    monkeypatch.setattr(compiler, "PROBE_STEPS", 1)
+    pattern = "((b{1,200}){1,199}){1,200}"
+    bomb, before, after = [built(Regex, real, pattern=pattern) for _ in range(3)]
+
+    def masks(chain: ProcessorChain) -> list[set[int]]:
+        found = []
+        for _ in range(8):
+            found.append(allowed(chain))
+            chain.accept(min(allowed_by_plan(chain)), chain.position)
+        return found
+
+    def explode() -> None:
+        for _ in range(200):
+            bomb.accept(min(allowed_by_plan(bomb)), bomb.position)
+
+    expected = masks(before)
+    with pytest.raises(ProcessorFailed, match="exceeded its limits"):
+        explode()
+    assert allowed(before)
+    before.rewind(len(PROMPT))
+    assert masks(before) == masks(after) == masks(built(Regex, real, pattern=pattern)) == expected
