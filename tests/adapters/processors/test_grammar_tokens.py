@@ -9,19 +9,33 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 from small_tokenizers import MODELS, vocabulary_like
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from adapters.chain import ProcessorChain, apply_edits, plan_rows
-from adapters.contract import Context
-from adapters.grammars.compiler import compile_grammar, walk
+from adapters.contract import ArgumentError, Context
+from adapters.grammars import compiler
+from adapters.grammars.compiler import compile_grammar, load_tokenizer, walk
+from adapters.grammars.sandbox import GrammarSandbox
 from adapters.processors.forcing import ForcedPrefix
-from adapters.processors.grammar import Choice, Grammar, GrammarProcessor, JsonSchema, Regex, grammar_cache
+from adapters.processors.grammar import (
+    Choice,
+    Grammar,
+    GrammarProcessor,
+    JsonSchema,
+    Regex,
+    grammar_cache,
+    tokenizer_tables,
+)
 from adapters.processors.masks import BannedTokens
 from adapters.processors.structural import FORMATS, StructuralTag, ToolCalls
 from adapters.vocabulary import Vocabulary
@@ -170,3 +184,274 @@ def test_a_mask_of_any_texts_is_what_can_continue(model: str, texts: list[str], 
         escaped = [text.replace('"', '\\"').replace("\n", "\\n") for text in texts]
         chain = built(context, (Grammar, {"lark": "start: " + " | ".join(f'"{text}"' for text in escaped)}))
     follow_to_the_end(chain, {answer(context.vocabulary, text) for text in texts}, choose)
+
+
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, "</tool_call>"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "one", "arguments": %s}\n</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "one", "parameters": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "one", "arguments": %s}]',
+    "nemotron_deci": '<TOOLCALL>[{"name": "one", "arguments": %s}]</TOOLCALL>',
+    "phi4": 'functools[{"name": "one", "arguments": %s}]',
+}
+
+
+def calls(format_: str, **options: Any) -> tuple[type[ToolCalls], dict[str, Any]]:
+    return ToolCalls, {"format": format_, "tools": [{"name": "one", "parameters": ARGUMENTS}], **options}
+
+
+def tags(marks: Sequence[str], end: str, **options: bool) -> tuple[type[StructuralTag], dict[str, Any]]:
+    given = [{"begin": f"{mark}=", "content": {"type": "regex", "pattern": "[ab]"}, "end": end} for mark in marks]
+    return StructuralTag, {
+        "format": {"type": "triggered_tags", "triggers": list(marks), "tags": given, **options}
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_mask_of_a_required_call_is_what_can_continue(model: str, name: str):
+    context = context_of(model)
+    texts = [CALLS[name] % f'{{"a":{value}}}' for value in ("1", '"</tool_call>"')]
+    language = {answer(context.vocabulary, text, named=True) for text in texts}
+    for seed in range(4):
+        chain = built(context, calls(name, choice="required", parallel=False))
+        follow_to_the_end(chain, language, random.Random(seed))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_mask_of_a_tag_is_what_can_continue(model: str):
+    """Whatever the marks of a tag are: text, an added token, special or not."""
+    context, added = context_of(model), MODELS[model]
+    marks = [*added.special[added.num_ends :], *added.plain[:3], "<f", "[f"]
+    for mark in (mark for mark in marks if mark.strip("\n▁")):
+        for end in ("!", *marks[:2]):
+            language = {answer(context.vocabulary, f"{mark}={x}{end}", named=True) for x in "ab"}
+            chain = built(context, tags([mark], end, at_least_one=True, stop_after_first=True))
+            follow_to_the_end(chain, language, random.Random(0))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_free_text_and_a_call_can_be_written_in_any_tokens(model: str, name: str):
+    context = context_of(model)
+    call = CALLS[name] % '{"a":"</tool_call>"}'
+    others = [mark for mark in MODELS[model].plain if mark not in call]
+    text = f"Let me see, {''.join(others)} é😀: {call}"
+    for seed in range(4):
+        choose = random.Random(seed)
+        chain = built(context, calls(name))
+        for token_id in segmented(context.vocabulary, answer(context.vocabulary, text, named=True), choose):
+            options = allowed(chain)
+            assert token_id in options, (context.vocabulary.decode([token_id]), chain.tokens)
+            check_that_each_can_be_taken(chain, choose.sample(sorted(options), min(12, len(options))))
+            chain.accept(token_id, chain.position)
+        assert context.end_token_ids <= allowed(chain)
+
+
+def check_that_each_can_be_taken(chain: ProcessorChain, options: Iterable[int]) -> None:
+    for token_id in options:
+        chain.accept(token_id, chain.position)
+        chain.plan()
+        chain.rewind(chain.position - 1)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["<tag>", "[tag]", "é"]}, "maxItems": 3},
+        "n": {"type": "number"},
+    },
+    "required": ["name", "tags"],
+}
+ENDLESS: list[tuple[Any, dict[str, Any]]] = [
+    (JsonSchema, {"schema": SCHEMA}),
+    (JsonSchema, {"schema": SCHEMA, "compact": False}),
+    (JsonSchema, {"schema": True}),
+    (Regex, {"pattern": "(?s:.){0,40}"}),
+    (Regex, {"pattern": r"[^<]*(</think>|\[/INST\])\p{L}+"}),
+    (Grammar, {"lark": 'start: T | x\nT: ~/(?s:.*)never(?s:.*)/\nx: "a" x "b" | "</think>"'}),
+    (Grammar, {"lark": 'start: <[*]> "x" <[^5]> y*\ny[lazy]: /[a-z]*;/\n%ignore /[ ]+/'}),
+    (Grammar, {"lark": 'start: s "d" m\ns[suffix="c"]: /[abé]*/\nm[max_tokens=3]: /[a-z]*/'}),
+    (Grammar, {"lark": f"start: %json {{\"const\": \"<tool_call>\"}} | {'(' * 9}\"x\"{')' * 9}"}),
+    *(calls(name) for name in FORMATS),
+    tags(["<tool_call>", "<f"], "[/INST]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("kind", "args"), ENDLESS, ids=lambda value: getattr(value, "name", ""))
+def test_each_token_that_a_mask_allows_can_be_taken(model: str, kind: type[GrammarProcessor], args: dict[str, Any]):
+    context = context_of(model)
+    for seed in range(3):
+        choose = random.Random(seed)
+        chain = built(context, (kind, args))
+        for _ in range(25):
+            options = allowed(chain)
+            assert options.isdisjoint(context.vocabulary.gap_ids)
+            check_that_each_can_be_taken(chain, choose.sample(sorted(options), min(6, len(options))))
+            token_id = choose.choice(sorted(options))
+            chain.accept(token_id, chain.position)
+            if token_id in context.end_token_ids:
+                break
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_trial_of_a_grammar_knows_the_same_tokens(model: str):
+    vocabulary = vocabulary_like(model)
+    tokenizer = grammar_cache(vocabulary).tokenizer
+    for kind, args in [*((kind, args) for kind, args, _ in LANGUAGES), *ENDLESS]:
+        walk(compile_grammar(tokenizer, kind.grammar(kind.Args.model_validate(args), vocabulary)), tokenizer)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_forced_text_and_a_grammar_go_together(model: str):
+    """In whatever tokens the text is forced, the grammar takes it, and goes on behind it."""
+    context = context_of(model)
+    texts = [f'{{"a":"{value}"}}' for value in ("", "ab", "</think>", "the quick é")]
+    schema = {**OBJECT, "properties": {"a": {"enum": [text[6:-2] for text in texts]}}, "required": ["a"]}
+    language = {answer(context.vocabulary, text) for text in texts}
+    for text in texts:
+        for length in range(1, len(text)):
+            chain = built(context, (ForcedPrefix, {"text": text[:length]}), (JsonSchema, {"schema": schema}))
+            for token_id in context.vocabulary.encode(text[:length]):
+                assert chain.plan().force == token_id
+                chain.accept(token_id, chain.position)
+            assert allowed(chain) == expected(context, language, answer(context.vocabulary, text[:length]))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_text_is_written_without_tokens_that_are_banned(model: str):
+    context = context_of(model)
+    text = "the quick <think>"
+    banned = sorted({token_id for token_id in context.vocabulary.encode(text) if len(symbols_of(context.vocabulary)[token_id]) > 1})
+    choices = (Choice, {"choices": [text]})
+    chain = built(context, choices, (BannedTokens, {"token_ids": banned}))
+    so_far: Symbols = ()
+    while so_far != answer(context.vocabulary, text):
+        options = expected(context, {answer(context.vocabulary, text)}, so_far) - set(banned)
+        assert allowed(chain) == options
+        so_far += symbols_of(context.vocabulary)[max(options)]
+        chain.accept(max(options), chain.position)
+
+
+def test_the_sandbox_finds_what_cannot_be_written():
+    vocabulary = vocabulary_like("qwen")
+    grammars = [ToolCalls.grammar(ToolCalls.Args.model_validate(calls("hermes")[1]), vocabulary)]
+    grammars += [Choice.grammar(Choice.Args(choices=[text]), vocabulary) for text in ("</think>", "<|im_end|>")]
+    letters = Vocabulary(4, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, []))))
+    with GrammarSandbox(partial(tokenizer_tables, vocabulary)) as sandbox:
+        assert [sandbox.submit(grammar).result(60).outcome for grammar in grammars] == ["compiled"] * 3
+    with GrammarSandbox(partial(tokenizer_tables, letters)) as sandbox:
+        found = [sandbox.submit(str(LLMatcher.grammar_from_regex(text))).result(60) for text in ("ab", "ab(c|d)", "c")]
+    assert [one.outcome for one in found] == ["compiled", "refused", "refused"]
+    assert found[1].problem == "no token of this model goes on with a text of it"
+
+
+NAMED: list[tuple[Any, dict[str, Any], str]] = [
+    (Grammar, {"lark": 'start: "a" <|im_end|> "b"'}, "lark"),
+    (Grammar, {"lark": 'start: "a" (<[399]> | "b")'}, "lark"),
+    (Grammar, {"lark": 'start: x\nx: "/" /["#]/ <[399,400-400]> // <|im_start|>'}, "lark"),
+    (Grammar, {"lark": 'start: %lark {\nstart: "a" <|endoftext|>\n}'}, "lark"),
+    (*tags(["<f"], "<|im_end|>"), "format"),
+    (*tags(["<|endoftext|>"], "!"), "format"),
+    (*calls("llama3_json"), "tools"),
+]
+
+
+@pytest.mark.parametrize(("kind", "args", "argument"), NAMED)
+def test_a_grammar_that_names_an_end_token_is_refused(kind: type[GrammarProcessor], args: dict[str, Any], argument: str):
+    """By name or by id, special or not: the answer would end there."""
+    vocabulary = vocabulary_like("qwen")
+    ends = vocabulary.eos_token_ids | set(vocabulary.tag("<|python_tag|>"))
+    with pytest.raises(ArgumentError, match=r'names the token "<\|.*" \(id \d+\), which ends the answer') as caught:
+        built(Context(vocabulary, end_token_ids=ends), (kind, args))
+    assert caught.value.argument == argument
+    others = {vocabulary.tag("<|im_start|>")[0]}
+    assert allowed(built(Context(vocabulary, end_token_ids=frozenset(others)), (kind, args)))
+
+
+def test_an_end_token_that_is_text_can_be_written_in_others():
+    vocabulary = vocabulary_like("qwen")
+    context = Context(vocabulary, end_token_ids=frozenset(vocabulary.tag("</think>")))
+    follow_to_the_end(built(context, (Choice, {"choices": ["</think>"]})), {answer(vocabulary, "</think>")}, random.Random(0))
+    chain = built(context, tags(["<f"], "</think>", at_least_one=True, stop_after_first=True))
+    follow_to_the_end(chain, {answer(vocabulary, f"<f={x}</think>") for x in "ab"}, random.Random(0))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_lark_grammar_names_tokens_as_the_tokenizer_does(model: str):
+    context, added = context_of(model), MODELS[model]
+    names = [name for name in (*added.special[added.num_ends :], *added.plain) if re.fullmatch(r"<[^<>\s]+>", name)]
+    for name in names:
+        source = f'start: "{name}" {name} x // {name}\nx: /{name.replace("/", chr(92) + "/")}/ %json {{"const": "{name}"}} | "#" {name}'
+        (token_id,) = context.vocabulary.tag(name)
+        chain = built(context, (Grammar, {"lark": source}))
+        for one in [*context.vocabulary.encode(name[:2]), *context.vocabulary.encode(name[2:])]:
+            chain.accept(one, chain.position)
+        assert allowed(chain) == {token_id}
+        chain.accept(token_id, chain.position)
+        for one in context.vocabulary.encode("#"):
+            chain.accept(one, chain.position)
+        assert allowed(chain) == {token_id}
+        chain.accept(token_id, chain.position)
+        assert allowed(chain) == context.end_token_ids
+
+
+@pytest.mark.parametrize(
+    ("lark", "problem"),
+    [
+        ('start: "a" <nothing>', "names the token <nothing>, which this model does not have"),
+        ('start: "a" <[410]>', "names the token of id 410, which this model does not have"),
+        ('start: "a" <[9999]>', "Token range end too large"),
+        ("start: <[a]>", "invalid digit"),
+        ("start: %json", "expected JSON behind %json"),
+        ("start: %json " + "[" * 200_000, "nested too deeply"),
+    ],
+)
+def test_tokens_that_a_grammar_cannot_name_are_refused(lark: str, problem: str):
+    with pytest.raises(ArgumentError, match=problem) as caught:
+        built(context_of("qwen"), (Grammar, {"lark": lark}))
+    assert caught.value.argument == "lark"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_a_grammar_foresees_is_the_text_that_it_forces(model: str):
+    context = context_of(model)
+    vocabulary = context.vocabulary
+    for (kind, args), text in (
+        ((Choice, {"choices": ["the quick brown fox"]}), "the quick brown fox"),
+        ((Choice, {"choices": ["the answer: yes", "the answer: no"]}), "the answer:"),
+        ((Choice, {"choices": ["中! é", "中! a"]}), "中!"),
+        ((Choice, {"choices": ["!é", "!è"]}), "!"),
+        ((JsonSchema, {"schema": OBJECT}), '{"name":"'),
+        (calls("llama3_json", choice="required"), '<|python_tag|>{"name": "one", "parameters": {"a":'),
+    ):
+        chain = built(context, (kind, args))
+        foreseen = list(chain.foresee(64))
+        assert vocabulary.decode(foreseen).strip() == text
+        assert list(chain.foresee(2)) == foreseen[:2]
+        for token_id in foreseen:
+            assert token_id in allowed(chain)
+            chain.accept(token_id, chain.position)
+
+
+@pytest.mark.parametrize("length", [1023, 1024, 1025, 5000])
+def test_a_token_that_is_too_long_for_a_mask_is_written_in_others(length: int):
+    """llguidance's trie ends at 1,024 bytes."""
+    pieces = {"a": 0, "a" * length: 1, "</s>": 2}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(pieces, [])), eos_token="</s>")
+    context = Context(Vocabulary(3, tokenizer, [2]), end_token_ids=frozenset({2}))
+    chain = built(context, (Regex, {"pattern": "a*"}))
+    assert allowed(chain) == ({0, 1, 2} if length <= 1024 else {0, 2})
+
+
+def test_tokens_that_llguidance_reads_otherwise_are_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler, "_is_text", lambda token: True)
+    with pytest.raises(ValueError, match=r"llguidance 1\.\S+ reads the tokens \[1\] of this model otherwise"):
+        load_tokenizer([b"a", b"\xff", b"b"])
