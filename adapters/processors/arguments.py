@@ -31,6 +31,7 @@ __all__ = [
     "Text",
     "TokenId",
     "TokenIds",
+    "check_no_end",
     "check_tokens",
     "encode",
 ]
@@ -79,3 +80,10 @@ def check_tokens(context: Context, argument: str, token_ids: Sequence[int]) -> N
         if token_id >= context.vocabulary.num_tokens or token_id in context.vocabulary.gap_ids:
             expected = f"token ids between 0 and {context.vocabulary.num_tokens - 1}"
             raise ArgumentError(argument, f"expected {expected}, got {token_id}, which is padding")
+
+
+def check_no_end(context: Context, argument: str, token_ids: Sequence[int]) -> None:
+    """Raise `ArgumentError` if a token of a text that will be written would end the answer."""
+    for i, token_id in enumerate(token_ids):
+        if token_id in context.end_token_ids:
+            raise ArgumentError(argument, f"token {i}, id {token_id}, would end the answer there")

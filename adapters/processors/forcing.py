@@ -21,7 +21,7 @@ from adapters.contract import (
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.processors.arguments import Phrase, Text, check_tokens, encode
+from adapters.processors.arguments import Phrase, Text, check_no_end, check_tokens, encode
 from adapters.processors.characters import MOST_MISSING, split_characters
 from adapters.vocabulary import byte_index
 
@@ -46,7 +46,7 @@ class ForcedSequence(SteeringProcessor):
         argument, ids = _phrase(args, context)
         if ids[-1] not in context.end_token_ids:
             ids = [*ids, end_token(context, argument)]
-        _check_no_end(context, argument, ids[:-1])
+        check_no_end(context, argument, ids[:-1])
         _check_room(context, argument, len(ids) - 1)
         self._forces = [Force(token_id) for token_id in ids]
 
@@ -76,7 +76,7 @@ class ForcedPrefix(SteeringProcessor):
 
     def __init__(self, args: Args, context: Context) -> None:
         self._argument, self._ids = _phrase(args, context)
-        _check_no_end(context, self._argument, self._ids)
+        check_no_end(context, self._argument, self._ids)
         _check_room(context, self._argument, len(self._ids))
         self._edits: list[Edit] = [Force(token_id) for token_id in self._ids]
 
@@ -169,7 +169,7 @@ class ForceLastPhrase(SteeringProcessor):
     def __init__(self, args: Args, context: Context) -> None:
         ids = encode(context, "text", args.text)
         check_tokens(context, "text", ids)
-        _check_no_end(context, "text", ids)
+        check_no_end(context, "text", ids)
         _check_room(context, "text", len(ids) + 1)
         self._forces = [Force(token_id) for token_id in (*ids, end_token(context, "text"))]
         self._max_tokens = context.max_tokens
@@ -261,12 +261,6 @@ def _phrase(args: Phrase, context: Context) -> tuple[str, list[int]]:
     ids = args.ids(context)
     check_tokens(context, argument, ids)
     return argument, ids
-
-
-def _check_no_end(context: Context, argument: str, ids: Sequence[int]) -> None:
-    for i, token_id in enumerate(ids):
-        if token_id in context.end_token_ids:
-            raise ArgumentError(argument, f"token {i}, id {token_id}, would end the answer there")
 
 
 def _check_room(context: Context, argument: str, num_tokens: int) -> None:

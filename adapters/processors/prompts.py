@@ -27,7 +27,7 @@ from adapters.contract import (
     SteeringProcessor,
     Unsatisfiable,
 )
-from adapters.processors.arguments import PositiveCount, Text, encode
+from adapters.processors.arguments import PositiveCount, Text, check_no_end, encode
 from adapters.processors.characters import MOST_MISSING, split_characters
 from adapters.vocabulary import ByteIndex, byte_index
 from adapters.vocabulary.text_match import TextMatcher
@@ -90,6 +90,7 @@ class TriggerPhrase(SteeringProcessor):
 
     def __init__(self, args: Args, context: Context) -> None:
         self._phrase = encode(context, "text", args.text)
+        check_no_end(context, "text", self._phrase)
         self._forces = [Force(token_id) for token_id in self._phrase]
         self._after, self._times = args.after_tokens, args.times
         self._trigger: TextMatcher | None = None
@@ -203,6 +204,8 @@ class _Choices:
             raise ArgumentError("choices", "expected a request with an end token, this one has none")
         self.ends = sorted(context.end_token_ids)
         self.sequences = [encode(context, "choices", choice) for choice in args.choices]
+        for sequence in self.sequences:
+            check_no_end(context, "choices", sequence)
         if len(set(map(tuple, self.sequences))) < len(self.sequences):
             raise ArgumentError("choices", "expected choices that differ")
         self.trie = _Trie(self.sequences)

@@ -18,7 +18,7 @@ from adapters.contract import (
     SteeringProcessor,
     turn_begin,
 )
-from adapters.processors.arguments import Count, Text, encode
+from adapters.processors.arguments import Count, Text, check_no_end, encode
 from adapters.processors.characters import MOST_MISSING, split_characters
 from adapters.vocabulary import byte_index
 from adapters.vocabulary.text_match import TextMatcher, continuations
@@ -90,6 +90,7 @@ class ThinkingBudget(SteeringProcessor):
         self._tokens_allowed, self._grace = args.tokens, args.grace
         _, self._opening = _tag("start", args.start, context.think_start, context)
         end, self._closing = _tag("end", args.end, context.think_end, context)
+        check_no_end(context, "end", end[:-1])  # an answer may end with its thinking
         self._forces = tuple(map(Force, continuations(context.vocabulary, end, self._closing)))
         self._message = _message(args.message, self._closing, context)
         self._says = tuple(map(Force, self._message))
@@ -214,6 +215,7 @@ def _message(text: str | None, closing: TextMatcher, context: Context) -> list[i
     if text is None:
         return []
     ids, matched = encode(context, "message", text), 0
+    check_no_end(context, "message", ids)
     for token_id in ids:
         matched, before = closing.step(matched, token_id)
         if before >= 0:

@@ -276,3 +276,21 @@ def test_it_needs_a_tokenizer() -> None:
     args = PhraseBan.Args(phrases=["x"])
     with pytest.raises(ArgumentError, match="phrases: "):
         PhraseBan(args, Context(Vocabulary(50)))
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_an_end_token_that_completes_a_phrase_is_part_of_it_where_it_is_shown(engine: Engine, shown: bool) -> None:
+    (free,) = engine.generate(PROMPTS[0], params())
+    decode, ids = engine.tokenizer.decode, free.token_ids
+    at = next(i for i in range(2, len(ids)) if ids[i] not in ids[:i] and "\ufffd" not in decode(ids[i - 1 : i + 1]))
+    phrase = decode(ids[at - 1 : at + 1])
+    ends = params(stop_token_ids=[ids[at]], include_stop_str_in_output=shown)
+    (ended,) = engine.generate(PROMPTS[0], ends)
+    assert (ended.finish_reason, ended.outputs[0].stop_reason) == ("stop", ids[at])
+    (found,) = engine.generate(PROMPTS[0], ends, processors=ban(phrase))
+    assert found.text is not None
+    assert phrase.casefold() not in found.text.casefold()
+    rollbacks = found.outputs[0].receipt.as_json()["processors"][0].get("rollbacks", 0)  # type: ignore[union-attr]
+    assert (rollbacks > 0) == shown
+    if not shown:  # the end token's text is no part of the answer
+        assert (found.text, found.outputs[0].stop_reason) == (ended.text, ids[at])

@@ -429,7 +429,7 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     ends = token in request.end_ids or len(request.tokens) >= request.limit
     output = Output(request.id, token, logprobs)
     if chain is not None:
-        if chain.backtracks and token not in request.end_ids:
+        if chain.backtracks and (token not in request.end_ids or request.params.include_stop_str_in_output):
             chain.accept(token, len(request.tokens) - 1)
             if (position := chain.take_back()) is not None:
                 return _rolled_back(request, chain, position)
