@@ -33,7 +33,7 @@ CORPUS = [
 
 
 def _byte_level(*, nfc: bool = False, special: tuple[str, ...] = (), size: int = 420) -> Tokenizer:
-    """As Qwen, Llama 3, DeepSeek and GPT-OSS have: all bytes, pieces that end within a character."""
+    """As Qwen, Llama 3, DeepSeek and GPT-OSS have: bytes, and pieces that end in a character."""
     tokenizer = Tokenizer(models.BPE())
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -117,9 +117,9 @@ MODELS = {
         lambda: _byte_fallback(_MISTRAL, ("[THINK]",), first_space=True), _MISTRAL, ("[THINK]", "[/THINK]"), padding=0
     ),
     "deepseek": Model(
-        lambda: _byte_level(special=("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")),
-        ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
-        ("<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<think>", "</think>"),
+        lambda: _byte_level(special=("<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>")),
+        ("<\uff5cend▁of▁sentence\uff5c>", "<\uff5cbegin▁of▁sentence\uff5c>"),
+        ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<\uff5ctool▁calls▁begin\uff5c>", "<think>", "</think>"),
         padding=64,
     ),
     "gpt-oss": Model(

@@ -111,7 +111,7 @@ class GrammarCache:
     ) -> None:
         self.tokenizer = tokenizer
         self.sandbox: GrammarSandbox | None = None
-        self.masks = GrammarMasks(tokenizer.eos_token // 32)
+        self.masks = GrammarMasks(tokenizer.eos_token // 32)  # its end token is the first bit behind a row's words
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_hits = 0

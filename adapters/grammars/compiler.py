@@ -19,12 +19,12 @@ PROBE_STEPS = 48
 """Tokens that a new grammar is advanced by: some compile cheaply and only explode later."""
 
 MAX_TOKEN_BYTES = 1024
-"""Longest token of a mask, bytes: what llguidance's trie can hold. A longer one is never allowed."""
+"""Longest token that llguidance's trie can hold, bytes; a longer one is never allowed."""
 
 UNWRITABLE = "no token of this model goes on with a text of it"
 
 _MARK = b"\xff"
-_UNFORCED = {"name": "without forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
+_UNFORCED = json.dumps({"name": "no forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'})
 
 _REASON = 160
 _QUOTED = re.compile(r'"([^"]*)"?|\(at .*')
@@ -68,11 +68,11 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 def _unforced(grammar: str) -> str:
     """``grammar``, whose masks leave the choice of tokens to the model where they force the text.
 
-    An option of one grammar holds for all that are compiled with it.
+    An option of one grammar holds for all that are compiled with it: another one is added to their
+    list, which the last bracket closes.
     """
-    made = json.loads(grammar)
-    made["grammars"].append(_UNFORCED)
-    return json.dumps(made)
+    head, bracket, tail = grammar.rpartition("]")
+    return f"{head}, {_UNFORCED}{bracket}{tail}"
 
 
 def walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
@@ -92,7 +92,8 @@ def walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
         # Spread over the ids, so that the path includes long tokens and rare branches.
         token_id = _next_set_bit(allowed, step * 7919 % tokenizer.vocab_size)
         if not matcher.consume_token(token_id):
-            raise GrammarRefused(f"token {token_id} is allowed, but cannot be taken: {short_reason(matcher.get_error())}")
+            reason = short_reason(matcher.get_error())
+            raise GrammarRefused(f"token {token_id} is allowed and cannot be taken: {reason}")
 
 
 def _next_set_bit(bits: int, start: int) -> int:

@@ -194,11 +194,13 @@ class GrammarProcessor(SteeringProcessor):
         if self._num_outside or self._violated:
             return ()
         ahead = self._matcher.deep_copy()  # which keeps the forced bytes, or an error
-        forced = ahead.compute_ff_bytes()
         found, text = list[int](), ""
-        for index, part in enumerate(_FORCED_ID.split(forced)):
-            text = "" if index % 2 else part.decode(errors="ignore")  # it may end inside a character
-            found += [int(part)] if index % 2 else self._encode(text)
+        for index, part in enumerate(_FORCED_ID.split(ahead.compute_ff_bytes())):
+            if index % 2:
+                found.append(int(part))
+            else:
+                text = part.decode(errors="ignore")  # it may end inside a character
+                found += self._encode(text)
         if text and (text[-1].isalnum() or text[-1].isspace()):
             ahead.consume_tokens(found)
             if not ahead.is_stopped():

@@ -121,7 +121,8 @@ class Vocabulary:
     def token_bytes(self) -> list[bytes]:
         """UTF-8 bytes of each id, ``b""`` for special tokens and padding.
 
-        Tokens that are part of a character keep their single bytes.
+        Tokens that are part of a character keep their single bytes. Processors and grammars know no
+        other classification of tokens: one with bytes is text, whatever its text looks like.
         """
         if self.tokenizer is None:
             raise ValueError("token bytes need a tokenizer, and this model was loaded without one")

@@ -87,7 +87,7 @@ def allowed(chain: ProcessorChain) -> set[int]:
 
 
 def expected(context: Context, language: Iterable[Symbols], so_far: Symbols) -> set[int]:
-    """Tokens that can follow ``so_far``: those of one of the answers, and the ends behind a whole one."""
+    """Tokens that can follow ``so_far`` in one of the answers, and the ends behind a whole one."""
     rest = {one[len(so_far) :] for one in language if one[: len(so_far)] == so_far}
     found = {
         token_id
@@ -135,6 +135,9 @@ OBJECT = {
     "additionalProperties": False,
 }
 OBJECTS = [f'{{"name":"{name}","a":1}}' for name in ("the quick", "</think>", "é")]
+TAGGED = [f"{a}{b}{c}" for a in ("the ", "<table>") for b in ("the ", "<table>") for c in ("", "é", "中")]
+QUICK = [f"the{a}{b}" for a in ("", " quick") for b in ("<think>", "a\n", "b\n", "aa\n", "ab\n", "ba\n", "bb\n")]
+MARKED = ["<tag>", "[tag]", "<\uff5cUser\uff5c>"]
 LANGUAGES: list[tuple[type[GrammarProcessor], dict[str, Any], list[str]]] = [
     (Choice, {"choices": ["</think>"]}, ["</think>"]),
     (Choice, {"choices": ["the quick brown fox"]}, ["the quick brown fox"]),
@@ -142,16 +145,12 @@ LANGUAGES: list[tuple[type[GrammarProcessor], dict[str, Any], list[str]]] = [
     (Choice, {"choices": ["<tool_call>", "<tool", " <tool_call> "]}, ["<tool_call>", "<tool", " <tool_call> "]),
     (Choice, {"choices": ["😀", "😁", "é", "中", "\n\n", "  x"]}, ["😀", "😁", "é", "中", "\n\n", "  x"]),
     (JsonSchema, {"schema": {"const": "x</think>y"}}, ['"x</think>y"']),
-    (JsonSchema, {"schema": {"enum": ["<tag>", "[tag]", "<｜User｜>"]}}, ['"<tag>"', '"[tag]"', '"<｜User｜>"']),
+    (JsonSchema, {"schema": {"enum": MARKED}}, [f'"{text}"' for text in MARKED]),
     (JsonSchema, {"schema": OBJECT}, OBJECTS),
     (Regex, {"pattern": "a</think>[0-9]"}, [f"a</think>{digit}" for digit in range(10)]),
-    (Regex, {"pattern": "(the |<table>){2}[é中]?"}, [
-        a + b + c for a in ("the ", "<table>") for b in ("the ", "<table>") for c in ("", "é", "中")
-    ]),
-    (Grammar, {"lark": 'start: "the" [" quick"] x\nx: "<think>" | /[ab]{1,2}/ "\\n"'}, [
-        f"the{a}{b}" for a in ("", " quick") for b in ("<think>", *(f"{c}\n" for c in "a b aa ab ba bb".split()))
-    ]),
-]  # fmt: skip
+    (Regex, {"pattern": "(the |<table>){2}[é中]?"}, TAGGED),
+    (Grammar, {"lark": 'start: "the" [" quick"] x\nx: "<think>" | /[ab]{1,2}/ "\\n"'}, QUICK),
+]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -207,9 +206,7 @@ def calls(format_: str, **options: Any) -> tuple[type[ToolCalls], dict[str, Any]
 
 def tags(marks: Sequence[str], end: str, **options: bool) -> tuple[type[StructuralTag], dict[str, Any]]:
     given = [{"begin": f"{mark}=", "content": {"type": "regex", "pattern": "[ab]"}, "end": end} for mark in marks]
-    return StructuralTag, {
-        "format": {"type": "triggered_tags", "triggers": list(marks), "tags": given, **options}
-    }
+    return StructuralTag, {"format": {"type": "triggered_tags", "triggers": list(marks), "tags": given, **options}}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -278,10 +275,10 @@ ENDLESS: list[tuple[Any, dict[str, Any]]] = [
     (Grammar, {"lark": 'start: T | x\nT: ~/(?s:.*)never(?s:.*)/\nx: "a" x "b" | "</think>"'}),
     (Grammar, {"lark": 'start: <[*]> "x" <[^5]> y*\ny[lazy]: /[a-z]*;/\n%ignore /[ ]+/'}),
     (Grammar, {"lark": 'start: s "d" m\ns[suffix="c"]: /[abé]*/\nm[max_tokens=3]: /[a-z]*/'}),
-    (Grammar, {"lark": f"start: %json {{\"const\": \"<tool_call>\"}} | {'(' * 9}\"x\"{')' * 9}"}),
+    (Grammar, {"lark": f'start: %json {{"const": "<tool_call>"}} | {"(" * 9}"x"{")" * 9}'}),
     *(calls(name) for name in FORMATS),
     tags(["<tool_call>", "<f"], "[/INST]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -329,7 +326,9 @@ def test_forced_text_and_a_grammar_go_together(model: str):
 def test_a_text_is_written_without_tokens_that_are_banned(model: str):
     context = context_of(model)
     text = "the quick <think>"
-    banned = sorted({token_id for token_id in context.vocabulary.encode(text) if len(symbols_of(context.vocabulary)[token_id]) > 1})
+    banned = sorted(
+        {token_id for token_id in context.vocabulary.encode(text) if len(symbols_of(context.vocabulary)[token_id]) > 1}
+    )
     choices = (Choice, {"choices": [text]})
     chain = built(context, choices, (BannedTokens, {"token_ids": banned}))
     so_far: Symbols = ()
@@ -365,7 +364,9 @@ NAMED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "args", "argument"), NAMED)
-def test_a_grammar_that_names_an_end_token_is_refused(kind: type[GrammarProcessor], args: dict[str, Any], argument: str):
+def test_a_grammar_that_names_an_end_token_is_refused(
+    kind: type[GrammarProcessor], args: dict[str, Any], argument: str
+):
     """By name or by id, special or not: the answer would end there."""
     vocabulary = vocabulary_like("qwen")
     ends = vocabulary.eos_token_ids | set(vocabulary.tag("<|python_tag|>"))
@@ -379,7 +380,9 @@ def test_a_grammar_that_names_an_end_token_is_refused(kind: type[GrammarProcesso
 def test_an_end_token_that_is_text_can_be_written_in_others():
     vocabulary = vocabulary_like("qwen")
     context = Context(vocabulary, end_token_ids=frozenset(vocabulary.tag("</think>")))
-    follow_to_the_end(built(context, (Choice, {"choices": ["</think>"]})), {answer(vocabulary, "</think>")}, random.Random(0))
+    follow_to_the_end(
+        built(context, (Choice, {"choices": ["</think>"]})), {answer(vocabulary, "</think>")}, random.Random(0)
+    )
     chain = built(context, tags(["<f"], "</think>", at_least_one=True, stop_after_first=True))
     follow_to_the_end(chain, {answer(vocabulary, f"<f={x}</think>") for x in "ab"}, random.Random(0))
 
@@ -389,7 +392,8 @@ def test_a_lark_grammar_names_tokens_as_the_tokenizer_does(model: str):
     context, added = context_of(model), MODELS[model]
     names = [name for name in (*added.special[added.num_ends :], *added.plain) if re.fullmatch(r"<[^<>\s]+>", name)]
     for name in names:
-        source = f'start: "{name}" {name} x // {name}\nx: /{name.replace("/", chr(92) + "/")}/ %json {{"const": "{name}"}} | "#" {name}'
+        quoted = name.replace("/", "\\/")
+        source = f'start: "{name}" {name} x // {name}\nx: /{quoted}/ %json {{"const": "{name}"}} | "#" {name}'
         (token_id,) = context.vocabulary.tag(name)
         chain = built(context, (Grammar, {"lark": source}))
         for one in [*context.vocabulary.encode(name[:2]), *context.vocabulary.encode(name[2:])]:
