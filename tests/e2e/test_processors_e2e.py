@@ -140,7 +140,7 @@ BUILT_INS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Callable[[Reply
     ),
     "tool_calls": (
         [processor("tool_calls", format="hermes", tools=TOOLS, choice="required", parallel=False)],
-        {"max_tokens": 60},
+        {"max_tokens": 120},
         lambda reply: is_a_call(reply.content) and reply.finish_reason == "stop",
     ),
     "allowed_tokens": (
