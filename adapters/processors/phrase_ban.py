@@ -50,7 +50,8 @@ class PhraseBan(BacktrackingProcessor):
     Where a phrase is completed, the answer is rolled back to the token in which it begins, that
     token is masked there, and sampling goes on from there; so of all ways to go on, only those that
     write the phrase are lost. Two texts are the same if their case foldings (Unicode) are. A token
-    without text, such as a special one, does not separate what is around it.
+    without text, such as a special one, does not separate what is around it. An end token belongs
+    to the answer if it is shown.
 
     Only for engines that can take tokens back that they have not sent.
     """
