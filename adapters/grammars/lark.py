@@ -14,7 +14,8 @@ from typing import NamedTuple
 _LEXEME = re.compile(
     r"""(?P<literal> "(?:\\.|[^"\\])*" | /(?:\\.|[^/\\])+/ | (?://|\#)[^\n]* )
     | (?P<json> %(?:json|regex|llguidance)\s* )
-    | (?P<token> <[^<>\s]+> )""",
+    | (?P<token> <[^<>\s]+> )
+    | (?P<open> ["/] )""",
     re.DOTALL | re.VERBOSE,
 )
 _RANGES = re.compile(r"<\[(?P<ranges>[^^*\]][^\]]*)\]>")
@@ -49,12 +50,14 @@ def lexemes(source: str) -> Iterator[Lexeme]:
     As in llguidance's lexer; a source that llguidance refuses may be read in any way.
 
     Raises:
-        ValueError: there is no JSON where there must be.
+        ValueError: there is no JSON where there must be, or a literal has no end.
     """
     at = 0
     while found := _LEXEME.search(source, at):
         kind, at = found.lastgroup, found.end()
         assert kind is not None
+        if kind == "open":  # to look for its end again behind each of its quotes would take forever
+            raise ValueError(f"expected an end of what begins at {source[at - 1 : at + 20]!r}")
         if kind == "json":
             try:
                 at = _JSON.raw_decode(source, at)[1]
@@ -84,14 +87,17 @@ def with_ids(source: str, id_of: Callable[[str], int | None]) -> str:
     Raises:
         ValueError: as `lexemes`, or a token has no id.
     """
+    known: dict[str, str] = {}
 
     def replaced(lexeme: Lexeme, text: str) -> str:
         if lexeme.kind != "token" or (text.startswith("<[") and text.endswith("]>")):
             return text
-        token_id = id_of(text)
-        if token_id is None:
-            raise ValueError(f"names the token {text[:64]}, which this model does not have")
-        return f"<[{token_id}]>"
+        if text not in known:
+            token_id = id_of(text)
+            if token_id is None:
+                raise ValueError(f"names the token {text[:64]}, which this model does not have")
+            known[text] = f"<[{token_id}]>"
+        return known[text]
 
     return _replaced(source, replaced)
 

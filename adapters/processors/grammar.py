@@ -258,7 +258,7 @@ def _never_sampled(token_id: int, context: Context) -> str:
 
 
 def _words(width: int, token_ids: Sequence[int]) -> _Words:
-    bits = bitmask_of(token_ids, width).numpy()
+    bits = bitmask_of((token_id for token_id in token_ids if token_id < width), width).numpy()
     words = np.flatnonzero(bits)
     return words, bits[words]
 

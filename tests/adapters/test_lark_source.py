@@ -70,3 +70,21 @@ def test_what_llguidance_refuses_is_refused() -> None:
     for source in ('start: "a', "start: <a b>", "start: /a", "start: <[1-]>"):
         with pytest.raises((GrammarRefused, ValueError)):
             compile_grammar(TOKENIZER, as_grammar(with_ids(source, lambda name: 1)))
+
+
+@pytest.mark.parametrize(
+    "hostile", ['"' + '\\"' * 500_000, "/" + "\\/" * 500_000, "<" + "a" * 1_000_000, "<a> " * 250_000]
+)
+def test_a_long_source_is_read_once(hostile: str) -> None:
+    asked: list[str] = []
+
+    def id_of(name: str) -> int:
+        asked.append(name)
+        return 5
+
+    if hostile.startswith("<"):
+        assert with_ids(hostile, id_of) in (hostile, "<[5]> " * 250_000)
+        assert asked in ([], ["<a>"])
+    else:
+        with pytest.raises(ValueError, match="expected an end of what begins at"):
+            with_ids(hostile, id_of)
