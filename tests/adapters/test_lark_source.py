@@ -7,6 +7,7 @@ import re
 from functools import partial
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ NAMES = st.sampled_from([NAME, "<[5]>", "<[1-3,256]>"])
 COMMENTS = TEXT.map(lambda text: f"// {text}") | TEXT.map(lambda text: f"# {text}")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.tuples(st.one_of(LITERALS, JSON, NAMES), COMMENTS | st.just("")), min_size=1, max_size=5))
 def test_the_parts_of_a_source_are_found(parts: list[tuple[str, str]]) -> None:
     """Each part stands in a rule of its own, with a comment behind it."""

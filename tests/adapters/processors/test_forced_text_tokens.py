@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import MODELS, vocabulary_like
@@ -57,7 +58,7 @@ def written(chain: ProcessorChain) -> list[int]:
     return chain.tokens[chain.prompt_length :]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(list(MODELS)), st.sampled_from(list(KINDS)), TEXTS, st.data())
 def test_a_text_is_written_whole_or_refused(model: str, kind: str, text: str, data: st.DataObject) -> None:
     vocabulary = vocabulary_like(model)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -165,7 +166,7 @@ def test_a_mask_is_what_can_continue(model: str, kind: type[GrammarProcessor], a
 FRAGMENTS = st.sampled_from([*NAMES, " ", "the", "{", '"', "é", "😀", "<", ">", "|", "\n", "▁", "<0x0A>"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.sampled_from(list(MODELS)),
     st.lists(st.lists(FRAGMENTS, min_size=1, max_size=4).map("".join), min_size=1, max_size=6),
