@@ -149,7 +149,19 @@ def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
     return chain.has_shaping or bool(plan.allows or plan.bans)
 
 
-def replay(chain: ProcessorChain, prompt: Sequence[int], generated: Sequence[int], logits: torch.Tensor) -> None:
+Sample = Callable[[ProcessorChain, torch.Tensor], int]
+"""Plans and applies a chain to float32 logits ``[V]`` of its position, which it may overwrite, and
+draws the token from them, as the step of an engine does. Raises `ProcessorFailed`.
+"""
+
+
+def replay(
+    chain: ProcessorChain,
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    logits: torch.Tensor,
+    sample: Sample | None = None,
+) -> None:
     """Rebuild a logits-dependent chain by re-applying it to the logits of the generated positions.
 
     Args:
@@ -158,14 +170,43 @@ def replay(chain: ProcessorChain, prompt: Sequence[int], generated: Sequence[int
         generated: Tokens of the earlier run.
         logits: float32 ``[len(generated), V]``, the model's own logits at those positions;
             overwritten.
+        sample: Draws as the earlier run did; needed where the chain backtracks.
 
     Raises:
         ProcessorFailed: as `apply_chain`.
+        ValueError: the chain backtracks, and there is no ``sample``.
     """
     chain.start(prompt, mode="migrated")
     for token_id, row in zip(generated, logits, strict=True):
+        replay_token(chain, token_id, row, sample)
+
+
+def replay_token(chain: ProcessorChain, token_id: int, row: torch.Tensor, sample: Sample | None = None) -> None:
+    """Apply a chain to the logits of its position, and take the token that was sampled from them.
+
+    What was ruled out there is part of what its processors saw then, and is found again: the
+    earlier run drew the same tokens from the same logits, and what it drew and did not keep, it
+    took back. Where it cannot have (numerics that are not exact drew another one), the rest of that
+    position is left to the logits.
+
+    Args:
+        chain: At the position of the row.
+        token_id: Token of the earlier run.
+        row: float32 ``[V]``, overwritten.
+        sample: As `replay`.
+
+    Raises:
+        ProcessorFailed, ValueError: as `replay`.
+    """
+    if not chain.backtracks:
         apply_chain(chain, row)
-        chain.replay_token(token_id)
+    elif sample is None:
+        raise ValueError("a chain that backtracks can be replayed only by drawing its tokens again")
+    else:
+        drawn = sample(chain, row.clone())
+        while drawn != token_id and chain.rule_out(drawn):
+            drawn = sample(chain, row.clone())
+    chain.replay_token(token_id)
 
 
 def _apply_soft(logits: torch.Tensor, steps: Sequence[_Step], failures: dict[int, ProcessorFailed]) -> None:

@@ -7,8 +7,10 @@ from functools import partial
 from time import thread_time
 from typing import Any, Literal
 
+from adapters.chain.backtracking import Backtracking
 from adapters.chain.plan import Act, Member, ProcessorFailed, RowPlan
 from adapters.chain.receipts import ProcessorRecord, Receipt
+from adapters.chain.scoped import ScopedProcessors
 from adapters.contract import (
     Allow,
     BacktrackingProcessor,
@@ -22,6 +24,7 @@ from adapters.contract import (
     Scope,
     ShapingProcessor,
     Stage,
+    StateLost,
     ThinkingTracker,
     Unsatisfiable,
     bitmask_of,
@@ -92,15 +95,15 @@ class ProcessorChain:
         self.speculates = True
         self.wants_random_sampling = any(member.processor.stage >= Stage.TEMPERATURE for member in self.members)
         self.has_shaping = _any_shapes(self.members)
-        self._backtracking = _backtracking(self.members)
+        self._backtracking = self._backtracking_of(self.members)
         self._pending: list[Act] = []
         self._derived: dict[Hashable, Any] = {}
         self._num_tokens = context.vocabulary.num_tokens
-        self._scoped = [member for member in self.members if member.scope != "all"]
-        self._tracker = _tracker(context) if self._scoped else None
-        self._binding = next((member for member in self._scoped if _binds_the_answer(member)), None)
+        scoped = [member for member in self.members if member.scope != "all"]
+        self._tracker = _tracker(context) if scoped else None
+        self._scoped = None if self._tracker is None else _scoped(scoped, self._tracker)
+        self._binding = next((member for member in scoped if _binds_the_answer(member)), None)
         self._end_ban = Ban.of(context.end_token_ids - {*context.think_end})
-        self._scoped_counts: list[list[int]] = [[] for _ in self._scoped]
 
     # Facts
 
@@ -123,7 +126,7 @@ class ProcessorChain:
     @property
     def needs_last_token(self) -> bool:
         """True if the chain needs the last token, which overlapped scheduling shows late."""
-        return bool(self._scoped) or any(m.processor.reads is not Reads.NOTHING for m in self.members)
+        return self._scoped is not None or any(m.processor.reads is not Reads.NOTHING for m in self.members)
 
     @property
     def is_too_short(self) -> bool:
@@ -171,9 +174,11 @@ class ProcessorChain:
         self.members = self._in_order(both)
         self.receipt.records = [member.record for member in self.members]
         self.has_shaping = _any_shapes(self.members)
-        self._backtracking = _backtracking(self.members)
         for member in added:
             self._begin(member)
+        if any(isinstance(processor, BacktrackingProcessor) for processor in processors):
+            self._backtracking = self._backtracking_of(self.members)
+            self._take_again()
 
     def start(self, prompt: Sequence[int], generated: Sequence[int] = (), *, mode: Mode = "aggregated") -> None:
         """Begin after ``prompt``; ``generated`` tokens of an earlier run are replayed.
@@ -190,11 +195,13 @@ class ProcessorChain:
         self.prompt_length = len(prompt)
         self._derived = {}
         self.failure = None
-        if self._tracker is not None:
-            self._tracker.reset(prompt)
-            self._scoped_counts = [[] for _ in self._scoped]
+        if self._scoped is not None:
+            self._scoped.reset(prompt)
         for member in self.members:
             self._begin(member)
+        if self._backtracking is not None:
+            self._backtracking.reset()
+            self._backtracking.note()
         self.receipt.begin(mode, len(prompt), len(generated))
         for token_id in generated:
             self._append(token_id)
@@ -211,6 +218,15 @@ class ProcessorChain:
         except Exception as error:  # the processor boundary: third-party code
             raise self.fail_from(member, error) from error
 
+    def _take_again(self) -> None:
+        """Take the history again token by token, for what was open after each of them."""
+        assert self._backtracking is not None
+        generated = self.tokens[self.prompt_length :]
+        self.rewind(self.prompt_length)
+        self._backtracking.note()
+        for token_id in generated:
+            self._append(token_id)
+
     def _catch_up(self, member: Member) -> None:
         try:
             member.processor.catch_up()
@@ -222,6 +238,7 @@ class ProcessorChain:
 
         Raises:
             ValueError: the position is inside the prompt, or beyond the next one.
+            ProcessorFailed: a backtracking processor raised.
         """
         if not self.prompt_length <= position <= len(self.tokens):
             raise ValueError(f"position {position} is not between {self.prompt_length} and {len(self.tokens)}")
@@ -255,25 +272,11 @@ class ProcessorChain:
             member.same_until = 0
             if member.scope == "all":
                 member.processor.forget_from(position)
-        num_generated = position - self.prompt_length
-        for member, counts in zip(self._scoped, self._scoped_counts, strict=True):
-            if num_generated < len(counts):
-                self._rewind_scoped(member.processor, counts[num_generated:], position)
-                del counts[num_generated:]
-        if self._tracker is not None:
-            self._tracker.rewind(num_generated)
+        if self._scoped is not None:
+            self._scoped.rewind(self.tokens, position, self.prompt_length)
+        if self._backtracking is not None:
+            self._backtracking.rewind(position - self.prompt_length)
         del self.tokens[position:]
-        self._count_outside()
-
-    def _rewind_scoped(self, processor: Processor, counts: list[int], position: int) -> None:
-        """Bring a scoped processor back to ``counts[0]`` tokens; ``counts`` are what it had since.
-
-        Where a tag was completed since then, its tokens had been taken back; they are shown again.
-        """
-        kept = min(*counts, processor.num_generated)
-        processor.truncate(self.prompt_length + kept)
-        for token_id in self.tokens[position - (counts[0] - kept) : position]:
-            processor.append(token_id)
 
     def sync(self, tokens: Sequence[int], *, unchanged: int = 0) -> None:
         """Make the history equal to ``tokens`` (prompt + generated), from the first difference on.
@@ -300,23 +303,10 @@ class ProcessorChain:
 
     def _append(self, token_id: int) -> None:
         self.tokens.append(token_id)
-        if self._tracker is None:
-            return
-        inside = self._tracker.accept(token_id)
-        for member, counts in zip(self._scoped, self._scoped_counts, strict=True):
-            processor = member.processor
-            counts.append(processor.num_generated)
-            if inside is None and self._tracker.thinking == (member.scope == "answer"):
-                taken_back = self._tracker.tag_length - 1
-                processor.truncate(self.prompt_length + processor.num_generated - taken_back)
-            elif inside is not None and inside == (member.scope == "thinking"):
-                processor.append(token_id)
-        self._count_outside()
-
-    def _count_outside(self) -> None:
-        num_generated = len(self.tokens) - self.prompt_length
-        for member in self._scoped:
-            member.processor.num_outside = num_generated - member.processor.num_generated
+        if self._scoped is not None:
+            self._scoped.append(token_id, len(self.tokens) - self.prompt_length)
+        if self._backtracking is not None:
+            self._backtracking.note()
 
     # The step
 
@@ -347,6 +337,10 @@ class ProcessorChain:
                 plan.num_masked += act[4]
                 if act[3] == "forced":
                     self._force(plan, member, act)
+        if self._backtracking is not None:
+            for act in self._backtracking.acts(position - self.prompt_length):
+                acts.append(act)
+                plan.num_masked += act[4]
         if self._binding is not None:
             self._end_outside_thinking(plan, self._binding)
         if plan.forced_by is not None or plan.num_masked >= self._num_tokens:
@@ -371,6 +365,9 @@ class ProcessorChain:
             if act is not None:
                 found.append((member, RowPlan([act])))
                 self._force(found[-1][1], member, act)
+            if self._backtracking is not None:
+                ruled_out = self._backtracking.acts(self.position - self.prompt_length, member)
+                found += [(member, RowPlan([each])) for each in ruled_out]
         if self._binding is not None:
             found.append((self._binding, RowPlan([])))
             self._end_outside_thinking(found[-1][1], self._binding)
@@ -430,40 +427,67 @@ class ProcessorChain:
     @property
     def backtracks(self) -> bool:
         """Whether tokens may be taken back: the engine must hold some, and call `take_back`."""
-        return bool(self._backtracking)
+        return self._backtracking is not None
 
     @property
     def held_from(self) -> int | None:
-        """Position of the first token that may still be taken back, None if none may."""
-        held = self._ask_each(lambda processor: processor.held_from)
-        return self.prompt_length + min(held.values()) if held else None
+        """Position of the first token that may still be taken back, None if none may.
 
-    def take_back(self) -> int | None:
-        """Rewind to where a processor takes tokens back; the position to sample again, or None."""
-        asking = self._ask_each(lambda processor: processor.taken_back)
-        if not asking:
+        No token before it is taken back, whatever tokens come: those may be sent.
+        """
+        held = None if self._backtracking is None else self._backtracking.held_from
+        return None if held is None else self.prompt_length + held
+
+    def take_back(self, sent: int, *, ends: bool = False) -> int | None:
+        """Rewind to where a processor takes tokens back; the position to sample again, or None.
+
+        The token that was there is masked there from now on.
+
+        Args:
+            sent: Position before which all tokens were sent: none of them is taken back.
+            ends: Whether the answer ends here.
+
+        Raises:
+            ProcessorFailed: a processor raised, or takes back a token that was sent.
+        """
+        if self._backtracking is None:
             return None
-        first = min(asking.values())
-        for processor, at in asking.items():
-            if at == first:
-                processor.take_back()
-                record = self._backtracking[processor]
-                record.rollbacks = (record.rollbacks or 0) + 1
-        self.rewind(self.prompt_length + first)
-        return self.prompt_length + first
+        begin = self.prompt_length
+        index = self._backtracking.go_back(self.tokens, begin, sent - begin, ends=ends)
+        if index is None:
+            return None
+        self.rewind(begin + index)
+        return begin + index
 
-    def _ask_each(self, ask: Callable[[BacktrackingProcessor], int | None]) -> dict[BacktrackingProcessor, int]:
-        """The answers of the processors that may take tokens back, without None."""
-        found: dict[BacktrackingProcessor, int] = {}
-        for processor in self._backtracking:
-            try:
-                processor.catch_up()
-                answer = ask(processor)
-            except Exception:  # the processor boundary: the next plan shows what is wrong
-                continue
-            if answer is not None:
-                found[processor] = answer
-        return found
+    def rule_out(self, token_id: int) -> bool:
+        """For a replay: mask a token here that an earlier run has sampled here and taken back.
+
+        Returns:
+            False if no processor can have taken it back: the earlier run did not sample it.
+
+        Raises:
+            ProcessorFailed: a processor raised.
+        """
+        if self._backtracking is None:
+            return False
+        position = self.position
+        self.tokens.append(token_id)
+        try:
+            return self._backtracking.rule_out(token_id, position - self.prompt_length)
+        finally:
+            for member in self.members:
+                if member.scope == "all":
+                    member.processor.forget_from(position)
+            del self.tokens[position:]
+
+    def copy_ruled_out(self, other: ProcessorChain) -> None:
+        """Mask what ``other`` masks as taken back: a chain of the same request and history."""
+        if self._backtracking is not None and other._backtracking is not None:
+            self._backtracking.copy_ruled_out(other._backtracking)
+
+    def _backtracking_of(self, members: Sequence[Member]) -> Backtracking | None:
+        able = [member for member in members if isinstance(member.processor, BacktrackingProcessor)]
+        return Backtracking(able, self.fail_from) if able else None
 
     def _active_members(self) -> list[Member]:
         assert self._tracker is not None
@@ -569,7 +593,7 @@ class ProcessorChain:
         """Record that ``member`` raised ``error``; returns the failure to raise or report."""
         if isinstance(error, ProcessorFailed):
             return self.fail(error.processor, error.reason, error.message)
-        if isinstance(error, MalformedEdit):
+        if isinstance(error, MalformedEdit | StateLost):
             return self.fail(member.name, "raised", f"{error} at position {self.position}")
         if isinstance(error, Unsatisfiable):
             return self.fail(member.name, "unsatisfiable", f"{error} at position {self.position}")
@@ -617,6 +641,10 @@ def _num_equal(tokens: Sequence[int], known: list[int], start: int) -> int:
 
 def _tracker(context: Context) -> ThinkingTracker:
     return ThinkingTracker.of(context.vocabulary, context.think_start, context.think_end)
+
+
+def _scoped(members: Sequence[Member], tracker: ThinkingTracker) -> ScopedProcessors:
+    return ScopedProcessors([(member.processor, member.scope) for member in members], tracker)
 
 
 def _beside(edit: Edit | Member | None, opening_id: int, vocab_size: int) -> Edit | Member | None:
@@ -682,11 +710,6 @@ def _member(processor: Processor, scope: Scope, vocabulary: Vocabulary) -> Membe
 def _checked_edit(make: Callable[[], Edit | None], soft: bool, vocab_size: int, num_tokens: int) -> Edit | None:
     edit = make()
     return None if edit is None else check_edit(edit, soft=soft, vocab_size=vocab_size, num_tokens=num_tokens)
-
-
-def _backtracking(members: list[Member]) -> dict[BacktrackingProcessor, ProcessorRecord]:
-    found = ((member.processor, member.record) for member in members)
-    return {processor: record for processor, record in found if isinstance(processor, BacktrackingProcessor)}
 
 
 def _any_shapes(members: list[Member]) -> bool:

@@ -33,6 +33,7 @@ from adapters.contract.processor import (
     Reads,
     ShapingProcessor,
     Stage,
+    StateLost,
     SteeringProcessor,
     Unsatisfiable,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "ShapingProcessor",
     "Sparse",
     "Stage",
+    "StateLost",
     "SteeringProcessor",
     "Text",
     "ThinkingTracker",

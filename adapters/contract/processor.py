@@ -42,6 +42,7 @@ __all__ = [
     "Scale",
     "ShapingProcessor",
     "Stage",
+    "StateLost",
     "SteeringProcessor",
     "Text",
     "TokenId",
@@ -95,6 +96,10 @@ class ArgumentError(ValueError):
         super().__init__(f"{argument}: {problem}")
         self.argument = argument
         self.problem = problem
+
+
+class StateLost(RuntimeError):
+    """A processor was rewound to where its state, made of logits, is not kept any more."""
 
 
 class Unsatisfiable(Exception):
@@ -179,12 +184,14 @@ class Processor(ABC):
     _tokens: list[int]
     _prompt_length: int
     _consumed: int
+    _lost: str | None
 
     _derived: dict[Hashable, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         self._tokens, self._prompt_length, self._consumed = [], 0, -1
+        self._lost = None
         self._derived = {}
         self.num_outside = 0
         return self
@@ -210,7 +217,10 @@ class Processor(ABC):
         """Take generated token number ``index``, from 0; called once per token, in order."""
 
     def retract(self, token_ids: Sequence[int]) -> bool:
-        """Undo `advance` for the newest tokens, oldest first; False makes the base class replay."""
+        """Undo `advance` for the newest tokens, oldest first; False makes the base class replay.
+
+        One that observes logits needs it: there is nothing to replay on.
+        """
         return False
 
     def foresee(self, limit: int) -> Sequence[int]:
@@ -282,6 +292,7 @@ class Processor(ABC):
         self._derived = {} if derived is None else derived
         self._prompt_length = len(prompt)
         self._consumed = -1
+        self._lost = None
         self.num_outside = 0
         self.catch_up()
 
@@ -328,9 +339,21 @@ class Processor(ABC):
             except Exception:  # the processor boundary: the replay at the next step shows whether it is broken
                 undone = False
             self._consumed = position if undone else -1
+            if self.observes_logits and not undone and position > self._prompt_length:
+                self.lose("retract() did not bring back a state that was made of logits")
+
+    def lose(self, problem: str) -> None:
+        """Note that the state cannot be rebuilt: `catch_up` raises `StateLost` until `start`."""
+        self._lost = problem
 
     def catch_up(self) -> None:
-        """Consume the tokens of the history that the state has not seen yet."""
+        """Consume the tokens of the history that the state has not seen yet.
+
+        Raises:
+            StateLost: see `lose`.
+        """
+        if self._lost is not None:
+            raise StateLost(self._lost)
         if self._consumed < 0:
             self.reset()
             self._consumed = self._prompt_length
@@ -363,28 +386,41 @@ class SteeringProcessor(Processor):
 
 
 class BacktrackingProcessor(SteeringProcessor):
-    """Steers, and may have tokens taken back that have not been sent.
+    """Has tokens that were not sent sampled again, without the one that it took back.
 
-    Only an engine that holds tokens back can serve it. Where `taken_back` is not None it calls
-    `take_back`, rewinds the history to there, and samples again. What `take_back` remembers is the
-    one thing that is no function of the history.
+    A function of the history, as every processor: it says where it goes back to, and what may still
+    make it go back. All else is the chain's: it rewinds the history, masks at that position what
+    was taken back there, for as long as the tokens before it stay, and tells the engine what to
+    hold. Only an engine that holds tokens can serve it.
+
+    For a history of n generated tokens, `taken_back` or `taken_back_at_end` is an index p < n, and
+    `held_from` tells beforehand: if p < m for the first m of these tokens, then `held_from` after
+    these m tokens was not None and at most p, **whatever tokens came since**. A processor tells of
+    its own history only: that going back to p opens again what was open after p tokens, for it and
+    for others, the chain adds. See ``docs/backtracking.md``.
     """
 
+    stage: ClassVar[Stage] = Stage.MASK
     scopes: ClassVar[tuple[Scope, ...]] = ("all",)
 
     @property
     @abstractmethod
     def held_from(self) -> int | None:
-        """Index of the first generated token that may still be taken back, None if none may."""
+        """Index of the first generated token that tokens to come may have taken back, else None."""
 
     @property
     @abstractmethod
     def taken_back(self) -> int | None:
         """Index of the generated token to sample again, None if the answer may go on."""
 
-    @abstractmethod
-    def take_back(self) -> None:
-        """Mask the token at `taken_back` there from now on; the history is rewound next."""
+    @property
+    def taken_back_at_end(self) -> int | None:
+        """As `taken_back`, if the answer ends here; by default the same."""
+        return self.taken_back
+
+    def edit(self) -> Edit | None:
+        """None, by default: the chain masks what was taken back."""
+        return None
 
 
 class ShapingProcessor(Processor):

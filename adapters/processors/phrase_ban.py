@@ -11,12 +11,9 @@ from pydantic import Field
 from adapters.contract import (
     ArgumentError,
     BacktrackingProcessor,
-    Ban,
     Context,
-    Edit,
     ProcessorArgs,
     Reads,
-    Stage,
 )
 from adapters.vocabulary import byte_index
 
@@ -57,7 +54,6 @@ class PhraseBan(BacktrackingProcessor):
     """
 
     name = "phrase_ban"
-    stage = Stage.MASK
     reads = Reads.GENERATED
 
     class Args(ProcessorArgs):
@@ -76,7 +72,6 @@ class PhraseBan(BacktrackingProcessor):
         self._owners: list[int] = []  # of each folded character, the token that its character begins in
         self._state = _State(0, b"", 0, (0,) * len(self._phrases), None)
         self._earlier: list[_State] = []
-        self._banned: dict[int, set[int]] = {}  # by index of the generated token
 
     def advance(self, token_id: int, index: int) -> None:
         state = self._state
@@ -115,10 +110,6 @@ class PhraseBan(BacktrackingProcessor):
         del self._owners[self._state.num_characters :]
         return True
 
-    def edit(self) -> Edit | None:
-        banned = self._banned.get(self.num_generated)
-        return Ban.of(banned) if banned else None
-
     @property
     def held_from(self) -> int | None:
         """See `BacktrackingProcessor.held_from`."""
@@ -133,12 +124,16 @@ class PhraseBan(BacktrackingProcessor):
         """See `BacktrackingProcessor.taken_back`."""
         return self._state.completed
 
-    def take_back(self) -> None:
-        """See `BacktrackingProcessor.take_back`."""
-        index = self._state.completed
-        assert index is not None
-        self._banned = {i: banned for i, banned in self._banned.items() if i <= index}
-        self._banned.setdefault(index, set()).add(self._tokens[self._prompt_length + index])
+    @property
+    def taken_back_at_end(self) -> int | None:
+        """As `taken_back`; an incomplete character at the end of an answer is shown as U+FFFD."""
+        num_characters, incomplete, owner, matched, completed = self._state
+        for character in incomplete.decode(errors="replace"):
+            self._owners.append(owner)
+            matched, found = self._step(matched, character)
+            completed = min((each for each in (completed, found) if each is not None), default=None)
+        del self._owners[num_characters:]
+        return completed
 
 
 def _fallbacks(phrase: str) -> list[int]:

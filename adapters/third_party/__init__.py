@@ -4,11 +4,11 @@
 `arguments` types a class's arguments from the signature of its constructor.
 """
 
+from adapters.contract import StateLost
 from adapters.third_party.processors import (
     NUM_KEPT_STATES,
     DynamoProcessor,
     HuggingFaceProcessor,
-    StateLost,
     ThirdPartyProcessor,
     ThirdPartyShaping,
     ZooProcessor,

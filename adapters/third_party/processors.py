@@ -22,8 +22,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
+from typing_extensions import Self
 
-from adapters.contract import ArgumentError, Context, Processor, ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.contract import (
+    ArgumentError,
+    Context,
+    Processor,
+    ProcessorArgs,
+    Reads,
+    ShapingProcessor,
+    Stage,
+)
 from adapters.third_party.arguments import END_TOKENS, args_model, constructor_parameters, from_context
 
 ThirdPartyProtocol = Literal["dynamo", "huggingface", "trtllm"]
@@ -32,10 +41,6 @@ NUM_KEPT_STATES = 32
 """Positions that a stateful third-party processor can be rewound."""
 
 _MAX_MESSAGE = 300
-
-
-class StateLost(RuntimeError):
-    """A stateful third-party processor was rewound beyond its saved states."""
 
 
 class ThirdPartyShaping(ShapingProcessor):
@@ -128,31 +133,47 @@ class ThirdPartyProcessor(ThirdPartyShaping):
         self._before.clear()
         self._forgotten = -1
 
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        self._drop_calls(self._consumed - self._prompt_length - len(token_ids))
+        return super().retract(token_ids)
+
+    def _drop_calls(self, index: int) -> None:
+        """Return to the state before the first call after ``index`` generated tokens or more."""
+        undone = [called for called in self._before if called >= index]
+        if undone:
+            self._wrapped = self._before[undone[0]]
+        for called in undone:
+            del self._before[called]
+        if index <= self._forgotten:
+            self.lose(f"the state at generated token {index} is not kept any more")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with the same factory; it shares the saved states, which are never called."""
+        made = copy.copy(self)
+        made._ids, made._tokens = list(self._ids), list(self._tokens)
+        made._before = dict(self._before)
+        made._wrapped = _copied(self._wrapped)
+        return made
+
     def shape(self, logits: torch.Tensor) -> None:
         if self._device is not None and self._device != logits.device:
             self._device = logits.device  # known from the first row on: requests may be admitted in another process
             self._wrapped = self._fresh()
         if self.observes_logits:
-            self._return_to(self.num_generated)
+            self._keep(self.num_generated)
         ids = self.shown_ids()
         self.call(self._wrapped, logits)
         if len(ids) != len(self._tokens):
             raise ValueError("the processor changed its list of input ids")
 
-    def _return_to(self, index: int) -> None:
-        """Restore the state before the first call at ``index`` or later, and keep it."""
-        if index <= self._forgotten:
-            raise StateLost(f"the state at generated token {index} is no longer kept")
-        undone = [called for called in self._before if called >= index]
-        if undone:
-            kept = self._before[undone[0]]
-            for called in undone:
-                del self._before[called]
-            self._wrapped = _copied(kept)
-        else:
+    def _keep(self, index: int) -> None:
+        """Keep the state before the call at ``index``; return to it if it was called there before."""
+        kept = self._before.get(index)
+        if kept is None:
             newest = next(reversed(self._before.values()), None)
-            kept = _copied(self._wrapped, like=newest)
-        self._before[index] = kept
+            self._before[index] = _copied(self._wrapped, like=newest)
+        else:
+            self._wrapped = _copied(kept)
         if len(self._before) > NUM_KEPT_STATES:
             self._forgotten = next(iter(self._before))
             del self._before[self._forgotten]

@@ -89,25 +89,26 @@ def admit(
     try:
         chain = chain_of(params, prompt, generated)
         left, chain = with_field_processors(params, chain, prompt, context, others, by_sampler=SAMPLED)
-        tap = None if chain is None or not generated else resume(chain, tokens, len(prompt), model.undecodable_ids)
+        request = Request(
+            id=request_id,
+            number=number,
+            params=left,
+            tokens=tokens,
+            prompt_length=len(prompt),
+            limit=context_length if params.max_tokens is None else min(len(prompt) + params.max_tokens, context_length),
+            end_ids=end_ids,
+            seed=seed,
+            chain=chain,
+            choice=choice,
+            speculates=chain is None or chain.speculates,
+        )
+        if generated:
+            request.tap = resume(request, model)
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None:
         chain.receipt.numerics = model.numerics
-    return Request(
-        id=request_id,
-        number=number,
-        params=left,
-        tokens=tokens,
-        prompt_length=len(prompt),
-        limit=context_length if params.max_tokens is None else min(len(prompt) + params.max_tokens, context_length),
-        end_ids=end_ids,
-        seed=seed,
-        chain=chain,
-        choice=choice,
-        tap=tap,
-        speculates=chain is None or chain.speculates,
-    )
+    return request
 
 
 def _check_prompt(prompt: Sequence[int], vocab_size: int, context_length: int) -> list[int]:

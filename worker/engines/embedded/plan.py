@@ -83,8 +83,8 @@ class Request:
         keeps_kv: Whether its pages are pinned for transfer when it ends; see `KvConnector.lease`.
         cache_salt: It shares KV only with requests of the same salt.
         speculates: Whether tokens may be drafted for it.
-        first_new: Position of the first token that is sampled since it was added last: those before
-            are the prompt and what has been sent already, here or by another worker.
+        num_sent: Tokens, from the first on, that nothing takes back: the prompt, and what has been
+            sent, here or by another worker. Where the chain backtracks, `HeldOutputs` counts on.
         arrival: Number in the order of arrival, given by the scheduler.
         pages: Its page table, while it runs: position p is in ``pages[p // page_size]`` at slot
             ``p % page_size``.
@@ -112,7 +112,7 @@ class Request:
     keeps_kv: bool = False
     cache_salt: str | None = None
     speculates: bool = True
-    first_new: int = 0
+    num_sent: int = 0
     arrival: int = -1
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -130,8 +130,9 @@ class Request:
             return self.tap.first_wanted
         return len(self.tokens) - 1
 
-    def cut_off(self, position: int, block_size: int) -> None:
+    def rewind(self, position: int, block_size: int) -> None:
         """Forget the tokens from `position` on, and the blocks that hold any of them."""
+        assert position >= self.num_sent, f"{self.id}: position {position} of {self.num_sent} sent ones"
         num_blocks = position // block_size
         del self.tokens[position:], self.block_hashes[num_blocks:], self.cached_blocks[num_blocks:]
 

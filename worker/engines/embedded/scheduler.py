@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
 
-from adapters.chain import ProcessorChain
+from adapters.chain import ProcessorChain, ProcessorFailed
 from worker.engines import QueueTimes
 from worker.engines.embedded.kv_cache import KvCache, hash_blocks
 from worker.engines.embedded.plan import TILE, Chunk, Output, PageCopy, Plan, Request, Samples
@@ -268,7 +268,7 @@ class Scheduler:
 
         As after a preemption it is in the waiting queue then; its KV up to there is cached.
         """
-        request.cut_off(position, self.cache.block_size)
+        request.rewind(position, self.cache.block_size)
         self._release([request])
         self._enqueue(request)
 
@@ -429,10 +429,13 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     ends = token in request.end_ids or len(request.tokens) >= request.limit
     output = Output(request.id, token, logprobs)
     if chain is not None:
-        if chain.backtracks and (token not in request.end_ids or request.params.include_stop_str_in_output):
-            chain.accept(token, len(request.tokens) - 1)
-            if (position := chain.take_back()) is not None:
-                return _rolled_back(request, chain, position)
+        if chain.backtracks:
+            try:
+                position = _take_back(request, chain, token, ends)
+            except ProcessorFailed as failure:
+                return Output(request.id, finish_reason="error", error=str(failure), chain=chain)
+            if position is not None:
+                return Output(request.id, rolled_back_to=position)
         output.engine_data = _accept(chain, token, len(request.tokens) - 1, ends)
         output.is_too_short = chain.is_too_short
     if not ends:
@@ -445,12 +448,17 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     return output
 
 
-def _rolled_back(request: Request, chain: ProcessorChain, position: int) -> Output:
-    if position >= request.first_new:
-        return Output(request.id, rolled_back_to=position)
-    # only where another engine sent what this one would have held back
-    problem = f"a phrase that must not be written begins at position {position}, which has been sent already"
-    return Output(request.id, finish_reason="error", error=problem, chain=chain)
+def _take_back(request: Request, chain: ProcessorChain, token: int, ends: bool) -> int | None:
+    """Tell a backtracking chain; the position to sample again, None if the answer goes on or ends.
+
+    Raises:
+        ProcessorFailed: see `ProcessorChain.take_back`.
+    """
+    is_shown = token not in request.end_ids or request.params.include_stop_str_in_output
+    position = None if is_shown else chain.take_back(request.num_sent, ends=ends)
+    if position is None:
+        chain.accept(token, len(request.tokens) - 1)
+    return chain.take_back(request.num_sent, ends=ends) if is_shown else position
 
 
 def _accept(chain: ProcessorChain, token_id: int, position: int, ends: bool) -> dict[str, object] | None:

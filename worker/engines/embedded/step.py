@@ -61,7 +61,7 @@ class Stepper:
 
     def add(self, request: Request, kv: KvHandle | None = None) -> None:
         """Queue a request; one with a handle joins once the KV that it describes has arrived."""
-        request.first_new = len(request.tokens)
+        request.num_sent = len(request.tokens)
         if request.tap is not None:
             self._tapped.add(request.id)
         if kv is None:

@@ -102,13 +102,15 @@ class KvCache:
 
         At least one token is left to compute, for its logits; more where a tap wants theirs. The
         hit of the last call is extended and not looked up again: of a chain whose last block is
-        cached, every block is.
+        cached, every block is. It may be too long by now, if the request was rewound.
         """
         size, tokens, chain = self.block_size, request.tokens, request.cached_blocks
+        num_wanted = request.num_reusable // size
         hashes = hash_blocks(request, size)
+        del chain[num_wanted:]
         while chain and self._index.get(chain[-1].hash) is not chain[-1]:
             chain.pop()
-        for index in range(len(chain), request.num_reusable // size):
+        for index in range(len(chain), num_wanted):
             block = self._index.get(hashes[index])
             parent = chain[-1] if chain else None
             if block is None or not block.is_made_of(parent, tokens[index * size : (index + 1) * size]):

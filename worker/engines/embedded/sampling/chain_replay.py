@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 
-from adapters.chain import ProcessorChain, apply_chain
+from adapters.chain import ProcessorChain, ProcessorFailed, plan_rows, replay_token
+from worker.engines.embedded.plan import Edits, Model, Plan, Request
+from worker.engines.embedded.sampling.sampler import Sampler
 
 
-def resume(
-    chain: ProcessorChain, tokens: list[int], prompt_length: int, undecodable_ids: Sequence[int]
-) -> ChainReplay | None:
-    """Bring a chain to the end of ``tokens``, prompt and answer so far of a migrated request.
+def resume(request: Request, model: Model) -> ChainReplay | None:
+    """Bring a request's chain to the end of its tokens, prompt and answer so far.
 
     Args:
-        chain: Begun after the prompt; it may have been given the whole answer already.
-        tokens: Token ids.
-        prompt_length: Tokens of the prompt.
-        undecodable_ids: Never sampled; see `Model`.
+        request: Migrated; its chain has begun after the prompt, and may have been given the whole
+            answer already.
+        model: Which will compute the logits of the answer again.
 
     Returns:
-        What has to see the logits of the answer first, if some state depends on logits: the
-        request's tap. Else None.
+        What has to see these logits first, if some state depends on them: the request's tap. Else
+        None.
 
     Raises:
         ProcessorFailed: a processor raised.
     """
+    chain, tokens, begin = request.chain, request.tokens, request.prompt_length
+    if chain is None:
+        return None
     if chain.observes_logits:
-        return ChainReplay(chain, tokens, prompt_length, undecodable_ids)
+        return ChainReplay(request, model)
     if chain.receipt.mode != "migrated" or chain.tokens != tokens:
-        chain.start(tokens[:prompt_length], tokens[prompt_length:], mode="migrated")
+        chain.start(tokens[:begin], tokens[begin:], mode="migrated")
     return None
 
 
@@ -42,14 +45,17 @@ class ChainReplay:
 
     wants_generated = False
 
-    def __init__(
-        self, chain: ProcessorChain, tokens: Sequence[int], prompt_length: int, undecodable_ids: Sequence[int]
-    ) -> None:
-        self._chain = chain
-        self._tokens = list(tokens)
-        self._never = list(undecodable_ids)
-        self.first_wanted = prompt_length - 1
-        chain.start(tokens[:prompt_length], mode="migrated")
+    def __init__(self, request: Request, model: Model) -> None:
+        assert request.chain is not None
+        self._chain = request.chain
+        self._tokens = list(request.tokens)
+        self._never = list(model.undecodable_ids)
+        self._model = model
+        self.first_wanted = request.prompt_length - 1
+        self._chain.start(self._tokens[: request.prompt_length], mode="migrated")
+        # as the request was when it drew the next token to be replayed
+        params = replace(request.params, logprobs=None)
+        self._earlier = replace(request, tokens=self._tokens[: request.prompt_length], params=params)
 
     @property
     def wants_prompt(self) -> bool:
@@ -71,5 +77,24 @@ class ChainReplay:
 
     def _replay(self, token_id: int, row: torch.Tensor) -> None:
         row[self._never] = -torch.inf
-        apply_chain(self._chain, row)
-        self._chain.replay_token(token_id)
+        replay_token(self._chain, token_id, row, self._sample)
+        self._earlier.tokens.append(token_id)
+
+    @cached_property
+    def _sampler(self) -> Sampler:
+        return Sampler(self._model.vocab_size, self._model.undecodable_ids, self._model.device)
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return Plan((self._earlier,), (), (self._earlier,))
+
+    def _sample(self, chain: ProcessorChain, row: torch.Tensor) -> int:
+        """See `adapters.chain.Sample`."""
+        planned, failures = plan_rows([(0, chain)])
+        for failure in failures.values():
+            raise failure
+        samples = self._sampler.sample(row.unsqueeze(0), Edits(planned), self._plan)
+        if samples.errors:
+            known = chain.failure or ProcessorFailed("model", "nan", samples.errors[0])
+            raise chain.fail(known.processor, known.reason, known.message)
+        return samples.token_ids[0]

@@ -10,36 +10,31 @@ from worker.engines.embedded.plan import Output, Request
 
 @dataclass(slots=True)
 class _Held:
-    """What is held back of one request.
-
-    Attributes:
-        request: The request.
-        position: Of the next token that is sampled.
-        outputs: Those not passed on, with the position of the token of each.
-    """
+    """What is held back of one request: the outputs of its tokens that were not sent, in order."""
 
     request: Request
-    position: int
-    outputs: list[tuple[int, Output]] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
 
     def take(self, output: Output) -> None:
         """Add the next output, or drop those of tokens that were taken back."""
         if output.rolled_back_to is None:
-            self.outputs.append((self.position, output))
-            self.position += 1
-            return
-        self.position = output.rolled_back_to
-        self.outputs = [one for one in self.outputs if one[0] < self.position]
+            self.outputs.append(output)
+        else:
+            del self.outputs[output.rolled_back_to - self.request.num_sent :]
 
-    def pass_on(self, end: int) -> list[Output]:
-        """Outputs of tokens before `end`, which are held no longer."""
-        passed = [output for position, output in self.outputs if position < end]
-        del self.outputs[: len(passed)]
+    def pass_on(self, count: int) -> list[Output]:
+        """The first `count` outputs, which are sent now."""
+        passed = self.outputs[:count]
+        del self.outputs[:count]
+        self.request.num_sent += len(passed)
         return passed
 
 
 class HeldOutputs:
-    """Holds back outputs of requests whose chain may take tokens back; passes on all others."""
+    """Holds back outputs of requests whose chain may take tokens back; passes on all others.
+
+    It alone moves the border `Request.num_sent`, before which nothing is taken back.
+    """
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
@@ -60,16 +55,16 @@ class HeldOutputs:
             if request is None:
                 passed.append(output)
                 continue
-            held = self._held.setdefault(request.id, _Held(request, request.first_new))
+            held = self._held.setdefault(request.id, _Held(request))
             held.take(output)
             if output.finish_reason is not None:
-                passed += held.pass_on(held.position)
-                del self._held[request.id]
+                passed += self._held.pop(request.id).outputs
         for request in backtracking.values():
             if request.id in self._held:
                 assert request.chain is not None
                 start = request.chain.held_from
-                passed += self._held[request.id].pass_on(len(request.tokens) if start is None else start)
+                end = len(request.tokens) if start is None else start
+                passed += self._held[request.id].pass_on(max(0, end - request.num_sent))
         return passed
 
     def forget(self, request_id: str, block_size: int) -> None:
@@ -79,7 +74,6 @@ class HeldOutputs:
         """
         held = self._held.pop(request_id, None)
         if held is not None and held.outputs:
-            position = held.outputs[0][0]
             if held.request.chain is not None:
-                held.request.chain.rewind(position)
-            held.request.cut_off(position, block_size)
+                held.request.chain.rewind(held.request.num_sent)
+            held.request.rewind(held.request.num_sent, block_size)
