@@ -438,7 +438,7 @@ class ProcessorChain:
         held = None if self._backtracking is None else self._backtracking.held_from
         return None if held is None else self.prompt_length + held
 
-    def take_back(self, sent: int, *, ends: bool = False) -> int | None:
+    def take_back(self, sent: int = 0, *, ends: bool = False) -> int | None:
         """Rewind to where a processor takes tokens back; the position to sample again, or None.
 
         The token that was there is masked there from now on.

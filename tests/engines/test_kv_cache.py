@@ -85,6 +85,17 @@ def test_a_prompt_that_ends_with_a_page_leaves_its_last_block_to_compute() -> No
     assert second.pages == [0, 2]
 
 
+def test_a_request_that_is_rewound_to_the_end_of_a_cached_block_leaves_a_token_to_compute() -> None:
+    store = cache()
+    one = computed(store, list(range(3, 43)))
+    store.free(one)
+    assert len(store.match_prefix(one)) == 9
+    one.rewind(2 * BLOCK, BLOCK)
+    assert store.allocate(one) is not None
+    assert one.num_computed == BLOCK < len(one.tokens)
+    store.check_blocks()
+
+
 def test_freed_pages_stay_cached_until_they_are_needed() -> None:
     store = cache(num_pages=4)
     store.free(computed(store, list(range(3, 43))))

@@ -131,11 +131,13 @@ async def _recorded(model: Path, processors: list[Any], sampling: dict[str, Any]
 
 
 MIROSTAT = {"name": "mirostat", "args": {"tau": 1.5, "eta": 1.0}}
+PHRASES = {"name": "phrase_ban", "args": {"phrases": ["e", "a", "th", "in"]}}
 RUNS: list[tuple[list[Any], dict[str, Any]]] = [
     ([BIAS, BAN], SAMPLING),
     ([BIAS, BAN], {"temperature": 0.7, "top_p": 0.6, "min_p": 0.05}),
     ([BIAS, BAN], {}),
     ([MIROSTAT], {"temperature": 1.0}),
+    ([PHRASES, MIROSTAT], {"temperature": 1.0}),
 ]
 
 

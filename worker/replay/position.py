@@ -104,14 +104,19 @@ class PositionTap:
         """Not wanted."""
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
-        """The row ``[V]`` from which the token at `position` is sampled."""
+        """The row ``[V]`` from which the token at `position` is sampled, perhaps not the first one."""
+        while self.positions and self.positions[-1].position >= position:  # its token was taken back
+            self.positions.pop()
+            self._rows = []
         self.take(self._request.tokens[self._copy.prompt_length :])
         row = logits.float().clone()
         row[self._never] = -torch.inf
         chain = self._copy.chain
-        if chain is not None:
+        if chain is not None and self._request.chain is not None:
+            chain.rewind(min(chain.position, position))
             for place in range(chain.position, position):
                 chain.accept(self._request.tokens[place], place)
+            chain.copy_ruled_out(self._request.chain)
         if self._wanted is None or position in self._wanted:
             self.positions.append(Position(position, list(self._look(chain, row))))
         elif chain is not None and chain.observes_logits:
