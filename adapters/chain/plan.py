@@ -133,8 +133,8 @@ class Member:
         follows: It may have state that follows the history (`Processor.catch_up`).
         stage: The processor's.
         turn: The stage with which it is applied: `stage`, unless the request gives an order.
-        lasts: `SteeringProcessor.same_until` of a processor whose class has its own, no state that
-            follows the history, and no scope.
+        lasts: `SteeringProcessor.same_until`, if its class has one. Not with a scope: tokens outside
+            of it, and tags, change what the processor sees at a position.
         same_until: The position before which its `act` stays the same.
         act: What its newest edit does, None if it has none or is shaping.
     """
@@ -159,13 +159,10 @@ class Member:
         self.stage = self.turn = self.processor.stage
         self.is_third_party = kind.wraps_third_party or not kind.__module__.startswith("adapters.")
         self.foresees = kind.foresee is not Processor.foresee and not self.is_third_party
-        has_state = any(
-            getattr(kind, name) is not getattr(Processor, name) for name in ("reset", "advance", "catch_up")
-        )
-        self.follows = self.is_third_party or has_state
+        self.follows = self.is_third_party or bool(kind.following())
         if isinstance(self.processor, SteeringProcessor):
             self.edit = self.processor.edit  # looked up once: isinstance is slow for abstract classes
-            if self.scope == "all" and not has_state and "same_until" in vars(kind):
+            if self.scope == "all" and type(self.processor).same_until is not SteeringProcessor.same_until:
                 self.lasts = self.processor.same_until
 
     @property

@@ -208,6 +208,12 @@ class Processor(ABC):
         """The processors that this name stands for; several where a control acts at two stages."""
         return [cls(args, context)]
 
+    @classmethod
+    def following(cls) -> str:
+        """Names of the methods by which its state follows the history, empty if it has none."""
+        names = ("reset", "advance", "catch_up")
+        return ", ".join(name for name in names if getattr(cls, name) is not getattr(Processor, name))
+
     # Methods that authors write
 
     def reset(self) -> None:
@@ -366,6 +372,13 @@ class Processor(ABC):
 class SteeringProcessor(Processor):
     """Reads history, returns an `Edit`. Never reads logits, never touches another row."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "same_until" not in vars(cls):
+            setattr(cls, "same_until", SteeringProcessor.same_until)  # noqa: B010  # mypy takes it for an override
+        elif follows := cls.following():
+            raise TypeError(f"{cls.__name__}.same_until: a processor with state has none, and this has {follows}")
+
     @abstractmethod
     def edit(self) -> Edit | None:
         """The edit for the token at `position`, None if there is nothing to do.
@@ -377,10 +390,11 @@ class SteeringProcessor(Processor):
     def same_until(self) -> int:
         """The position before which `edit` returns what it has just returned, whatever tokens come.
 
-        It is not called before then, unless the history is rewound. By default, and where the
-        request gives a scope, it is called at every position. So it is of a processor with state
-        that follows the history, one that overrides `reset`, `advance` or `catch_up`; and no class
-        inherits this.
+        `ALWAYS` if it never changes, 0 by default. A chain may spare itself the calls of `edit`
+        before then, unless the history is rewound. It is of a processor without state that follows
+        the history: a class with a `reset`, `advance` or `catch_up` of its own must not have it.
+        Since it is about the `edit` of one class, a class that derives from it has the default
+        again.
         """
         return 0
 

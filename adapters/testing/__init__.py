@@ -10,7 +10,7 @@ Needs Hypothesis. Everything runs on the CPU, on a small tokenizer of the kit's 
 """
 
 # The order of these imports is the order of the checks.
-from adapters.testing import check_arguments, check_rows, check_history, check_cost  # isort: skip
+from adapters.testing import check_arguments, check_rows, check_history, check_promises, check_cost  # isort: skip
 from adapters.testing.kit_model import kit_context, kit_vocabulary
 from adapters.testing.registry import CHECKS, Check
 from adapters.testing.report import CheckResult, ConformanceReport, check_processor, run_check
@@ -28,6 +28,7 @@ __all__ = [
     "check_cost",
     "check_history",
     "check_processor",
+    "check_promises",
     "check_rows",
     "kit_context",
     "kit_vocabulary",

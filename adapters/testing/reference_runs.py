@@ -176,9 +176,18 @@ def restarted(subject: Subject, run: ReferenceRun, index: int) -> ProcessorChain
 def rebuild(chain: ProcessorChain, run: ReferenceRun, index: int) -> None:
     """Start ``chain`` after ``index`` generated tokens of a run."""
     if chain.observes_logits:
-        replay(chain, run.prompt, run.tokens[:index], run.logits[:index].clone())
+        replay(chain, run.prompt, run.tokens[:index], run.logits[:index].clone(), _sampled)
     else:
         chain.start(run.prompt, run.tokens[:index])
+
+
+def _sampled(chain: ProcessorChain, row: torch.Tensor) -> int:
+    """What a run samples; see `adapters.chain.Sample`."""
+    outcome = step(chain, row)
+    if outcome.failure is not None:
+        raise outcome.failure
+    token_id = chosen(outcome, chain.context)
+    return -1 if token_id is None else token_id
 
 
 def expect(outcome: Outcome, run: ReferenceRun, index: int, what: str) -> None:

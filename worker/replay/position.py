@@ -113,7 +113,8 @@ class PositionTap:
         row[self._never] = -torch.inf
         chain = self._copy.chain
         if chain is not None and self._request.chain is not None:
-            chain.rewind(min(chain.position, position))
+            if chain.position > position:
+                chain.rewind(position)
             for place in range(chain.position, position):
                 chain.accept(self._request.tokens[place], place)
             chain.copy_ruled_out(self._request.chain)

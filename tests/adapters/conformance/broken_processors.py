@@ -10,8 +10,10 @@ import torch
 from pydantic import Field
 
 from adapters.contract import (
+    ALWAYS,
     Allow,
     ArgumentError,
+    BacktrackingProcessor,
     Ban,
     Bias,
     Context,
@@ -22,6 +24,7 @@ from adapters.contract import (
     ShapingProcessor,
     Stage,
     SteeringProcessor,
+    TokenId,
 )
 
 
@@ -87,6 +90,131 @@ class PromisesTooMuch(Steering):
 
     def same_until(self) -> int:
         return self.position + 2
+
+
+class PromisesForEver(Steering):
+    """Says that its edit never changes, and changes it after a thousand tokens."""
+
+    name = "promises_for_ever"
+
+    def edit(self) -> Edit | None:
+        return Bias.of([40], [1.0]) if self.num_generated < 1000 else None
+
+    def same_until(self) -> int:
+        return ALWAYS
+
+
+class PromisesUnlessAToken(Steering):
+    """Says that its edit stays for a while, whatever comes, and changes it after one rare token."""
+
+    name = "promises_unless_a_token"
+
+    def edit(self) -> Edit | None:
+        return Bias.of([40], [2.0 if self.last_token == 371 else 1.0])
+
+    def same_until(self) -> int:
+        return self.position + 3
+
+
+class PromisesUntilItsArgument(Steering):
+    """Says that its edit never changes, and changes it for one position that the arguments name."""
+
+    name = "promises_until_its_argument"
+
+    class Args(ProcessorArgs):
+        n: int = Field(default=70_000, ge=0, le=2**31, description="Any number.")
+
+    def edit(self) -> Edit | None:
+        return Force(40) if self.num_generated == self.n else None
+
+    def same_until(self) -> int:
+        return ALWAYS
+
+
+class Takes(BacktrackingProcessor):
+    """A processor in order, but for what a subclass does: takes "the" back, as it is tokenized."""
+
+    name = "takes_in_order"
+    reads = Reads.GENERATED
+
+    class Args(ProcessorArgs):
+        token_ids: list[TokenId] = Field(default=[40, 41, 42], min_length=1, max_length=9, description="Taken back.")
+
+    def __init__(self, args: Any, context: Context) -> None:
+        self.wanted = list(args.token_ids)
+
+    def reset(self) -> None:
+        self.written: list[int] = []
+
+    def advance(self, token_id: int, index: int) -> None:
+        self.written.append(token_id)
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        del self.written[-len(token_ids) :]
+        return True
+
+    def begun(self) -> int | None:
+        """Where the wanted tokens may begin."""
+        for count in range(len(self.wanted), 0, -1):
+            if self.written[-count:] == self.wanted[:count]:
+                return len(self.written) - count
+        return None
+
+    @property
+    def held_from(self) -> int | None:
+        return self.begun()
+
+    @property
+    def taken_back(self) -> int | None:
+        index = self.begun()
+        return index if index is not None and self.num_generated - index == len(self.wanted) else None
+
+
+class HoldsTheNewestOnly(Takes):
+    """Holds one token where it may take back several."""
+
+    name = "holds_the_newest_only"
+
+    @property
+    def held_from(self) -> int | None:
+        return None if self.begun() is None else self.num_generated - 1
+
+
+class HoldsNothingAtTheEnd(Takes):
+    """Takes a beginning back where the answer ends with it, which it does not hold."""
+
+    name = "holds_nothing_at_the_end"
+
+    @property
+    def held_from(self) -> int | None:
+        index = self.begun()
+        return None if index is None or self.num_generated - index == 1 else index
+
+    @property
+    def taken_back(self) -> int | None:
+        return None
+
+    @property
+    def taken_back_at_end(self) -> int | None:
+        return self.begun()
+
+
+class HoldsMoreOnceRewound(Takes):
+    """Tells another thing of the same history after a rewind."""
+
+    name = "holds_more_once_rewound"
+
+    def reset(self) -> None:
+        super().reset()
+        self.rewinds = 0
+
+    def retract(self, token_ids: Sequence[int]) -> bool:
+        self.rewinds += 1
+        return super().retract(token_ids)
+
+    @property
+    def held_from(self) -> int | None:
+        return 0 if self.rewinds and self.written else self.begun()
 
 
 class ForgetsToReplay(Steering):

@@ -12,7 +12,13 @@ pytestmark = pytest.mark.slow
 
 CAUGHT: dict[type[Processor], set[str]] = {
     broken.CountsCalls: {"double_call", "chunked_prefill", "replay"},
-    broken.PromisesTooMuch: {"replay"},
+    broken.PromisesTooMuch: {"replay", "same_until"},
+    broken.PromisesForEver: {"same_until"},
+    broken.PromisesUnlessAToken: {"same_until"},
+    broken.PromisesUntilItsArgument: {"same_until"},
+    broken.HoldsTheNewestOnly: {"held_from"},
+    broken.HoldsNothingAtTheEnd: {"held_from"},
+    broken.HoldsMoreOnceRewound: {"held_from"},
     broken.ForgetsToReplay: {"rewind"},
     broken.SharesState: {"batch_invariance", "choices"},
     broken.ResurrectsMasked: {"masked_rows", "banned_tokens"},
@@ -43,7 +49,27 @@ def test_broken(processor: type[Processor]) -> None:
     assert failed >= CAUGHT[processor], str(report)
 
 
-@pytest.mark.parametrize("processor", [broken.Steering, broken.Shaping], ids=["steering", "shaping"])
+@pytest.mark.parametrize("processor", [broken.Steering, broken.Shaping, broken.Takes], ids=lambda each: each.name)
 def test_what_they_are_made_from_is_in_order(processor: type[Processor]) -> None:
     report = check_processor(processor)
     assert report.passed, str(report)
+
+
+def test_the_messages_name_what_lies() -> None:
+    report = check_processor(broken.HoldsTheNewestOnly, only=["held_from"])
+    assert "takes back generated token" in str(report)
+    assert "held_from held tokens from index" in str(report)
+    report = check_processor(broken.PromisesForEver, only=["same_until"])
+    assert "same_until() told that the edit stays until position" in str(report)
+    assert "tokens later (random tokens) edit() is None instead of another Bias" in str(report)
+
+
+def test_a_backtracking_processor_that_is_not_tried_is_told_so() -> None:
+    class TakesNothing(broken.Takes):
+        """Takes nothing back."""
+
+        name = "takes_nothing"
+        held_from = taken_back = None
+
+    (result,) = check_processor(TakesNothing, only=["held_from"]).results
+    assert result.remark == "nothing was taken back, so nothing was tried: give an example whose texts or ids it takes back"

@@ -255,24 +255,17 @@ def test_a_promise_that_is_no_position_fails_its_request_alone(until: object) ->
     assert "from same_until, expected a position" in failures[0].message
 
 
-class Odd(Promises):
-    """With state that follows the history."""
-
-    def reset(self) -> None:
-        self._is_odd = False
-
-    def advance(self, token_id: int, index: int) -> None:
-        self._is_odd = not self._is_odd
-
-    def edit(self) -> Edit | None:
-        return self._ban if self._is_odd else None
-
-    def same_until(self) -> int:
-        return ALWAYS
+def advance(self: Processor, token_id: int, index: int) -> None:
+    """Takes a token."""
 
 
-def test_one_with_state_is_asked_at_every_position() -> None:
-    assert positions_acted(of_one(Odd(None)), 9) == [4, 6, 8]
+def test_one_with_state_may_not_promise() -> None:
+    class Odd(Counted):
+        advance = advance
+
+    assert Odd.same_until is SteeringProcessor.same_until
+    with pytest.raises(TypeError, match=r"Odder\.same_until: a processor with state has none, and this has advance"):
+        type("Odder", (Odd,), {"same_until": Counted.same_until})
 
 
 class TooShortForFive(MinTokens):
