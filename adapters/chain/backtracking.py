@@ -30,43 +30,41 @@ class Backtracking:
     def __init__(self, members: Sequence[Member], fail: Fail) -> None:
         self._fail = fail
         self._asked = [(one, one.processor) for one in members if isinstance(one.processor, BacktrackingProcessor)]
-        self._open: list[int | None] = []  # after 0, 1, ... generated tokens: the lowest `held_from`
+        self._held: list[int | None] = []  # after 0, 1, ... generated tokens
         self._bans: list[dict[int, set[int]]] = [{} for _ in self._asked]  # of each one, ids by index
 
     def reset(self) -> None:
         """Forget everything: a history begins."""
-        self._open = []
+        self._held = []
         self._bans = [{} for _ in self._asked]
 
     def note(self) -> None:
         """Take what is open at the end of the history, which has begun or got one more token.
 
+        Going back to p leaves p tokens, after which more may be open than is now: so what was held
+        there is held as well.
+
         Raises:
             ProcessorFailed: a processor raised, or answered with what is no index.
         """
-        self._open.append(min(self._ask(lambda processor: processor.held_from).values(), default=None))
+        opened = min(self._ask(lambda processor: processor.held_from).values(), default=None)
+        earlier = None if opened is None else self._held[opened]
+        self._held.append(opened if earlier is None else earlier)
 
     def rewind(self, index: int) -> None:
         """Forget what belongs to the generated tokens from ``index`` on.
 
         What was ruled out at ``index`` itself was so after the very tokens that are left.
         """
-        del self._open[index + 1 :]
+        del self._held[index + 1 :]
         for bans in self._bans:
             for later in [each for each in bans if each > index]:
                 del bans[later]
 
     @property
     def held_from(self) -> int | None:
-        """The first token that may still be sampled again, None if none may.
-
-        Going back to p leaves p tokens, after which more may be open than is now. So what was open
-        there counts, too, and what was open where that leads.
-        """
-        first, opened = None, self._open[-1]
-        while opened is not None:
-            first, opened = opened, self._open[opened]
-        return first
+        """The first token that may still be sampled again, None if none may."""
+        return self._held[-1]
 
     def go_back(self, history: Sequence[int], prompt_length: int, sent: int, *, ends: bool) -> int | None:
         """Rule out the first token that a processor takes back; its index, None if there is none.

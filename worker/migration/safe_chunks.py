@@ -51,13 +51,15 @@ class SafeChunks:
         return merged
 
     def _is_withheld(self) -> bool:
-        """Whether the frontend would withhold some of the text now."""
+        """Whether the frontend would withhold some of the text now.
+
+        A whole stop string in it changes nothing: the answer ends there, or goes on, since it is
+        shorter than ``min_tokens``, and another one may begin.
+        """
         text, stops = self._text, self._stops
         held = text[len(text) - self._num_bytes_held :]
         if held.decode(errors="replace").endswith("\ufffd"):
             return True
-        if any(stop in text for stop in stops):  # it ends here
-            return False
         return any(
             stop.startswith(text[-length:]) for stop in stops for length in range(1, min(len(stop), len(text) + 1))
         )
