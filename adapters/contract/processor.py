@@ -407,11 +407,10 @@ class BacktrackingProcessor(SteeringProcessor):
     was taken back there, for as long as the tokens before it stay, and tells the engine what to
     hold. Only an engine that holds tokens can serve it.
 
-    For a history of n generated tokens, `taken_back` or `taken_back_at_end` is an index p < n, and
-    `held_from` tells beforehand: if p < m for the first m of these tokens, then `held_from` after
-    these m tokens was not None and at most p, **whatever tokens came since**. A processor tells of
-    its own history only: that going back to p opens again what was open after p tokens, for it and
-    for others, the chain adds. See ``docs/backtracking.md``.
+    `held_from` tells beforehand. If the processor goes back to p after n generated tokens, then
+    after each number of tokens m with p < m < n (where the answer ends, m <= n) `held_from` was not
+    None and at most p, **whatever tokens came since**. It is about this processor's own history
+    only: that going back opens again what had been closed, for it and for others, the chain adds.
     """
 
     stage: ClassVar[Stage] = Stage.MASK

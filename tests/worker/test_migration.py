@@ -106,6 +106,7 @@ async def pool(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
 
 
 SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 30}
+PHRASES = processor("phrase_ban", phrases=["e", "TH", "a ", "st"])
 CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "plain": ([], {}),
     "seeded": ([], DRAWN),
@@ -118,6 +119,9 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "thinking_budget": ([processor("thinking_budget", tokens=6)], DRAWN),
     "mirostat": ([processor("mirostat", tau=3.1)], DRAWN),
     "xtc": ([processor("xtc", probability=0.5)], DRAWN),
+    "phrase_ban": ([PHRASES], DRAWN),
+    "phrase_ban beside mirostat": ([PHRASES, processor("mirostat", tau=3.0, eta=0.5)], DRAWN),
+    "phrase_ban beside a third party": ([PHRASES, processor("acme/drifts")], DRAWN),
     "third party": ([processor("acme/drifts")], {}),
     "third party, drawn": ([processor("acme/drifts"), processor("no_repeat_ngram", n=3)], DRAWN),
 }
