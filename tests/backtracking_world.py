@@ -44,7 +44,7 @@ class World:
         return chain
 
     def breaks(self, history: Sequence[int], *, ends: bool = False) -> bool:
-        """Whether the text has one of the phrases; an incomplete character is none before the end."""
+        """Whether the text has a phrase; an incomplete character is none before the end."""
         data = b"".join(self.pieces[token_id] for token_id in history)
         text = getincrementaldecoder("utf-8")("replace").decode(data, final=ends).casefold()
         return any(phrase.casefold() in text for group in self.phrases for phrase in group)

@@ -1,9 +1,9 @@
 """Chains: the ordered processors of one choice of one request, over one token history.
 
-`chain` is the chain; `plan` its edits of one row at one step; `backtracking` which of its tokens may
-still be sampled again; `scoped` what processors with a scope are shown; `batch` merges the plans of
-all rows and applies them to logits in a handful of batched operations; `receipts` records what each
-processor did.
+`chain` is the chain; `plan` its edits of one row at one step; `backtracking` which of its tokens
+may still be sampled again; `scoped` what processors with a scope are shown; `batch` merges the
+plans of all rows and applies them to logits in a handful of batched operations; `receipts` records
+what each processor did.
 """
 
 from adapters.chain.batch import (

@@ -94,7 +94,7 @@ class Backtracking:
         return first
 
     def rule_out(self, token_id: int, index: int) -> bool:
-        """Note that ``token_id``, now the newest one, was sampled at ``index`` before, and taken back.
+        """Note that ``token_id``, now the newest one, was sampled at ``index`` and taken back.
 
         Returns:
             False if no processor could have done so: none holds the token.
@@ -102,15 +102,15 @@ class Backtracking:
         Raises:
             ProcessorFailed: as `note`.
         """
-        opened = self._ask(lambda processor: processor.held_from)
+        held = self._ask(lambda processor: processor.held_from)
         taken = self._ask(lambda processor: processor.taken_back_at_end)
-        able = [each for each in {**opened, **taken} if opened.get(each, index + 1) <= index or taken.get(each) == index]
+        able = {each for each, at in held.items() if at <= index} | {each for each, at in taken.items() if at == index}
         for each in able:
             self._bans[each].setdefault(index, set()).add(token_id)
         return bool(able)
 
     def copy_ruled_out(self, other: Backtracking) -> None:
-        """Take over what the same processors of another chain over the same history have ruled out."""
+        """Take over what the same processors of another chain of this history have ruled out."""
         self._bans = [{index: set(ids) for index, ids in bans.items()} for bans in other._bans]
 
     def acts(self, index: int, member: Member | None = None) -> Iterator[Act]:

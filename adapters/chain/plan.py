@@ -133,8 +133,8 @@ class Member:
         follows: It may have state that follows the history (`Processor.catch_up`).
         stage: The processor's.
         turn: The stage with which it is applied: `stage`, unless the request gives an order.
-        lasts: `SteeringProcessor.same_until`, if its class has one. Not with a scope: tokens outside
-            of it, and tags, change what the processor sees at a position.
+        lasts: `SteeringProcessor.same_until`, if its class has one. Not with a scope: tokens
+            outside of it, and tags, change what the processor sees at a position.
         same_until: The position before which its `act` stays the same.
         act: What its newest edit does, None if it has none or is shaping.
     """

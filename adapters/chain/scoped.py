@@ -1,4 +1,4 @@
-"""Scoped processors of a chain: each is shown the generated tokens inside its scope, and no others."""
+"""Scoped processors of a chain: each is shown the generated tokens inside its scope only."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ Edit = Sparse | Allow | Force
 
 
 class MalformedEdit(Exception):
-    """A processor returned an edit, or a position, that cannot be used without harming the batch."""
+    """A processor returned an edit, or a position, that would harm the batch."""
 
 
 def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) -> Edit:

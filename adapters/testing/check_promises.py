@@ -1,4 +1,4 @@
-"""Checks of what a processor tells in advance: how long an edit stays, and which tokens it may take back."""
+"""Checks of what a processor tells in advance: how long an edit stays, what it may take back."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _broken(
 
 
 def _tried(end: int, others: Sequence[int]) -> list[int]:
-    """Numbers of tokens ahead, below ``end``, at which an edit is looked at: around ``others``, too."""
+    """Numbers of tokens ahead, below ``end``, to look at an edit: around ``others``, too."""
     powers = [2**power + by for power in range(9, FARTHEST.bit_length()) for by in (-1, 0, 1)]
     found = {*range(EVERY), *powers, *(other + by for other in others for by in (-1, 0, 1)), end - 1}
     return sorted(count for count in found if 0 <= count < min(end, FARTHEST + 2))
@@ -156,7 +156,7 @@ def held_from(subject: Subject) -> str | None:
                 num_asked += 1
                 num_taken += _Walk(subject, case, place).walk()
     if num_asked and not num_taken:
-        return "nothing was taken back, so nothing was tried: give an example whose texts or ids it takes back"
+        return "took nothing back, so nothing was tried: give an example whose texts or ids it takes back"
     return f"tokens were taken back {num_taken} times" if num_asked else None
 
 
@@ -212,7 +212,8 @@ class _Walk:
         answer = getattr(self._processor, name)
         count = len(self._history) - len(self._prompt)
         if answer is not None and not (type(answer) is int and 0 <= answer < count):
-            raise CheckFailed(f"{name} is {answer!r} after {count} generated tokens, expected None or an index below it")
+            expected = f"None or an index below {count}, the number of generated tokens"
+            raise CheckFailed(f"{name} is {answer!r}, expected {expected} ({self._case})")
         return answer
 
     def _check(self, index: int | None, when: str, end: int) -> None:
@@ -222,11 +223,12 @@ class _Walk:
         for count in range(index + 1, end):
             held = self._held[count]
             if held is None or held > index:
-                text = self._subject.context.vocabulary.decode(self._history[len(self._prompt) :][-12:])
+                done = f"takes back generated token {index} {when}, after {len(self._held) - 1} tokens"
                 told = "nothing" if held is None else f"tokens from index {held} on"
+                newest = self._history[max(len(self._prompt), len(self._history) - 12) :]
                 raise CheckFailed(
-                    f"takes back generated token {index} {when}, after {len(self._held) - 1} tokens; but after {count} of "
-                    f"them held_from held {told}, so it may have been sent (the text ends with {text!r}, {self._case})"
+                    f"{done}; but after {count} of them held_from held {told}, so it may have been sent "
+                    f"(the newest tokens are {newest}, {self._case})"
                 )
 
     def _check_again(self) -> None:
@@ -240,7 +242,7 @@ class _Walk:
 
 
 def _words(context: Context, arguments: Mapping[str, Any]) -> list[list[int]]:
-    """What is written: the texts of the arguments in several spellings, their ids, and other tokens."""
+    """What is written: the arguments' texts in several spellings, their ids, and other tokens."""
     vocabulary = context.vocabulary
     leaves = list(_leaves(arguments))
     ids = [each for each in leaves if type(each) is int and 0 <= each < vocabulary.num_tokens]

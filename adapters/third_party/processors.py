@@ -167,7 +167,7 @@ class ThirdPartyProcessor(ThirdPartyShaping):
             raise ValueError("the processor changed its list of input ids")
 
     def _keep(self, index: int) -> None:
-        """Keep the state before the call at ``index``; return to it if it was called there before."""
+        """Keep the state before the call at ``index``, or return to it in a repeated call."""
         kept = self._before.get(index)
         if kept is None:
             newest = next(reversed(self._before.values()), None)

@@ -1,4 +1,4 @@
-"""Nothing before the border that a chain tells is ever taken back: tried with every text of a few tokens."""
+"""Nothing before a chain's border is ever taken back: tried with every text of a few tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def taken_back(chain: ProcessorChain, *, ends: bool) -> int | None:
 
 
 class Graph:
-    """Every text of a world, where each next token leads, and the least that is taken back from there on."""
+    """Every text of a world, where each next token leads, and the least that is taken back."""
 
     def __init__(self, world: World, length: int) -> None:
         size, self.length = len(world.pieces), length

@@ -1,4 +1,4 @@
-"""State made of logits is a function of history, bans and logits, by whatever path a chain got there."""
+"""State made of logits is a function of history, bans and logits, by whatever path."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ histories = st.lists(
 ).map(lambda parts: [token for part in parts for token in part])
 
 
-moves = st.lists(st.tuples(histories, st.integers(0, 30), st.sampled_from(["rewind", "peek", "pickle", "stay"])), max_size=5)
+moves = st.lists(
+    st.tuples(histories, st.integers(0, 30), st.sampled_from(["rewind", "peek", "pickle", "stay"])), max_size=5
+)
 
 
 @settings(max_examples=50)
@@ -188,7 +190,7 @@ def sample(chain: ProcessorChain, row: torch.Tensor) -> int:
 
 
 def decode(chain: ProcessorChain, suspended: Sequence[int] = ()) -> list[int]:
-    """The answer, as an engine decodes it that holds tokens back; it is suspended after some steps."""
+    """The answer of an engine that holds tokens back, and is suspended after some steps."""
     end, sent, steps = len(PROMPT) + LENGTH, chain.position, 0
     while chain.position < end:
         chain.accept(sample(chain, row_of(chain.tokens)), chain.position)

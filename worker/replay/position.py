@@ -104,7 +104,7 @@ class PositionTap:
         """Not wanted."""
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
-        """The row ``[V]`` from which the token at `position` is sampled, perhaps not the first one."""
+        """The row ``[V]`` from which the token at `position` is sampled, perhaps once more."""
         while self.positions and self.positions[-1].position >= position:  # its token was taken back
             self.positions.pop()
             self._rows = []

@@ -72,4 +72,4 @@ def test_a_backtracking_processor_that_is_not_tried_is_told_so() -> None:
         held_from = taken_back = None
 
     (result,) = check_processor(TakesNothing, only=["held_from"]).results
-    assert result.remark == "nothing was taken back, so nothing was tried: give an example whose texts or ids it takes back"
+    assert result.remark == "took nothing back, so nothing was tried: give an example whose texts or ids it takes back"
