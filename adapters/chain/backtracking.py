@@ -47,7 +47,7 @@ class Backtracking:
         Raises:
             ProcessorFailed: a processor raised, or answered with what is no index.
         """
-        opened = min(self._ask(lambda processor: processor.held_from).values(), default=None)
+        opened = min(self._ask("held_from").values(), default=None)
         earlier = None if opened is None else self._held[opened]
         self._held.append(opened if earlier is None else earlier)
 
@@ -79,7 +79,7 @@ class Backtracking:
             ProcessorFailed: a processor raised, answered with what is no index, or takes back a
                 token that was sent, since its `held_from` did not tell.
         """
-        wanted = self._ask(lambda processor: processor.taken_back_at_end if ends else processor.taken_back)
+        wanted = self._ask("taken_back_at_end" if ends else "taken_back")
         if not wanted:
             return None
         first = min(wanted.values())
@@ -102,8 +102,7 @@ class Backtracking:
         Raises:
             ProcessorFailed: as `note`.
         """
-        held = self._ask(lambda processor: processor.held_from)
-        taken = self._ask(lambda processor: processor.taken_back_at_end)
+        held, taken = self._ask("held_from"), self._ask("taken_back_at_end")
         able = {each for each, at in held.items() if at <= index} | {each for each, at in taken.items() if at == index}
         for each in able:
             self._bans[each].setdefault(index, set()).add(token_id)
@@ -119,21 +118,21 @@ class Backtracking:
             if index in bans and member in (None, one):
                 yield one.record, Stage.MASK, Ban.of(bans[index]), "masked", len(bans[index])
 
-    def _ask(self, question: Callable[[BacktrackingProcessor], object]) -> dict[int, int]:
-        """The indices that processors answer with, by their place; without None."""
+    def _ask(self, name: str) -> dict[int, int]:
+        """The processors' indices of this name, by their place; without None."""
         found: dict[int, int] = {}
         for place, (member, processor) in enumerate(self._asked):
             try:
                 processor.catch_up()
-                answer = question(processor)
-                if answer is not None:
-                    found[place] = _checked(answer, processor.num_generated)
+                index = getattr(processor, name)
+                if index is not None:
+                    found[place] = _checked(name, index, processor.num_generated)
             except Exception as error:  # the processor boundary: third-party code
                 raise self._fail(member, error) from error
         return found
 
 
-def _checked(answer: object, num_generated: int) -> int:
-    if type(answer) is not int or not 0 <= answer < num_generated:
-        raise MalformedEdit(f"answered {answer!r}, expected the index of one of {num_generated} generated tokens, int")
-    return answer
+def _checked(name: str, index: object, num_generated: int) -> int:
+    if type(index) is not int or not 0 <= index < num_generated:
+        raise MalformedEdit(f"{name} is {index!r}, expected None or an index below {num_generated}, int,")
+    return index

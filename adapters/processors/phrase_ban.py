@@ -54,6 +54,7 @@ class PhraseBan(BacktrackingProcessor):
     """
 
     name = "phrase_ban"
+    version = 2  # what is taken back opens what was before it; the end of an answer counts
     reads = Reads.GENERATED
 
     class Args(ProcessorArgs):

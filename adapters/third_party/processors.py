@@ -19,10 +19,9 @@ import functools
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
-from typing_extensions import Self
 
 from adapters.contract import (
     ArgumentError,
@@ -203,6 +202,11 @@ class HuggingFaceProcessor(ThirdPartyProcessor):
     def __init__(self, make: Callable[[], Any], **options: Any) -> None:
         super().__init__(make, **options)
         self._id_tensor = _IdTensor()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = super().__deepcopy__(memo)
+        made._id_tensor = _IdTensor()
+        return made
 
     def retract(self, token_ids: Sequence[int]) -> bool:
         super().retract(token_ids)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from backtracking_world import World
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LogitsProcessor
 
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain, replay
 from adapters.contract import (
@@ -46,6 +48,18 @@ class SumsProbabilities:
         logits[8] += self.sum
 
 
+class SumsIds(LogitsProcessor):
+    """A Hugging Face processor that reads all ids, and sums what it has been shown."""
+
+    def __init__(self) -> None:
+        self.sum = 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.sum += float(scores.softmax(-1)[0, 9:12].sum())
+        scores[0, 5] += self.sum + (input_ids[0] * torch.arange(1, input_ids.shape[1] + 1)).sum() % 97 / 97
+        return scores
+
+
 class ForcesSome(SteeringProcessor):
     """Forces a token, of which nobody sees logits, after every token that is a multiple of 5."""
 
@@ -62,8 +76,9 @@ def chain_of(scopes: Sequence[Scope]) -> ProcessorChain:
     count = len(scopes)
     processors: list[Processor] = [Mirostat(Mirostat.Args(tau=6.0, eta=0.7), CONTEXT) for _ in range(count)]
     processors += [third_party_processor(SumsProbabilities) for _ in range(count)]
+    processors += [third_party_processor(SumsIds) for _ in range(count)]
     processors.append(ForcesSome(None, CONTEXT))
-    return ProcessorChain(processors, CONTEXT, scopes=[*scopes, *scopes, "all"])
+    return ProcessorChain(processors, CONTEXT, scopes=[*scopes, *scopes, *scopes, "all"])
 
 
 def row_of(history: Sequence[int]) -> torch.Tensor:
@@ -108,7 +123,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.sampled_from(["all", "thinking", "answer"]), min_size=1, max_size=2), moves)
 def test_every_path_to_a_history_leads_to_the_same_state(scopes: list[Scope], moves: list[Any]) -> None:
     chain = chain_of(scopes)
@@ -124,7 +139,7 @@ def test_every_path_to_a_history_leads_to_the_same_state(scopes: list[Scope], mo
         check(chain, scopes)
 
 
-TAGGED = [3, *THINK, 4, 5, *ANSWER, 6, *THINK, *ANSWER, 7]
+TAGGED = [3, *THINK, 4, 6, *ANSWER, 6, *THINK, 9, 12, 13, 8, *ANSWER, 7]
 
 
 @pytest.mark.parametrize("cut", range(len(TAGGED)))
@@ -210,7 +225,7 @@ def begun(prompt: Sequence[int]) -> ProcessorChain:
     return chain
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 30), max_size=4))
 def test_an_answer_is_the_same_wherever_it_is_cut(seed: int, suspended: list[int]) -> None:
     prompt = [0, seed]

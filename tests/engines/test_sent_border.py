@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from backtracking_world import Spelled
+from effort import examples
 from engine_doubles import END, PADDING, WIDTH, Drafting, ScriptedModel, stepper
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -169,7 +170,7 @@ def of_letters(request: Request) -> Sequence[int]:
     return tokens[len(request.tokens) :]
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.integers(0, 10**6),
     st.sampled_from(list(PHRASES)),
