@@ -21,6 +21,8 @@ from adapters.contract import (
     bitmask_of,
     count_allowed,
     is_allowed,
+    state_methods,
+    tells_how_long,
 )
 
 
@@ -159,10 +161,10 @@ class Member:
         self.stage = self.turn = self.processor.stage
         self.is_third_party = kind.wraps_third_party or not kind.__module__.startswith("adapters.")
         self.foresees = kind.foresee is not Processor.foresee and not self.is_third_party
-        self.follows = self.is_third_party or bool(kind.following())
+        self.follows = self.is_third_party or bool(state_methods(kind))
         if isinstance(self.processor, SteeringProcessor):
             self.edit = self.processor.edit  # looked up once: isinstance is slow for abstract classes
-            if self.scope == "all" and type(self.processor).same_until is not SteeringProcessor.same_until:
+            if self.scope == "all" and tells_how_long(type(self.processor)):
                 self.lasts = self.processor.same_until
 
     @property

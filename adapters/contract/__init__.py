@@ -36,6 +36,8 @@ from adapters.contract.processor import (
     StateLost,
     SteeringProcessor,
     Unsatisfiable,
+    state_methods,
+    tells_how_long,
 )
 from adapters.contract.random_numbers import SAMPLE, uniform, uniform_rows, uniforms, uniforms_at
 from adapters.contract.scope import Scope, ThinkingTracker, turn_begin
@@ -78,6 +80,8 @@ __all__ = [
     "check_edit",
     "count_allowed",
     "is_allowed",
+    "state_methods",
+    "tells_how_long",
     "turn_begin",
     "uniform",
     "uniform_rows",

@@ -208,12 +208,6 @@ class Processor(ABC):
         """The processors that this name stands for; several where a control acts at two stages."""
         return [cls(args, context)]
 
-    @classmethod
-    def following(cls) -> str:
-        """Names of the methods by which its state follows the history, empty if it has none."""
-        names = ("reset", "advance", "catch_up")
-        return ", ".join(name for name in names if getattr(cls, name) is not getattr(Processor, name))
-
     # Methods that authors write
 
     def reset(self) -> None:
@@ -369,6 +363,12 @@ class Processor(ABC):
             index = self._consumed = index + 1
 
 
+def state_methods(kind: type[Processor]) -> list[str]:
+    """Names of a class's own methods by which its state follows the history, empty if none."""
+    names = ("reset", "advance", "catch_up")
+    return [name for name in names if getattr(kind, name) is not getattr(Processor, name)]
+
+
 class SteeringProcessor(Processor):
     """Reads history, returns an `Edit`. Never reads logits, never touches another row."""
 
@@ -376,8 +376,10 @@ class SteeringProcessor(Processor):
         super().__init_subclass__(**options)
         if "same_until" not in vars(cls):
             setattr(cls, "same_until", SteeringProcessor.same_until)  # noqa: B010  # mypy takes it for an override
-        elif follows := cls.following():
-            raise TypeError(f"{cls.__name__}.same_until: a processor with state has none, and this has {follows}")
+        elif names := state_methods(cls):
+            raise TypeError(
+                f"{cls.__name__}.same_until: a processor with state has none, and this has {', '.join(names)}"
+            )
 
     @abstractmethod
     def edit(self) -> Edit | None:
@@ -397,6 +399,11 @@ class SteeringProcessor(Processor):
         again.
         """
         return 0
+
+
+def tells_how_long(kind: type[SteeringProcessor]) -> bool:
+    """Whether the class has a `SteeringProcessor.same_until` of its own."""
+    return kind.same_until is not SteeringProcessor.same_until
 
 
 class BacktrackingProcessor(SteeringProcessor):

@@ -19,6 +19,7 @@ from adapters.contract import (
     Processor,
     SteeringProcessor,
     Unsatisfiable,
+    tells_how_long,
 )
 from adapters.testing.reference_runs import ReferenceRun, prompt_of, reference_runs
 from adapters.testing.registry import check
@@ -42,14 +43,9 @@ def same_until(subject: Subject) -> str | None:
         if run.case.scope != "all":
             continue  # it is asked at every position
         for place, processor in enumerate(subject.build(run.case.arguments)):
-            if isinstance(processor, SteeringProcessor) and promises(processor):
+            if isinstance(processor, SteeringProcessor) and tells_how_long(type(processor)):
                 num_promises += _follow_promises(subject, run, place)
     return f"{num_promises} promises" if num_promises else None
-
-
-def promises(processor: SteeringProcessor) -> bool:
-    """Whether the class has a `same_until` of its own."""
-    return type(processor).same_until is not SteeringProcessor.same_until
 
 
 def _follow_promises(subject: Subject, run: ReferenceRun, place: int) -> int:
