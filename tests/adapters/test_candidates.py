@@ -8,7 +8,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.candidates import block_maxima, highest_ids, prefix_of_mass, sort_ids, top, top_in_order
+from adapters.sampling.candidates import block_maxima, highest_ids, prefix_of_mass, sort_ids, top, top_in_order
 
 WIDTHS = [1, 5, 63, 64, 65, 700, 4096, 9000, 20_003]
 

@@ -12,18 +12,18 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters import candidates
+from adapters.sampling import candidates
+from adapters.sampling.weights import as_units, rounding, share_of_one, weight_bits
+from adapters.sampling.whole_row import TorchRow, WholeRow
 from worker.engines.embedded import native
 from worker.engines.embedded.native import weights as native_weights
-from worker.engines.embedded.native.weights import RowWeights, Weighing, exponential_
+from worker.engines.embedded.native.weights import NativeRow, exponential_
 from worker.engines.embedded.sampling.device_truncation import (
     SamplingColumns,
     select_by_sorting,
     truncate_and_sample_rows,
 )
-from worker.engines.embedded.sampling.integer_weights import as_units, rounding, share_of_one, weight_bits
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows, truncate_and_sample
-from worker.engines.embedded.sampling.whole_row import NativeRow, TorchRow, WholeRow
 
 CPU = torch.device("cpu")
 PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]

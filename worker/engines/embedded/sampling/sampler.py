@@ -9,10 +9,11 @@ from typing import Protocol
 
 import torch
 
-from adapters.candidates import highest_ids
 from adapters.chain import Planned, apply_edits, apply_late
 from adapters.contract import apply_bitmask
 from adapters.devices import upload_ids
+from adapters.sampling.candidates import highest_ids
+from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
 from worker.engines.embedded.plan import Edits, Plan, Samples
 from worker.engines.embedded.sampling.device_sampler import DeviceStep
 from worker.engines.embedded.sampling.logprobs import token_logprobs
@@ -20,7 +21,6 @@ from worker.engines.embedded.sampling.row_errors import forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.selection_kernels import choose_select
 from worker.engines.embedded.sampling.truncation import truncate_and_sample
-from worker.engines.embedded.sampling.whole_row import block_maxima, find_highest, is_searched_fast
 
 
 class Launched(Protocol):
