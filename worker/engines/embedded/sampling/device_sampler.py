@@ -63,7 +63,7 @@ class DeviceStep:
         """The tokens and log probabilities; synchronises with the device."""
         tokens, highest, values = (one.tolist() for one in self._copy.wait())
         samples = Samples(tokens, self._errors)
-        samples.errors |= unfit(highest, self._planned, samples.errors)
+        samples.errors |= unfit(self._table.divided(highest), self._planned, samples.errors)
         for forced, value in zip(self._forced, values, strict=True):
             if forced.row not in samples.errors and value == -math.inf:
                 samples.errors[forced.row] = forced.refuse()

@@ -152,7 +152,7 @@ class Sampler:
             return _choose_plain(logits, errors)
         maxima = block_maxima(logits)
         groups = table.groups
-        highest = maxima.amax(-1).tolist()  # propagates NaN
+        highest = table.divided(maxima.amax(-1).tolist())  # propagates NaN
         unfit_rows = {row for row, value in enumerate(highest) if not math.isfinite(value)}
         if unfit_rows:
             errors |= unfit(highest, planned, errors)
