@@ -77,6 +77,7 @@ class DynamicTemperature(_RowWise):
     """
 
     name = "dynamic_temperature"
+    version = 2  # divides the logits themselves, as `Temperature` does
     stage = Stage.TEMPERATURE
 
     class Args(ProcessorArgs):

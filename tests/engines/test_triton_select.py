@@ -54,6 +54,15 @@ for given, targets in (
     found = triton_select.select_by_digits(keys, given, targets)
     expected = by_sorting(keys, torch.ones_like(masses) if given is None else given, targets)
     assert all(map(torch.equal, found, expected)), (found, expected)
+for grain, scale, share in ((0.5, 1.0, 0.9), (0.0, 4.0, 0.5), (8.0, 3.0, 0.999), (0.0, 1e-4, 0.25)):  # weights
+    keys = torch.randn(4, 501, generator=generator) * scale
+    keys = (keys / grain).round() * grain if grain else keys
+    keys[2, ::3] = -torch.inf
+    keys[3, 9:] -= 30
+    masses = ((keys - keys.amax(-1, keepdim=True)).double().exp() * 2.0**44).round().long()
+    targets = (masses.sum(-1, keepdim=True).double() * share).ceil().long()
+    found, expected = triton_select.select_by_digits(keys, masses, targets), by_sorting(keys, masses, targets)
+    assert all(map(torch.equal, found, expected)), (found, expected)
 print("the same")
 """
 

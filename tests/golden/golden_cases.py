@@ -66,11 +66,17 @@ _THIRD_PARTY_ARGUMENTS: dict[str, list[Arguments]] = {
 
 
 NO_PROCESSOR = "(no processor)"
+NEUTRAL = "(neutral late processor)"
+"""Row whose texts are compared with those of the fields alone: beside a processor of truncation
+that asks for nothing they are processors too, and must do what the sampler does with them.
+"""
+
 FIELDS: dict[str, Arguments] = {
     NO_PROCESSOR: {},
     "(truncation fields)": {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
     "(penalty fields)": {"frequency_penalty": 0.9, "presence_penalty": 0.6, "repetition_penalty": 1.3},
     "(min_tokens field)": {"min_tokens": 7},
+    NEUTRAL: {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
 }
 """Rows without a processor by name: what the request sets in fields."""
 
@@ -113,12 +119,18 @@ class Case:
         return replace(self, row=NO_PROCESSOR, arguments={})
 
     @property
+    def reference(self) -> Case:
+        """The request whose text this one must have, of a worker that has nothing else to do."""
+        return replace(self, beside=()) if self.row == NEUTRAL else self
+
+    @property
     def sampling_options(self) -> dict[str, Any]:
         """Fields of the request. A control that a processor sets is not set by a field too."""
         if self.row == "temperature":
             return {"top_p": 1.0, "seed": SEED}
         fields = self._fields(lambda name: name not in _STOP_CONDITIONS)
-        return {"temperature": 0.0 if self.sampling == "greedy" else 1.0, "seed": SEED, **fields}
+        temperature = 0.0 if self.sampling == "greedy" else fields.get("temperature", 1.0)
+        return {**fields, "temperature": temperature, "seed": SEED}
 
     @property
     def stop_conditions(self) -> dict[str, Any]:
@@ -181,7 +193,8 @@ class Cases:
         phrase = self._phrase_in(plain)
         if phrase is not None:
             acting["phrase_ban"] = [({"phrases": [phrase]}, ())]
-        names = {**{name: [fields] for name, fields in FIELDS.items()}, **EXAMPLES, **_THIRD_PARTY_ARGUMENTS}
+        fields = {name: [] if name == NEUTRAL else [one] for name, one in FIELDS.items()}
+        names = {**fields, **EXAMPLES, **_THIRD_PARTY_ARGUMENTS}
         return [case for name in names for case in self._of(name, names[name], acting.get(name, []))]
 
     def _phrase_in(self, plain: Sequence[int]) -> str | None:
@@ -231,6 +244,11 @@ def _acting(plain: list[int], end_id: int) -> dict[str, list[Acting]]:
         "loop_stop": [({"max_period": 1, "copies": 5}, again)],
         "min_tokens": [({"n": 7}, ends)],
         "(min_tokens field)": [(FIELDS["(min_tokens field)"], ends)],
+        NEUTRAL: [
+            (FIELDS[NEUTRAL], [processor("typical_p", p=1.0)]),
+            (FIELDS[NEUTRAL], [processor("xtc", probability=0.0), processor("top_a", a=0.0)]),
+            ({"top_p": 0.5}, [processor("epsilon_cutoff", epsilon=0.0)]),
+        ],
         "gen_length": [({"boost": 20.0, "power": 2.0}, ())],
         "exponential_decay_length": [({"start": 3, "factor": 2.5}, ())],
         "structural_tag": [(EXAMPLES["structural_tag"][1], ())],

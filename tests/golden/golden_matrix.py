@@ -193,7 +193,7 @@ async def _alone(
             if rows and case.row not in rows:
                 continue
             try:
-                text = await mode.tokens(Request(case, ()))
+                text = await mode.tokens(Request(case.reference, ()))
             except Refused as refusal:
                 matrix.left_out[str(case)] = str(refusal)
                 continue
