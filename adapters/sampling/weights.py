@@ -79,9 +79,14 @@ def weights_of(logits: torch.Tensor) -> torch.Tensor:
 
 
 def weights_of_probabilities(probabilities: torch.Tensor) -> torch.Tensor:
-    """int64 weights of probabilities ``[R, V]``, at least 0; the highest has ``2**weight_bits``."""
-    highest = probabilities.amax(-1, keepdim=True).double()
-    return as_units(probabilities.double().div_(highest), weight_bits(probabilities.shape[1]))
+    """int64 weights of probabilities ``[R, V]``, at least 0, not all 0.
+
+    They are scaled by a power of two that brings the highest into [1/2, 1), so that multiples of a
+    power of two stay exact.
+    """
+    exponents = torch.frexp(probabilities.amax(-1, keepdim=True).double()).exponent
+    scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), -exponents)
+    return as_units(probabilities.double().mul_(scale), weight_bits(probabilities.shape[1]))
 
 
 def logarithms(units: torch.Tensor, bits: int) -> torch.Tensor:

@@ -315,7 +315,8 @@ def test_top_p_of_probabilities_is_the_prefix_of_their_weights(
     row: torch.Tensor, share: float, dtype: torch.dtype
 ) -> None:
     probabilities = row.to(dtype).softmax(-1)
-    scaled = probabilities.double() / probabilities.max().double() * 2.0 ** weight_bits(len(row))
+    _, exponent = math.frexp(float(probabilities.max()))
+    scaled = probabilities.double() * 2.0 ** (weight_bits(len(row)) - exponent)
     weights = [round(value) for value in scaled.tolist()]
     top_p = max(share, 1e-300)
     expected = prefix(probabilities.tolist(), weights, share_of_one(sum(weights), top_p))
