@@ -145,8 +145,7 @@ def total_weights(logits: torch.Tensor) -> torch.Tensor:
         return torch.tensor(totals, dtype=torch.float64).unsqueeze(1) * unit
     starts = range(0, len(logits), _ROWS_AT_ONCE)
     sums = [weights_of(logits[start : start + _ROWS_AT_ONCE]).sum(-1, keepdim=True) for start in starts]
-    finite = logits.amax(-1, keepdim=True).isfinite()
-    return torch.cat(sums).double() * unit * finite
+    return torch.cat(sums).double() * unit
 
 
 def keep_top_p(logits: torch.Tensor, ps: Sequence[float]) -> None:
@@ -158,31 +157,35 @@ def keep_top_p(logits: torch.Tensor, ps: Sequence[float]) -> None:
     if not rows:
         return
     if is_weighed_on_host(logits):
-        _keep_top_p_on_host(logits, rows, [ps[row] for row in rows])
+        _keep_top_p_on_host(logits, rows, ps)
         return
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         index = rows[start : start + _ROWS_AT_ONCE]
         part = take(logits, index)
-        unfit = ~part.amax(-1, keepdim=True).isfinite()
+        fit = part.amax(-1, keepdim=True).isfinite()
         beyond = _beyond(part, weights_of(part), [ps[row] for row in index])
-        drop(logits, index, part, beyond & ~unfit)
+        drop(logits, index, part, beyond & fit)
 
 
 def _keep_top_p_on_host(logits: torch.Tensor, rows: list[int], ps: Sequence[float]) -> None:
-    part = take(logits, rows)
-    maxima = host_block_maxima(part)
-    values, ids = top_in_order(part, min(_FEW, part.shape[1]), maxima)
+    maxima = host_block_maxima(logits)
+    highest = maxima.amax(-1).tolist()
+    rows = [row for row in rows if math.isfinite(highest[row])]
+    if not rows:
+        return
+    some = None if len(rows) == len(logits) else torch.tensor(rows)
+    chosen = maxima if some is None else maxima[some]
+    values, ids = top_in_order(logits, min(_FEW, logits.shape[1]), chosen, some)
     weights = weigh(values, values[:, :1])
     sure = _sure(values, weights).tolist()
-    for index, found in enumerate(_weighed(part, maxima)):
-        if found is None:
-            continue
-        target = share_of_one(found.total, ps[index])
+    weigher = whole_row(logits.shape[1])
+    for index, row in enumerate(rows):
+        target = share_of_one(weigher.weigh(logits[row], highest[row]), ps[row])
         if sure[index] >= target:
-            kept = ids[index], prefix_of_ordered(weights[index : index + 1], torch.tensor([[target]]))[0]
-            _keep_only(logits[rows[index]], *kept)
+            kept = prefix_of_ordered(weights[index : index + 1], torch.tensor([[target]]))[0]
+            _keep_only(logits[row], ids[index], kept)
         else:
-            _keep_only(logits[rows[index]], *found.prefix(target))
+            _keep_only(logits[row], *weigher.prefix(target))
 
 
 def _sure(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -243,13 +246,12 @@ def is_weighed_on_host(logits: torch.Tensor) -> bool:
     return logits.device.type == "cpu" and logits.dtype == torch.float32
 
 
-def _weighed(logits: torch.Tensor, maxima: torch.Tensor | None = None) -> Iterator[WholeRow | None]:
+def _weighed(logits: torch.Tensor) -> Iterator[WholeRow | None]:
     """Each row's weights, None where its highest logit is not finite; until the next one."""
     if not len(logits):
         return
     weigher = whole_row(logits.shape[1])
-    maxima = host_block_maxima(logits) if maxima is None else maxima
-    for row, highest in zip(logits, maxima.amax(-1).tolist(), strict=True):
+    for row, highest in zip(logits, host_block_maxima(logits).amax(-1).tolist(), strict=True):
         if math.isfinite(highest):
             weigher.weigh(row, highest)
             yield weigher

@@ -334,6 +334,19 @@ def test_rows_of_a_real_width_do_not_depend_on_their_batch_mates(kind):
     assert torch.equal(batch, alone)
 
 
+@pytest.mark.parametrize("kind", [*ALL, TopA])
+def test_rows_that_cannot_be_sampled_stay_so_and_leave_their_batch_mates_alone(kind):
+    value = {TopK: 300, TopNSigma: 3.0, EpsilonCutoff: 1e-5, EtaCutoff: 1e-4}.get(kind, 0.9)
+    batch = torch.stack([row_of(seed, width=40003) for seed in range(5)])
+    member = make(kind, value)
+    good = batch[[0, 4]].clone()
+    kind.shape_rows([member] * 2, good)
+    batch[1], batch[2, 7], batch[3] = torch.nan, torch.inf, -torch.inf
+    kind.shape_rows([member] * 5, batch)
+    assert torch.equal(batch[[0, 4]], good)
+    assert not bool(batch[1:4].amax(-1).isfinite().any())
+
+
 @few
 @given(processors, st.integers(0, V - 1))
 def test_rows_with_nothing_or_one_token_left(processor, only):
