@@ -49,6 +49,18 @@ def prefix_of_ordered(masses: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     return masses * (masses.cumsum(-1) - masses < targets)
 
 
+def mass_among(keys: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
+    """The mass up to which a prefix is among the highest tokens of some rows, int64 ``[R]``.
+
+    That of the tokens that do not tie with the last one: they precede every token left out.
+
+    Args:
+        keys: float ``[R, n]``, falling.
+        masses: int64 ``[R, n]``.
+    """
+    return (masses * (keys > keys[:, -1:])).sum(-1)
+
+
 def beyond_prefix(
     keys: torch.Tensor, masses: torch.Tensor, targets: torch.Tensor, select: Select | None = None
 ) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from adapters.sampling.candidates import block_maxima, highest_ids, top, top_in_order
 from adapters.sampling.native import select_on
-from adapters.sampling.prefixes import beyond_prefix, prefix_of_mass, prefix_of_ordered
+from adapters.sampling.prefixes import beyond_prefix, mass_among, prefix_of_mass, prefix_of_ordered
 from adapters.sampling.weights import share_of, share_of_one, weigh, weight_bits, weights_of
 from adapters.sampling.whole_row import WholeRow, whole_row
 from adapters.sampling.whole_row import block_maxima as host_block_maxima
@@ -177,7 +177,7 @@ def _keep_top_p_on_host(logits: torch.Tensor, rows: list[int], ps: Sequence[floa
     chosen = maxima if some is None else maxima[some]
     values, ids = top_in_order(logits, min(_FEW, logits.shape[1]), chosen, some)
     weights = weigh(values, values[:, :1])
-    sure = _sure(values, weights).tolist()
+    sure = mass_among(values, weights).tolist()
     weigher = whole_row(logits.shape[1])
     for index, row in enumerate(rows):
         target = share_of_one(weigher.weigh(logits[row], highest[row]), ps[row])
@@ -186,13 +186,6 @@ def _keep_top_p_on_host(logits: torch.Tensor, rows: list[int], ps: Sequence[floa
             _keep_only(logits[row], ids[index], kept)
         else:
             _keep_only(logits[row], *weigher.prefix(target))
-
-
-def _sure(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The mass up to which a prefix is among the highest tokens ``[R, n]`` of some rows: what ties
-    with the last of them may be missing.
-    """
-    return (weights * (values > values[:, -1:])).sum(-1)
 
 
 def beyond_shares(
@@ -234,7 +227,7 @@ def _inside(keys: torch.Tensor, weights: torch.Tensor, total: int, target: int) 
     """Ids of one row's prefix that have a weight."""
     values, ids = top_in_order(keys[None], min(_FEW, len(keys)))
     found = weights[ids[0]]
-    if int(_sure(values, found[None])) >= target:
+    if int(mass_among(values, found[None])) >= target:
         return ids[0, prefix_of_ordered(found[None], torch.tensor([[target]]))[0] > 0]
     reaching, kept = prefix_of_mass(keys, weights, total, target)
     chosen = (kept > 0).nonzero()[:, 0]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from adapters.sampling.candidates import sort_ids, top_in_order
-from adapters.sampling.prefixes import prefix_of_ordered
+from adapters.sampling.prefixes import mass_among, prefix_of_ordered
 from adapters.sampling.truncation import GREEDY_BELOW, log_of, lowest_kept
 from adapters.sampling.weights import (
     logarithms,
@@ -250,9 +250,7 @@ class _Sampling:
         Sets `targets` for those whose prefix ends among the candidates all the same, samples the
         others from the whole row. Returns the indices in the group that have a token now.
         """
-        # Weight of the candidates that do not tie with the last one: they precede every token
-        # that is not a candidate, so a prefix of this weight is among the candidates.
-        sure = (found.weights * (found.values > found.values[:, -1:])).sum(-1).tolist()
+        sure = mass_among(found.values, found.weights).tolist()
         done: set[int] = set()
         for index, complete in enumerate(found.complete[:, 0].tolist()):
             if complete:
