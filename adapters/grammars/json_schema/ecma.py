@@ -1,0 +1,353 @@
+"""Patterns of JSON Schema: regular expressions of ECMA-262 with its flag ``u``, as `Language`."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import NoReturn, TypeAlias
+
+from adapters.grammars.json_schema.patterns import (
+    ANY_CHAR,
+    ANYTHING,
+    NOTHING,
+    Alt,
+    Cat,
+    Chars,
+    Language,
+    Ranges,
+    Repeat,
+    alt,
+    cat,
+    chars,
+    is_nullable,
+    others,
+    ranges_of,
+    repeat,
+    text,
+)
+
+MAX_ALTERNATIVES = 256
+"""Ways through a pattern whose groups hold anchors."""
+
+_DIGITS: Ranges = ((0x30, 0x39),)
+_WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+_SPACE = ranges_of(
+    [(0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)]
+    + [(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
+)
+_DOT = others(((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)))
+_CLASSES = {"d": _DIGITS, "w": _WORD, "s": _SPACE}
+_CLASSES |= {name.upper(): others(ranges) for name, ranges in _CLASSES.items()}
+_CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
+_NAMED_CATEGORIES = {"Letter": "L", "Mark": "M", "Number": "N", "Punctuation": "P", "Symbol": "S", "Separator": "Z"}
+_NAMED_CATEGORIES |= {"Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Decimal_Number": "Nd"}
+
+
+class PatternError(ValueError):
+    """A pattern is malformed, or not regular; the message is one short line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Anchor:
+    """``^`` or ``$``."""
+
+    at_start: bool
+
+
+_START, _END = _Anchor(True), _Anchor(False)
+_Part: TypeAlias = "Language | _Anchor | _Group"
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Alternatives of sequences of parts, some of which are anchors, that occur from ``low`` times."""
+
+    options: tuple[tuple[_Part, ...], ...]
+    low: int = 1
+
+
+@lru_cache(1_024)
+def searched(pattern: str) -> Language:
+    """The texts in which ``pattern`` is found, anywhere unless it is anchored.
+
+    Raises:
+        PatternError: it is malformed, or needs more than a regular language (a look-around, a
+            back-reference, a word boundary).
+    """
+    try:
+        options = _Parser(pattern).options()
+    except RecursionError:
+        raise PatternError("is nested too deeply") from None
+    return alt(_anchored(sequence) for sequence in _sequences(options))
+
+
+@lru_cache(256)
+def whole(pattern: str) -> Language:
+    """The texts that ``pattern`` matches from beginning to end."""
+    return searched(f"^(?:{pattern})$")
+
+
+def _sequences(options: tuple[tuple[_Part, ...], ...]) -> list[tuple[Language | _Anchor, ...]]:
+    """Every way through groups that hold anchors."""
+    found = list[tuple[Language | _Anchor, ...]]()
+    for sequence in options:
+        ways = list[list[tuple[Language | _Anchor, ...]]]()
+        for part in sequence:
+            if isinstance(part, _Group):
+                ways.append([*([()] if part.low == 0 else []), *_sequences(part.options)])
+            else:
+                ways.append([(part,)])
+        count = len(found)
+        for way in ways:
+            count = max(count, 1) * len(way)
+        if count > MAX_ALTERNATIVES:
+            raise PatternError("has too many groups with ^ or $ in them")
+        found += [sum(chosen, ()) for chosen in product(*ways)]
+    return found
+
+
+def _anchored(sequence: tuple[Language | _Anchor, ...]) -> Language:
+    starts = [index for index, part in enumerate(sequence) if part == _START]
+    ends = [index for index, part in enumerate(sequence) if part == _END]
+    first, last = (starts[-1] if starts else -1), (ends[0] if ends else len(sequence))
+    if starts and ends and last < first:
+        raise PatternError("has $ before ^")
+    outside = [part for part in (*sequence[: max(first, 0)], *sequence[last + 1 :]) if not isinstance(part, _Anchor)]
+    if not all(map(is_nullable, outside)):
+        return NOTHING
+    inner = [part for part in sequence[first + 1 : last] if not isinstance(part, _Anchor)]
+    return cat([*([] if starts else [ANYTHING]), *inner, *([] if ends else [ANYTHING])])
+
+
+class _Parser:
+    """A recursive descent over one pattern."""
+
+    def __init__(self, pattern: str) -> None:
+        self._text, self._at = pattern, 0
+
+    def options(self) -> tuple[tuple[_Part, ...], ...]:
+        """The whole pattern."""
+        found = self._disjunction()
+        if self._at < len(self._text):
+            self._fail("unmatched )")
+        return found
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise PatternError(f"{problem} at {self._at}")
+
+    def _peek(self, ahead: str) -> bool:
+        return self._text.startswith(ahead, self._at)
+
+    def _take(self, ahead: str) -> bool:
+        found = self._peek(ahead)
+        self._at += len(ahead) * found
+        return found
+
+    def _next(self) -> str:
+        if self._at == len(self._text):
+            self._fail("unexpected end")
+        self._at += 1
+        return self._text[self._at - 1]
+
+    def _disjunction(self) -> tuple[tuple[_Part, ...], ...]:
+        found = [self._sequence()]
+        while self._take("|"):
+            found.append(self._sequence())
+        return tuple(found)
+
+    def _sequence(self) -> tuple[_Part, ...]:
+        found = list[_Part]()
+        while self._at < len(self._text) and not self._peek("|") and not self._peek(")"):
+            if self._take("^"):
+                found.append(_START)
+            elif self._take("$"):
+                found.append(_END)
+            else:
+                found.append(self._quantified(self._atom()))
+        return tuple(found)
+
+    def _quantified(self, atom: Language | _Group) -> Language | _Group:
+        low, high = self._quantifier()
+        if isinstance(atom, _Group):
+            if (low, high) in ((1, 1), (0, 1)):
+                return _Group(atom.options, low)
+            self._fail("a group with ^ or $ is repeated")
+        return repeat(atom, low, high)
+
+    def _quantifier(self) -> tuple[int, int | None]:
+        found: tuple[int, int | None] = (1, 1)
+        for sign, times in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self._take(sign):
+                found = times
+                break
+        else:
+            counted = self._counted()
+            if counted is None:
+                return found
+            found = counted
+        self._take("?")
+        if self._peek("*") or self._peek("+") or self._peek("?"):
+            self._fail("nothing to repeat")
+        return found
+
+    def _counted(self) -> tuple[int, int | None] | None:
+        end = self._text.find("}", self._at)
+        if not self._peek("{") or end < 0:
+            return None
+        low, comma, high = self._text[self._at + 1 : end].partition(",")
+        if not (low.isascii() and low.isdigit()) or (high and not (high.isascii() and high.isdigit())):
+            return None  # as in browsers, a brace that is no quantifier is a character
+        if len(low) > 6 or len(high) > 6:
+            self._fail("too many repetitions")
+        self._at = end + 1
+        bounds = (int(low), int(high) if high else None if comma else int(low))
+        if bounds[1] is not None and bounds[1] < bounds[0]:
+            self._fail("numbers out of order")
+        return bounds
+
+    def _atom(self) -> Language | _Group:
+        char = self._next()
+        if char == "(":
+            return self._group()
+        if char == "[":
+            return chars(self._set())
+        if char == ".":
+            return chars(_DOT)
+        if char == "\\":
+            found = self._escape(in_set=False)
+            return chars(found if isinstance(found, tuple) else ((found, found),))
+        if char in "*+?":
+            self._at -= 1
+            self._fail("nothing to repeat")
+        if not char.isprintable() and 0xD800 <= ord(char) <= 0xDFFF:
+            self._fail("half of a surrogate pair")
+        return text(char)
+
+    def _group(self) -> Language | _Group:
+        if self._take("?"):
+            if self._peek("=") or self._peek("!") or self._peek("<=") or self._peek("<!"):
+                self._fail("look-around is not supported")
+            if self._take("<") or self._take("P<"):
+                self._at = self._text.find(">", self._at) + 1
+                if not self._at:
+                    self._at = len(self._text)
+                    self._fail("expected > behind a name")
+            elif not self._take(":"):
+                self._fail("unknown kind of group")
+        options = self._disjunction()
+        if not self._take(")"):
+            self._fail("unclosed group")
+        if any(not isinstance(part, Chars | Cat | Alt | Repeat) for option in options for part in option):
+            return _Group(options)
+        return alt(cat(part for part in option if not isinstance(part, _Anchor | _Group)) for option in options)
+
+    def _set(self) -> Ranges:
+        negated = self._take("^")
+        pairs = list[tuple[int, int]]()
+        while not self._take("]"):
+            low = self._member()
+            if isinstance(low, tuple):
+                pairs += low
+                continue
+            high: int | Ranges = low
+            if self._peek("-") and not self._peek("-]"):
+                self._at += 1
+                high = self._member()
+            if isinstance(high, tuple):
+                pairs += [(low, low), (0x2D, 0x2D), *high]
+            elif high < low:
+                self._fail("range out of order")
+            else:
+                pairs.append((low, high))
+        found = ranges_of(pairs)
+        return others(found) if negated else found
+
+    def _member(self) -> int | Ranges:
+        char = self._next()
+        return self._escape(in_set=True) if char == "\\" else ord(char)
+
+    def _escape(self, *, in_set: bool) -> int | Ranges:
+        char = self._next()
+        if char in _CLASSES:
+            return _CLASSES[char]
+        if char in _CONTROLS and not (char == "0" and self._text[self._at : self._at + 1].isdigit()):
+            return _CONTROLS[char]
+        if char == "b" and in_set:
+            return 8
+        if char in ("p", "P"):
+            ranges = self._property()
+            return ranges if char == "p" else others(ranges)
+        if char == "x":
+            return self._hex(2)
+        if char == "u":
+            return self._unicode()
+        if char == "c" and self._text[self._at : self._at + 1].isalpha():
+            return ord(self._next()) % 32
+        if char in ("b", "B"):
+            self._fail("a word boundary is not supported")
+        if char.isdigit() or char == "k":
+            self._fail("a back-reference is not supported")
+        if char.isalpha():
+            self._fail(f"unknown escape \\{char}")
+        return ord(char)
+
+    def _hex(self, digits: int) -> int:
+        found = self._text[self._at : self._at + digits]
+        try:
+            value = int(found, 16)
+        except ValueError:
+            value = -1
+        if len(found) != digits or value < 0 or not found.isalnum():
+            self._fail(f"expected {digits} hexadecimal digits")
+        self._at += digits
+        return value
+
+    def _unicode(self) -> int:
+        if self._take("{"):
+            end = self._text.find("}", self._at)
+            value = self._hex(end - self._at) if self._at < end < self._at + 7 else _beyond()
+            self._at += 1
+        else:
+            value = self._hex(4)
+            if 0xD800 <= value <= 0xDBFF and self._take("\\u"):
+                value = 0x10000 + ((value - 0xD800) << 10) + (self._hex(4) - 0xDC00)
+        if value > sys.maxunicode or 0xD800 <= value <= 0xDFFF:
+            self._fail("no character")
+        return value
+
+    def _property(self) -> Ranges:
+        end = self._text.find("}", self._at)
+        if not self._take("{") or end < 0:
+            self._fail("expected the name of a property")
+        name = self._text[self._at : end].removeprefix("General_Category=").removeprefix("gc=")
+        self._at = end + 1
+        ranges = _category(_NAMED_CATEGORIES.get(name, name))
+        if not ranges:
+            self._fail(f"unknown property {name[:24]}")
+        return ranges
+
+
+def _beyond() -> int:
+    return sys.maxunicode + 1
+
+
+@lru_cache(64)
+def _category(name: str) -> Ranges:
+    """Code points of a general category of Unicode, none if it is unknown."""
+    if name == "Any":
+        return ANY_CHAR.ranges
+    if not 1 <= len(name) <= 2 or name == "Cs":
+        return ()
+    found, start = list[tuple[int, int]](), -1
+    for code in range(sys.maxunicode + 1):
+        inside = unicodedata.category(chr(code)).startswith(name) and not 0xD800 <= code <= 0xDFFF
+        if inside and start < 0:
+            start = code
+        elif not inside and start >= 0:
+            found.append((start, code - 1))
+            start = -1
+    return tuple([*found, (start, sys.maxunicode)] if start >= 0 else found)
+

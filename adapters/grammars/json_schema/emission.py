@@ -1,0 +1,456 @@
+"""Grammars of JSON Schemas in llguidance's Lark dialect."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from adapters.grammars.json_schema.decimals import Numbers, digits, expression, multiples
+from adapters.grammars.json_schema.documents import Document
+from adapters.grammars.json_schema.keywords import Solver
+from adapters.grammars.json_schema.patterns import ANYTHING, Language, terminal, text
+from adapters.grammars.json_schema.settled import Object, settled
+from adapters.grammars.json_schema.shapes import (
+    FALSE,
+    TRUE,
+    Booleans,
+    Goal,
+    Items,
+    Members,
+    Null,
+    SchemaRefused,
+    Shape,
+    Texts,
+    joined,
+)
+
+MAX_GOALS = 20_000
+"""Goals of one document."""
+
+MAX_SOURCE = 4 * 1024 * 1024
+"""Characters of one grammar."""
+
+MAX_STATES = 4_096
+"""States of a count, of members or of items that differ."""
+
+_EXACT = 2**53
+"""Integers below it are float64's, which llguidance counts multiples with."""
+
+_ANY = r"""
+any: any_scalar | any_array | any_object
+any_scalar: ANY_TEXT | ANY_OTHER
+any_array: "[" (any ("," any)*)? "]"
+any_object: "{" (ANY_TEXT ":" any ("," ANY_TEXT ":" any)*)? "}"
+"""
+
+Settled = Shape | Object
+
+
+def lark_grammar(schema: Any, *, compact: bool) -> str:
+    """A grammar in Lark of the JSON that ``schema`` describes.
+
+    Every value of the schema can be written, and every text of the grammar is a value of it.
+    Members are written in the order of the schema.
+
+    Args:
+        schema: A JSON Schema, as Python's `json` reads it.
+        compact: No white space, and an integer has no fraction; otherwise both are possible.
+
+    Raises:
+        SchemaRefused: it is malformed, no value meets it, or it cannot be enforced exactly.
+    """
+    try:
+        return _Emission(schema, compact).source()
+    except RecursionError:
+        raise SchemaRefused("#: is nested too deeply") from None
+
+
+class _Emission:
+    def __init__(self, schema: Any, compact: bool) -> None:
+        document = Document(schema)
+        declared = schema.get("$schema") if isinstance(schema, dict) else None
+        self._compact = compact
+        # Draft 4 knows 1.0 as no integer.
+        self._with_fraction = not compact and not (isinstance(declared, str) and "draft-04" in declared)
+        self._document, self._solver = document, Solver(document)
+        self._root = self._solver.goal(schema, "#")
+        self._settled: dict[Goal, tuple[Settled, ...]] = {}
+        self._productive: set[Goal] = {TRUE}
+        self._terminals: dict[str, str] = {}
+        self._rules: dict[Goal, str] = {}
+        self._lines: list[str] = []
+        self._size = 0
+        self._waiting = deque[Goal]()
+        self._num_rules = 0
+        self._uses_any = False
+
+    def source(self) -> str:
+        self._reach()
+        self._prove()
+        if self._root not in self._productive:
+            raise SchemaRefused("#: no JSON matches the schema")
+        start = self._rule(self._root)
+        while self._waiting:
+            goal = self._waiting.popleft()
+            self._line(self._rules[goal], self._options(goal))
+        terminals = [f"{name}: {source}" for source, name in self._terminals.items()]
+        white_space = [] if self._compact else [r"%ignore /[\x20\x0A\x0D\x09]+/"]
+        if self._uses_any:
+            number = expression(Numbers(), with_fraction=False)
+            terminals += [_ANY, f"ANY_TEXT: {terminal(ANYTHING)}", f"ANY_OTHER: {number} | /true|false|null/"]
+        found = "\n".join([f"start: {start}", *self._lines, *terminals, *white_space])
+        if len(found) > MAX_SOURCE:
+            raise SchemaRefused("#: the schema is too large")
+        return found
+
+    # --- what there is
+
+    def _reach(self) -> None:
+        waiting = [self._root]
+        while waiting:
+            goal = waiting.pop()
+            if goal in self._settled or goal in (TRUE, FALSE):
+                continue
+            place = self._place(goal)
+            if len(self._settled) == MAX_GOALS:
+                raise SchemaRefused(f"{place}: the schema has too many cases")
+            shapes = tuple(each for shape in self._solver.shapes(goal) for each in settled(shape, place))
+            self._settled[goal] = shapes
+            waiting += [inner for shape in shapes for inner in _goals_of(shape)]
+
+    def _place(self, goal: Goal) -> str:
+        return self._document.place(goal[0][0]) if goal else "#"
+
+    def _prove(self) -> None:
+        """Find the goals that some value meets: the productive symbols of a grammar."""
+        users: defaultdict[Goal, set[Goal]] = defaultdict(set)
+        for goal, shapes in self._settled.items():
+            for shape in shapes:
+                for inner in _goals_of(shape):
+                    users[inner].add(goal)
+        waiting = deque(self._settled)
+        while waiting:
+            goal = waiting.popleft()
+            if goal not in self._productive and any(map(self._is_possible, self._settled[goal])):
+                self._productive.add(goal)
+                waiting.extend(users[goal])
+
+    def _is_possible(self, shape: Settled) -> bool:
+        if isinstance(shape, Object):
+            return self._is_possible_object(shape)
+        if isinstance(shape, Items):
+            needed = len(shape.prefix) if shape.contains else shape.low
+            if not all(item in self._productive for item in shape.prefix[:needed]) or (
+                shape.contains and shape.high is not None and shape.high <= len(shape.prefix)
+            ):
+                return False
+            if shape.low > len(shape.prefix) and shape.rest not in self._productive:
+                return False
+            return all(joined([goal, shape.rest]) in self._productive for goal, _ in shape.contains)
+        return True
+
+    def _is_possible_object(self, shape: Object) -> bool:
+        if not all(goal in self._productive for _, goal, required in shape.names if required):
+            return False
+        num_named = sum(goal in self._productive for _, goal, _ in shape.names)
+        has_extra = any(goal in self._productive for _, goal in shape.extra)
+        num_required = sum(required for _, _, required in shape.names)
+        if shape.high is not None and max(shape.low, num_required + shape.extra_low) > shape.high:
+            return False
+        return has_extra or (shape.low <= num_named and not shape.extra_low)
+
+    # --- how it is written
+
+    def _line(self, name: str, source: str) -> None:
+        self._lines.append(f"{name}: {source}")
+        self._size += len(name) + len(source)
+        if self._size > MAX_SOURCE:
+            raise SchemaRefused("#: the schema is too large")
+
+    def _new_rule(self, source: str) -> str:
+        name = f"r{self._num_rules}"
+        self._num_rules += 1
+        self._line(name, source)
+        return name
+
+    def _terminal(self, source: str) -> str:
+        return self._terminals.setdefault(source, f"T{len(self._terminals)}")
+
+    def _rule(self, goal: Goal) -> str:
+        if goal == TRUE:
+            self._uses_any = True
+            return "any"
+        name = self._rules.get(goal)
+        if name is None:
+            name = self._rules[goal] = f"v{len(self._rules)}"
+            self._waiting.append(goal)
+        return name
+
+    def _options(self, goal: Goal) -> str:
+        scalars, options = list[str](), list[str]()
+        for shape in self._settled[goal]:
+            if not self._is_possible(shape):
+                continue
+            if isinstance(shape, Object):
+                options.append(self._object(shape, self._place(goal)))
+            elif isinstance(shape, Items):
+                options.append(self._array(shape, self._place(goal)))
+            elif isinstance(shape, Numbers) and (source := self._multiples(shape, self._place(goal))):
+                options.append(source)
+            else:
+                scalars.append(self._scalar(shape))
+        if scalars:
+            options.append(self._terminal(" | ".join(f"({source})" for source in dict.fromkeys(scalars))))
+        return " | ".join(options)
+
+    def _scalar(self, shape: Shape) -> str:
+        if isinstance(shape, Null):
+            return "/null/"
+        if isinstance(shape, Booleans):
+            return "/" + "|".join("true" if value else "false" for value in sorted(shape.values)) + "/"
+        if isinstance(shape, Numbers):
+            return expression(shape, with_fraction=self._with_fraction) or ""
+        assert isinstance(shape, Texts)
+        return terminal(shape.as_language())
+
+    def _multiples(self, numbers: Numbers, place: str) -> str | None:
+        """The rule of multiples of what is no power of ten; None for other numbers."""
+        if numbers.step is None or expression(numbers, with_fraction=False) is not None:
+            return None
+        first, last = multiples(numbers)
+        zeros = "(?:[.]0+)?" if self._with_fraction and numbers.step.denominator == 1 else ""
+        if first is not None and last is not None and last - first < MAX_STATES:
+            listed = (digits(factor * numbers.step).replace(".", "[.]") for factor in range(first, last + 1))
+            return self._terminal(f"/(?:{'|'.join(listed)}){zeros}/")
+        coefficient = _coefficient(float(numbers.step))
+        ends = [end * numbers.step for end in (first, last) if end is not None]
+        if numbers.fractional or coefficient != numbers.step or any(abs(end) > _EXACT for end in ends):
+            raise SchemaRefused(f"{place}: multipleOf cannot be enforced exactly beside the other bounds")
+        schema = f'"type": "{"integer" if numbers.step.denominator == 1 else "number"}"'
+        schema += f', "multipleOf": {digits(numbers.step)}'
+        for keyword, factor in (("minimum", first), ("maximum", last)):
+            schema += f', "{keyword}": {digits(factor * numbers.step)}' if factor is not None else ""
+        return self._new_rule(f"%json {{{schema}}}") + (f" /{zeros[3:-2]}/?" if zeros else "")
+
+    def _key(self, name: str) -> str:
+        return f'{terminal(text(name))} ":"'
+
+    def _member(self, name: str, goal: Goal) -> str:
+        return f"{self._key(name)} {self._rule(goal)}"
+
+    def _extra_member(self, language: Language, goal: Goal) -> str:
+        return f'{self._terminal(terminal(language))} ":" {self._rule(goal)}'
+
+    def _object(self, shape: Object, place: str) -> str:
+        names = [(self._member(name, goal), required) for name, goal, required in self._kept(shape.names)]
+        extra = [self._extra_member(names_of, goal) for names_of, goal in shape.extra if goal in self._productive]
+        return f'"{{" {_Sequence(self, names, extra, shape, place).whole()} "}}"'
+
+    def _kept(self, names: Iterable[tuple[str, Goal, bool]]) -> Iterator[tuple[str, Goal, bool]]:
+        return (each for each in names if each[1] in self._productive)
+
+    def _array(self, items: Items, place: str) -> str:
+        if items.unique and (items.high is None or items.high > 1):
+            return self._distinct(items, place)
+        if items.contains:
+            return f'"[" {self._containing(items, place)} "]"'
+        behind = self._rest(items, len(items.prefix))
+        for index in range(len(items.prefix) - 1, -1, -1):
+            goal = items.prefix[index]
+            if goal not in self._productive or (items.high is not None and index >= items.high):
+                behind = ""
+                continue
+            comma = '"," ' if index else ""
+            behind = f"{comma}{self._rule(goal)} {behind}".rstrip()
+            if index >= items.low:
+                behind = f"({behind})?"
+            if len(behind) > 400:
+                behind = self._new_rule(behind)
+        return f'"[" {behind} "]"'
+
+    def _rest(self, items: Items, index: int) -> str:
+        """What follows ``index`` items."""
+        low = max(items.low - index, 0)
+        high = None if items.high is None else items.high - index
+        if items.rest not in self._productive or (high is not None and high <= 0):
+            return ""
+        item = self._rule(items.rest)
+        if index:
+            return f'("," {item}){_times(low, high)}'
+        more = f'{item} ("," {item}){_times(max(low - 1, 0), None if high is None else high - 1)}'
+        return more if low else f"({more})?"
+
+    def _containing(self, items: Items, place: str) -> str:
+        """Items of which at least ``least`` meet a goal."""
+        ((goal, least),) = items.contains
+        if items.prefix:
+            num_first = len(items.prefix)
+            high = None if items.high is None else items.high - num_first
+            rest = replace(items, prefix=(), low=max(items.low - num_first, 0), high=high)
+            return " ".join(f'{self._rule(item)} ","' for item in items.prefix) + f" {self._containing(rest, place)}"
+        item, wanted = self._rule(items.rest), self._rule(joined([goal, items.rest]))
+        if items.high is None and items.low <= least:
+            first = f'({item} ",")* {wanted}'
+            return f'{first} ("," {first}){{{least - 1}}} ("," {item})*'
+        if least > 1 or max(items.low, items.high or 0) > 64:
+            raise SchemaRefused(f"{place}: contains cannot be enforced beside these numbers of items")
+        return self._new_rule(" | ".join(self._contains_at(items, item, wanted)))
+
+    def _contains_at(self, items: Items, item: str, wanted: str) -> Iterator[str]:
+        high = items.high
+        for index in range(high if high is not None else max(items.low, 1)):
+            behind = _times(max(items.low - index - 1, 0), None if high is None else high - index - 1)
+            is_last = high is None and index == max(items.low, 1) - 1
+            before = _times(index, None if is_last else index)
+            yield f'({item} ","){before} {wanted} ("," {item}){behind}'
+
+    def _distinct(self, items: Items, place: str) -> str:
+        """Items that differ, of a few values."""
+        listed = [self._values(goal) for goal in (*items.prefix, items.rest)]
+        if items.contains or any(values is None for values in listed):
+            raise SchemaRefused(f"{place}: uniqueItems can only be enforced for a few listed values")
+        every = list(dict.fromkeys(value for values in listed if values for value in values))
+        states: dict[frozenset[str], str] = {}
+
+        def state(used: frozenset[str]) -> str:
+            if used in states:
+                return states[used]
+            if len(states) * max(len(every), 1) > MAX_STATES:
+                raise SchemaRefused(f"{place}: uniqueItems can only be enforced for a few listed values")
+            name = states[used] = f"r{self._num_rules}"
+            self._num_rules += 1
+            count = len(used)
+            options = ['""'] if count >= items.low else []
+            allowed = listed[min(count, len(items.prefix))] or {}
+            if items.high is None or count < items.high:
+                comma = '"," ' if count else ""
+                options += [f"{comma}{allowed[v]} {state(used | {v})}" for v in allowed if v not in used]
+            self._line(name, " | ".join(options) or "/[^\\x00-\\x{10FFFF}]/")
+            return name
+
+        return f'"[" {state(frozenset())} "]"'
+
+    def _values(self, goal: Goal) -> dict[str, str] | None:
+        """The values of ``goal``, by what tells them apart, as terminals; None if they are not listed."""
+        found = dict[str, str]()
+        for shape in self._settled.get(goal, ()) if goal != TRUE else (Members(),):
+            if isinstance(shape, Texts) and shape.values is not None:
+                found |= {f'"{value}': terminal(text(value)) for value in shape.values}
+            elif isinstance(shape, Numbers) and shape.value is not None:
+                found[digits(shape.value)] = self._terminal(self._scalar(shape))
+            elif isinstance(shape, Booleans):
+                found |= {str(value): f'"{str(value).lower()}"' for value in shape.values}
+            elif isinstance(shape, Null):
+                found["null"] = '"null"'
+            else:
+                return None
+        return found
+
+
+class _Sequence:
+    """The members of one object, counted as far as its bounds ask for it.
+
+    Args:
+        emission: Takes the rules.
+        names: Sources of the named members, and whether each is required.
+        extra: Sources of other members.
+        shape: The object.
+        place: Of its schema.
+    """
+
+    def __init__(
+        self, emission: _Emission, names: list[tuple[str, bool]], extra: list[str], shape: Object, place: str
+    ) -> None:
+        self._emission, self._names, self._shape, self._place = emission, names, shape, place
+        self._extra = extra[0] if len(extra) == 1 else f"({' | '.join(extra)})" if extra else ""
+        self._cap = max(shape.low, 1) if shape.high is None else shape.high + 1
+        self._rules: dict[tuple[int, int], str | None] = {}
+
+    def whole(self) -> str:
+        """The source; there is one."""
+        found = self._from(0, 0)
+        assert found is not None
+        return found
+
+    def _from(self, index: int, count: int) -> str | None:
+        """What follows ``count`` members, of the named ones those from ``index`` on; None if nothing can."""
+        shape = self._shape
+        if shape.high is not None and count > shape.high:
+            return None
+        count = min(count, self._cap)
+        if index == len(self._names):
+            return self._tail(count)
+        if shape.high is None and count == self._cap:  # only the order matters from here on
+            parts = [f'"," {source}' if required else f'("," {source})?' for source, required in self._names[index:]]
+            if len(parts) > 1 and index:
+                return self._shared(index, count, " ".join([*parts, self._tail(count) or ""]))
+            return " ".join([*parts, self._tail(count) or ""])
+        if (index, count) not in self._rules:
+            if len(self._rules) > MAX_STATES:
+                raise SchemaRefused(f"{self._place}: too many members to count them")
+            self._rules[index, count] = self._choice(index, count)
+        return self._rules[index, count]
+
+    def _shared(self, index: int, count: int, source: str) -> str:
+        found = self._rules.get((index, count))
+        if found is None:
+            found = self._rules[index, count] = self._emission._new_rule(source)
+        return found
+
+    def _choice(self, index: int, count: int) -> str | None:
+        source, required = self._names[index]
+        comma = '"," ' if count else ""
+        options = list[str]()
+        taken = self._from(index + 1, count + 1)
+        if taken is not None:
+            options.append(f"{comma}{source} {taken}".rstrip())
+        left = None if required else self._from(index + 1, count)
+        if left is not None:
+            options.append(left or '""')
+        return self._emission._new_rule(" | ".join(options)) if options else None
+
+    def _tail(self, count: int) -> str | None:
+        shape = self._shape
+        low = max(shape.low - count, shape.extra_low)
+        high = None if shape.high is None else shape.high - count
+        if not self._extra:
+            return None if low > 0 else ""
+        if low > 1:
+            raise SchemaRefused(f"{self._place}: minProperties cannot be enforced where names may be repeated")
+        if high is not None and high < low:
+            return None
+        if high == 0:
+            return ""
+        if count:
+            return f'("," {self._extra}){_times(max(low, 0), high)}'
+        more = f'{self._extra} ("," {self._extra}){_times(0, None if high is None else high - 1)}'
+        return more if low > 0 else f"({more})?"
+
+
+def _goals_of(shape: Settled) -> Iterator[Goal]:
+    if isinstance(shape, Object):
+        yield from (goal for _, goal, _ in shape.names)
+        yield from (goal for _, goal in shape.extra)
+    elif isinstance(shape, Items):
+        yield from shape.prefix
+        yield shape.rest
+        for goal, _ in shape.contains:
+            yield joined([goal, shape.rest])
+
+
+def _times(low: int, high: int | None) -> str:
+    usual = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high))
+    return usual or (f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}")
+
+
+def _coefficient(step: float) -> Any:
+    """The step that llguidance finds in a float64."""
+    value, exponent = step, 0
+    while not value.is_integer():
+        value, exponent = value * 10, exponent + 1
+    return Fraction(int(value), 10**exponent) if value < 2**32 else None
+
+
