@@ -34,7 +34,7 @@ from adapters.contract import (
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compiler import UNWRITABLE, byte_tables, load_tokenizer, short_reason
 from adapters.grammars.json_schema import SchemaRefused, lark_grammar
-from adapters.grammars.lark import as_grammar, token_ranges, with_ids, without_literals
+from adapters.grammars.lark import as_grammar, token_ranges, with_ids, with_schemas, without_literals
 from adapters.grammars.masks import ThreadMasks, Words
 from adapters.processors.arguments import MAX_LIST, MAX_TEXT
 from adapters.vocabulary import Vocabulary, vocabulary_at
@@ -361,11 +361,11 @@ class Grammar(GrammarProcessor):
             if _IGNORED_ATTRIBUTE.search(without_literals(args.lark)):
                 raise ArgumentError("lark", "a rule's temperature cannot be honoured")
             source = with_ids(args.lark, lambda name: next(iter(vocabulary.tag(name)), None))
+            return as_grammar(*with_schemas(source, lark_grammar))
         except ArgumentError:
             raise
         except ValueError as error:
             raise ArgumentError("lark", str(error)) from error
-        return as_grammar(source)
 
 
 def literal(text: str) -> str:

@@ -63,7 +63,7 @@ _Part: TypeAlias = "Language | _Anchor | _Group"
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Alternatives of sequences of parts, some of which are anchors, that occur from ``low`` times."""
+    """Alternatives with anchors in them, which are there once, or where ``low`` is 0 not at all."""
 
     options: tuple[tuple[_Part, ...], ...]
     low: int = 1

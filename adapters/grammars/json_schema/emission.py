@@ -9,7 +9,8 @@ from fractions import Fraction
 from typing import Any
 
 from adapters.grammars.json_schema.decimals import Numbers, digits, expression, multiples
-from adapters.grammars.json_schema.documents import Document
+from adapters.grammars.json_schema.distinct import Steps, TooMany, steps_of
+from adapters.grammars.json_schema.documents import Document, inside, shown
 from adapters.grammars.json_schema.keywords import Solver
 from adapters.grammars.json_schema.patterns import ANYTHING, Language, terminal, text
 from adapters.grammars.json_schema.settled import Object, settled
@@ -49,7 +50,7 @@ any_object: "{" (ANY_TEXT ":" any ("," ANY_TEXT ":" any)*)? "}"
 Settled = Shape | Object
 
 
-def lark_grammar(schema: Any, *, compact: bool) -> str:
+def lark_grammar(schema: Any, *, compact: bool | None = None) -> str:
     """A grammar in Lark of the JSON that ``schema`` describes.
 
     Every value of the schema can be written, and every text of the grammar is a value of it.
@@ -57,15 +58,33 @@ def lark_grammar(schema: Any, *, compact: bool) -> str:
 
     Args:
         schema: A JSON Schema, as Python's `json` reads it.
-        compact: No white space, and an integer has no fraction; otherwise both are possible.
+        compact: No white space, and an integer has no fraction; otherwise both are possible. By
+            default as llguidance's ``x-guidance`` says, or not.
 
     Raises:
         SchemaRefused: it is malformed, no value meets it, or it cannot be enforced exactly.
     """
     try:
-        return _Emission(schema, compact).source()
+        return _Emission(schema, _is_compact(schema, compact)).source()
     except RecursionError:
         raise SchemaRefused("#: is nested too deeply") from None
+
+
+def _is_compact(schema: Any, wanted: bool | None) -> bool:
+    """Check llguidance's options, of which none may weaken the schema."""
+    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
+    if not isinstance(options, dict):
+        raise SchemaRefused(f"#/x-guidance: expected an object, got {shown(options)}")
+    for key, value in options.items():
+        place = inside("#/x-guidance", key)
+        if key in ("lenient", "coerce_one_of"):
+            if value is not False:
+                raise SchemaRefused(f"{place}: expected false: every keyword is enforced, or refused")
+        elif key != "whitespace_flexible" or not isinstance(value, bool):
+            raise SchemaRefused(f"{place}: cannot be honoured")
+        elif wanted is not None and value is wanted:
+            raise SchemaRefused(f"{place}: contradicts the argument compact")
+    return not options.get("whitespace_flexible", True) if wanted is None else wanted
 
 
 class _Emission:
@@ -91,7 +110,7 @@ class _Emission:
         self._reach()
         self._prove()
         if self._root not in self._productive:
-            raise SchemaRefused("#: no JSON matches the schema")
+            raise SchemaRefused(f"{self._unsatisfiable()}: no JSON matches it")
         start = self._rule(self._root)
         while self._waiting:
             goal = self._waiting.popleft()
@@ -142,6 +161,8 @@ class _Emission:
         if isinstance(shape, Object):
             return self._is_possible_object(shape)
         if isinstance(shape, Items):
+            if _is_distinct(shape) and self._listed(shape) is not None:
+                return self._is_possible_set(shape)
             needed = len(shape.prefix) if shape.contains else shape.low
             if not all(item in self._productive for item in shape.prefix[:needed]) or (
                 shape.contains and shape.high is not None and shape.high <= len(shape.prefix)
@@ -152,6 +173,13 @@ class _Emission:
             return all(joined([goal, shape.rest]) in self._productive for goal, _ in shape.contains)
         return True
 
+    def _is_possible_set(self, items: Items) -> bool:
+        try:
+            return bool(self._steps(items))
+        except TooMany:
+            place = "#"
+            raise SchemaRefused(f"{place}: uniqueItems can only be enforced for a few listed values") from None
+
     def _is_possible_object(self, shape: Object) -> bool:
         if not all(goal in self._productive for _, goal, required in shape.names if required):
             return False
@@ -161,6 +189,17 @@ class _Emission:
         if shape.high is not None and max(shape.low, num_required + shape.extra_low) > shape.high:
             return False
         return has_extra or (shape.low <= num_named and not shape.extra_low)
+
+    def _unsatisfiable(self) -> str:
+        """The place of a schema that no value meets, for which the whole document fails."""
+        goal, seen = self._root, set[Goal]()
+        while goal not in seen and self._settled.get(goal):
+            seen.add(goal)
+            for inner in _needed(self._settled[goal][0]):
+                if inner not in self._productive and inner != FALSE:
+                    goal = inner
+                    break
+        return self._place(goal)
 
     # --- how it is written
 
@@ -253,7 +292,7 @@ class _Emission:
         return (each for each in names if each[1] in self._productive)
 
     def _array(self, items: Items, place: str) -> str:
-        if items.unique and (items.high is None or items.high > 1):
+        if _is_distinct(items):
             return self._distinct(items, place)
         if items.contains:
             return f'"[" {self._containing(items, place)} "]"'
@@ -279,8 +318,8 @@ class _Emission:
             return ""
         item = self._rule(items.rest)
         if index:
-            return f'("," {item}){_times(low, high)}'
-        more = f'{item} ("," {item}){_times(max(low - 1, 0), None if high is None else high - 1)}'
+            return _repeated(f'"," {item}', low, high)
+        more = " ".join([item, _repeated(f'"," {item}', max(low - 1, 0), None if high is None else high - 1)])
         return more if low else f"({more})?"
 
     def _containing(self, items: Items, place: str) -> str:
@@ -294,7 +333,7 @@ class _Emission:
         item, wanted = self._rule(items.rest), self._rule(joined([goal, items.rest]))
         if items.high is None and items.low <= least:
             first = f'({item} ",")* {wanted}'
-            return f'{first} ("," {first}){{{least - 1}}} ("," {item})*'
+            return " ".join([first, _repeated(f'"," {first}', least - 1, least - 1), f'("," {item})*'])
         if least > 1 or max(items.low, items.high or 0) > 64:
             raise SchemaRefused(f"{place}: contains cannot be enforced beside these numbers of items")
         return self._new_rule(" | ".join(self._contains_at(items, item, wanted)))
@@ -302,39 +341,40 @@ class _Emission:
     def _contains_at(self, items: Items, item: str, wanted: str) -> Iterator[str]:
         high = items.high
         for index in range(high if high is not None else max(items.low, 1)):
-            behind = _times(max(items.low - index - 1, 0), None if high is None else high - index - 1)
             is_last = high is None and index == max(items.low, 1) - 1
-            before = _times(index, None if is_last else index)
-            yield f'({item} ","){before} {wanted} ("," {item}){behind}'
+            before = _repeated(f'{item} ","', index, None if is_last else index)
+            left = None if high is None else high - index - 1
+            yield " ".join([before, wanted, _repeated(f'"," {item}', max(items.low - index - 1, 0), left)])
 
     def _distinct(self, items: Items, place: str) -> str:
         """Items that differ, of a few values."""
-        listed = [self._values(goal) for goal in (*items.prefix, items.rest)]
-        if items.contains or any(values is None for values in listed):
+        listed = self._listed(items)
+        if listed is None:
             raise SchemaRefused(f"{place}: uniqueItems can only be enforced for a few listed values")
-        every = list(dict.fromkeys(value for values in listed if values for value in values))
-        states: dict[frozenset[str], str] = {}
+        steps, sources = self._steps(items), {value: source for values in listed for value, source in values.items()}
+        names = {used: f"r{self._num_rules + index}" for index, used in enumerate(steps)}
+        self._num_rules += len(names)
+        for used, following in steps.items():
+            if following is not None:
+                comma = '"," ' if used else ""
+                options = ['""'] if len(used) >= items.low else []
+                options += [f"{comma}{sources[value]} {names[then]}" for value, then in following.items()]
+                self._line(names[used], " | ".join(options))
+        return f'"[" {names[frozenset()]} "]"'
 
-        def state(used: frozenset[str]) -> str:
-            if used in states:
-                return states[used]
-            if len(states) * max(len(every), 1) > MAX_STATES:
-                raise SchemaRefused(f"{place}: uniqueItems can only be enforced for a few listed values")
-            name = states[used] = f"r{self._num_rules}"
-            self._num_rules += 1
-            count = len(used)
-            options = ['""'] if count >= items.low else []
-            allowed = listed[min(count, len(items.prefix))] or {}
-            if items.high is None or count < items.high:
-                comma = '"," ' if count else ""
-                options += [f"{comma}{allowed[v]} {state(used | {v})}" for v in allowed if v not in used]
-            self._line(name, " | ".join(options) or "/[^\\x00-\\x{10FFFF}]/")
-            return name
+    def _steps(self, items: Items) -> Steps:
+        listed = self._listed(items)
+        assert listed is not None
+        return steps_of(items, listed)
 
-        return f'"[" {state(frozenset())} "]"'
+    def _listed(self, items: Items) -> list[dict[str, str]] | None:
+        """The values of each item of a prefix, and of every other; None if they are not listed."""
+        listed = [self._values(goal) for goal in (*items.prefix, items.rest)]
+        found = [values for values in listed if values is not None]
+        return None if items.contains or len(found) < len(listed) else found
 
     def _values(self, goal: Goal) -> dict[str, str] | None:
-        """The values of ``goal``, by what tells them apart, as terminals; None if they are not listed."""
+        """The values of ``goal`` as terminals, by what tells them apart; None if it lists none."""
         found = dict[str, str]()
         for shape in self._settled.get(goal, ()) if goal != TRUE else (Members(),):
             if isinstance(shape, Texts) and shape.values is not None:
@@ -376,7 +416,10 @@ class _Sequence:
         return found
 
     def _from(self, index: int, count: int) -> str | None:
-        """What follows ``count`` members, of the named ones those from ``index`` on; None if nothing can."""
+        """What follows ``count`` members: the named ones from ``index`` on, and others.
+
+        None if no object is left.
+        """
         shape = self._shape
         if shape.high is not None and count > shape.high:
             return None
@@ -425,9 +468,13 @@ class _Sequence:
         if high == 0:
             return ""
         if count:
-            return f'("," {self._extra}){_times(max(low, 0), high)}'
-        more = f'{self._extra} ("," {self._extra}){_times(0, None if high is None else high - 1)}'
+            return _repeated(f'"," {self._extra}', max(low, 0), high)
+        more = " ".join([self._extra, _repeated(f'"," {self._extra}', 0, None if high is None else high - 1)])
         return more if low > 0 else f"({more})?"
+
+
+def _is_distinct(items: Items) -> bool:
+    return items.unique and (items.high is None or items.high > 1)
 
 
 def _goals_of(shape: Settled) -> Iterator[Goal]:
@@ -441,9 +488,20 @@ def _goals_of(shape: Settled) -> Iterator[Goal]:
             yield joined([goal, shape.rest])
 
 
-def _times(low: int, high: int | None) -> str:
-    usual = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high))
-    return usual or (f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}")
+def _needed(shape: Settled) -> Iterator[Goal]:
+    if isinstance(shape, Object):
+        yield from (goal for _, goal, required in shape.names if required)
+    elif isinstance(shape, Items):
+        yield from (shape.item(index) for index in range(min(shape.low, len(shape.prefix) + 1)))
+
+
+def _repeated(source: str, low: int, high: int | None) -> str:
+    """Lark of ``source`` from ``low`` to ``high`` times."""
+    if high == 0:
+        return ""
+    usual = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}.get((low, high))
+    times = usual if usual is not None else f"{{{low},{'' if high is None else high}}}"
+    return f"({source}){times}"
 
 
 def _coefficient(step: float) -> Any:

@@ -68,10 +68,7 @@ _TYPES: Mapping[str, Shapes] = {
     "object": (Members(),),
 }
 
-_REFUSED = {
-    "unevaluatedItems": "cannot be enforced",
-    "maxContains": "cannot be enforced",
-}
+_REFUSED = frozenset({"unevaluatedItems", "maxContains"})
 
 Constraint = Callable[[bool], Shapes]
 """The shapes of what a keyword allows, or of what it rules out."""
@@ -169,7 +166,9 @@ class Solver:
         done = set[str]()
         for keyword in sorted(schema, key=lambda keyword: keyword != "type"):
             if keyword in _REFUSED:
-                raise SchemaRefused(f"{inside(place, keyword)}: {_REFUSED[keyword]}")
+                raise SchemaRefused(f"{inside(place, keyword)}: cannot be enforced")
+            if keyword == "x-guidance" and place != "#":
+                raise SchemaRefused(f"{inside(place, keyword)}: is no part of a schema inside another one")
             group = _GROUPS.get(keyword)
             if group is not None and group not in done:
                 done.add(group)
