@@ -81,9 +81,7 @@ def meet(left: Numbers, right: Numbers) -> Numbers | None:
     steps = [numbers.step for numbers in (left, right) if numbers.step]
     step = steps[0] if steps else None
     if len(steps) == 2:
-        step = Fraction(
-            lcm(steps[0].numerator, steps[1].numerator), gcd(steps[0].denominator, steps[1].denominator)
-        )
+        step = Fraction(lcm(steps[0].numerator, steps[1].numerator), gcd(steps[0].denominator, steps[1].denominator))
     found = Numbers(
         max(lows, default=None),
         min(highs, key=lambda bound: (bound.value, not bound.is_open), default=None),

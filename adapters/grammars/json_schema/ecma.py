@@ -13,16 +13,15 @@ from adapters.grammars.json_schema.patterns import (
     ANY_CHAR,
     ANYTHING,
     NOTHING,
-    Alt,
-    Cat,
-    Chars,
     Language,
     Ranges,
-    Repeat,
     alt,
+    both,
     cat,
     chars,
+    complement,
     is_nullable,
+    length_of,
     others,
     ranges_of,
     repeat,
@@ -46,6 +45,9 @@ _NAMED_CATEGORIES = {"Letter": "L", "Mark": "M", "Number": "N", "Punctuation": "
 _NAMED_CATEGORIES |= {"Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Decimal_Number": "Nd"}
 
 
+_LOOKS = (("=", True, True), ("!", True, False), ("<=", False, True), ("<!", False, False))
+
+
 class PatternError(ValueError):
     """A pattern is malformed, or not regular; the message is one short line."""
 
@@ -57,8 +59,24 @@ class _Anchor:
     at_start: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A look-around: what is ahead or behind there, or is not.
+
+    Attributes:
+        options: The alternatives of the pattern in it.
+        is_ahead: It looks ahead.
+        holds: It is there.
+    """
+
+    options: tuple[tuple[_Part, ...], ...]
+    is_ahead: bool
+    holds: bool
+
+
 _START, _END = _Anchor(True), _Anchor(False)
-_Part: TypeAlias = "Language | _Anchor | _Group"
+_Part: TypeAlias = "Language | _Anchor | _Look | _Group"
+_Flat: TypeAlias = "Language | _Anchor | _Look"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +92,8 @@ def searched(pattern: str) -> Language:
     """The texts in which ``pattern`` is found, anywhere unless it is anchored.
 
     Raises:
-        PatternError: it is malformed, or needs more than a regular language (a look-around, a
-            back-reference, a word boundary).
+        PatternError: it is malformed, or needs more than a regular language (a back-reference), a
+            word boundary, or a look-around in the middle.
     """
     try:
         options = _Parser(pattern).options()
@@ -90,11 +108,11 @@ def whole(pattern: str) -> Language:
     return searched(f"^(?:{pattern})$")
 
 
-def _sequences(options: tuple[tuple[_Part, ...], ...]) -> list[tuple[Language | _Anchor, ...]]:
+def _sequences(options: tuple[tuple[_Part, ...], ...]) -> list[tuple[_Flat, ...]]:
     """Every way through groups that hold anchors."""
-    found = list[tuple[Language | _Anchor, ...]]()
+    found = list[tuple[_Flat, ...]]()
     for sequence in options:
-        ways = list[list[tuple[Language | _Anchor, ...]]]()
+        ways = list[list[tuple[_Flat, ...]]]()
         for part in sequence:
             if isinstance(part, _Group):
                 ways.append([*([()] if part.low == 0 else []), *_sequences(part.options)])
@@ -104,22 +122,58 @@ def _sequences(options: tuple[tuple[_Part, ...], ...]) -> list[tuple[Language | 
         for way in ways:
             count = max(count, 1) * len(way)
         if count > MAX_ALTERNATIVES:
-            raise PatternError("has too many groups with ^ or $ in them")
+            raise PatternError("has too many groups with ^, $ or a look-around in them")
         found += [sum(chosen, ()) for chosen in product(*ways)]
     return found
 
 
-def _anchored(sequence: tuple[Language | _Anchor, ...]) -> Language:
+def _anchored(sequence: tuple[_Flat, ...]) -> Language:
     starts = [index for index, part in enumerate(sequence) if part == _START]
     ends = [index for index, part in enumerate(sequence) if part == _END]
     first, last = (starts[-1] if starts else -1), (ends[0] if ends else len(sequence))
     if starts and ends and last < first:
         raise PatternError("has $ before ^")
-    outside = [part for part in (*sequence[: max(first, 0)], *sequence[last + 1 :]) if not isinstance(part, _Anchor)]
+    beyond = (*sequence[: max(first, 0)], *sequence[last + 1 :])
+    outside = [part for part in beyond if not isinstance(part, _Anchor | _Look)]
     if not all(map(is_nullable, outside)):
         return NOTHING
-    inner = [part for part in sequence[first + 1 : last] if not isinstance(part, _Anchor)]
-    return cat([*([] if starts else [ANYTHING]), *inner, *([] if ends else [ANYTHING])])
+    if any(isinstance(part, _Look) for part in beyond):
+        raise PatternError("has a look-around outside of ^ and $")
+    inner = sequence[first + 1 : last]
+    return _around([*([] if starts else [ANYTHING]), *inner, *([] if ends else [ANYTHING])])
+
+
+def _around(sequence: list[_Flat]) -> Language:
+    """A sequence without anchors, and what its look-arounds say of the whole text.
+
+    Raises:
+        PatternError: the place of one is not at a fixed distance from the beginning, if it looks
+            ahead, or from the end.
+    """
+    found = [cat(part for part in sequence if not isinstance(part, _Anchor | _Look))]
+    for index, look in enumerate(sequence):
+        if not isinstance(look, _Look):
+            continue
+        fixed = sequence[:index] if look.is_ahead else sequence[index + 1 :]
+        outside = cat(part for part in fixed if not isinstance(part, _Anchor | _Look))
+        if length_of(outside) is None:
+            raise PatternError("has a look-around in the middle, which is not supported")
+        inner = alt(_looked(option, look.is_ahead) for option in _sequences(look.options))
+        seen = cat([outside, inner] if look.is_ahead else [inner, outside])
+        found.append(seen if look.holds else complement(seen))
+    return both(found)
+
+
+def _looked(sequence: tuple[_Flat, ...], is_ahead: bool) -> Language:
+    """The rest of a text that a look-around allows."""
+    end = _END if is_ahead else _START
+    inner = [part for part in sequence if part != end]
+    if any(isinstance(part, _Anchor | _Look) for part in inner) or end in sequence[1:-1]:
+        raise PatternError("has a look-around with ^, $ or another one in it")
+    parts = [part for part in inner if not isinstance(part, _Anchor | _Look)]
+    if end not in sequence:
+        parts = [*parts, ANYTHING] if is_ahead else [ANYTHING, *parts]
+    return cat(parts)
 
 
 class _Parser:
@@ -166,7 +220,8 @@ class _Parser:
             elif self._take("$"):
                 found.append(_END)
             else:
-                found.append(self._quantified(self._atom()))
+                atom = self._atom()
+                found.append(atom if isinstance(atom, _Look) else self._quantified(atom))
         return tuple(found)
 
     def _quantified(self, atom: Language | _Group) -> Language | _Group:
@@ -174,7 +229,7 @@ class _Parser:
         if isinstance(atom, _Group):
             if (low, high) in ((1, 1), (0, 1)):
                 return _Group(atom.options, low)
-            self._fail("a group with ^ or $ is repeated")
+            self._fail("a group with ^, $ or a look-around is repeated")
         return repeat(atom, low, high)
 
     def _quantifier(self) -> tuple[int, int | None]:
@@ -208,7 +263,7 @@ class _Parser:
             self._fail("numbers out of order")
         return bounds
 
-    def _atom(self) -> Language | _Group:
+    def _atom(self) -> Language | _Look | _Group:
         char = self._next()
         if char == "(":
             return self._group()
@@ -226,10 +281,14 @@ class _Parser:
             self._fail("half of a surrogate pair")
         return text(char)
 
-    def _group(self) -> Language | _Group:
+    def _group(self) -> Language | _Look | _Group:
         if self._take("?"):
-            if self._peek("=") or self._peek("!") or self._peek("<=") or self._peek("<!"):
-                self._fail("look-around is not supported")
+            for sign, is_ahead, holds in _LOOKS:
+                if self._take(sign):
+                    look = _Look(self._disjunction(), is_ahead, holds)
+                    if not self._take(")"):
+                        self._fail("unclosed group")
+                    return look
             if self._take("<") or self._take("P<"):
                 self._at = self._text.find(">", self._at) + 1
                 if not self._at:
@@ -240,9 +299,10 @@ class _Parser:
         options = self._disjunction()
         if not self._take(")"):
             self._fail("unclosed group")
-        if any(not isinstance(part, Chars | Cat | Alt | Repeat) for option in options for part in option):
+        if any(isinstance(part, _Anchor | _Look | _Group) for option in options for part in option):
             return _Group(options)
-        return alt(cat(part for part in option if not isinstance(part, _Anchor | _Group)) for option in options)
+        languages = ([part for part in option if not isinstance(part, _Anchor | _Look | _Group)] for option in options)
+        return alt(map(cat, languages))
 
     def _set(self) -> Ranges:
         negated = self._take("^")
@@ -350,4 +410,3 @@ def _category(name: str) -> Ranges:
             found.append((start, code - 1))
             start = -1
     return tuple([*found, (start, sys.maxunicode)] if start >= 0 else found)
-

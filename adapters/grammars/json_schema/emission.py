@@ -510,5 +510,3 @@ def _coefficient(step: float) -> Any:
     while not value.is_integer():
         value, exponent = value * 10, exponent + 1
     return Fraction(int(value), 10**exponent) if value < 2**32 else None
-
-

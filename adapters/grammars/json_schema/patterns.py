@@ -184,6 +184,23 @@ def of_length(low: int, high: int | None) -> Language:
     return repeat(ANY_CHAR, low, high)
 
 
+def length_of(language: Language) -> int | None:
+    """The number of characters of each of its texts, None if they differ."""
+    match language:
+        case Chars():
+            return 1
+        case Cat(parts):
+            lengths = [length_of(part) for part in parts]
+            return None if None in lengths else sum(length or 0 for length in lengths)
+        case Alt(options):
+            found = {length_of(option) for option in options}
+            return found.pop() if len(found) == 1 else None
+        case Repeat(inner, low, high):
+            length = length_of(inner)
+            return None if length is None or low != high else length * low
+    return None
+
+
 @lru_cache(_CACHED)
 def is_nullable(language: Language) -> bool:
     """Whether the empty text is in it."""
@@ -238,43 +255,48 @@ def is_empty(language: Language) -> bool:
     Raises:
         TooComplex: that takes more than `MAX_STEPS` derivatives.
     """
-    alphabet = _representatives(language)
-    seen, waiting = {language}, [language]
+    seen, waiting, steps = {language}, [language], 0
     while waiting:
         state = waiting.pop()
         if is_nullable(state):
             return False
-        for char in alphabet:
+        for char in _representatives(state):
+            steps += 1
             following = derivative(state, char)
             if following is not NOTHING and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-        if len(seen) * len(alphabet) > MAX_STEPS:
+        if steps > MAX_STEPS:
             raise TooComplex("is too complex to tell whether a text matches it")
     return True
 
 
 def _representatives(language: Language) -> list[int]:
-    """One code point for each class that no set of the language divides."""
-    sets = list(dict.fromkeys(_sets(language)))
-    cuts = sorted({0, *(low for ranges in sets for low, _ in ranges), *(high + 1 for r in sets for _, high in r)})
+    """One code point of each class that no set of its first characters divides."""
+    sets = list(dict.fromkeys(_first_sets(language)))
+    cuts = {0, 0xE000, *(low for ranges in sets for low, _ in ranges), *(high + 1 for r in sets for _, high in r)}
     found = dict[tuple[bool, ...], int]()
-    for cut in cuts:
-        if cut <= _LAST:
+    for cut in sorted(cuts):
+        if cut <= _LAST and not 0xD800 <= cut < 0xE000:
             signature = tuple(any(low <= cut <= high for low, high in ranges) for ranges in sets)
             found.setdefault(signature, cut)
     return list(found.values())
 
 
-def _sets(language: Language) -> Iterator[Ranges]:
+def _first_sets(language: Language) -> Iterator[Ranges]:
     match language:
         case Chars(ranges):
             yield ranges
-        case Cat(parts) | Both(parts) | Alt(parts):
+        case Cat(parts):
             for part in parts:
-                yield from _sets(part)
+                yield from _first_sets(part)
+                if not is_nullable(part):
+                    break
+        case Both(parts) | Alt(parts):
+            for part in parts:
+                yield from _first_sets(part)
         case Repeat(inner, _, _) | Not(inner):
-            yield from _sets(inner)
+            yield from _first_sets(inner)
 
 
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
@@ -347,6 +369,8 @@ def _hex_digit(value: int) -> str:
 
 
 def _class(ranges: Sequence[tuple[int, int]]) -> str:
+    if any(0xD800 <= end <= 0xDFFF for pair in ranges for end in pair):
+        ranges = common(tuple(ranges), others(((0xD800, 0xDFFF),)))
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return _char(ranges[0][0])
     return f"[{''.join(_char(low) if low == high else f'{_char(low)}-{_char(high)}' for low, high in ranges)}]"

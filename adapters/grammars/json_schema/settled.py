@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from adapters.grammars.json_schema.patterns import (
+    Both,
     Language,
     TooComplex,
     alt,
@@ -15,10 +16,10 @@ from adapters.grammars.json_schema.patterns import (
     is_empty,
     text,
 )
-from adapters.grammars.json_schema.shapes import FALSE, Goal, Items, Members, SchemaRefused, Shape, joined
+from adapters.grammars.json_schema.shapes import FALSE, Goal, Items, Members, Others, SchemaRefused, Shape, joined
 
-MAX_PATTERNS = 6
-"""Different patterns of names of one object."""
+MAX_CLASSES = 64
+"""Classes of names of one object, by the patterns that they match."""
 
 MAX_CASES = 256
 """Cases of one object's or array's constraints."""
@@ -95,30 +96,30 @@ def _named_beyond(names: dict[str, Goal], excluded: frozenset[str]) -> list[str 
 def _extra(members: Members, names: list[str], place: str) -> Iterator[tuple[Language, Goal]]:
     """Classes of names that are not ``names``, by which patterns they match."""
     patterns = list(dict.fromkeys(language for block in members.others for language, _ in block.patterns))
-    if len(patterns) > MAX_PATTERNS:
-        raise SchemaRefused(f"{place}: more than {MAX_PATTERNS} patterns of names")
     unnamed = [complement(alt(map(text, names)))] if names else []
-    for matched in product((True, False), repeat=len(patterns)):
-        of_pattern = dict(zip(patterns, matched, strict=True))
-        goals = [
-            joined([goal for language, goal in block.patterns if of_pattern[language]])
-            if any(of_pattern[language] for language, _ in block.patterns)
-            else block.rest
-            for block in members.others
+    classes = [(both([*members.keys, *unnamed]), frozenset[Language]())]
+    for pattern in patterns:
+        split = [
+            (both([language, pattern if matched else complement(pattern)]), found | {pattern} if matched else found)
+            for language, found in classes
+            for matched in (True, False)
         ]
-        goal = joined(goals)
-        if goal == FALSE:
-            continue
-        asked = [language if found else complement(language) for language, found in of_pattern.items()]
-        language = both([*asked, *members.keys, *unnamed])
-        if not _is_empty(language, bool(asked or members.keys), place):
+        classes = [each for each in split if not _is_empty(each[0], place)]
+        if len(classes) > MAX_CLASSES:
+            raise SchemaRefused(f"{place}: the patterns of names have more than {MAX_CLASSES} cases")
+    for language, found in classes:
+        goal = joined(goal for block in members.others for goal in _goals(block, found))
+        if goal != FALSE and not _is_empty(language, place):
             yield language, goal
 
 
-def _is_empty(language: Language, asks: bool, place: str) -> bool:
+def _goals(block: Others, matched: frozenset[Language]) -> list[Goal]:
+    """Goals of a member whose name matches these patterns."""
+    return [goal for language, goal in block.patterns if language in matched] or [block.rest]
+
+
+def _is_empty(language: Language, place: str) -> bool:
     try:
-        return asks and is_empty(language)
+        return isinstance(language, Both) and is_empty(language)
     except TooComplex as error:
         raise SchemaRefused(f"{place}: the pattern of a name {error}") from None
-
-
