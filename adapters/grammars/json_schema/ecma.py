@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import unicodedata
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -30,6 +31,9 @@ from adapters.grammars.json_schema.patterns import (
 
 MAX_ALTERNATIVES = 256
 """Ways through a pattern whose groups hold anchors."""
+
+MAX_PATTERN = 4_096
+"""Characters of one pattern."""
 
 _DIGITS: Ranges = ((0x30, 0x39),)
 _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
@@ -95,6 +99,8 @@ def searched(pattern: str) -> Language:
         PatternError: it is malformed, or needs more than a regular language (a back-reference), a
             word boundary, or a look-around in the middle.
     """
+    if len(pattern) > MAX_PATTERN:
+        raise PatternError(f"expected at most {MAX_PATTERN} characters, got {len(pattern)}")
     try:
         options = _Parser(pattern).options()
     except RecursionError:
@@ -105,7 +111,7 @@ def searched(pattern: str) -> Language:
 @lru_cache(256)
 def whole(pattern: str) -> Language:
     """The texts that ``pattern`` matches from beginning to end."""
-    return searched(f"^(?:{pattern})$")
+    return alt(_anchored((_START, *sequence, _END)) for sequence in _sequences(_Parser(pattern).options()))
 
 
 def _sequences(options: tuple[tuple[_Part, ...], ...]) -> list[tuple[_Flat, ...]]:
@@ -394,19 +400,23 @@ def _beyond() -> int:
     return sys.maxunicode + 1
 
 
-@lru_cache(64)
 def _category(name: str) -> Ranges:
     """Code points of a general category of Unicode, none if it is unknown."""
     if name == "Any":
         return ANY_CHAR.ranges
-    if not 1 <= len(name) <= 2 or name == "Cs":
-        return ()
-    found, start = list[tuple[int, int]](), -1
-    for code in range(sys.maxunicode + 1):
-        inside = unicodedata.category(chr(code)).startswith(name) and not 0xD800 <= code <= 0xDFFF
-        if inside and start < 0:
-            start = code
-        elif not inside and start >= 0:
-            found.append((start, code - 1))
-            start = -1
-    return tuple([*found, (start, sys.maxunicode)] if start >= 0 else found)
+    found = [pair for category, pairs in _categories().items() if category.startswith(name) for pair in pairs]
+    return ranges_of(found) if 1 <= len(name) <= 2 else ()
+
+
+@lru_cache(1)
+def _categories() -> dict[str, list[tuple[int, int]]]:
+    """Code points of each category; those of no character ("Cs") are left out."""
+    found = defaultdict[str, list[tuple[int, int]]](list)
+    start, before = 0, unicodedata.category("\0")
+    for code in range(1, sys.maxunicode + 2):
+        category = unicodedata.category(chr(code)) if code <= sys.maxunicode else ""
+        if category != before:
+            found[before].append((start, code - 1))
+            start, before = code, category
+    found.pop("Cs")
+    return dict(found)

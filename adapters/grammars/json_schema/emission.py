@@ -12,7 +12,7 @@ from adapters.grammars.json_schema.decimals import Numbers, digits, expression, 
 from adapters.grammars.json_schema.distinct import Steps, TooMany, steps_of
 from adapters.grammars.json_schema.documents import Document, inside, shown
 from adapters.grammars.json_schema.keywords import Solver
-from adapters.grammars.json_schema.patterns import ANYTHING, Language, terminal, text
+from adapters.grammars.json_schema.patterns import ANYTHING, Language, TooComplex, limited, listed_terminal, terminal
 from adapters.grammars.json_schema.settled import Object, settled
 from adapters.grammars.json_schema.shapes import (
     FALSE,
@@ -33,6 +33,9 @@ MAX_GOALS = 20_000
 
 MAX_SOURCE = 4 * 1024 * 1024
 """Characters of one grammar."""
+
+MAX_WORK = 1_000_000
+"""Parts of patterns that are looked at for one document: a few seconds."""
 
 MAX_STATES = 4_096
 """States of a count, of members or of items that differ."""
@@ -65,7 +68,10 @@ def lark_grammar(schema: Any, *, compact: bool | None = None) -> str:
         SchemaRefused: it is malformed, no value meets it, or it cannot be enforced exactly.
     """
     try:
-        return _Emission(schema, _is_compact(schema, compact)).source()
+        with limited(MAX_WORK):
+            return _Emission(schema, _is_compact(schema, compact)).source()
+    except TooComplex as error:
+        raise SchemaRefused(f"#: a pattern {error}") from None
     except RecursionError:
         raise SchemaRefused("#: is nested too deeply") from None
 
@@ -242,7 +248,8 @@ class _Emission:
             else:
                 scalars.append(self._scalar(shape))
         if scalars:
-            options.append(self._terminal(" | ".join(f"({source})" for source in dict.fromkeys(scalars))))
+            sources = list(dict.fromkeys(scalars))
+            options.append(self._terminal(sources[0] if len(sources) == 1 else " | ".join(f"({s})" for s in sources)))
         return " | ".join(options)
 
     def _scalar(self, shape: Shape) -> str:
@@ -253,7 +260,7 @@ class _Emission:
         if isinstance(shape, Numbers):
             return expression(shape, with_fraction=self._with_fraction) or ""
         assert isinstance(shape, Texts)
-        return terminal(shape.as_language())
+        return terminal(shape.language) if shape.values is None else listed_terminal(shape.values)
 
     def _multiples(self, numbers: Numbers, place: str) -> str | None:
         """The rule of multiples of what is no power of ten; None for other numbers."""
@@ -275,7 +282,7 @@ class _Emission:
         return self._new_rule(f"%json {{{schema}}}") + (f" /{zeros[3:-2]}/?" if zeros else "")
 
     def _key(self, name: str) -> str:
-        return f'{terminal(text(name))} ":"'
+        return f'{listed_terminal([name])} ":"'
 
     def _member(self, name: str, goal: Goal) -> str:
         return f"{self._key(name)} {self._rule(goal)}"
@@ -378,7 +385,7 @@ class _Emission:
         found = dict[str, str]()
         for shape in self._settled.get(goal, ()) if goal != TRUE else (Members(),):
             if isinstance(shape, Texts) and shape.values is not None:
-                found |= {f'"{value}': terminal(text(value)) for value in shape.values}
+                found |= {f'"{value}': listed_terminal([value]) for value in shape.values}
             elif isinstance(shape, Numbers) and shape.value is not None:
                 found[digits(shape.value)] = self._terminal(self._scalar(shape))
             elif isinstance(shape, Booleans):
@@ -408,9 +415,18 @@ class _Sequence:
         self._extra = extra[0] if len(extra) == 1 else f"({' | '.join(extra)})" if extra else ""
         self._cap = max(shape.low, 1) if shape.high is None else shape.high + 1
         self._rules: dict[tuple[int, int], str | None] = {}
+        required = [index for index, (_, is_required) in enumerate(names) if is_required]
+        self._num_first = min(required, default=len(names))
 
     def whole(self) -> str:
         """The source; there is one."""
+        # From the end, so that no member of a long list is a call inside the call of the one before.
+        last = min(self._num_first + 1, len(self._names)) if self._cap == 1 else len(self._names)
+        num_required = sum(required for _, required in self._names[:last])
+        for index in range(last, 0, -1):
+            num_required -= self._names[index - 1][1] if index < last else 0
+            for count in range(min(num_required, self._cap), min(index, self._cap) + 1):
+                self._from(index, count)
         found = self._from(0, 0)
         assert found is not None
         return found
@@ -427,21 +443,24 @@ class _Sequence:
         if index == len(self._names):
             return self._tail(count)
         if shape.high is None and count == self._cap:  # only the order matters from here on
-            parts = [f'"," {source}' if required else f'("," {source})?' for source, required in self._names[index:]]
-            if len(parts) > 1 and index:
-                return self._shared(index, count, " ".join([*parts, self._tail(count) or ""]))
-            return " ".join([*parts, self._tail(count) or ""])
+            return self._ordered(index)
         if (index, count) not in self._rules:
             if len(self._rules) > MAX_STATES:
                 raise SchemaRefused(f"{self._place}: too many members to count them")
             self._rules[index, count] = self._choice(index, count)
         return self._rules[index, count]
 
-    def _shared(self, index: int, count: int, source: str) -> str:
-        found = self._rules.get((index, count))
-        if found is None:
-            found = self._rules[index, count] = self._emission._new_rule(source)
-        return found
+    def _ordered(self, index: int) -> str:
+        """The named members from ``index`` on, and others, behind as many as there must be."""
+        if self._cap == 1 and index > self._num_first:  # reached from one place
+            parts = [f'"," {source}' if required else f'("," {source})?' for source, required in self._names[index:]]
+            return " ".join([*parts, self._tail(self._cap) or ""])
+        if (index, self._cap) not in self._rules:
+            source, required = self._names[index]
+            member = f'"," {source}' if required else f'("," {source})?'
+            rest = self._from(index + 1, self._cap)
+            self._rules[index, self._cap] = self._emission._new_rule(f"{member} {rest}".rstrip())
+        return self._rules[index, self._cap] or ""
 
     def _choice(self, index: int, count: int) -> str | None:
         source, required = self._names[index]

@@ -49,8 +49,11 @@ from adapters.grammars.json_schema.shapes import (
     union,
 )
 
-MAX_WORK = 100_000
-"""Intersections of two shapes, for one document."""
+MAX_WORK = 200_000
+"""Intersections of two shapes, values or members, for one document: about a second."""
+
+_VALUE_WORK = 5
+"""Of a value that is no text, or is excluded."""
 
 MAX_SHAPES = 2_000
 """Shapes of one schema."""
@@ -97,10 +100,10 @@ class Solver:
 
     def goal(self, schema: Any, place: str, holds: bool = True) -> Goal:
         """The goal that ``schema`` holds, or does not."""
+        if schema is False:
+            return FALSE if holds else TRUE
         number = self._document.number(schema, place)
-        if number == 0:
-            return TRUE if holds else FALSE
-        return ((number, holds),)
+        return ((number, holds),) if number else (TRUE if holds else FALSE)
 
     def shapes(self, goal: Goal) -> Shapes:
         """The values that meet ``goal``.
@@ -187,7 +190,7 @@ class Solver:
         for one in left:
             for other in right:
                 if type(one) is type(other):
-                    self._count(place)
+                    self._count(place, _size_of(one) + _size_of(other))
                     both_shapes = self._meet_shapes(one, other, place)
                     if both_shapes is not None:
                         found.append(both_shapes)
@@ -196,8 +199,8 @@ class Solver:
             raise SchemaRefused(f"{place}: has more than {MAX_SHAPES} cases")
         return shapes
 
-    def _count(self, place: str) -> None:
-        self._work += 1
+    def _count(self, place: str, work: int) -> None:
+        self._work += work
         if self._work > MAX_WORK:
             raise SchemaRefused(f"{place}: the schema has too many cases")
 
@@ -294,6 +297,7 @@ class Solver:
         return self._one_of_values(_list(schema["enum"], place), place, holds)
 
     def _one_of_values(self, values: list[Any], place: str, holds: bool) -> Shapes:
+        self._count(place, sum(1 if isinstance(value, str) and holds else _VALUE_WORK for value in values))
         if holds:
             texts = tuple(dict.fromkeys(_writable(value, place) for value in values if isinstance(value, str)))
             found = [self._value(value, place) for value in values if not isinstance(value, str)]
@@ -386,7 +390,7 @@ class Solver:
             return TOP if holds else ()  # formats are of texts
         language = format_language(schema["format"]) if isinstance(schema["format"], str) else None
         if language is None:
-            raise SchemaRefused(f"{place}: unknown format {shown(schema['format'])}")
+            raise SchemaRefused(f"{place}: unknown format {shown(schema['format'])}, expected a pattern")
         return _texts(language, holds)
 
     # --- arrays
@@ -586,7 +590,7 @@ class Solver:
         shapes = [self._shapes_of((number, True)) for number in parts]
         overlapping = list[tuple[int, int]]()
         for one, other in combinations(range(len(parts)), 2):
-            self._count(place)
+            self._count(place, len(shapes[one]) * len(shapes[other]))
             if not self._are_disjoint(shapes[one], shapes[other]):
                 overlapping.append((one, other))
         if not holds:
@@ -674,10 +678,19 @@ _GROUPS = {
 """The method of each keyword; those of one method say one thing together."""
 
 
+def _size_of(shape: Shape) -> int:
+    if isinstance(shape, Members):
+        return 1 + len(shape.names) + len(shape.required)
+    if isinstance(shape, Texts):
+        return 1 + len(shape.values or ())
+    return 1 + len(shape.prefix) if isinstance(shape, Items) else 1
+
+
 def _meet_texts(left: Texts, right: Texts, place: str) -> Texts | None:
     listed, other = (left, right) if left.values is not None else (right, left)
     if listed.values is not None:
-        values = tuple(value for value in listed.values if other.holds(value))
+        known = None if other.values is None else set(other.values)
+        values = tuple(v for v in listed.values if (other.holds(v) if known is None else v in known))
         return Texts(values=values) if values else None
     language = both([left.language, right.language])
     try:

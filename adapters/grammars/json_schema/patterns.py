@@ -7,23 +7,25 @@ llguidance's Lark dialect, over the text that JSON writes for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakValueDictionary
 
-MAX_STEPS = 60_000
-"""Derivatives that `is_empty` takes."""
+MAX_WORK = 400_000
+"""Parts of languages that one decision looks at."""
 
 _LAST = 0x10FFFF
-_CACHED = 50_000
+_CACHED = 4_096
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Code points: sorted, disjoint, not adjacent, both ends inclusive."""
 
 
 class TooComplex(ValueError):
-    """A language cannot be decided within `MAX_STEPS`."""
+    """A language cannot be decided within `MAX_WORK`, or a caller's `limited` work."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -241,34 +243,88 @@ def derivative(language: Language, char: int) -> Language:
             return complement(derivative(inner, char))
 
 
+@lru_cache(_CACHED)
+def size_of(language: Language) -> int:
+    """The number of its parts."""
+    match language:
+        case Chars():
+            return 1
+        case Cat(parts) | Alt(parts) | Both(parts):
+            return 1 + sum(map(size_of, parts))
+        case Repeat(inner, _, _) | Not(inner):
+            return 1 + size_of(inner)
+
+
+_left: ContextVar[list[int] | None] = ContextVar("work left for languages", default=None)
+
+
+@contextmanager
+def limited(work: int) -> Iterator[None]:
+    """Decisions within raise `TooComplex` when together they have looked at ``work`` parts."""
+    token = _left.set([work])
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def _spend(work: int) -> None:
+    left = _left.get()
+    if left is not None:
+        left[0] -= work
+        if left[0] < 0:
+            raise TooComplex("is too complex, together with others")
+
+
 def matches(language: Language, value: str) -> bool:
-    """Whether ``value`` is in it."""
+    """Whether ``value`` is in it.
+
+    Raises:
+        TooComplex: the work is `limited`, and done.
+    """
     for char in value:
+        _spend(size_of(language))
         language = derivative(language, ord(char))
     return is_nullable(language)
 
 
-@lru_cache(4_096)
 def is_empty(language: Language) -> bool:
     """Whether no text is in it.
 
     Raises:
-        TooComplex: that takes more than `MAX_STEPS` derivatives.
+        TooComplex: that takes more than `MAX_WORK`, or more than is left of a `limited` work.
     """
-    seen, waiting, steps = {language}, [language], 0
-    while waiting:
-        state = waiting.pop()
-        if is_nullable(state):
-            return False
-        for char in _representatives(state):
-            steps += 1
-            following = derivative(state, char)
-            if following is not NOTHING and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-        if steps > MAX_STEPS:
+    found, work = _emptiness(language)
+    _spend(work)
+    return found
+
+
+@lru_cache(_CACHED)
+def _emptiness(language: Language) -> tuple[bool, int]:
+    """Whether no text is in it, and the work to find that."""
+    parts = language.parts if isinstance(language, Both) else (language,)
+    lengths = [part for part in parts if isinstance(part, Repeat) and part.inner is ANY_CHAR]
+    low = max((part.low for part in lengths), default=0)
+    high = min((part.high for part in lengths if part.high is not None), default=None)
+    states, length, work, seen = {both(part for part in parts if part not in lengths)}, 0, 0, set[Language]()
+    while states and (high is None or length <= high):
+        if length >= low:
+            if any(map(is_nullable, states)):
+                return False, work
+            if high is None:
+                states -= seen
+                seen |= states
+        work += sum(map(size_of, states)) + 1
+        if work > MAX_WORK:
             raise TooComplex("is too complex to tell whether a text matches it")
-    return True
+        states, length = {following for state in states for following in _successors(state)}, length + 1
+    return True, work
+
+
+@lru_cache(_CACHED)
+def _successors(language: Language) -> frozenset[Language]:
+    """Its derivatives that are not plainly empty."""
+    return frozenset(derivative(language, char) for char in _representatives(language)) - {NOTHING}
 
 
 def _representatives(language: Language) -> list[int]:
@@ -318,6 +374,16 @@ def terminal(language: Language) -> str:
         case Alt(options) if any(isinstance(option, Both | Not) for option in options):
             return " | ".join(f"({terminal(option)})" for option in options)
     return _quoted(language)
+
+
+def listed_terminal(values: Iterable[str]) -> str:
+    """The JSON strings of ``values``, as `terminal` writes them."""
+    options = ["".join(map(_literal_char, value)) for value in values]
+    return f'/"{options[0]}"/' if len(options) == 1 else f'/"(?:{"|".join(options)})"/'
+
+
+def _literal_char(char: str) -> str:
+    return char if char.isascii() and char.isalnum() else _char_regex(((ord(char), ord(char)),))
 
 
 def _inside(language: Language) -> str:
