@@ -420,7 +420,7 @@ class _Sequence:
 
     def whole(self) -> str:
         """The source; there is one."""
-        # From the end, so that no member of a long list is a call inside the call of the one before.
+        # From the end, so that no member of a long list is a call inside another one's call.
         last = min(self._num_first + 1, len(self._names)) if self._cap == 1 else len(self._names)
         num_required = sum(required for _, required in self._names[:last])
         for index in range(last, 0, -1):

@@ -418,9 +418,9 @@ def _char_regex(ranges: Ranges) -> str:
     plain = common(ranges, _PLAIN)
     if plain:
         options.append(_class(plain))
-    options += [
-        rf"\x5C\x{{{ord(letter):X}}}" for code, letter in _SHORT.items() if any(a <= code <= b for a, b in ranges)
-    ]
+    short = [letter for code, letter in _SHORT.items() if any(low <= code <= high for low, high in ranges)]
+    if short:
+        options.append(r"\x5C" + _class(ranges_of((ord(letter), ord(letter)) for letter in short)))
     control = [code for code in range(0x20) if any(low <= code <= high for low, high in ranges)]
     if len(control) == 0x20:
         options.append(r"\x5Cu00[01][0-9a-fA-F]")

@@ -45,7 +45,7 @@ class Writer:
         return any(found.is_accepting() for found in _written(self._matcher.deep_copy(), value, fractions))
 
     def walk(self, chooser: random.Random, length: int) -> str | None:
-        """A random text, whose end is looked for behind ``length`` bytes; None if there was none."""
+        """A random text, whose end is looked for behind ``length`` bytes; None if none came."""
         matcher, found = self._matcher.deep_copy(), bytearray()
         for step in range(length * 4 + 100):
             bits = int.from_bytes(matcher.compute_bitmask(), "little")
