@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from adapters.grammars.json_schema.ecma import whole
-from adapters.grammars.json_schema.patterns import ANYTHING, Language, both, of_length
+from adapters.grammars.json_schema.patterns import ANYTHING, Language, both, cat, complement, of_length, text
 
 UNCONSTRAINED = frozenset({"password", "binary", "int32", "int64", "float", "double", "unknown"})
 """Formats of OpenAPI that say how a value is shown or stored; any text has them."""
@@ -105,6 +105,10 @@ _PATTERNS = {
 }
 
 
+_NO_YEAR = "0000-"
+"""Beginning of dates that not all parsers know: Python and SQL have no year 0."""
+
+
 @lru_cache(64)
 def format_language(name: str) -> Language | None:
     """Texts of the format ``name``, None if it is unknown."""
@@ -113,4 +117,6 @@ def format_language(name: str) -> Language | None:
     if name not in _PATTERNS:
         return None
     language = whole(_PATTERNS[name])
+    if name in ("date", "date-time"):
+        return both([language, complement(cat([text(_NO_YEAR), ANYTHING]))])
     return both([language, of_length(0, 253)]) if name == "hostname" else language
