@@ -11,8 +11,9 @@ from typing import Any
 from adapters.grammars.json_schema.decimals import Numbers, digits, expression, multiples
 from adapters.grammars.json_schema.distinct import Steps, TooMany, steps_of
 from adapters.grammars.json_schema.documents import Document, inside, shown
-from adapters.grammars.json_schema.keywords import Solver
+from adapters.grammars.json_schema.keywords import RULES
 from adapters.grammars.json_schema.patterns import ANYTHING, Language, TooComplex, limited, listed_terminal, terminal
+from adapters.grammars.json_schema.sequences import MemberSequence, repeated
 from adapters.grammars.json_schema.settled import Object, settled
 from adapters.grammars.json_schema.shapes import (
     FALSE,
@@ -27,6 +28,7 @@ from adapters.grammars.json_schema.shapes import (
     Texts,
     joined,
 )
+from adapters.grammars.json_schema.solver import Solver
 
 MAX_GOALS = 20_000
 """Goals of one document."""
@@ -37,8 +39,8 @@ MAX_SOURCE = 4 * 1024 * 1024
 MAX_WORK = 1_000_000
 """Parts of patterns that are looked at for one document: a few seconds."""
 
-MAX_STATES = 4_096
-"""States of a count, of members or of items that differ."""
+MAX_MULTIPLES = 4_096
+"""Multiples that are listed."""
 
 _EXACT = 2**53
 """Integers below it are float64's, which llguidance counts multiples with."""
@@ -100,7 +102,7 @@ class _Emission:
         self._compact = compact
         # Draft 4 knows 1.0 as no integer.
         self._with_fraction = not compact and not (isinstance(declared, str) and "draft-04" in declared)
-        self._document, self._solver = document, Solver(document)
+        self._document, self._solver = document, Solver(document, RULES)
         self._root = self._solver.goal(schema, "#")
         self._settled: dict[Goal, tuple[Settled, ...]] = {}
         self._productive: set[Goal] = {TRUE}
@@ -268,7 +270,7 @@ class _Emission:
             return None
         first, last = multiples(numbers)
         zeros = "(?:[.]0+)?" if self._with_fraction and numbers.step.denominator == 1 else ""
-        if first is not None and last is not None and last - first < MAX_STATES:
+        if first is not None and last is not None and last - first < MAX_MULTIPLES:
             listed = (digits(factor * numbers.step).replace(".", "[.]") for factor in range(first, last + 1))
             return self._terminal(f"/(?:{'|'.join(listed)}){zeros}/")
         coefficient = _coefficient(float(numbers.step))
@@ -293,7 +295,7 @@ class _Emission:
     def _object(self, shape: Object, place: str) -> str:
         names = [(self._member(name, goal), required) for name, goal, required in self._kept(shape.names)]
         extra = [self._extra_member(names_of, goal) for names_of, goal in shape.extra if goal in self._productive]
-        return f'"{{" {_Sequence(self, names, extra, shape, place).whole()} "}}"'
+        return f'"{{" {MemberSequence(self._new_rule, names, extra, shape, place).whole()} "}}"'
 
     def _kept(self, names: Iterable[tuple[str, Goal, bool]]) -> Iterator[tuple[str, Goal, bool]]:
         return (each for each in names if each[1] in self._productive)
@@ -325,8 +327,8 @@ class _Emission:
             return ""
         item = self._rule(items.rest)
         if index:
-            return _repeated(f'"," {item}', low, high)
-        more = " ".join([item, _repeated(f'"," {item}', max(low - 1, 0), None if high is None else high - 1)])
+            return repeated(f'"," {item}', low, high)
+        more = " ".join([item, repeated(f'"," {item}', max(low - 1, 0), None if high is None else high - 1)])
         return more if low else f"({more})?"
 
     def _containing(self, items: Items, place: str) -> str:
@@ -340,7 +342,7 @@ class _Emission:
         item, wanted = self._rule(items.rest), self._rule(joined([goal, items.rest]))
         if items.high is None and items.low <= least:
             first = f'({item} ",")* {wanted}'
-            return " ".join([first, _repeated(f'"," {first}', least - 1, least - 1), f'("," {item})*'])
+            return " ".join([first, repeated(f'"," {first}', least - 1, least - 1), f'("," {item})*'])
         if least > 1 or max(items.low, items.high or 0) > 64:
             raise SchemaRefused(f"{place}: contains cannot be enforced beside these numbers of items")
         return self._new_rule(" | ".join(self._contains_at(items, item, wanted)))
@@ -349,9 +351,9 @@ class _Emission:
         high = items.high
         for index in range(high if high is not None else max(items.low, 1)):
             is_last = high is None and index == max(items.low, 1) - 1
-            before = _repeated(f'{item} ","', index, None if is_last else index)
+            before = repeated(f'{item} ","', index, None if is_last else index)
             left = None if high is None else high - index - 1
-            yield " ".join([before, wanted, _repeated(f'"," {item}', max(items.low - index - 1, 0), left)])
+            yield " ".join([before, wanted, repeated(f'"," {item}', max(items.low - index - 1, 0), left)])
 
     def _distinct(self, items: Items, place: str) -> str:
         """Items that differ, of a few values."""
@@ -397,101 +399,6 @@ class _Emission:
         return found
 
 
-class _Sequence:
-    """The members of one object, counted as far as its bounds ask for it.
-
-    Args:
-        emission: Takes the rules.
-        names: Sources of the named members, and whether each is required.
-        extra: Sources of other members.
-        shape: The object.
-        place: Of its schema.
-    """
-
-    def __init__(
-        self, emission: _Emission, names: list[tuple[str, bool]], extra: list[str], shape: Object, place: str
-    ) -> None:
-        self._emission, self._names, self._shape, self._place = emission, names, shape, place
-        self._extra = extra[0] if len(extra) == 1 else f"({' | '.join(extra)})" if extra else ""
-        self._cap = max(shape.low, 1) if shape.high is None else shape.high + 1
-        self._rules: dict[tuple[int, int], str | None] = {}
-        required = [index for index, (_, is_required) in enumerate(names) if is_required]
-        self._num_first = min(required, default=len(names))
-
-    def whole(self) -> str:
-        """The source; there is one."""
-        # From the end, so that no member of a long list is a call inside another one's call.
-        last = min(self._num_first + 1, len(self._names)) if self._cap == 1 else len(self._names)
-        num_required = sum(required for _, required in self._names[:last])
-        for index in range(last, 0, -1):
-            num_required -= self._names[index - 1][1] if index < last else 0
-            for count in range(min(num_required, self._cap), min(index, self._cap) + 1):
-                self._from(index, count)
-        found = self._from(0, 0)
-        assert found is not None
-        return found
-
-    def _from(self, index: int, count: int) -> str | None:
-        """What follows ``count`` members: the named ones from ``index`` on, and others.
-
-        None if no object is left.
-        """
-        shape = self._shape
-        if shape.high is not None and count > shape.high:
-            return None
-        count = min(count, self._cap)
-        if index == len(self._names):
-            return self._tail(count)
-        if shape.high is None and count == self._cap:  # only the order matters from here on
-            return self._ordered(index)
-        if (index, count) not in self._rules:
-            if len(self._rules) > MAX_STATES:
-                raise SchemaRefused(f"{self._place}: too many members to count them")
-            self._rules[index, count] = self._choice(index, count)
-        return self._rules[index, count]
-
-    def _ordered(self, index: int) -> str:
-        """The named members from ``index`` on, and others, behind as many as there must be."""
-        if self._cap == 1 and index > self._num_first:  # reached from one place
-            parts = [f'"," {source}' if required else f'("," {source})?' for source, required in self._names[index:]]
-            return " ".join([*parts, self._tail(self._cap) or ""])
-        if (index, self._cap) not in self._rules:
-            source, required = self._names[index]
-            member = f'"," {source}' if required else f'("," {source})?'
-            rest = self._from(index + 1, self._cap)
-            self._rules[index, self._cap] = self._emission._new_rule(f"{member} {rest}".rstrip())
-        return self._rules[index, self._cap] or ""
-
-    def _choice(self, index: int, count: int) -> str | None:
-        source, required = self._names[index]
-        comma = '"," ' if count else ""
-        options = list[str]()
-        taken = self._from(index + 1, count + 1)
-        if taken is not None:
-            options.append(f"{comma}{source} {taken}".rstrip())
-        left = None if required else self._from(index + 1, count)
-        if left is not None:
-            options.append(left or '""')
-        return self._emission._new_rule(" | ".join(options)) if options else None
-
-    def _tail(self, count: int) -> str | None:
-        shape = self._shape
-        low = max(shape.low - count, shape.extra_low)
-        high = None if shape.high is None else shape.high - count
-        if not self._extra:
-            return None if low > 0 else ""
-        if low > 1:
-            raise SchemaRefused(f"{self._place}: minProperties cannot be enforced where names may be repeated")
-        if high is not None and high < low:
-            return None
-        if high == 0:
-            return ""
-        if count:
-            return _repeated(f'"," {self._extra}', max(low, 0), high)
-        more = " ".join([self._extra, _repeated(f'"," {self._extra}', 0, None if high is None else high - 1)])
-        return more if low > 0 else f"({more})?"
-
-
 def _is_distinct(items: Items) -> bool:
     return items.unique and (items.high is None or items.high > 1)
 
@@ -512,15 +419,6 @@ def _needed(shape: Settled) -> Iterator[Goal]:
         yield from (goal for _, goal, required in shape.names if required)
     elif isinstance(shape, Items):
         yield from (shape.item(index) for index in range(min(shape.low, len(shape.prefix) + 1)))
-
-
-def _repeated(source: str, low: int, high: int | None) -> str:
-    """Lark of ``source`` from ``low`` to ``high`` times."""
-    if high == 0:
-        return ""
-    usual = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}.get((low, high))
-    times = usual if usual is not None else f"{{{low},{'' if high is None else high}}}"
-    return f"({source}){times}"
 
 
 def _coefficient(step: float) -> Any:
