@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from adapters.strict_json import decoder
 
 _LEXEME = re.compile(
     r"""(?P<literal> "(?:\\.|[^"\\])*" | /(?:\\.|[^/\\])+/ | (?://|\#)[^\n]* )
@@ -20,13 +22,14 @@ _LEXEME = re.compile(
 )
 _RANGES = re.compile(r"<\[(?P<ranges>[^^*\]][^\]]*)\]>")
 _JSON = json.JSONDecoder()
+_STRICT_JSON = decoder()
 
 Ranges = tuple[range, ...]
 
 
-def as_grammar(source: str) -> str:
-    """A Lark grammar in llguidance's JSON form."""
-    return json.dumps({"grammars": [{"lark_grammar": source}]})
+def as_grammar(source: str, others: Sequence[dict[str, str]] = ()) -> str:
+    """A Lark grammar in llguidance's JSON form, with ``others`` that it names."""
+    return json.dumps({"grammars": [{"lark_grammar": source}, *others]})
 
 
 class Lexeme(NamedTuple):
@@ -100,6 +103,29 @@ def with_ids(source: str, id_of: Callable[[str], int | None]) -> str:
         return known[text]
 
     return _replaced(source, replaced)
+
+
+def with_schemas(source: str, grammar_of: Callable[[Any], str]) -> tuple[str, list[dict[str, str]]]:
+    """The source with the names of grammars in the place of JSON Schemas, and those grammars.
+
+    Args:
+        source: Of a grammar.
+        grammar_of: A grammar in Lark of a JSON Schema.
+
+    Raises:
+        ValueError: as `lexemes` and ``grammar_of``, or a schema can be read in two ways.
+    """
+    found: list[dict[str, str]] = []
+
+    def replaced(lexeme: Lexeme, text: str) -> str:
+        if lexeme.kind != "json" or not text.startswith("%json"):
+            return text
+        schema, _ = _STRICT_JSON.raw_decode(text.removeprefix("%json").lstrip())
+        name = f"json_schema_{len(found)}"
+        found.append({"name": name, "lark_grammar": grammar_of(schema)})
+        return f"@{name}"
+
+    return _replaced(source, replaced), found
 
 
 def token_ranges(source: str) -> Iterator[Ranges]:

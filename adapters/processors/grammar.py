@@ -33,7 +33,8 @@ from adapters.contract import (
 )
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compiler import UNWRITABLE, byte_tables, load_tokenizer, short_reason
-from adapters.grammars.lark import as_grammar, token_ranges, with_ids, without_literals
+from adapters.grammars.json_schema import SchemaRefused, lark_grammar
+from adapters.grammars.lark import as_grammar, token_ranges, with_ids, with_schemas, without_literals
 from adapters.grammars.masks import ThreadMasks, Words
 from adapters.processors.arguments import MAX_LIST, MAX_TEXT
 from adapters.vocabulary import Vocabulary, vocabulary_at
@@ -283,20 +284,18 @@ class JsonSchema(GrammarProcessor):
     @classmethod
     def grammar(cls, args: Args, vocabulary: Vocabulary) -> str:
         """See `GrammarProcessor.grammar`."""
-        if args.schema_ is False:
-            raise ArgumentError("schema", "false matches no JSON")
-        options: Any = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": not args.compact}
-        options["lenient"] = False  # a keyword that cannot be enforced is an error
-        schema = {} if args.schema_ is True else args.schema_
+        _check_length("schema", _dumped(args.schema_))
         try:
-            text = json.dumps(schema)
-        except RecursionError:
-            raise ArgumentError("schema", "is nested too deeply") from None
-        _check_length("schema", text)
-        try:
-            return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
-        except ValueError:  # it parses the text again, up to 128 levels
-            raise ArgumentError("schema", "is nested too deeply") from None
+            return as_grammar(lark_grammar(args.schema_, compact=args.compact))
+        except SchemaRefused as error:
+            raise ArgumentError("schema", str(error)) from error
+
+
+def _dumped(schema: Any) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise ArgumentError("schema", "is nested too deeply") from None
 
 
 class Regex(GrammarProcessor):
@@ -362,11 +361,11 @@ class Grammar(GrammarProcessor):
             if _IGNORED_ATTRIBUTE.search(without_literals(args.lark)):
                 raise ArgumentError("lark", "a rule's temperature cannot be honoured")
             source = with_ids(args.lark, lambda name: next(iter(vocabulary.tag(name)), None))
+            return as_grammar(*with_schemas(source, lark_grammar))
         except ArgumentError:
             raise
         except ValueError as error:
             raise ArgumentError("lark", str(error)) from error
-        return as_grammar(source)
 
 
 def literal(text: str) -> str:

@@ -210,7 +210,8 @@ class ToolCalls(GrammarProcessor):
         if args.choice == "required":
             return source.finished(f"{block.whole}{again}")
         if args.answer is not None:
-            return source.finished(f"{block.whole}{again} | {source.content(args.answer)}")
+            answer = source.content(args.answer, "the answer")
+            return source.finished(f"{block.whole}{again} | {answer}")
         return source.grammar([block], begins=False, many=args.parallel)
 
 
@@ -255,26 +256,38 @@ class _Source:
         self._contents: list[dict[str, Any]] = []
         self.rules: list[str] = []
 
-    def json(self, schema: dict[str, Any] | bool) -> str:
-        """Lark expression of JSON that matches ``schema``."""
-        if schema is False:
-            raise ArgumentError(self._argument, "the schema false matches no JSON")
-        made = JsonSchema.grammar(JsonSchema.Args.model_validate({"schema": schema}), self._vocabulary)
+    def json(self, schema: dict[str, Any] | bool, of: str) -> str:
+        """Lark expression of compact JSON that matches ``schema``.
+
+        Args:
+            schema: A JSON Schema.
+            of: What has it, for errors.
+        """
+        try:
+            made = JsonSchema.grammar(JsonSchema.Args.model_validate({"schema": schema}), self._vocabulary)
+        except ArgumentError as error:
+            raise ArgumentError(self._argument, f"{of}: {error.problem}") from error
         return self._content(made)
 
     def arguments(self, tool: Tool) -> str:
         """Lark expression of the arguments of a call, an object."""
+        of = f"the parameters of {tool.name}"
         if tool.parameters is False:
-            return self.json(False)
+            return self.json(False, of)
         schema = {} if tool.parameters is True else tool.parameters
         types = schema.get("type", "object")
         if "object" not in (types if isinstance(types, list) else [types]):
             raise ArgumentError(self._argument, f"expected the arguments of {tool.name} to be an object")
-        return self.json({**schema, "type": "object"})
+        return self.json({**schema, "type": "object"}, of)
 
-    def content(self, content: JsonContent | RegexContent) -> str:
-        """Lark expression of a tag's content."""
-        return self.json(content.json_schema) if isinstance(content, JsonContent) else self.regex(content.pattern)
+    def content(self, content: JsonContent | RegexContent, of: str) -> str:
+        """Lark expression of a content.
+
+        Args:
+            content: The content.
+            of: What has it, for errors.
+        """
+        return self.json(content.json_schema, of) if isinstance(content, JsonContent) else self.regex(content.pattern)
 
     def regex(self, pattern: str) -> str:
         """Lark expression of what ``pattern`` matches."""
@@ -379,7 +392,7 @@ def _block(trigger: str, tags: Sequence[Tag], source: _Source) -> _Block:
     for tag in tags:
         if not tag.begin.startswith(trigger):
             continue
-        inner = source.content(tag.content)
+        inner = source.content(tag.content, f"the tag {json.dumps(tag.begin)[:40]}")
         begin = source.text(rest + tag.begin[len(trigger) :])
         if source.starts_special(tag.begin) and not found.token:
             raise ArgumentError("format", "a trigger must not end inside a special token of a tag")

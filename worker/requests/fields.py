@@ -9,7 +9,6 @@ with the reason). A field without a row is refused. The rows of sampling control
 from __future__ import annotations
 
 import array
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import Any, Literal
 from adapters.catalog import ANNOTATION, MAX_BYTES
 from adapters.processors.arguments import MAX_LIST
 from adapters.processors.structural import format_of
+from adapters.strict_json import Ambiguous, decoder
 from worker.errors import InvalidRequest, shown
 from worker.sampling import Control, GuidedDecodingParams, SamplingParams, sampling_controls
 
@@ -156,6 +156,7 @@ def token_sequences(path: str, value: Any) -> list[list[int]]:
     return sequences
 
 
+_STRICT_JSON = decoder()
 _GUIDES = ("json", "regex", "choice", "grammar", "structural_tag")
 _GUIDE_OPTIONS = ("backend", "whitespace_pattern")
 
@@ -189,7 +190,9 @@ def _json(path: str, text_: str, what: str) -> Any:
     if len(text_) > MAX_BYTES:
         raise InvalidRequest(path, f"must have at most {MAX_BYTES} characters, got {len(text_)}")
     try:
-        return json.loads(text_)
+        return _STRICT_JSON.decode(text_)
+    except Ambiguous as error:
+        raise InvalidRequest(path, f"must be {what} that can be read in one way: {error}") from None
     except (ValueError, RecursionError):
         raise InvalidRequest(path, f"must be {what}") from None
 

@@ -242,7 +242,7 @@ def test_arguments_that_can_be_no_object_are_refused(parameters: Any) -> None:
         ({"tags": [*TWO_TAGS, tag("<g=one>", ONE)]}, "exactly one of the triggers"),
         ({"tags": list(TWO_TAGS), "triggers": ["<f=", "<f=o"]}, "exactly one of the triggers"),
         ({"tags": [tag("f=", ONE), tag("<f=", ONE)], "triggers": ["f=", "<f="]}, "no trigger may contain another"),
-        ({"tags": [tag("<f=a", False)]}, "matches no JSON"),
+        ({"tags": [tag("<f=a", False)]}, "no JSON matches"),
         ({"tags": [tag("a<|python_tag|>", ONE)], "triggers": ["a<|python_tag|>"]}, "must begin with it"),
         ({"tags": [tag("<|python_tag|>", ONE)], "triggers": ["<|py"]}, "inside a special token"),
         ({"tags": [tag("<f=a", {"type": "object", "maxProperties": 1, "minProperties": 2})]}, "format: "),

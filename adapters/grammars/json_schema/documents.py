@@ -1,0 +1,177 @@
+"""A schema document: its schemas by number, their places, and what references lead to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from adapters.grammars.json_schema.shapes import SchemaRefused
+
+MAX_DEPTH = 128
+"""Levels of a document."""
+
+_DATA = frozenset({"const", "enum", "default", "examples", "x-guidance"})
+"""Keywords whose values are data, in which nothing is a schema."""
+
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+"""Keywords whose values hold schemas by name."""
+
+_SHOWN = 48
+
+
+class Document:
+    """A document, whose schemas get numbers as they are met; schema 0 is ``true``.
+
+    Args:
+        root: The document.
+
+    Raises:
+        SchemaRefused: it is nested too deeply.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        declared = root.get("$schema") if isinstance(root, dict) else None
+        self._id_key = "id" if isinstance(declared, str) and "draft-04" in declared else "$id"
+        self._schemas: list[Any] = [True]
+        self._places = ["#"]
+        self._numbers: dict[int, int] = {}
+        self._base_of: dict[int, str] = {}
+        self._targets: dict[str, Any] = {}
+        self._dynamic: dict[str, list[Any]] = {}
+        self._kept: list[Any] = []
+        for schema, base in _resources(root, self._id_key):
+            self._base_of[id(schema)] = base
+            self._name(schema, base)
+        self._targets.setdefault("", root)
+
+    def _name(self, schema: dict[str, Any], base: str) -> None:
+        if _own_id(schema, self._id_key) is not None or schema is self._root:
+            self._targets.setdefault(base, schema)
+        for key in ("$anchor", "$dynamicAnchor"):
+            if isinstance(schema.get(key), str):
+                self._targets.setdefault(f"{base}#{schema[key]}", schema)
+        if isinstance(schema.get("$dynamicAnchor"), str):
+            self._dynamic.setdefault(schema["$dynamicAnchor"], []).append(schema)
+        plain = schema.get(self._id_key)
+        if isinstance(plain, str) and plain.startswith("#") and len(plain) > 1:
+            self._targets.setdefault(base + plain, schema)
+
+    def number(self, schema: Any, place: str) -> int:
+        """The number of ``schema``, which is met at ``place``.
+
+        Raises:
+            SchemaRefused: it is no schema.
+        """
+        if schema is True or schema == {}:
+            return 0
+        if schema is not False and not isinstance(schema, dict):
+            raise SchemaRefused(f"{place}: expected a schema, got {shown(schema)}")
+        if schema is False:
+            schema = {"not": True}
+            self._kept.append(schema)
+        found = self._numbers.get(id(schema))
+        if found is None:
+            found = self._numbers[id(schema)] = len(self._schemas)
+            self._schemas.append(schema)
+            self._places.append(place)
+        return found
+
+    def made(self, schema: dict[str, Any], place: str) -> int:
+        """The number of a schema that the document does not spell out."""
+        self._kept.append(schema)
+        return self.number(schema, place)
+
+    def schema(self, number: int) -> Any:
+        """A schema by its number."""
+        return self._schemas[number]
+
+    def place(self, number: int) -> str:
+        """JSON pointer of a schema, as a fragment."""
+        return self._places[number]
+
+    def target(self, schema: dict[str, Any], keyword: str, place: str) -> int:
+        """The number of what a reference leads to.
+
+        Args:
+            schema: Has the reference.
+            keyword: ``$ref``, ``$dynamicRef`` or ``$recursiveRef``.
+            place: Of the reference.
+
+        Raises:
+            SchemaRefused: nothing in the document, or not always the same.
+        """
+        reference = schema[keyword]
+        if not isinstance(reference, str):
+            raise SchemaRefused(f"{place}: expected a text, got {shown(reference)}")
+        address = urljoin(self._base_of.get(id(schema), ""), reference)
+        base, fragment = urldefrag(address)
+        if keyword != "$ref" and (
+            len(self._dynamic.get(fragment, ())) > 1 or (keyword == "$recursiveRef" and len(self._resources()) > 1)
+        ):
+            raise SchemaRefused(f"{place}: may lead to several schemas")
+        if fragment and not fragment.startswith("/"):
+            target = self._targets.get(f"{base}#{fragment}", _NONE)
+        else:
+            target = self._pointed(self._targets.get(base, _NONE), fragment)
+        if target is _NONE:
+            raise SchemaRefused(f"{place}: there is no {shown(reference)} in this document")
+        return self.number(target, address if base else f"#{fragment}")
+
+    def _resources(self) -> set[int]:
+        return {id(target) for address, target in self._targets.items() if "#" not in address}
+
+    def _pointed(self, target: Any, pointer: str) -> Any:
+        """RFC 6901."""
+        for part in unquote(pointer).split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and part.isdigit() and int(part) < len(target):
+                target = target[int(part)]
+            elif isinstance(target, dict) and part in target:
+                target = target[part]
+            else:
+                return _NONE
+        return target
+
+
+_NONE = object()
+
+
+def _own_id(schema: dict[str, Any], key: str) -> str | None:
+    found = schema.get(key)
+    return found if isinstance(found, str) and found and not found.startswith("#") else None
+
+
+def _resources(root: Any, id_key: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every schema of a document, and the address that its references are relative to."""
+    waiting = [(root, "", 0, False)]
+    while waiting:
+        found, base, depth, is_map = waiting.pop()
+        if depth > 2 * MAX_DEPTH:
+            raise SchemaRefused("#: is nested too deeply")
+        if isinstance(found, list):
+            waiting += [(each, base, depth + 1, False) for each in found if isinstance(each, dict | list)]
+        if isinstance(found, dict):
+            if not is_map:
+                own = _own_id(found, id_key)
+                base = urldefrag(urljoin(base, own))[0] if own is not None else base
+                yield found, base
+            for key, each in found.items():
+                if isinstance(each, dict | list) and (is_map or key not in _DATA):
+                    waiting.append((each, base, depth + 1, not is_map and key in _MAPS))
+
+
+def shown(value: Any) -> str:
+    """A value of a document, short."""
+    try:
+        found = json.dumps(value)
+    except (RecursionError, ValueError):
+        found = type(value).__name__
+    return found if len(found) <= _SHOWN else found[:_SHOWN] + "…"
+
+
+def inside(place: str, *parts: str | int) -> str:
+    """The place of a part of what is at ``place``."""
+    return "/".join([place, *(str(part).replace("~", "~0").replace("/", "~1") for part in parts)])

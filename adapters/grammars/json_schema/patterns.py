@@ -1,0 +1,447 @@
+"""Regular languages of Unicode texts: ECMA-262 patterns, boolean operations, and JSON's quoting.
+
+A language is decided by Brzozowski derivatives (J. ACM 11(4), 1964) and written as a terminal of
+llguidance's Lark dialect, over the text that JSON writes for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias, TypeVar, cast
+from weakref import WeakValueDictionary
+
+MAX_WORK = 400_000
+"""Parts of languages that one decision looks at."""
+
+_LAST = 0x10FFFF
+_CACHED = 4_096
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Code points: sorted, disjoint, not adjacent, both ends inclusive."""
+
+
+class TooComplex(ValueError):
+    """A language cannot be decided within `MAX_WORK`, or a caller's `limited` work."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Chars:
+    """One character of a set."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Cat:
+    """One language behind the other; the empty text if there are none."""
+
+    parts: tuple[Language, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Alt:
+    """A union; no text if it is of none."""
+
+    options: tuple[Language, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Repeat:
+    """From ``low`` to ``high`` times, without a limit if that is None."""
+
+    inner: Language
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Both:
+    """An intersection."""
+
+    parts: tuple[Language, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Not:
+    """Every other text."""
+
+    inner: Language
+
+
+Language: TypeAlias = Chars | Cat | Alt | Repeat | Both | Not
+_Node = TypeVar("_Node", Chars, Cat, Alt, Repeat, Both, Not)
+
+_made: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+"""Equal languages are one object, so that they are compared and found in a moment."""
+
+
+def _one(kind: type[_Node], *fields: Any) -> _Node:
+    key = (kind, *fields)
+    found = _made.get(key)
+    if found is None:
+        found = _made[key] = kind(*fields)
+    return cast(_Node, found)
+
+
+EMPTY_TEXT = _one(Cat, ())
+NOTHING = _one(Alt, ())
+ANY_CHAR = _one(Chars, ((0, _LAST),))
+ANYTHING = _one(Repeat, ANY_CHAR, 0, None)
+
+
+def chars(ranges: Ranges) -> Language:
+    """One character of ``ranges``."""
+    return _one(Chars, ranges) if ranges else NOTHING
+
+
+def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
+    """Code points of ``pairs`` in any order."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(pairs):
+        if found and low <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(found[-1][1], high))
+        else:
+            found.append((low, high))
+    return tuple(found)
+
+
+def others(ranges: Ranges) -> Ranges:
+    """Every code point that is not in ``ranges``."""
+    found, at = list[tuple[int, int]](), 0
+    for low, high in ranges:
+        if low > at:
+            found.append((at, low - 1))
+        at = high + 1
+    return (*found, (at, _LAST)) if at <= _LAST else tuple(found)
+
+
+def common(left: Ranges, right: Ranges) -> Ranges:
+    """Code points that are in both."""
+    pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
+    return ranges_of((low, high) for low, high in pairs if low <= high)
+
+
+def text(literal: str) -> Language:
+    """The language of one text."""
+    return cat([chars(((ord(char), ord(char)),)) for char in literal])
+
+
+def cat(parts: Iterable[Language]) -> Language:
+    """One language behind the other."""
+    found = list[Language]()
+    for part in parts:
+        if part is NOTHING:
+            return NOTHING
+        found += part.parts if isinstance(part, Cat) else [part]
+    return found[0] if len(found) == 1 else _one(Cat, tuple(found))
+
+
+def alt(options: Iterable[Language]) -> Language:
+    """A union."""
+    found = dict[Language, None]()
+    for option in options:
+        found.update(dict.fromkeys(option.options if isinstance(option, Alt) else [option]))
+    if ANYTHING in found:
+        return ANYTHING
+    return next(iter(found)) if len(found) == 1 else _one(Alt, tuple(found))
+
+
+def both(parts: Iterable[Language]) -> Language:
+    """An intersection."""
+    found = dict[Language, None]()
+    for part in parts:
+        found.update(dict.fromkeys(part.parts if isinstance(part, Both) else [part]))
+    found.pop(ANYTHING, None)
+    if NOTHING in found:
+        return NOTHING
+    if not found:
+        return ANYTHING
+    return next(iter(found)) if len(found) == 1 else _one(Both, tuple(found))
+
+
+def complement(inner: Language) -> Language:
+    """Every other text."""
+    if isinstance(inner, Not):
+        return inner.inner
+    if inner is ANYTHING:
+        return NOTHING
+    return ANYTHING if inner is NOTHING else _one(Not, inner)
+
+
+def repeat(inner: Language, low: int, high: int | None) -> Language:
+    """From ``low`` to ``high`` times."""
+    if high == 0 or inner is EMPTY_TEXT:
+        return EMPTY_TEXT
+    if inner is NOTHING:
+        return EMPTY_TEXT if low == 0 else NOTHING
+    return inner if low == high == 1 else _one(Repeat, inner, low, high)
+
+
+def of_length(low: int, high: int | None) -> Language:
+    """Every text with that many characters."""
+    return repeat(ANY_CHAR, low, high)
+
+
+def length_of(language: Language) -> int | None:
+    """The number of characters of each of its texts, None if they differ."""
+    match language:
+        case Chars():
+            return 1
+        case Cat(parts):
+            lengths = [length_of(part) for part in parts]
+            return None if None in lengths else sum(length or 0 for length in lengths)
+        case Alt(options):
+            found = {length_of(option) for option in options}
+            return found.pop() if len(found) == 1 else None
+        case Repeat(inner, low, high):
+            length = length_of(inner)
+            return None if length is None or low != high else length * low
+    return None
+
+
+@lru_cache(_CACHED)
+def is_nullable(language: Language) -> bool:
+    """Whether the empty text is in it."""
+    match language:
+        case Chars():
+            return False
+        case Cat(parts) | Both(parts):
+            return all(map(is_nullable, parts))
+        case Alt(options):
+            return any(map(is_nullable, options))
+        case Repeat(inner, low, _):
+            return low == 0 or is_nullable(inner)
+        case Not(inner):
+            return not is_nullable(inner)
+
+
+@lru_cache(_CACHED)
+def derivative(language: Language, char: int) -> Language:
+    """What may follow ``char`` in it."""
+    match language:
+        case Chars(ranges):
+            return EMPTY_TEXT if any(low <= char <= high for low, high in ranges) else NOTHING
+        case Cat(parts):
+            found = list[Language]()
+            for index, part in enumerate(parts):
+                found.append(cat([derivative(part, char), *parts[index + 1 :]]))
+                if not is_nullable(part):
+                    break
+            return alt(found)
+        case Alt(options):
+            return alt(derivative(option, char) for option in options)
+        case Repeat(inner, low, high):
+            rest = repeat(inner, max(0, low - 1), None if high is None else high - 1)
+            return cat([derivative(inner, char), rest])
+        case Both(parts):
+            return both(derivative(part, char) for part in parts)
+        case Not(inner):
+            return complement(derivative(inner, char))
+
+
+@lru_cache(_CACHED)
+def size_of(language: Language) -> int:
+    """The number of its parts."""
+    match language:
+        case Chars():
+            return 1
+        case Cat(parts) | Alt(parts) | Both(parts):
+            return 1 + sum(map(size_of, parts))
+        case Repeat(inner, _, _) | Not(inner):
+            return 1 + size_of(inner)
+
+
+_left: ContextVar[list[int] | None] = ContextVar("work left for languages", default=None)
+
+
+@contextmanager
+def limited(work: int) -> Iterator[None]:
+    """Decisions within raise `TooComplex` when together they have looked at ``work`` parts."""
+    token = _left.set([work])
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def _spend(work: int) -> None:
+    left = _left.get()
+    if left is not None:
+        left[0] -= work
+        if left[0] < 0:
+            raise TooComplex("is too complex, together with others")
+
+
+def matches(language: Language, value: str) -> bool:
+    """Whether ``value`` is in it.
+
+    Raises:
+        TooComplex: the work is `limited`, and done.
+    """
+    for char in value:
+        _spend(size_of(language))
+        language = derivative(language, ord(char))
+    return is_nullable(language)
+
+
+def is_empty(language: Language) -> bool:
+    """Whether no text is in it.
+
+    Raises:
+        TooComplex: that takes more than `MAX_WORK`, or more than is left of a `limited` work.
+    """
+    found, work = _emptiness(language)
+    _spend(work)
+    return found
+
+
+@lru_cache(_CACHED)
+def _emptiness(language: Language) -> tuple[bool, int]:
+    """Whether no text is in it, and the work to find that."""
+    parts = language.parts if isinstance(language, Both) else (language,)
+    lengths = [part for part in parts if isinstance(part, Repeat) and part.inner is ANY_CHAR]
+    low = max((part.low for part in lengths), default=0)
+    high = min((part.high for part in lengths if part.high is not None), default=None)
+    states, length, work, seen = {both(part for part in parts if part not in lengths)}, 0, 0, set[Language]()
+    while states and (high is None or length <= high):
+        if length >= low:
+            if any(map(is_nullable, states)):
+                return False, work
+            if high is None:
+                states -= seen
+                seen |= states
+        work += sum(map(size_of, states)) + 1
+        if work > MAX_WORK:
+            raise TooComplex("is too complex to tell whether a text matches it")
+        states, length = {following for state in states for following in _successors(state)}, length + 1
+    return True, work
+
+
+@lru_cache(_CACHED)
+def _successors(language: Language) -> frozenset[Language]:
+    """Its derivatives that are not plainly empty."""
+    return frozenset(derivative(language, char) for char in _representatives(language)) - {NOTHING}
+
+
+def _representatives(language: Language) -> list[int]:
+    """One code point of each class that no set of its first characters divides."""
+    sets = list(dict.fromkeys(_first_sets(language)))
+    cuts = {0, 0xE000, *(low for ranges in sets for low, _ in ranges), *(high + 1 for r in sets for _, high in r)}
+    found = dict[tuple[bool, ...], int]()
+    for cut in sorted(cuts):
+        if cut <= _LAST and not 0xD800 <= cut < 0xE000:
+            signature = tuple(any(low <= cut <= high for low, high in ranges) for ranges in sets)
+            found.setdefault(signature, cut)
+    return list(found.values())
+
+
+def _first_sets(language: Language) -> Iterator[Ranges]:
+    match language:
+        case Chars(ranges):
+            yield ranges
+        case Cat(parts):
+            for part in parts:
+                yield from _first_sets(part)
+                if not is_nullable(part):
+                    break
+        case Both(parts) | Alt(parts):
+            for part in parts:
+                yield from _first_sets(part)
+        case Repeat(inner, _, _) | Not(inner):
+            yield from _first_sets(inner)
+
+
+_SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
+_PLAIN = others(((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)))
+
+
+def terminal(language: Language) -> str:
+    """The JSON strings of its texts, as an expression of a terminal in Lark.
+
+    A character stands for itself; a quotation mark, a backslash and control characters are escaped.
+    """
+    match language:
+        case Both(parts):
+            asked = [f"~{_inside(part.inner)}" if isinstance(part, Not) else _inside(part) for part in parts]
+            whole = [_quoted(ANYTHING)] if all(isinstance(part, Not) for part in parts) else []
+            return " & ".join([*whole, *asked])
+        case Not(inner):
+            return f"{_quoted(ANYTHING)} & ~{_inside(inner)}"
+        case Alt(options) if any(isinstance(option, Both | Not) for option in options):
+            return " | ".join(f"({terminal(option)})" for option in options)
+    return _quoted(language)
+
+
+def listed_terminal(values: Iterable[str]) -> str:
+    """The JSON strings of ``values``, as `terminal` writes them."""
+    options = ["".join(map(_literal_char, value)) for value in values]
+    return f'/"{options[0]}"/' if len(options) == 1 else f'/"(?:{"|".join(options)})"/'
+
+
+def _literal_char(char: str) -> str:
+    return char if char.isascii() and char.isalnum() else _char_regex(((ord(char), ord(char)),))
+
+
+def _inside(language: Language) -> str:
+    return f"({terminal(language)})" if isinstance(language, Both | Not | Alt) else _quoted(language)
+
+
+def _quoted(language: Language) -> str:
+    return f'/"{_regex(language)}"/'
+
+
+def _regex(language: Language) -> str:
+    match language:
+        case Chars(ranges):
+            return _char_regex(ranges)
+        case Cat(parts):
+            return "".join(map(_regex, parts))
+        case Alt(options):
+            return f"(?:{'|'.join(map(_regex, options))})" if options else r"[^\x00-\x{10FFFF}]"
+        case Repeat(inner, low, high):
+            return f"(?:{_regex(inner)}){_times(low, high)}"
+    raise AssertionError(language)
+
+
+def _times(low: int, high: int | None) -> str:
+    usual = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high))
+    return usual or (f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}")
+
+
+@lru_cache(1_024)
+def _char_regex(ranges: Ranges) -> str:
+    options = list[str]()
+    plain = common(ranges, _PLAIN)
+    if plain:
+        options.append(_class(plain))
+    short = [letter for code, letter in _SHORT.items() if any(low <= code <= high for low, high in ranges)]
+    if short:
+        options.append(r"\x5C" + _class(ranges_of((ord(letter), ord(letter)) for letter in short)))
+    control = [code for code in range(0x20) if any(low <= code <= high for low, high in ranges)]
+    if len(control) == 0x20:
+        options.append(r"\x5Cu00[01][0-9a-fA-F]")
+    else:
+        options += [rf"\x5Cu00{code >> 4}{_hex_digit(code & 15)}" for code in control]
+    return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
+
+
+def _hex_digit(value: int) -> str:
+    digit = f"{value:x}"
+    return digit if digit.isdigit() else f"[{digit}{digit.upper()}]"
+
+
+def _class(ranges: Sequence[tuple[int, int]]) -> str:
+    if any(0xD800 <= end <= 0xDFFF for pair in ranges for end in pair):
+        ranges = common(tuple(ranges), others(((0xD800, 0xDFFF),)))
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return _char(ranges[0][0])
+    return f"[{''.join(_char(low) if low == high else f'{_char(low)}-{_char(high)}' for low, high in ranges)}]"
+
+
+def _char(code: int) -> str:
+    char = chr(code)
+    return char if char.isascii() and char.isalnum() else rf"\x{{{code:X}}}"

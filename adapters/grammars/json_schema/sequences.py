@@ -1,0 +1,115 @@
+"""Members of an object in Lark, in order and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from adapters.grammars.json_schema.settled import Object
+from adapters.grammars.json_schema.shapes import SchemaRefused
+
+MAX_STATES = 4_096
+"""Places of one object by how many members there have been."""
+
+
+def repeated(source: str, low: int, high: int | None) -> str:
+    """Lark of ``source`` from ``low`` to ``high`` times."""
+    if high == 0:
+        return ""
+    usual = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}.get((low, high))
+    times = usual if usual is not None else f"{{{low},{'' if high is None else high}}}"
+    return f"({source}){times}"
+
+
+class MemberSequence:
+    """The members of one object, counted as far as its bounds ask for it.
+
+    Args:
+        new_rule: Makes a rule, and gives its name.
+        names: Sources of the named members, and whether each is required.
+        extra: Sources of other members.
+        shape: The object.
+        place: Of its schema.
+    """
+
+    def __init__(
+        self, new_rule: Callable[[str], str], names: list[tuple[str, bool]], extra: list[str], shape: Object, place: str
+    ) -> None:
+        self._new_rule, self._names, self._shape, self._place = new_rule, names, shape, place
+        self._extra = extra[0] if len(extra) == 1 else f"({' | '.join(extra)})" if extra else ""
+        self._cap = max(shape.low, 1) if shape.high is None else shape.high + 1
+        self._rules: dict[tuple[int, int], str | None] = {}
+        required = [index for index, (_, is_required) in enumerate(names) if is_required]
+        self._num_first = min(required, default=len(names))
+
+    def whole(self) -> str:
+        """The source; there is one."""
+        # From the end, so that no member of a long list is a call inside another one's call.
+        last = min(self._num_first + 1, len(self._names)) if self._cap == 1 else len(self._names)
+        num_required = sum(required for _, required in self._names[:last])
+        for index in range(last, 0, -1):
+            num_required -= self._names[index][1] if index < last else 0
+            for count in range(min(num_required, self._cap), min(index, self._cap) + 1):
+                self._from(index, count)
+        found = self._from(0, 0)
+        assert found is not None
+        return found
+
+    def _from(self, index: int, count: int) -> str | None:
+        """What follows ``count`` members: the named ones from ``index`` on, and others.
+
+        None if no object is left.
+        """
+        shape = self._shape
+        if shape.high is not None and count > shape.high:
+            return None
+        count = min(count, self._cap)
+        if index == len(self._names):
+            return self._tail(count)
+        if shape.high is None and count == self._cap:  # only the order matters from here on
+            return self._ordered(index)
+        if (index, count) not in self._rules:
+            if len(self._rules) > MAX_STATES:
+                raise SchemaRefused(f"{self._place}: too many members to count them")
+            self._rules[index, count] = self._choice(index, count)
+        return self._rules[index, count]
+
+    def _ordered(self, index: int) -> str:
+        """The named members from ``index`` on, and others, behind as many as there must be."""
+        if self._cap == 1 and index > self._num_first:  # reached from one place
+            parts = [f'"," {source}' if required else f'("," {source})?' for source, required in self._names[index:]]
+            return " ".join([*parts, self._tail(self._cap) or ""])
+        if (index, self._cap) not in self._rules:
+            source, required = self._names[index]
+            member = f'"," {source}' if required else f'("," {source})?'
+            rest = self._from(index + 1, self._cap)
+            self._rules[index, self._cap] = self._new_rule(f"{member} {rest}".rstrip())
+        return self._rules[index, self._cap] or ""
+
+    def _choice(self, index: int, count: int) -> str | None:
+        source, required = self._names[index]
+        comma = '"," ' if count else ""
+        options = list[str]()
+        taken = self._from(index + 1, count + 1)
+        if taken is not None:
+            options.append(f"{comma}{source} {taken}".rstrip())
+        left = None if required else self._from(index + 1, count)
+        if left is not None:
+            options.append(left or '""')
+        return self._new_rule(" | ".join(options)) if options else None
+
+    def _tail(self, count: int) -> str | None:
+        shape = self._shape
+        low = max(shape.low - count, shape.extra_low)
+        high = None if shape.high is None else shape.high - count
+        if not self._extra:
+            return None if low > 0 else ""
+        if low > 1:
+            raise SchemaRefused(f"{self._place}: minProperties cannot be enforced where names may be repeated")
+        if high is not None and high < low:
+            return None
+        if high == 0:
+            return ""
+        if count:
+            return repeated(f'"," {self._extra}', max(low, 0), high)
+        more = " ".join([self._extra, repeated(f'"," {self._extra}', 0, None if high is None else high - 1)])
+        return more if low > 0 else f"({more})?"
