@@ -59,7 +59,7 @@ def cut_the_weights(path: Path) -> None:
     [
         (shutil.rmtree, "no such directory"),
         (lambda path: (path / "config.json").unlink(), "no config.json"),
-        (lambda path: (path / "config.json").write_text("{"), "cannot read"),
+        (lambda path: (path / "config.json").write_text("{"), "config.json: is not JSON"),
         (lambda path: (path / "config.json").write_text("[]"), "JSON object"),
         (lambda path: edit_config(path, model_type="gpt_oss"), "model type 'gpt_oss' is not served"),
         (lambda path: edit_config(path, model_type=None), "model type None is not served"),
@@ -67,8 +67,8 @@ def cut_the_weights(path: Path) -> None:
         (lambda path: edit_config(path, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
         (lambda path: edit_config(path, hidden_size=32), "model"),
         (lambda path: (path / "model.safetensors").unlink(), "no safetensors weights"),
-        (cut_the_weights, "cannot load it"),
-        (drop_a_weight, "incomplete, missing_keys: model.norm.weight"),
+        (cut_the_weights, "model.safetensors: is cut off: tensor "),
+        (drop_a_weight, "model.safetensors: weights are incomplete, tensor model.norm.weight of shape [64] is missing"),
         (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer.json"),
     ],
 )

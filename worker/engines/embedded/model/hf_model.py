@@ -20,6 +20,7 @@ from worker.engines.embedded.model.linear import linears
 from worker.engines.embedded.model.numerics import choose
 from worker.engines.embedded.plan import Plan
 from worker.errors import StartupError
+from worker.models.geometry import Geometry
 
 if TYPE_CHECKING:
     from worker.engines.embedded.model.llama import LlamaNetwork
@@ -37,12 +38,7 @@ class ModelFacts:
 
     Attributes:
         dtype: Of activations.
-        vocab_size: Width of a row of logits.
-        context_length: Its longest text, tokens.
-        num_layers: Each has a KV cache.
-        heads: Query heads of a layer.
-        kv_heads: Key and value heads of a layer.
-        head_dim: Width of a head.
+        geometry: Its sizes, which fit each other.
         softcap: Scores of attention go through ``softcap * tanh(score / softcap)``; None for none.
         eos_token_ids: Ids that end an answer.
         undecodable_ids: Ids that the tokenizer does not have.
@@ -50,16 +46,41 @@ class ModelFacts:
     """
 
     dtype: torch.dtype
-    vocab_size: int
-    context_length: int
-    num_layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    geometry: Geometry
     softcap: float | None
     eos_token_ids: tuple[int, ...]
     undecodable_ids: tuple[int, ...]
     weights: str | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        return self.geometry.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of its longest text."""
+        return self.geometry.max_position_embeddings
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, each of which has a KV cache."""
+        return self.geometry.num_hidden_layers
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a layer."""
+        return self.geometry.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads of a layer."""
+        return self.geometry.num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.geometry.head_dim
 
 
 class HfModel:

@@ -1,0 +1,236 @@
+"""The gate for ``config.json``: each key that is served has its type and range, or is refused by
+name, before transformers reads the file.
+
+What transformers does with a value of a wrong type depends on the key: an error without its name, a
+loop without end, or a model that computes something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from adapters.strict_json import RepeatedKey, read_object
+from worker.models.geometry import BOUNDS, Geometry, GeometryError, shown
+
+
+class ModelFileError(Exception):
+    """A file of a model is damaged or not served; one line that names the file and, where there is
+    one, the key, without the directory.
+    """
+
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+
+_MOST_BYTES = 64 * 2**20
+"""Of a JSON file beside the weights; tokenizers are read elsewhere."""
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+"""Data types that a checkpoint may name."""
+
+_ACTIVATIONS = (
+    *("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "gelu_accurate"),
+    *("quick_gelu", "relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh", "linear", "laplace"),
+)
+_LAYER_TYPES = Literal["full_attention", "sliding_attention"]
+
+_TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+_Positive = Annotated[float, Field(gt=0, le=1e30)]
+_Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
+_Count = Annotated[int, Field(ge=1, le=2**31)]
+
+
+def _size(key: str) -> Any:
+    """A size of `BOUNDS`, which may be left out."""
+    least, most = BOUNDS[key]
+    return Field(default=None, ge=least, le=most)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class _Rope(_Strict):
+    """RoPE parameters, of all layers or of one type of layer."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Annotated[float, Field(gt=1, le=1e30)] = Field(default=None)
+    factor: _Factor = Field(default=None)
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = Field(default=None)
+    original_max_position_embeddings: _Count = Field(default=None)
+    low_freq_factor: _Factor = Field(default=None)
+    high_freq_factor: _Factor = Field(default=None)
+    attention_factor: _Factor | None = None
+    beta_fast: _Factor | None = None
+    beta_slow: _Factor | None = None
+    mscale: _Factor | None = None
+    mscale_all_dim: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    truncate: bool = True
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.low_freq_factor is not None and self.low_freq_factor == self.high_freq_factor:
+            raise ValueError("low_freq_factor and high_freq_factor must differ")
+        return self
+
+
+class _RopeByLayer(_Rope):
+    """RoPE parameters, which may stand below a type of layer each."""
+
+    full_attention: _Rope | None = None
+    sliding_attention: _Rope | None = None
+
+
+class ModelConfig(_Strict):
+    """The keys of ``config.json`` that decide what is computed, of the model types that are served.
+
+    One that is left out is transformers' default of that model type.
+    """
+
+    vocab_size: int = _size("vocab_size")
+    hidden_size: int = _size("hidden_size")
+    intermediate_size: int = _size("intermediate_size")
+    num_hidden_layers: int = _size("num_hidden_layers")
+    num_attention_heads: int = _size("num_attention_heads")
+    num_key_value_heads: int | None = _size("num_key_value_heads")
+    head_dim: int | None = _size("head_dim")
+    max_position_embeddings: int = _size("max_position_embeddings")
+    hidden_act: Literal[_ACTIVATIONS] = "silu"  # type: ignore[valid-type]
+    hidden_activation: Literal[_ACTIVATIONS] = "silu"  # type: ignore[valid-type]
+    rms_norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-6
+    initializer_range: Annotated[float, Field(ge=0, le=1)] = 0.02
+    attention_dropout: Annotated[float, Field(ge=0, le=1)] | None = 0.0
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    dtype: Literal[DTYPES] | None = None  # type: ignore[valid-type]
+    torch_dtype: Literal[DTYPES] | None = None  # type: ignore[valid-type]
+    eos_token_id: _TokenId | list[_TokenId] | None = None
+    bos_token_id: _TokenId | None = None
+    pad_token_id: _TokenId | None = None
+    rope_theta: Annotated[float, Field(gt=1, le=1e30)] = Field(default=None)
+    rope_local_base_freq: Annotated[float, Field(gt=1, le=1e30)] = Field(default=None)
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = Field(default=None)
+    rope_scaling: _RopeByLayer | None = None
+    rope_parameters: _RopeByLayer | None = None
+    sliding_window: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    use_sliding_window: bool = False
+    sliding_window_pattern: _Count = Field(default=None)
+    max_window_layers: Annotated[int, Field(ge=0, le=2**31)] = 28
+    layer_types: list[_LAYER_TYPES] | None = None
+    query_pre_attn_scalar: _Count = Field(default=None)
+    attn_logit_softcapping: _Positive | None = None
+    final_logit_softcapping: _Positive | None = None
+    num_experts: int = _size("num_experts")
+    num_local_experts: int = _size("num_experts")
+    num_experts_per_tok: int = _size("num_experts_per_tok")
+    moe_intermediate_size: int = _size("moe_intermediate_size")
+    decoder_sparse_step: int = _size("decoder_sparse_step")
+    mlp_only_layers: list[Annotated[int, Field(ge=0, lt=1024)]] | None = None
+    norm_topk_prob: bool = False
+    transformers_weights: None = None  # names other files than those that are checked
+    # what attends in both directions, or returns something else, is another model
+    use_bidirectional_attention: Literal[False] | None = None
+    is_causal: Literal[True] = True
+    is_encoder_decoder: Literal[False] = False
+    return_dict: Literal[True] | None = True
+    output_attentions: Literal[False] | None = False
+    output_hidden_states: Literal[False] | None = False
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.layer_types is not None and self.num_hidden_layers not in (None, len(self.layer_types)):
+            raise ValueError(
+                f"layer_types must have an entry for each of num_hidden_layers {self.num_hidden_layers}, "
+                f"got {len(self.layer_types)}"
+            )
+        return self
+
+
+class _GenerationConfig(_Strict):
+    """The keys of ``generation_config.json`` that are read."""
+
+    eos_token_id: _TokenId | list[_TokenId] | None = None
+
+
+def read_config(directory: Path) -> dict[str, Any] | None:
+    """The ``config.json`` of a checkpoint, of which `check_config` is not yet asked; None if there
+    is none.
+
+    Raises:
+        ModelFileError: it cannot be read, is no JSON object, or names a key twice.
+    """
+    return _read(directory / CONFIG)
+
+
+def check_config(settings: Mapping[str, Any]) -> ModelConfig:
+    """Raises `ModelFileError` unless each key of this ``config.json`` has a value of its type and
+    range.
+    """
+    return _checked(ModelConfig, settings, CONFIG)
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """The ``generation_config.json`` of a checkpoint; empty if there is none.
+
+    Raises:
+        ModelFileError: it cannot be read, or a key of it has a wrong type.
+    """
+    found = _read(directory / GENERATION) or {}
+    _checked(_GenerationConfig, found, GENERATION)
+    return found
+
+
+def geometry_of(config: Mapping[str, Any]) -> Geometry:
+    """`Geometry.of` a ``config.json``; raises `ModelFileError`."""
+    try:
+        return Geometry.of(config)
+    except GeometryError as error:
+        raise ModelFileError(f"{CONFIG}: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ModelFileError(f"{path.name}: cannot be read: {error.strerror or error}") from None
+    if len(content) > _MOST_BYTES:
+        raise ModelFileError(f"{path.name}: has more than {_MOST_BYTES // 2**20} MiB")
+    try:
+        return read_object(content)
+    except RepeatedKey as error:
+        raise ModelFileError(f"{path.name}: {error}") from None
+    except ValueError as error:
+        raise ModelFileError(f"{path.name}: {' '.join(str(error).split())}") from None
+
+
+def _checked(schema: type[Any], settings: Mapping[str, Any], file: str) -> Any:
+    try:
+        return schema.model_validate(settings)
+    except ValidationError as error:
+        raise ModelFileError(f"{file}: {described(error)}") from None
+
+
+def described(error: ValidationError) -> str:
+    """The first problem that pydantic found: its key, what was expected, and what was there."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    # of a union pydantic names the member that it tried, too
+    parts = [part for part in first["loc"] if isinstance(part, int) or "[" not in part and part not in _UNION_MEMBERS]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
+    problem = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if first["type"] in ("model_type", "dict_type"):
+        problem = "must be an object"
+    if first["type"] == "value_error":  # says itself which keys do not fit each other
+        return f"{key}: {problem}" if key else problem
+    return f"{key} {problem}, got {shown(first['input'])}"
+
+
+_UNION_MEMBERS = frozenset({"int", "float", "bool", "str", "constrained-int", "constrained-float"})
