@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.model.hf_model import HfModel
 from worker.engines.embedded.plan import Chunk, Plan, Request
@@ -14,31 +16,20 @@ _PROMPT_TOKENS = 4
 
 
 def check_first_pass(model: HfModel, path: str | Path) -> None:
-    """Compute a prompt of few tokens and one token behind it, in the first page of the KV store.
+    """Compute a prompt of few tokens and one token behind it.
 
     Weights that are finite one by one may still overflow together, and what a kernel or a thread
     pool needs for its first call takes its time here, not in the first request.
 
     Args:
-        model: With its KV store; no request has used it.
+        model: With its KV store.
         path: Of the checkpoint, for the error.
 
     Raises:
         StartupError: its logits are not finite numbers, or it cannot be computed.
     """
-    in_own_thread(lambda: _check(model, path))
-
-
-def _check(model: HfModel, path: str | Path) -> None:
-    step = max(1, model.vocab_size // (_PROMPT_TOKENS + 1))
-    tokens = [number * step % model.vocab_size for number in range(min(_PROMPT_TOKENS, model.context_length - 1))]
-    request = Request(
-        *("first pass", 0, SamplingParams(), tokens, len(tokens), len(tokens) + 1, frozenset(), 0), pages=[0]
-    )
     try:
-        rows = [model.forward(Plan((), (Chunk(request, 0, len(tokens)),), (request,)))]
-        request.tokens.append(int(rows[0].argmax()))
-        rows.append(model.forward(Plan((request,), (), (request,))))
+        rows = in_own_thread(lambda: _logits(model))
     except (RuntimeError, ValueError, IndexError, MemoryError) as error:
         raise StartupError(f"--model-path {path}: its first forward pass failed: {error}") from error
     if not all(row.shape == (1, model.vocab_size) and row.isfinite().all() for row in rows):
@@ -47,3 +38,15 @@ def _check(model: HfModel, path: str | Path) -> None:
             f"--model-path {path}: its first forward pass in {dtype} gives logits that are infinite or not a number: "
             "its weights are damaged, or too large for this --dtype"
         )
+
+
+def _logits(model: HfModel) -> list[torch.Tensor]:
+    page_size = model.kv_store.keys[0].shape[2]
+    tokens = [number * model.vocab_size // _PROMPT_TOKENS for number in range(min(_PROMPT_TOKENS, page_size - 1))]
+    request = Request(
+        *("first pass", 0, SamplingParams(), tokens, len(tokens), len(tokens) + 1, frozenset(), 0), pages=[0]
+    )
+    with model.spare_store():
+        rows = [model.forward(Plan((), (Chunk(request, 0, len(tokens)),), (request,))).clone()]
+        request.tokens.append(int(rows[0].argmax()))
+        return [*rows, model.forward(Plan((request,), (), (request,)))]
