@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -37,6 +37,11 @@ _ACTIVATIONS = (
 )
 _LAYER_TYPES = Literal["full_attention", "sliding_attention"]
 
+Schema = TypeVar("Schema", bound=BaseModel)
+
+_LEFT_OUT: Any = None
+"""Default of a key that may be left out, but not null."""
+
 _TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 _Positive = Annotated[float, Field(gt=0, le=1e30)]
 _Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
@@ -58,12 +63,12 @@ class _Rope(_Strict):
 
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: Annotated[float, Field(gt=1, le=1e30)] = Field(default=None)
-    factor: _Factor = Field(default=None)
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = Field(default=None)
-    original_max_position_embeddings: _Count = Field(default=None)
-    low_freq_factor: _Factor = Field(default=None)
-    high_freq_factor: _Factor = Field(default=None)
+    rope_theta: Annotated[float, Field(gt=1, le=1e30)] = _LEFT_OUT
+    factor: _Factor = _LEFT_OUT
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = _LEFT_OUT
+    original_max_position_embeddings: _Count = _LEFT_OUT
+    low_freq_factor: _Factor = _LEFT_OUT
+    high_freq_factor: _Factor = _LEFT_OUT
     attention_factor: _Factor | None = None
     beta_fast: _Factor | None = None
     beta_slow: _Factor | None = None
@@ -113,17 +118,17 @@ class ModelConfig(_Strict):
     eos_token_id: _TokenId | list[_TokenId] | None = None
     bos_token_id: _TokenId | None = None
     pad_token_id: _TokenId | None = None
-    rope_theta: Annotated[float, Field(gt=1, le=1e30)] = Field(default=None)
-    rope_local_base_freq: Annotated[float, Field(gt=1, le=1e30)] = Field(default=None)
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = Field(default=None)
+    rope_theta: Annotated[float, Field(gt=1, le=1e30)] = _LEFT_OUT
+    rope_local_base_freq: Annotated[float, Field(gt=1, le=1e30)] = _LEFT_OUT
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = _LEFT_OUT
     rope_scaling: _RopeByLayer | None = None
     rope_parameters: _RopeByLayer | None = None
     sliding_window: Annotated[int, Field(ge=1, le=2**31)] | None = None
     use_sliding_window: bool = False
-    sliding_window_pattern: _Count = Field(default=None)
+    sliding_window_pattern: _Count = _LEFT_OUT
     max_window_layers: Annotated[int, Field(ge=0, le=2**31)] = 28
     layer_types: list[_LAYER_TYPES] | None = None
-    query_pre_attn_scalar: _Count = Field(default=None)
+    query_pre_attn_scalar: _Count = _LEFT_OUT
     attn_logit_softcapping: _Positive | None = None
     final_logit_softcapping: _Positive | None = None
     num_experts: int = _size("num_experts")
@@ -212,7 +217,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise ModelFileError(f"{path.name}: {' '.join(str(error).split())}") from None
 
 
-def _checked(schema: type[Any], settings: Mapping[str, Any], file: str) -> Any:
+def _checked(schema: type[Schema], settings: Mapping[str, Any], file: str) -> Schema:
     try:
         return schema.model_validate(settings)
     except ValidationError as error:
@@ -223,7 +228,7 @@ def described(error: ValidationError) -> str:
     """The first problem that pydantic found: its key, what was expected, and what was there."""
     first = error.errors(include_url=False, include_context=False)[0]
     # of a union pydantic names the member that it tried, too
-    parts = [part for part in first["loc"] if isinstance(part, int) or "[" not in part and part not in _UNION_MEMBERS]
+    parts = [part for part in first["loc"] if isinstance(part, int) or ("[" not in part and part not in _UNION_MEMBERS)]
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
     problem = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if first["type"] in ("model_type", "dict_type"):

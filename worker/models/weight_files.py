@@ -25,10 +25,27 @@ _MOST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 
 _SIZES = {
-    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2},
-    **{"I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8},
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "C64": 8,
 }
 """Bytes of an element, by safetensors' name of its type."""
+
+_MOST_DIMENSIONS, _MOST_SIZE = 8, 2**48
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of weights that are not quantised."""
@@ -107,7 +124,9 @@ class WeightFiles:
     def _stored(self, name: str) -> str:
         """The name of a weight in these files: those of a model without a head lack ``model.``."""
         short = name.removeprefix("model.")
-        return short if name not in self.tensors and short + CODES not in self.tensors and short in self.tensors else name
+        return (
+            short if name not in self.tensors and short + CODES not in self.tensors and short in self.tensors else name
+        )
 
     def _check(self, expected: Tensor) -> None:
         name = self._stored(expected.name)
@@ -219,7 +238,9 @@ def read_header(path: Path, name: str) -> dict[str, StoredTensor]:
 def _entry(file: str, name: str, entry: Any, size: int) -> tuple[StoredTensor, tuple[int, int]]:
     """A tensor and where its values are."""
     found: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
-    dtype, shape, part = found.get("dtype"), found.get("shape"), found.get("data_offsets")
+    dtype: object = found.get("dtype")
+    shape: object = found.get("shape")
+    part: object = found.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _SIZES:
         raise ModelFileError(f"{file}: tensor {name}: dtype must be a type of safetensors, got {shown(dtype)}")
     if not _are_sizes(shape):
@@ -237,7 +258,9 @@ def _entry(file: str, name: str, entry: Any, size: int) -> tuple[StoredTensor, t
 
 
 def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= 8 and all(type(each) is int and 0 <= each < 2**48 for each in value)
+    return (
+        isinstance(value, list) and len(value) <= 8 and all(type(each) is int and 0 <= each < 2**48 for each in value)
+    )
 
 
 def _check_order(file: str, parts: list[tuple[int, int]], size: int) -> None:

@@ -29,6 +29,7 @@ from worker.models.geometry import Geometry
 from worker.models.quantised import CODES, MODEL_TYPES, OFFSETS, SCALES, format_of
 from worker.models.weight_files import WeightFiles
 
+
 def facts_of(
     network: Any, geometry: Geometry, directory: Path, settings: dict[str, Any], weights: str | None
 ) -> ModelFacts:
