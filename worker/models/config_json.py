@@ -14,14 +14,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from adapters.strict_json import RepeatedKey, read_object
-from worker.models.geometry import BOUNDS, Geometry, GeometryError, shown
-
-
-class ModelFileError(Exception):
-    """A file of a model is damaged or not served; one line that names the file and, where there is
-    one, the key, without the directory.
-    """
-
+from worker.models.geometry import BOUNDS, Geometry, GeometryError
+from worker.models.problems import ModelFileError, shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 

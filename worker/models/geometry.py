@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Self
 
+from worker.models.problems import shown
+
 BOUNDS = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**20),
@@ -39,10 +41,6 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
 _FOUR_NORMS = ("gemma2", "gemma3_text")
 _MIXTURES = ("qwen3_moe",)
 _OF_MIXTURES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers")
-
-
-_SHOWN = 60
-"""Characters of a value that an error shows."""
 
 
 class GeometryError(ValueError):
@@ -205,13 +203,3 @@ def _linear(name: str, rows: int, columns: int, is_biased: bool) -> Iterator[tup
     yield f"{name}.weight", (rows, columns)
     if is_biased:
         yield f"{name}.bias", (rows,)
-
-
-def shown(value: object) -> str:
-    """A value of a file in an error: not more than fits a line."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes
-        text = "an integer of thousands of digits"
-    text = " ".join(text.split())
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from worker.models.geometry import shown
+from worker.models.problems import ModelFileError, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -42,14 +42,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 
 
-_LONGEST_MESSAGE = 500
-
-
-class GgufError(Exception):
+class GgufError(ModelFileError):
     """The file cannot be read or is not supported; the message is one line, without the path."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split())[:_LONGEST_MESSAGE])  # names of the file may hold anything
 
 
 class Metadata(dict[str, Any]):

@@ -13,8 +13,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from worker.models.geometry import shown
 from worker.models.gguf_file import GgufError, Metadata
+from worker.models.problems import shown
 from worker.models.splits import splits
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)

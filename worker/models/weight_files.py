@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from adapters.strict_json import read_object
-from worker.models.config_json import ModelFileError
-from worker.models.geometry import Geometry, Tensor, shown
+from worker.models.geometry import Geometry, Tensor
+from worker.models.problems import ModelFileError, shown
 from worker.models.quantised import CODES, OFFSETS, SCALES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -257,10 +257,10 @@ def _entry(file: str, name: str, entry: Any, size: int) -> tuple[StoredTensor, t
     return StoredTensor(file, dtype, tuple(shape)), (start, stop)
 
 
-def _are_sizes(value: object) -> bool:
-    return (
-        isinstance(value, list) and len(value) <= 8 and all(type(each) is int and 0 <= each < 2**48 for each in value)
-    )
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS:
+        return False
+    return all(type(each) is int and 0 <= each < _MOST_SIZE for each in value)
 
 
 def _check_order(file: str, parts: list[tuple[int, int]], size: int) -> None:

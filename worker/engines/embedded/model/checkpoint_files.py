@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from worker.engines.embedded.model import llama_weights
 from worker.errors import StartupError
-from worker.models.config_json import ModelFileError, check_config, read_config, read_generation_config
+from worker.models.config_json import check_config, read_config, read_generation_config
+from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
 
 Given = TypeVar("Given")

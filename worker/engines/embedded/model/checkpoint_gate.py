@@ -16,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
 from worker.errors import StartupError
-from worker.models.config_json import CONFIG, ModelFileError, geometry_of
+from worker.models.config_json import CONFIG, geometry_of
 from worker.models.geometry import Geometry
+from worker.models.problems import ModelFileError
 from worker.models.quantised import CODES, OFFSETS, SCALES, format_of
 from worker.models.weight_files import WeightFiles
 
