@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from adapters.strict_json import RepeatedKey, read_object
-from worker.models.geometry import BOUNDS, Geometry, GeometryError
+from worker.models.geometry import BOUNDS, Geometry, GeometryError, check_fit
 from worker.models.problems import ModelFileError, shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -148,6 +148,9 @@ class ModelConfig(_Strict):
                 f"layer_types must have an entry for each of num_hidden_layers {self.num_hidden_layers}, "
                 f"got {len(self.layer_types)}"
             )
+        pad, size = self.pad_token_id, self.vocab_size
+        if pad is not None and size is not None and not -size <= pad < size:
+            raise ValueError(f"pad_token_id must be below vocab_size {size}, got {pad}")
         return self
 
 
@@ -171,7 +174,12 @@ def check_config(settings: Mapping[str, Any]) -> ModelConfig:
     """Raises `ModelFileError` unless each key of this ``config.json`` has a value of its type and
     range.
     """
-    return _checked(ModelConfig, settings, CONFIG)
+    found = _checked(ModelConfig, settings, CONFIG)
+    try:
+        check_fit(settings)
+    except GeometryError as error:
+        raise ModelFileError(f"{CONFIG}: {error}") from None
+    return found
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
@@ -220,16 +228,19 @@ def _checked(schema: type[Schema], settings: Mapping[str, Any], file: str) -> Sc
 
 def described(error: ValidationError) -> str:
     """The first problem that pydantic found: its key, what was expected, and what was there."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    errors = error.errors(include_url=False, include_context=False)
+    key = errors[0]["loc"][:1]
+    # of a union that which fits best: the one that looked deepest
+    first = max((each for each in errors if each["loc"][:1] == key), key=lambda each: len(each["loc"]))
     # of a union pydantic names the member that it tried, too
     parts = [part for part in first["loc"] if isinstance(part, int) or ("[" not in part and part not in _UNION_MEMBERS)]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
     problem = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if first["type"] in ("model_type", "dict_type"):
         problem = "must be an object"
     if first["type"] == "value_error":  # says itself which keys do not fit each other
-        return f"{key}: {problem}" if key else problem
-    return f"{key} {problem}, got {shown(first['input'])}"
+        return f"{name}: {problem}" if name else problem
+    return f"{name} {problem}, got {shown(first['input'])}"
 
 
 _UNION_MEMBERS = frozenset({"int", "float", "bool", "str", "constrained-int", "constrained-float"})

@@ -32,6 +32,9 @@ BOUNDS = {
 _HIDDEN_IS_WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")
 """Model types of which transformers takes no other."""
 
+_DERIVED_WIDTH = ("llama", "mistral", "qwen2", "qwen3_moe")
+"""Model types whose heads are ``hidden_size / num_attention_heads`` wide unless they say so."""
+
 _BIASED = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
 """Model types that read ``attention_bias``; Qwen 2 always has biases of queries, keys and values,
 Mistral never has any.
@@ -58,6 +61,29 @@ class GeometryError(ValueError):
     def named(self, names: Mapping[str, str]) -> str:
         """The message with other names for the keys, those of a GGUF file."""
         return self._text.format(*(names.get(key, key) for key in self._keys))
+
+
+def check_fit(config: Mapping[str, Any]) -> None:
+    """Raises `GeometryError` if sizes of a ``config.json`` do not fit each other, as far as they
+    are given. Each has its type and range.
+    """
+    kind, hidden, heads = config.get("model_type"), config.get("hidden_size"), config.get("num_attention_heads")
+    kv_heads, width = config.get("num_key_value_heads"), config.get("head_dim")
+    if heads and kv_heads and heads % kv_heads:
+        raise GeometryError(
+            f"{{0}} must be a multiple of {{1}} {kv_heads}, got {heads}", "num_attention_heads", "num_key_value_heads"
+        )
+    if heads and hidden and hidden % heads and kind in _HIDDEN_IS_WHOLE_HEADS:
+        raise GeometryError(
+            f"{{0}} must be a multiple of {{1}} {heads}, got {hidden}", "hidden_size", "num_attention_heads"
+        )
+    if width and width % 2:
+        raise GeometryError(f"{{0}}, the width of a head, must be even, as RoPE turns pairs, got {width}", "head_dim")
+    if heads and hidden and not width and kind in _DERIVED_WIDTH and (hidden < heads or hidden // heads % 2):
+        raise GeometryError(
+            f"{{0}} by {{1}}, the width of a head, must be even, as RoPE turns pairs, got {hidden // heads}",
+            *("hidden_size", "num_attention_heads"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +130,7 @@ class Geometry:
             value = getattr(self, key)
             if type(value) is not int or not least <= value <= most:
                 raise GeometryError(f"{{0}} must be an integer from {least} to {most}, got {shown(value)}", key)
-        self._check_heads()
+        check_fit({each.name: getattr(self, each.name) for each in fields(self)})
         if self.num_experts_per_tok > self.num_experts:
             raise GeometryError(
                 f"{{0}} must be at most {{1}} {self.num_experts}, got {self.num_experts_per_tok}",
@@ -112,23 +138,6 @@ class Geometry:
             )
         if self.num_experts and not (self.num_experts_per_tok and self.moe_intermediate_size):
             raise GeometryError("{0} and {1} must be at least 1", "num_experts_per_tok", "moe_intermediate_size")
-
-    def _check_heads(self) -> None:
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if heads % kv_heads:
-            raise GeometryError(
-                f"{{0}} must be a multiple of {{1}} {kv_heads}, got {heads}",
-                *("num_attention_heads", "num_key_value_heads"),
-            )
-        if self.head_dim % 2:
-            raise GeometryError(
-                f"{{0}}, the width of a head, must be even, as RoPE turns pairs, got {self.head_dim}", "head_dim"
-            )
-        if self.model_type in _HIDDEN_IS_WHOLE_HEADS and self.hidden_size % heads:
-            raise GeometryError(
-                f"{{0}} must be a multiple of {{1}} {heads}, got {self.hidden_size}",
-                *("hidden_size", "num_attention_heads"),
-            )
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:

@@ -195,11 +195,14 @@ def read_index(directory: Path) -> dict[str, str]:
         ModelFileError: it cannot be read.
     """
     try:
-        found = read_object((directory / INDEX).read_bytes()).get("weight_map")
+        index = read_object((directory / INDEX).read_bytes())
     except OSError as error:
         raise ModelFileError(f"{INDEX}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise ModelFileError(f"{INDEX}: {' '.join(str(error).split())}") from None
+    if not isinstance(index.get("metadata"), dict):
+        raise ModelFileError(f"{INDEX}: metadata must be an object, got {shown(index.get('metadata'))}")
+    found = index.get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) and file for file in found.values()):
         raise ModelFileError(f"{INDEX}: weight_map must be an object with a file for each tensor, got {shown(found)}")
     return found

@@ -41,8 +41,8 @@ def check_first_pass(model: HfModel, path: str | Path) -> None:
 
 
 def _logits(model: HfModel) -> list[torch.Tensor]:
-    page_size = model.kv_store.keys[0].shape[2]
-    tokens = [number * model.vocab_size // _PROMPT_TOKENS for number in range(min(_PROMPT_TOKENS, page_size - 1))]
+    most = min(model.kv_store.keys[0].shape[2], model.context_length) - 1
+    tokens = [number * model.vocab_size // _PROMPT_TOKENS for number in range(min(_PROMPT_TOKENS, most))]
     request = Request(
         *("first pass", 0, SamplingParams(), tokens, len(tokens), len(tokens) + 1, frozenset(), 0), pages=[0]
     )
