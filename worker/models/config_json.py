@@ -29,12 +29,24 @@ _ACTIVATIONS = (
     *("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "gelu_accurate"),
     *("quick_gelu", "relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh", "linear", "laplace"),
 )
-_LAYER_TYPES = Literal["full_attention", "sliding_attention"]
+_RopeType = Literal["default", "linear", "yarn", "llama3", "proportional", "dynamic", "longrope"]
+_LayerType = Literal["full_attention", "sliding_attention"]
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
 _LEFT_OUT: Any = None
 """Default of a key that may be left out, but not null."""
+
+_OTHER_NAMES = {"num_experts": "num_local_experts"}
+_ONLY = {
+    **dict.fromkeys(("is_causal", "return_dict"), True),
+    **dict.fromkeys(("use_bidirectional_attention", "is_encoder_decoder"), False),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), False),
+}
+"""What attends in both directions, or returns something else, is another model."""
+
+_SOFTCAPPED = ("gemma2", "gemma3_text")
+_UNSCALED = (None, "default")
 
 _TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 _Positive = Annotated[float, Field(gt=0, le=1e30)]
@@ -55,8 +67,8 @@ class _Strict(BaseModel):
 class _Rope(_Strict):
     """RoPE parameters, of all layers or of one type of layer."""
 
-    rope_type: str | None = None
-    type: str | None = None
+    rope_type: _RopeType | None = None
+    type: _RopeType | None = None
     rope_theta: Annotated[float, Field(gt=1, le=1e30)] = _LEFT_OUT
     factor: _Factor = _LEFT_OUT
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = _LEFT_OUT
@@ -90,6 +102,7 @@ class ModelConfig(_Strict):
     One that is left out is transformers' default of that model type.
     """
 
+    model_type: str
     vocab_size: int = _size("vocab_size")
     hidden_size: int = _size("hidden_size")
     intermediate_size: int = _size("intermediate_size")
@@ -121,7 +134,7 @@ class ModelConfig(_Strict):
     use_sliding_window: bool = False
     sliding_window_pattern: _Count = _LEFT_OUT
     max_window_layers: Annotated[int, Field(ge=0, le=2**31)] = 28
-    layer_types: list[_LAYER_TYPES] | None = None
+    layer_types: list[_LayerType] | None = None
     query_pre_attn_scalar: _Count = _LEFT_OUT
     attn_logit_softcapping: _Positive | None = None
     final_logit_softcapping: _Positive | None = None
@@ -132,14 +145,14 @@ class ModelConfig(_Strict):
     decoder_sparse_step: int = _size("decoder_sparse_step")
     mlp_only_layers: list[Annotated[int, Field(ge=0, lt=1024)]] | None = None
     norm_topk_prob: bool = False
+    quantization_config: dict[str, Any] | None = None
     transformers_weights: None = None  # names other files than those that are checked
-    # what attends in both directions, or returns something else, is another model
-    use_bidirectional_attention: Literal[False] | None = None
-    is_causal: Literal[True] = True
-    is_encoder_decoder: Literal[False] = False
-    return_dict: Literal[True] | None = True
-    output_attentions: Literal[False] | None = False
-    output_hidden_states: Literal[False] | None = False
+    use_bidirectional_attention: bool | None = False
+    is_causal: bool = True
+    is_encoder_decoder: bool = False
+    return_dict: bool = True
+    output_attentions: bool | None = False
+    output_hidden_states: bool | None = False
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -148,10 +161,32 @@ class ModelConfig(_Strict):
                 f"layer_types must have an entry for each of num_hidden_layers {self.num_hidden_layers}, "
                 f"got {len(self.layer_types)}"
             )
+        self._refuse_variants()
         pad, size = self.pad_token_id, self.vocab_size
         if pad is not None and size is not None and not -size <= pad < size:
             raise ValueError(f"pad_token_id must be below vocab_size {size}, got {pad}")
         return self
+
+    def _refuse_variants(self) -> None:
+        """Raises `ValueError` for what is not computed as transformers does."""
+        for key, wanted in _ONLY.items():
+            if getattr(self, key) not in (None, wanted):
+                raise ValueError(f"{key} must be {wanted}, got {not wanted}")
+        if self.final_logit_softcapping is not None and self.model_type not in _SOFTCAPPED:
+            raise ValueError(f"final_logit_softcapping is known of {' and '.join(_SOFTCAPPED)} alone")
+        if self.model_type == "qwen3_moe" and self.hidden_act not in ("silu", "swish"):
+            raise ValueError(f"hidden_act must be 'silu' for qwen3_moe, got {self.hidden_act!r}")
+        for key in ("rope_scaling", "rope_parameters"):
+            rope = getattr(self, key)
+            if (
+                rope is not None
+                and (rope.full_attention or rope.sliding_attention)
+                and self.model_type != "gemma3_text"
+            ):
+                raise ValueError(f"{key}: full_attention and sliding_attention are known of gemma3_text alone")
+            factors = (self.partial_rotary_factor, rope.partial_rotary_factor) if rope is not None else ()
+            if any(each not in (None, 1.0) for each in factors) and (rope.rope_type or rope.type) not in _UNSCALED:
+                raise ValueError(f"{key}: rope_type must be 'default' beside partial_rotary_factor")
 
 
 class _GenerationConfig(_Strict):
@@ -193,12 +228,18 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
     return found
 
 
-def geometry_of(config: Mapping[str, Any]) -> Geometry:
-    """`Geometry.of` a ``config.json``; raises `ModelFileError`."""
+def geometry_of(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Geometry:
+    """`Geometry.of` transformers' configuration; errors name the keys of ``config.json`` as
+    `settings` has them.
+
+    Raises:
+        ModelFileError: see `GeometryError`.
+    """
     try:
         return Geometry.of(config)
     except GeometryError as error:
-        raise ModelFileError(f"{CONFIG}: {error}") from None
+        names = {ours: theirs for ours, theirs in _OTHER_NAMES.items() if theirs in settings}
+        raise ModelFileError(f"{CONFIG}: {error.named(names)}") from None
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from worker.engines.embedded.model import llama_weights
 from worker.errors import StartupError
 from worker.models.config_json import check_config, read_config, read_generation_config
-from worker.models.problems import ModelFileError
+from worker.models.problems import ModelFileError, shown
 from worker.models.quantised import format_of
 
 Given = TypeVar("Given")
@@ -38,28 +38,29 @@ def read_settings(directory: Path) -> dict[str, Any]:
     kind = settings.get("model_type")
     if kind not in MODEL_TYPES:
         raise StartupError(
-            f"--model-path {directory}: model type {kind!r} is not served by the embedded engine, "
+            f"--model-path {directory}: config.json: model_type {shown(kind)} is not served by the embedded engine, "
             f"which knows {', '.join(MODEL_TYPES)}"
         )
-    if settings.get("quantization_config") and format_of(settings) is None:
-        raise StartupError(
-            f"--model-path {directory}: checkpoints that other programs quantised are not served by the embedded engine"
-        )
     _told(directory, check_config, settings)
-    length_dependent = _rope_types(settings) & _LENGTH_DEPENDENT_ROPE
-    if length_dependent:
+    if settings.get("quantization_config") is not None and format_of(settings) is None:
         raise StartupError(
-            f"--model-path {directory}: rope type {min(length_dependent)!r} depends on the longest sequence of a batch "
-            "and is not served by the embedded engine"
+            f"--model-path {directory}: config.json: quantization_config: checkpoints that other programs quantised "
+            "are not served by the embedded engine"
         )
+    for key in ("rope_parameters", "rope_scaling"):
+        length_dependent = _rope_types(settings.get(key) or {}) & _LENGTH_DEPENDENT_ROPE
+        if length_dependent:
+            raise StartupError(
+                f"--model-path {directory}: config.json: {key}: rope type {min(length_dependent)!r} depends on the "
+                "longest sequence of a batch and is not served by the embedded engine"
+            )
     if not any(directory.glob("*.safetensors")):
         raise StartupError(f"--model-path {directory}: it has no safetensors weights")
     return settings
 
 
-def _rope_types(settings: dict[str, Any]) -> set[str]:
+def _rope_types(rope: dict[str, Any]) -> set[str]:
     """RoPE types; Gemma-3 has one for each kind of layer."""
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     found = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     return {str(each.get("rope_type", each.get("type"))) for each in found}
 

@@ -50,7 +50,7 @@ def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtyp
     """
     try:
         config = _configuration(directory)
-        geometry = geometry_of({name: getattr(config, name, None) for name in _FIELDS})
+        geometry = geometry_of({name: getattr(config, name, None) for name in _FIELDS}, settings)
         files = WeightFiles(directory, format_of(settings) is not None)
         files.check(geometry)
         check_finite(files, geometry, dtype)

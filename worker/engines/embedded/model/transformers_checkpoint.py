@@ -113,8 +113,8 @@ class QuantisedCheckpoint:
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
         if settings.get("model_type") not in MODEL_TYPES:
             raise StartupError(
-                f"--model-path {directory}: quantised checkpoints of model type {settings.get('model_type')!r} are not "
-                f"served, only of {', '.join(MODEL_TYPES)}"
+                f"--model-path {directory}: config.json: quantization_config: quantised checkpoints of model type "
+                f"{settings.get('model_type')!r} are not served, only of {', '.join(MODEL_TYPES)}"
             )
         self.format = str(format_of(settings))
         self._directory = directory
