@@ -210,6 +210,38 @@ def test_a_tensor_that_is_dequantised_in_parts(checkpoints: dict[str, Path], tmp
     assert torch.equal(found["model.embed_tokens.weight"], weights["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.Q8_0])
+@pytest.mark.parametrize("keeps_blocks", [False, True])
+def test_numbers_of_another_width_beside_them_keep_their_values(
+    checkpoints: dict[str, Path], tmp_path: Path, kind: GGMLQuantizationType, keeps_blocks: bool
+) -> None:
+    """float16 has no 100,000, bfloat16 no 1.001."""
+    source = Source(checkpoints["llama"], kind)
+    norm = np.linspace(0.5, 1e5, 64, dtype=np.float32)
+    norm[0] = 1.001
+    source.tensors["blk.0.ffn_norm.weight"] = norm, F32
+    file = source.write(tmp_path / "model.gguf")
+    checkpoint = convert_gguf(file, tmp_path / "cache", lambda line: None, keeps_blocks)
+    found = load_file(checkpoint / "model.safetensors")["model.layers.0.post_attention_layernorm.weight"]
+    assert torch.equal(found, torch.from_numpy(norm))
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config["torch_dtype"] == ("bfloat16" if kind == GGMLQuantizationType.Q8_0 else "float32")
+    (result,) = Engine(checkpoint, device="cpu").generate([PROMPT], SamplingParams(max_tokens=2), progress=False)
+    assert result.finish_reason == "length"
+
+
+def test_a_file_of_float16_alone_stays_so(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Whose norms, float32 in every file, are numbers of float16 too."""
+    checkpoint = converted(Source(checkpoints["llama"], GGMLQuantizationType.F16), tmp_path)
+    assert json.loads((checkpoint / "config.json").read_text())["torch_dtype"] == "float16"
+    both = Source(checkpoints["llama"], GGMLQuantizationType.F16)
+    name = "blk.0.ffn_down.weight"
+    both.tensors[name] = both.tensors[name][0], GGMLQuantizationType.BF16
+    (tmp_path / "both").mkdir()
+    checkpoint = converted(both, tmp_path / "both")
+    assert json.loads((checkpoint / "config.json").read_text())["torch_dtype"] == "float32"
+
+
 def test_bfloat16_is_rounded_to_the_nearest() -> None:
     from worker.models.numbers import encoded
 

@@ -50,6 +50,9 @@ _MOST_DIMENSIONS, _MOST_SIZE = 8, 2**48
 _FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of weights that are not quantised."""
 
+_CODES = ("I8", "U8")
+"""Types of the codes of quantised ones, of 8 and of 4 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -135,6 +138,10 @@ class WeightFiles:
         if codes is not None and found is not None:
             raise ModelFileError(f"{found.file}: tensor {name} is there twice, quantised too")
         if codes is not None:
+            if codes.dtype not in _CODES:
+                raise ModelFileError(
+                    f"{codes.file}: tensor {name}{CODES} must be of type {' or '.join(_CODES)}, got {codes.dtype}"
+                )
             self._check_shape(name + CODES, codes, _codes_shape(expected.shape, codes.dtype))
             return
         if found is None:

@@ -113,11 +113,11 @@ def _from_checkpoint(
     from worker.engines.embedded.model.checkpoint_gate import read_checked
 
     weights = kernels.quantisation
+    quantised = None if format_of(settings) is None else checkpoint.QuantisedCheckpoint(directory, settings)
     config, geometry = read_checked(directory, settings, dtype)
-    if format_of(settings) is None:
+    if quantised is None:
         network = checkpoint.load_network(directory, config, dtype)
     else:
-        quantised = checkpoint.QuantisedCheckpoint(directory, settings)
         network = quantised.network(config, dtype, keeps)
         weights = quantised.format if keeps else None
     network = network.to(device).eval()
