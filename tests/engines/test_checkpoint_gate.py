@@ -17,18 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_checkpoints import EVERY_TYPE
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from served_checkpoint import complaint, expected, load, logits, served_or_refused
 
 from worker.engines.embedded.attention import AttentionSizes
-from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model import HfModel, check_first_pass, load_model
-from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
 from worker.models.geometry import BOUNDS, Geometry, GeometryError
 from worker.quantize.output import write_quantised
-from worker.sampling import SamplingParams
 
-PROMPT = [5, 300, 17, 42, 7, 255, 31, 9, 120, 64, 3, 11]
 CONFIG = "config.json"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,48 +51,10 @@ def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def load(path: Path, **changes: Any) -> HfModel:
-    """As a worker starts: with the first forward pass."""
-    config = EmbeddedConfig(model_path=path, **({"device": "cpu", "packed_copy": "off", "dtype": "float32"} | changes))
-    model = load_model(config)
-    model.allocate_kv(4, 32)
-    check_first_pass(model, path)
-    return model
-
-
-def prompt_of(vocab_size: int, context_length: int) -> list[int]:
-    return [token % vocab_size for token in PROMPT[:context_length]]
-
-
-def logits(model: HfModel) -> torch.Tensor:
-    """Of the token behind the prompt."""
-    prompt = prompt_of(model.vocab_size, model.context_length)
-    request = Request("", 0, SamplingParams(), prompt, len(prompt), 999, frozenset(), 0, pages=[1])
-    return model.forward(Plan((), (Chunk(request, 0, len(prompt)),), (request,)))
-
-
-def expected(path: Path) -> torch.Tensor:
-    """The same by transformers."""
-    network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    prompt = prompt_of(network.config.vocab_size, network.config.max_position_embeddings)
-    with torch.inference_mode():
-        found: torch.Tensor = network.eval()(torch.tensor([prompt]), use_cache=False).logits[:, -1]
-    return found
-
-
 def refusal(path: Path, **changes: Any) -> str:
     with pytest.raises(StartupError) as refused:
         load(path, **changes)
     return complaint(refused.value, path)
-
-
-def complaint(error: StartupError, path: Path) -> str:
-    """The one line, without the directory."""
-    message = str(error)
-    assert message.startswith(f"--model-path {path}: "), message
-    assert "\n" not in message
-    assert len(message) < 1000
-    return message.removeprefix(f"--model-path {path}: ")
 
 
 @pytest.mark.parametrize(
@@ -343,17 +300,6 @@ ODD: list[Any] = [
 def spoilt_configs(draw: st.DrawFn) -> dict[str, Any]:
     keys = draw(st.lists(st.sampled_from(sorted(KEYS)), min_size=1, max_size=3, unique=True))
     return {key: draw(st.sampled_from(KEYS[key]) | st.sampled_from(ODD)) for key in keys}
-
-
-def served_or_refused(path: Path) -> str | None:
-    """The refusal; None for a model whose logits are finite and transformers' own."""
-    try:
-        found = logits(load(path))
-    except StartupError as error:
-        return complaint(error, path)
-    assert found.isfinite().all()
-    assert torch.allclose(found, expected(path), atol=2e-3, rtol=2e-3)
-    return None
 
 
 @pytest.fixture(scope="module")

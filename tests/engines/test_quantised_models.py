@@ -220,11 +220,23 @@ class TestRefusals:
         ("name", "change", "reason"),
         [
             ("model.norm.weight", None, "weights are incomplete, tensor model.norm.weight of"),
-            ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(3, 32, dtype=torch.uint8), r"must be of shape \[128, 32\]"),
+            (
+                "model.layers.0.mlp.up_proj.weight.codes",
+                torch.zeros(3, 32, dtype=torch.uint8),
+                "must be of shape",
+            ),
             ("model.layers.0.mlp.up_proj.weight.scales", torch.full((128, 2), torch.nan).half(), "infinite or not a"),
             ("model.unknown.weight", torch.zeros(3), "has no place in the model"),
-            ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(64, dtype=torch.int8), r"must be of shape \[128, 64\]"),
-            ("model.layers.0.mlp.up_proj.weight.codes", torch.tensor(1, dtype=torch.int8), r"must be of shape \[128, 64\]"),
+            (
+                "model.layers.0.mlp.up_proj.weight.codes",
+                torch.zeros(64, dtype=torch.int8),
+                "must be of shape",
+            ),
+            (
+                "model.layers.0.mlp.up_proj.weight.codes",
+                torch.tensor(1, dtype=torch.int8),
+                "must be of shape",
+            ),
             ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(128, 64, 2, dtype=torch.int8), "must be of shape"),
             ("model.layers.0.mlp.up_proj.weight.codes", torch.zeros(128, 32), "must be of type I8 or U8"),
             ("model.layers.0.mlp.up_proj.weight.scales", torch.zeros(128, 0).half(), "is in no format"),

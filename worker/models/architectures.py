@@ -158,7 +158,7 @@ class Architecture:
                 raise GgufError(f"{key} is not supported")
         parts = self._metadata.integer("split.count", 1, least=0)
         if parts not in (0, 1):
-            raise GgufError(f"it is one of {parts} parts; join them with llama-gguf-split")
+            raise GgufError(f"split.count: it is one of {parts} parts; join them with llama-gguf-split")
 
     def _refuse_variants(self) -> None:
         for key in ("attention.value_length", "rope.dimension_count"):
