@@ -92,7 +92,7 @@ def undecodable_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
     try:
         known = set(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values())
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise StartupError(f"--model-path: cannot read {path}: {first_line(error)}") from error
+        raise StartupError(f"--model-path {directory}: tokenizer.json: {first_line(error)}") from error
     return tuple(token for token in range(vocab_size) if token not in known)
 
 
