@@ -1,4 +1,4 @@
-"""A damaged tokenizer is refused in one line that names the file and, where there is one, the key."""
+"""A damaged tokenizer is refused in one line that names the file and, where there is one, key."""
 
 from __future__ import annotations
 
