@@ -336,7 +336,7 @@ class TestCommand:
             assert reason in line
         (tmp_path / "config.json").write_text("[]")
         assert main(["quantize", str(tmp_path), "--to", "int8", "--output", str(tmp_path / "new")]) == 1
-        assert "its config.json is no JSON object" in capsys.readouterr().err
+        assert "config.json: must be a JSON object, got list" in capsys.readouterr().err
         with pytest.raises(SystemExit):
             main(["quantize", source, "--to", "int8"])
         assert "give --report, --output DIR, or both" in capsys.readouterr().err
@@ -346,7 +346,7 @@ class TestCommand:
         [
             ("nan", "model.layers.1.mlp.up_proj.weight: a weight that is infinite or not a number"),
             ("cut off", "model.safetensors: "),
-            ("none", "it has no safetensors files"),
+            ("none", "it has no safetensors weights"),
         ],
     )
     def test_what_cannot_be_written_whole_is_not_written(

@@ -132,9 +132,12 @@ class QuantisedCheckpoint:
             StartupError: it cannot be read or is incomplete.
         """
         maker: Any = AutoModelForCausalLM
+        if not llama_weights.serves(config):
+            raise StartupError(
+                f"--model-path {self._directory}: config.json: quantization_config: a variant of its architecture "
+                "(hidden_act, partial_rotary_factor) that is not served from a quantised checkpoint"
+            )
         try:
-            if not llama_weights.serves(config):
-                raise ValueError("a variant of its architecture that is not served from a quantised checkpoint")
             with torch.device("meta"):
                 network = maker.from_config(config, dtype=dtype)
             network.model.rotary_emb = type(network.model.rotary_emb)(config)
